@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from engine.api import Retention
 from tenancy.errors import BadName, BadPrice
 from tenancy.pricing.charges import ANY, RateCard
-from tenancy.reuse.advice import Kept
+from tenancy.reuse.advice import ClassTerms
 
 RESOURCE = "resource"
 """The class of cached contents: it expires with its content and cannot be requested by name."""
@@ -105,10 +105,10 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """Return all classes by name."""
         return {**default_classes(), **self.classes}
 
-    def kept(self) -> dict[str, Kept]:
+    def kept(self) -> dict[str, ClassTerms]:
         """Return how long each class keeps unused blocks, and the class of their storage."""
         return {
-            name: Kept(
+            name: ClassTerms(
                 terms.promise_s if terms.limit_s is None else terms.limit_s,
                 name if terms.promise_s > 0 else BEST_EFFORT,
             )

@@ -64,7 +64,7 @@ class LimitExceeded(TenancyError):
         self.reset_s = reset_s
 
 
-class NameInUse(TenancyError):
+class IdempotencyConflict(TenancyError):
     """A request cannot have the name that its client gave it: `idempotency_in_flight`,
     `idempotency_key_reused` (for another request), `idempotency_result_gone` (too large to be
     kept) or `idempotency_room_full`."""
@@ -74,7 +74,7 @@ class BadPrice(TenancyError):
     """A rate card, a budget or an adjustment that cannot be; the message says why."""
 
 
-class BooksClosed(TenancyError):
+class CloseRefused(TenancyError):
     """A day cannot be closed, or is closed already."""
 
 

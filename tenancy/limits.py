@@ -23,17 +23,17 @@ from tenancy.errors import BadName, LimitExceeded
 from tenancy.types import Identity, Limits
 
 LIMIT_MAX = 10**12
-AT_ONCE_RETRY_S = 1.0
+CONCURRENCY_RETRY_S = 1.0
 """Nobody knows when a running request ends; a second is soon enough to ask again."""
 
 Meter = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 METERS: tuple[Meter, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
 
-_Counts = tuple[int, int, int, int]
+_MeterCounts = tuple[int, int, int, int]
 """What a request counts on each of `METERS`."""
 
-_OF_PROMPTS = (METERS.index("tokens"), METERS.index("input_tokens"))
-_PRESSING = 8
+_PROMPT_METERS = (METERS.index("tokens"), METERS.index("input_tokens"))
+_NEAR_LIMIT_PARTS = 8
 """A limit of which not more than one part in so many is taken presses nobody."""
 
 
@@ -44,7 +44,7 @@ class Demand(Struct, frozen=True):
     output_tokens: int
 
     @property
-    def counts(self) -> _Counts:
+    def counts(self) -> _MeterCounts:
         """What it counts on each of `METERS`."""
         given, made = self.input_tokens, self.output_tokens
         return 1, given + made, given, made
@@ -59,7 +59,7 @@ class LimitState(Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Bucket:
+class TokenBucket:
     """What is owed at a time is `until` less the time times the limit; below zero nothing is.
     `told`: the same, if those who were refused had been given when they were told to come back."""
 
@@ -97,18 +97,18 @@ class Bucket:
         return max(self.until, self.told) <= now_ns * self.limit
 
 
-_Row = tuple[tuple[Bucket, int, int], ...]
+_Row = tuple[tuple[TokenBucket, int, int], ...]
 """Buckets of an account: (bucket, meter, the limit while this row holds)."""
 
 
 @dataclass(slots=True)
-class _Account:
+class _Usage:
     """What a tenant or a line of keys has used. `buckets`: by the place of the meter in `METERS`;
     `row`: those that `limits` sets; `of_prompts`: of them, those on prompt tokens; `at_once_max`:
     how many of its requests may run by them."""
 
     kind: Kind
-    buckets: dict[int, Bucket] = field(default_factory=dict)
+    buckets: dict[int, TokenBucket] = field(default_factory=dict)
     at_once: int = 0
     at_once_max: int = LIMIT_MAX
     limits: Limits = field(default_factory=Limits)
@@ -125,15 +125,15 @@ class _Account:
 
     def _change(self, limits: Limits, now_ns: int) -> None:
         row = []
-        for meter, limit in _set(limits):
+        for meter, limit in _limits_by_meter(limits):
             bucket = self.buckets.get(meter)
             if bucket is None:
-                bucket = self.buckets[meter] = Bucket(self.kind, meter, limit)
+                bucket = self.buckets[meter] = TokenBucket(self.kind, meter, limit)
             elif bucket.limit != limit:
                 bucket.resize(now_ns, limit)
             row.append((bucket, meter, limit))
         self.row = tuple(row)
-        self.of_prompts = tuple(one for one in row if one[1] in _OF_PROMPTS)
+        self.of_prompts = tuple(one for one in row if one[1] in _PROMPT_METERS)
         most = limits.requests_at_once
         self.at_once_max = LIMIT_MAX if most is None else most
 
@@ -150,9 +150,9 @@ class Reservation:
     def __init__(
         self,
         limiter: Limiter,
-        accounts: tuple[_Account, _Account],
+        accounts: tuple[_Usage, _Usage],
         rows: tuple[_Row, _Row],
-        counts: _Counts,
+        counts: _MeterCounts,
     ) -> None:
         self._limiter = limiter
         self._accounts = accounts
@@ -198,8 +198,8 @@ class Limiter:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
         self._clock = clock
-        self._tenants: OrderedDict[int, _Account] = OrderedDict()
-        self._keys: OrderedDict[int, _Account] = OrderedDict()
+        self._tenants: OrderedDict[int, _Usage] = OrderedDict()
+        self._keys: OrderedDict[int, _Usage] = OrderedDict()
         self._open = 0
 
     def reserve(self, identity: Identity, estimate: Demand) -> Reservation:
@@ -237,7 +237,7 @@ class Limiter:
         for account in self._looked_at(identity, now_ns):
             for bucket, meter, limit in account.of_prompts:
                 taken = bucket.owed(now_ns) + counts[meter] * MINUTE_NS
-                if taken * _PRESSING > limit * MINUTE_NS:
+                if taken * _NEAR_LIMIT_PARTS > limit * MINUTE_NS:
                     return True
         return False
 
@@ -246,7 +246,7 @@ class Limiter:
         now_ns = self.now_ns()
         return _states([one.row for one in self._looked_at(identity, now_ns)], now_ns)
 
-    def leave(self, accounts: tuple[_Account, _Account]) -> None:
+    def leave(self, accounts: tuple[_Usage, _Usage]) -> None:
         """See `Reservation.settle`, which calls it once."""
         tenant, key = accounts
         tenant.at_once -= 1
@@ -271,18 +271,18 @@ class Limiter:
             running = sum(account.at_once for account in accounts.values())
             assert running == self._open, f"{running} of {kind}s run, {self._open} are open"
 
-    def _looked_at(self, identity: Identity, now_ns: int) -> tuple[_Account, _Account]:
+    def _looked_at(self, identity: Identity, now_ns: int) -> tuple[_Usage, _Usage]:
         """The tenant's and the key's; of those who are not remembered, what they begin with."""
-        tenant = self._tenants.get(identity.tenant.tenant_id) or _Account("tenant")
-        key = self._keys.get(identity.line_id) or _Account("key")
+        tenant = self._tenants.get(identity.tenant.tenant_id) or _Usage("tenant")
+        key = self._keys.get(identity.line_id) or _Usage("key")
         tenant.under(identity.limits, now_ns)
         key.under(identity.key_limits, now_ns)
         return tenant, key
 
     @staticmethod
     def _account(
-        accounts: OrderedDict[int, _Account], kind: Kind, number: int, now_ns: int
-    ) -> _Account:
+        accounts: OrderedDict[int, _Usage], kind: Kind, number: int, now_ns: int
+    ) -> _Usage:
         """One that is remembered from now on. Whoever is new looks at two others, in turn, and
         forgets those that a new one would equal: what is left has been used within about a minute,
         or runs, or owes."""
@@ -294,7 +294,7 @@ class Limiter:
                     del accounts[other]
                 else:
                     accounts.move_to_end(other)
-            found = accounts[number] = _Account(kind)
+            found = accounts[number] = _Usage(kind)
         return found
 
     def now_ns(self) -> int:
@@ -316,7 +316,7 @@ def limit_of(limits: Limits, meter: Meter) -> int | None:
 
 
 @lru_cache(maxsize=1_024)
-def _set(limits: Limits) -> tuple[tuple[int, int], ...]:
+def _limits_by_meter(limits: Limits) -> tuple[tuple[int, int], ...]:
     """(place in `METERS`, limit) of those that are set."""
     found = ((place, limit_of(limits, meter)) for place, meter in enumerate(METERS))
     return tuple((place, limit) for place, limit in found if limit is not None)
@@ -339,7 +339,7 @@ def _states(rows: Iterable[_Row], now_ns: int) -> dict[Meter, LimitState]:
 
 
 def _refusal(
-    accounts: Iterable[_Account], rows: Iterable[_Row], counts: _Counts, now_ns: int
+    accounts: Iterable[_Usage], rows: Iterable[_Row], counts: _MeterCounts, now_ns: int
 ) -> LimitExceeded:
     """Of what does not fit: what never will, then what runs, then what waits longest."""
     wanted = [(bucket, counts[meter]) for row in rows for bucket, meter, _ in row]
@@ -352,17 +352,17 @@ def _refusal(
                 "requests_at_once",
                 f"{account.at_once} requests of this {account.kind} are running;"
                 f" {account.at_once_max} may at once.",
-                retry_after_s=AT_ONCE_RETRY_S,
+                retry_after_s=CONCURRENCY_RETRY_S,
                 limit=account.at_once_max,
                 remaining=0,
-                reset_s=AT_ONCE_RETRY_S,
+                reset_s=CONCURRENCY_RETRY_S,
             )
     # Who waits for the limit that is longest in the way need not wait for others.
     bucket, count = max(wanted, key=lambda one: one[0].after_ns(now_ns, one[1] * MINUTE_NS))
-    return _full(bucket, count, now_ns)
+    return _over_limit(bucket, count, now_ns)
 
 
-def _never_fits(bucket: Bucket, count: int) -> LimitExceeded:
+def _never_fits(bucket: TokenBucket, count: int) -> LimitExceeded:
     """What is more than a whole bucket would wait for ever."""
     words = METERS[bucket.meter].replace("_", " ")
     return LimitExceeded(
@@ -376,7 +376,7 @@ def _never_fits(bucket: Bucket, count: int) -> LimitExceeded:
     )
 
 
-def _full(bucket: Bucket, count: int, now_ns: int) -> LimitExceeded:
+def _over_limit(bucket: TokenBucket, count: int, now_ns: int) -> LimitExceeded:
     """It says when to come back, and that turn is taken."""
     meter = METERS[bucket.meter]
     state = _states([((bucket, bucket.meter, bucket.limit),)], now_ns)[meter]

@@ -16,7 +16,7 @@ WallClock = Callable[[], int]
 """Milliseconds since the epoch, UTC."""
 
 
-def instant(at_ms: object) -> str:
+def format_utc(at_ms: object) -> str:
     """ISO 8601 in UTC, to the millisecond."""
     assert isinstance(at_ms, int), "times are whole milliseconds"
     at = datetime.fromtimestamp(at_ms // 1000, UTC)

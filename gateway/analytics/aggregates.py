@@ -21,16 +21,16 @@ from msgspec.structs import asdict
 from gateway.dialects.canonical import Rendered, UsageRecord
 from gateway.observability.metrics import CACHED, cached_as
 from tenancy.pricing.charges import RateCard
-from tenancy.reuse.advice import Kept, advise_classes, advise_sizes
+from tenancy.reuse.advice import ClassTerms, advise_classes, advise_sizes
 from tenancy.reuse.miss_ratio_curve import (
     BLOCK_TOKENS,
-    DEEPEST,
+    DEPTH_BLOCKS_MAX,
     LogHistogram,
     ReuseSampler,
     bucket_of,
-    units_of,
+    hash_units,
 )
-from tenancy.reuse.prefix_statistics import Prefixes
+from tenancy.reuse.prefix_statistics import PrefixStatistics
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ WAITING_MAX = 65_536
 """Of the answers that wait to be added up: their prompts' tokens, and as many as take as long as an
 answer does, and each of its boundaries."""
 ANSWER_TOKENS, MARK_TOKENS = 384, 64
-TOKENS_MAX = DEEPEST * BLOCK_TOKENS
+TOKENS_MAX = DEPTH_BLOCKS_MAX * BLOCK_TOKENS
 """Of one prompt, looked at: the beginning is where prefixes are."""
 
 
@@ -183,7 +183,7 @@ class PromptSamples:
 
     def __init__(self, spans: Collection[float] = ()) -> None:
         """`spans`: the retentions that will be asked for, in seconds."""
-        self.prefixes = Prefixes()
+        self.prefixes = PrefixStatistics()
         self.reuse = ReuseSampler(SAMPLE_MAX, spans)
 
     @property
@@ -198,7 +198,7 @@ class PromptSamples:
             prompt, record = facts.prompt, facts.record
             tokens = prompt.token_ids[:TOKENS_MAX]
             data = _packer(len(tokens))(*tokens)
-            use(units_of(data), at_s)
+            use(hash_units(data), at_s)
             note(data, prompt.boundaries, record.total_in, record.physical_cached)
 
 
@@ -210,7 +210,7 @@ class Analytics:
         clock: Callable[[], float],
         wall: Callable[[], int],
         tenants_max: int,
-        classes: Mapping[str, Kept],
+        classes: Mapping[str, ClassTerms],
     ) -> None:
         """`wall`: milliseconds since the epoch, for minutes that people read. `tenants_max`: whose
         prompts are sampled. `classes`: for how long each retention class keeps."""

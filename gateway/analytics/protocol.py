@@ -18,14 +18,14 @@ from msgspec import Struct
 
 from gateway.analytics.aggregates import Facts
 from tenancy.pricing.charges import RateCard
-from tenancy.reuse.advice import Kept
+from tenancy.reuse.advice import ClassTerms
 
 
 class StartAnalytics(Struct, frozen=True, array_like=True, tag="begin"):
     """The gateway's first message: the arguments of `Analytics`."""
 
     tenants_max: int
-    classes: dict[str, Kept]
+    classes: dict[str, ClassTerms]
 
 
 class CompletedAnswers(Struct, frozen=True, array_like=True, tag="told", gc=False):

@@ -44,14 +44,14 @@ from gateway.http.request_context import STATE
 from gateway.http.response import send
 from gateway.retention_classes import RESOURCE
 from tenancy.accounts.cached_contents import (
-    Resource,
-    ResourceQuota,
-    create_resource,
-    end_resource,
-    keeps_content,
-    list_resources,
+    CachedContentQuota,
+    CachedContentRecord,
+    create_cached_content,
+    end_cached_content,
+    has_cached_content,
+    list_cached_contents,
     set_expiry,
-    sweep_resources,
+    sweep_cached_contents,
 )
 from tenancy.errors import BadName, StoreError
 from tenancy.types import Identity
@@ -86,7 +86,7 @@ def _handler(gateway: Context, act: object) -> Handler:
 class _Created(Encoder):
     """The whole answer to a creation: the resource."""
 
-    def __init__(self, resource: Resource) -> None:
+    def __init__(self, resource: CachedContentRecord) -> None:
         self._resource = resource
 
     def stream(self, delta: Delta) -> bytes:
@@ -133,7 +133,7 @@ async def _create(
     )
     contract = gateway.contracts.resolve(call, made.rendered[0], made.scope, {RESOURCE: terms})
     made = replace(made, contracts=[contract])
-    resource = Resource(
+    resource = CachedContentRecord(
         resource_id=secrets.token_hex(16),
         tenant_id=identity.tenant.tenant_id,
         workspace=identity.workspace,
@@ -154,7 +154,7 @@ async def _keep(
     request: web.BaseRequest,
     answer: Generation,
     made: Prepared,
-    kept: tuple[Identity, Resource, Prompt],
+    kept: tuple[Identity, CachedContentRecord, Prompt],
 ) -> web.StreamResponse:
     """Store it, compute it, answer; what was stored goes again if it cannot be computed, or if
     nobody waits for it. A named one is waited for: nothing raises here once it is paid for."""
@@ -183,20 +183,22 @@ async def _take_back(
             await _let_go(gateway, begun)
 
 
-def _store(gateway: Context, resource: Resource, content: bytes) -> None:
-    sweep_resources(gateway.store, resource.created_ms)
-    create_resource(gateway.store, resource, content, _quota(gateway))
+def _store(gateway: Context, resource: CachedContentRecord, content: bytes) -> None:
+    sweep_cached_contents(gateway.store, resource.created_ms)
+    create_cached_content(gateway.store, resource, content, _quota(gateway))
 
 
-def _quota(gateway: Context) -> ResourceQuota:
+def _quota(gateway: Context) -> CachedContentQuota:
     caching = gateway.config.caching
-    return ResourceQuota(caching.resources_per_tenant_max, caching.resource_bytes_per_tenant_max)
+    return CachedContentQuota(
+        caching.resources_per_tenant_max, caching.resource_bytes_per_tenant_max
+    )
 
 
 async def _drop(gateway: Context, identity: Identity, resource_id: str) -> None:
     tenant_id, now_ms = identity.tenant.tenant_id, gateway.wall()
     await asyncio.to_thread(
-        end_resource, gateway.store, tenant_id, identity.workspace, resource_id, now_ms
+        end_cached_content, gateway.store, tenant_id, identity.workspace, resource_id, now_ms
     )
 
 
@@ -204,7 +206,7 @@ async def _is_nobodys(gateway: Context, identity: Identity, content: Prompt) -> 
     """Does the workspace keep the same content under no other name? In a shared scope nobody can
     tell: it may be another tenant's too."""
     return identity.scope is None and not await asyncio.to_thread(
-        keeps_content,
+        has_cached_content,
         gateway.store,
         identity.tenant.tenant_id,
         identity.workspace,
@@ -221,7 +223,7 @@ async def _list(
         request.query.get("pageToken", request.query.get("page_token", "")),
     )
     found = await asyncio.to_thread(
-        list_resources,
+        list_cached_contents,
         gateway.store,
         identity.tenant.tenant_id,
         identity.workspace,
@@ -313,7 +315,7 @@ async def _ok(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
     return await send(request, 200, body, {"Content-Type": "application/json"})
 
 
-def shown(resource: Resource) -> gemini_cached.CachedContentView:
+def shown(resource: CachedContentRecord) -> gemini_cached.CachedContentView:
     """As it is told."""
     return gemini_cached.CachedContentView(
         resource.resource_id,

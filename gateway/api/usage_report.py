@@ -17,10 +17,10 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.json_api import Window
 from tenancy.accounting.focus_export import storage
-from tenancy.accounting.usage import By, UsageTotal, usage
+from tenancy.accounting.usage import UsageGroup, UsageTotal, usage
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.budgets import BudgetState
-from tenancy.pricing.charges import PICO_PER_MICRO, dollars
+from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
 from tenancy.storage.interface import Store
 from tenancy.types import Tenant
 
@@ -80,7 +80,7 @@ async def _storage(
         {
             "class": one.retention,
             "token_seconds": one.token_seconds,
-            "charge_usd": dollars(one.pico),
+            "charge_usd": format_dollars(one.pico),
         }
         for one in await gateway.reports.ask(question, own_id)
     ]
@@ -94,7 +94,7 @@ async def own_sums(gateway: Context, window: Window, own: Tenant) -> dict[str, A
 def _question(
     window: Window,
     tenant: str | None,
-    groups: tuple[By, ...] = (),
+    groups: tuple[UsageGroup, ...] = (),
     key_id: int | None = None,
     model: str | None = None,
 ) -> Callable[[Store], list[UsageTotal]]:
@@ -114,9 +114,9 @@ def hours(window: Window) -> Window:
     return Window(window.since_ms // HOUR_MS * HOUR_MS, -(-window.until_ms // HOUR_MS) * HOUR_MS)
 
 
-def groups_of(text: str, *, own: bool = False) -> tuple[By, ...]:
+def groups_of(text: str, *, own: bool = False) -> tuple[UsageGroup, ...]:
     """`group_by=day,model`: each once. Raises Refusal."""
-    known = tuple(name for name in get_args(By) if not (own and name == "tenant"))
+    known = tuple(name for name in get_args(UsageGroup) if not (own and name == "tenant"))
     names = tuple(filter(None, text.split(",")))
     wrong = [name for name in names if name not in known]
     if wrong or len(set(names)) < len(names) or {"hour", "day"} <= set(names):
@@ -130,7 +130,7 @@ def sums(found: list[UsageTotal]) -> dict[str, Any]:
     totals: dict[str, Any] = {name: sum(getattr(one, name) for one in found) for name in _COUNTS}
     totals["hit_ratio"] = _ratio(totals["cache_read_tokens"], totals["prompt_tokens"])
     for name in _MONEY:
-        totals[f"{name}_usd"] = dollars(sum(getattr(one, f"{name}_pico") for one in found))
+        totals[f"{name}_usd"] = format_dollars(sum(getattr(one, f"{name}_pico") for one in found))
     return totals
 
 
@@ -142,11 +142,11 @@ def budget_body(state: BudgetState) -> dict[str, Any]:
         "key_id": budget.key_id or None,
         "window": budget.window,
         **{
-            f"{name}_usd": None if micros is None else dollars(micros * PICO_PER_MICRO)
+            f"{name}_usd": None if micros is None else format_dollars(micros * PICO_PER_MICRO)
             for name, micros in amounts
         },
-        "spent_usd": dollars(state.spent_pico),
-        "reserved_usd": dollars(state.reserved_pico),
+        "spent_usd": format_dollars(state.spent_pico),
+        "reserved_usd": format_dollars(state.reserved_pico),
         "is_over_soft": state.is_over_soft,
         "starts": json_api.instant(state.starts_ms),
         "resets": json_api.instant(state.resets_ms),
@@ -164,7 +164,7 @@ def _over_tenants(found: list[UsageTotal]) -> list[UsageTotal]:
     return [told[of] for of in sorted(told)]
 
 
-def _row(one: UsageTotal, groups: tuple[By, ...]) -> dict[str, Any]:
+def _row(one: UsageTotal, groups: tuple[UsageGroup, ...]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for group in groups:
         match group:

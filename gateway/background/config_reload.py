@@ -21,7 +21,7 @@ from tenancy.accounts.declared_keys import DeclaredKey, KeyChange
 from tenancy.accounts.declared_tenants import DeclaredTenant, TenantChange, reconcile
 from tenancy.accounts.keys import digest_of, is_key
 from tenancy.accounts.shared_scopes import ScopeChange
-from tenancy.accounts.tenants import list_registered
+from tenancy.accounts.tenants import list_tenant_records
 from tenancy.errors import TenancyError
 
 
@@ -80,7 +80,7 @@ def _left(gateway: Context, config: Config) -> tuple[str, ...]:
     """Whoever took out the last table may have meant to suspend it."""
     if config.tenants is not None:
         return ()
-    there = list_registered(gateway.store)
+    there = list_tenant_records(gateway.store)
     return tuple(one.tenant.name for one in there if one.tenant.is_declared)
 
 

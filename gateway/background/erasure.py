@@ -20,9 +20,9 @@ from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
-from tenancy.accounts.cached_contents import end_resources
-from tenancy.accounts.deletion import deleted_among
-from tenancy.accounts.erasure_receipts import Receipt, digest_of, record
+from tenancy.accounts.cached_contents import end_cached_contents
+from tenancy.accounts.deletion import filter_deleted
+from tenancy.accounts.erasure_receipts import ErasureReceipt, digest_namespaces, write_receipt
 from tenancy.accounts.shared_scopes import ScopeRecord, list_scopes
 from tenancy.ledger.idempotency import forget_answers
 
@@ -103,7 +103,7 @@ def entries_of(
     return list(islice(live, most))[::-1]
 
 
-async def erase(gateway: Context, target: ErasureTarget) -> Receipt:
+async def erase(gateway: Context, target: ErasureTarget) -> ErasureReceipt:
     """Forget it in the engine, in the books and among cached contents, then write the receipt; to
     the end, also if whoever asked goes away.
 
@@ -111,7 +111,7 @@ async def erase(gateway: Context, target: ErasureTarget) -> Receipt:
     Raises Refusal for a lease that is not there, EngineUnavailable and StoreError: it may be asked
     for again, until there is a receipt.
     """
-    receipts: list[Receipt] = []
+    receipts: list[ErasureReceipt] = []
 
     async def work() -> None:
         receipts.append(await _erase(gateway, target))
@@ -132,7 +132,7 @@ async def forget_removed(gateway: Context) -> None:
     everything = holdings(gateway.engine.namespaces)
     found = [one for one in everything if one.stats.blocks]
     owners = {one.tenant_id for one in found}
-    for tenant_id in await gateway.reports.ask(lambda store: deleted_among(store, owners)):
+    for tenant_id in await gateway.reports.ask(lambda store: filter_deleted(store, owners)):
         await erase(gateway, ErasureTarget(tenant_id, 0))
     held = [one for one in everything if one.scope_id is not None]
     if not held:
@@ -145,7 +145,7 @@ async def forget_removed(gateway: Context) -> None:
             await gateway.engine.erase(one.stats.namespace)
 
 
-def receipt_body(receipt: Receipt) -> dict[str, Any]:
+def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
     """A receipt as it is answered."""
     return {
         "receipt_id": receipt.receipt_id,
@@ -158,7 +158,7 @@ def receipt_body(receipt: Receipt) -> dict[str, Any]:
     }
 
 
-async def _erase(gateway: Context, target: ErasureTarget) -> Receipt:
+async def _erase(gateway: Context, target: ErasureTarget) -> ErasureReceipt:
     await gateway.engine.get_stats()
     book = gateway.contracts.entries
     held = {one.namespace for one in gateway.engine.namespaces}
@@ -168,24 +168,24 @@ async def _erase(gateway: Context, target: ErasureTarget) -> Receipt:
     forgotten = _forget(book, names, target.lease_id)
     if target.lease_id is None:
         ended = (gateway.store, target.tenant_id, target.workspace, gateway.wall())
-        await asyncio.to_thread(end_resources, *ended)
+        await asyncio.to_thread(end_cached_contents, *ended)
         await asyncio.to_thread(forget_answers, *ended[:3])
     blocks = await _erase_all(gateway, names, target.lease_id)
     # Again, for what has begun between the two: it was erased as well, and nobody owes it.
     _forget(book, names, target.lease_id)
     if target.lease_id is not None and not forgotten and not blocks:
         raise Refusal(Kind.NOT_FOUND, "lease_unknown", "There is no such lease.", param="lease_id")
-    receipt = Receipt(
+    receipt = ErasureReceipt(
         receipt_id=gateway.new_id(),
         tenant_id=target.tenant_id,
         key_id=target.key_id,
         at_ms=gateway.wall(),
         what=target.words(),
         namespaces=len(names),
-        namespace_digest=digest_of(names),
+        namespace_digest=digest_namespaces(names),
         blocks=blocks,
     )
-    await asyncio.to_thread(record, gateway.store, receipt)
+    await asyncio.to_thread(write_receipt, gateway.store, receipt)
     facts = {"tenant_id": target.tenant_id, "key_id": target.key_id, "blocks": blocks}
     gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
     return receipt

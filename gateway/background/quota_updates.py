@@ -17,7 +17,7 @@ from engine.api import Quota
 from engine.errors import EngineError
 from gateway.caching.namespaces import quota_of
 from gateway.context import Context
-from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, note_floors_max
+from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, write_floor_blocks_max
 
 
 class QuotaUpdates:
@@ -47,7 +47,9 @@ class QuotaUpdates:
         """For those who list tenants without an engine. Raises StoreError: then again."""
         info = self._gateway.engine.info
         if info is not None and info.epoch != self._noted:
-            await asyncio.to_thread(note_floors_max, self._gateway.store, info.floor_blocks_max)
+            await asyncio.to_thread(
+                write_floor_blocks_max, self._gateway.store, info.floor_blocks_max
+            )
             self._noted = info.epoch
 
     def _say_what_is_cut(self) -> None:

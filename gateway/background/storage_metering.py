@@ -22,7 +22,7 @@ from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.retention_classes import BEST_EFFORT
-from tenancy.accounts.cached_contents import sweep_resources
+from tenancy.accounts.cached_contents import sweep_cached_contents
 from tenancy.accounts.tenants import list_tenants
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.idempotency import sweep
@@ -197,6 +197,6 @@ class StorageWatch:
         nobody keeps it."""
         store, now_ms = self._gateway.store, self._gateway.wall()
         with suppress(StoreError):  # in a minute again
-            await asyncio.to_thread(sweep_resources, store, now_ms)
+            await asyncio.to_thread(sweep_cached_contents, store, now_ms)
             while await asyncio.to_thread(sweep, store, now_ms):
                 pass

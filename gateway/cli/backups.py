@@ -21,7 +21,7 @@ from gateway.config import Config
 from gateway.ledger.metering import wall_ms
 from tenancy.accounting import backups
 from tenancy.accounting.move_to_postgres import move
-from tenancy.pricing.charges import dollars
+from tenancy.pricing.charges import format_dollars
 from tenancy.storage.backends import is_server, open_server
 
 Adder = Callable[[argparse.ArgumentParser], None]
@@ -52,7 +52,7 @@ def _add_restore(parser: argparse.ArgumentParser) -> None:
 def _restore(options: argparse.Namespace, config: Config, show: Show) -> CommandResult:
     if options.mark:
         with opened(config, makes=False) as store:
-            epoch = backups.mark(store, wall_ms)
+            epoch = backups.mark_restored(store, wall_ms)
         return CommandResult(f"ledger epoch {epoch.number} begins", {"ledger_epoch": epoch.number})
     if is_server(config.tenancy.database):
         message = "restore it with pg_restore, then say so: trunkline restore --mark"
@@ -107,7 +107,7 @@ def _move(options: argparse.Namespace, config: Config, show: Show) -> CommandRes
     text = (
         f"the ledger of {path} {what}: {place}"
         f"\n{sum(done.rows.values())} rows, {done.rows['ledger']} entries, charged"
-        f" ${dollars(done.charge_pico)}, last of the chain {done.chain.hex()[:16] or '-'};"
+        f" ${format_dollars(done.charge_pico)}, last of the chain {done.chain.hex()[:16] or '-'};"
         " the books are right"
         f'\nnow say so in the configuration: tenancy.database = "{options.to}"'
         "\nand start no server with the file any more"

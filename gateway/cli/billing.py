@@ -37,7 +37,7 @@ from tenancy.accounts.tenants import find_tenant, list_tenants
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.budgets import Budget, budget_states, set_budget
-from tenancy.pricing.charges import ANY, RateCard, dollars
+from tenancy.pricing.charges import ANY, RateCard, format_dollars
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.atomic_files import written_whole
 
@@ -131,8 +131,8 @@ def _budget(options: argparse.Namespace, config: Config, write: Write, show: Sho
             "window": state.budget.window,
             "hard_usd": _usd(state.budget.hard_micros),
             "soft_usd": _usd(state.budget.soft_micros),
-            "spent_usd": dollars(state.spent_pico),
-            "reserved_usd": dollars(state.reserved_pico),
+            "spent_usd": format_dollars(state.spent_pico),
+            "reserved_usd": format_dollars(state.reserved_pico),
             "over_soft": state.is_over_soft,
             "resets": _instant(state.resets_ms),
         }

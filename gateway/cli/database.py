@@ -9,7 +9,7 @@ from time import sleep
 from gateway.app import open_store
 from gateway.cli.result import CommandError
 from gateway.config import Config
-from tenancy.pricing.budget_watch import LOOK_S
+from tenancy.pricing.budget_watch import REFRESH_S
 from tenancy.storage.backends import is_server
 from tenancy.storage.interface import Store
 
@@ -34,6 +34,6 @@ def opened(config: Config, *, makes: bool = True) -> Iterator[Store]:
     try:
         yield store
         if store.is_near and store.changes != before:
-            sleep(LOOK_S)
+            sleep(REFRESH_S)
     finally:
         store.close()

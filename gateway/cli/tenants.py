@@ -33,18 +33,18 @@ from tenancy.accounts.keys import (
 from tenancy.accounts.tenants import (
     TenantRecord,
     change_tenant,
-    changed,
     create_tenant,
-    find_registered,
     find_tenant,
-    floors_max,
-    list_registered,
+    find_tenant_record,
+    list_tenant_records,
+    read_floor_blocks_max,
     set_status,
+    with_changes,
 )
 from tenancy.errors import BadName
 from tenancy.ledger.epochs import ledger_epoch
-from tenancy.pricing.charges import dollars
-from tenancy.pricing.rate_cards import leaves_free
+from tenancy.pricing.charges import format_dollars
+from tenancy.pricing.rate_cards import is_tier_free
 from tenancy.storage.interface import Store
 from tenancy.types import Limits, Status, TenantSettings
 
@@ -54,7 +54,7 @@ DAYS_MAX = 36_500
 
 def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> CommandResult:
     """Make a tenant."""
-    settings = changed(TenantSettings(), changes)
+    settings = with_changes(TenantSettings(), changes)
     config.caching.check_classes(settings.classes or ())
     with opened(config) as store:
         create_tenant(
@@ -68,8 +68,8 @@ def tenant_list(config: Config) -> CommandResult:
     """All tenants with what is set of them; for a person without what is set nowhere. Where floors
     ask for more than the engine that was started last can keep, with what it keeps of each."""
     with opened(config) as store:
-        found = list_registered(store)
-        cut = guaranteed_floors(found, floors_max(store))
+        found = list_tenant_records(store)
+        cut = guaranteed_floors(found, read_floor_blocks_max(store))
     rows = [{**_row(one), "floor_blocks_kept": cut.get(one.tenant.name)} for one in found]
     unset = {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     shown = [{n: v for n, v in row.items() if n not in unset} for row in rows]
@@ -80,7 +80,7 @@ def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> Comm
     """Change what is named."""
     if not changes:
         raise BadName("nothing_to_set", "say what to set: `trunkline tenant set --help` lists it")
-    config.caching.check_classes(changed(TenantSettings(), changes).classes or ())
+    config.caching.check_classes(with_changes(TenantSettings(), changes).classes or ())
     with opened(config) as store:
         change_tenant(store, name, changes)
         return _about(store, name, f"tenant {name} changed")
@@ -226,22 +226,22 @@ def usage(config: Config, tenant: str | None, days: int | None) -> CommandResult
         row = structs.asdict(totals.get(name, UsageTotal(name)))
         row |= {"storage_pico": held.get(name, 0), "ledger_epoch": epoch}
         for money in ("charge", "storage", "adjusted", "saved"):
-            row[f"{money}_usd"] = dollars(int(row[f"{money}_pico"]))
+            row[f"{money}_usd"] = format_dollars(int(row[f"{money}_pico"]))
         rows.append(row)
     return tabled(rows, shown=_USAGE)
 
 
 def _about(store: Store, name: str, text: str) -> CommandResult:
     """With a word about it if its floor cannot be kept, or if it is charged nothing."""
-    found = find_registered(store, name)
-    most = floors_max(store)
-    cut = guaranteed_floors(list_registered(store), most).get(name)
+    found = find_tenant_record(store, name)
+    most = read_floor_blocks_max(store)
+    cut = guaranteed_floors(list_tenant_records(store), most).get(name)
     if cut is not None and cut < found.policy.floor_blocks:
         text += (
             f"; of its floor of {found.policy.floor_blocks} blocks {cut} are kept: floors together"
             f" may take {most} of the pool"
         )
-    if leaves_free(store, wall_ms, found.tenant.tier):
+    if is_tier_free(store, wall_ms, found.tenant.tier):
         text += f"; no rate card holds for its tier {found.tenant.tier!r}: it is charged nothing"
     return CommandResult(text, _row(found))
 

@@ -16,7 +16,7 @@ from gateway.context import Context
 from gateway.dialects.canonical import Prompt, Segment
 from gateway.errors import Kind, Refusal
 from gateway.retention_classes import RESOURCE
-from tenancy.accounts.cached_contents import Resource, find_resource
+from tenancy.accounts.cached_contents import CachedContentRecord, find_cached_content
 from tenancy.types import Identity
 
 PREFIX = "cachedContents/"
@@ -30,14 +30,14 @@ def retention_until(expires_ms: int, now_ms: int) -> Retention:
 
 async def load_cached_content(
     gateway: Context, name: str, identity: Identity
-) -> tuple[Resource, Prompt]:
+) -> tuple[CachedContentRecord, Prompt]:
     """Load a live resource of this identity's workspace and its stored prompt.
 
     Runs in a thread, because the database may be remote and the content large. Raises Refusal if
     the resource does not exist or belongs to another workspace; StoreError.
     """
     found = await asyncio.to_thread(
-        find_resource,
+        find_cached_content,
         gateway.store,
         identity.tenant.tenant_id,
         identity.workspace,

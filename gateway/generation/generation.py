@@ -42,7 +42,7 @@ from gateway.http.response import ClientGone, begin, send, streamed, write
 from gateway.ledger.metering import LedgerReservation
 from gateway.observability.tracing import operation_of
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
-from tenancy.ledger.idempotency import Keeping, KeptAnswer
+from tenancy.ledger.idempotency import ReplayRecord, StoredResponse
 from tenancy.limits import Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
 
@@ -90,7 +90,7 @@ class Generation:
     async def find_replay(self, body: bytes, identity: Identity) -> web.StreamResponse | None:
         """Replay the stored response of an idempotent request; None if it has to run.
 
-        Raises Refusal for an invalid key, NameInUse.
+        Raises Refusal for an invalid key, IdempotencyConflict.
         """
         gateway = self._gateway
         if KEY_HEADER not in self._request.headers:
@@ -357,7 +357,7 @@ class Generation:
         """
         last = deltas[-1]
         assert isinstance(last, End), "a complete answer ends with its usage"
-        keeping: Keeping | None = None
+        keeping: ReplayRecord | None = None
         if self._idempotent is not None:
             head = self._head(is_stream=self._state.is_stream)
             keeping = self._idempotent.to_store(head, self._gateway.wall())
@@ -367,7 +367,7 @@ class Generation:
 
     # -- idempotent requests --------------------------------------------------------------------
 
-    async def _replay(self, stored: KeptAnswer, identity: Identity) -> web.StreamResponse:
+    async def _replay(self, stored: StoredResponse, identity: Identity) -> web.StreamResponse:
         """Send the stored response. It counts as one request and no tokens."""
         limit_reservation = self._reserve(identity, rate_limits.NO_DEMAND)
         limit_reservation.settle(rate_limits.NO_DEMAND)

@@ -20,7 +20,7 @@ from gateway.config import IdempotencyConfig
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http.response import PIECE_BYTES, begin, send, streamed, write
-from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find
+from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse, find
 from tenancy.types import Identity
 
 KEY_HEADER = "Idempotency-Key"
@@ -48,8 +48,8 @@ class IdempotentRequest:
         self._chunks: list[bytes] = []
         self._size = 0
 
-    async def find(self, gateway: Context) -> KeptAnswer | None:
-        """Return the stored response, if any. Raises NameInUse, StoreError."""
+    async def find(self, gateway: Context) -> StoredResponse | None:
+        """Return the stored response, if any. Raises IdempotencyConflict, StoreError."""
         asked = (gateway.store, self._tenant_id, self.claim, gateway.wall())
         return await asyncio.to_thread(find, *asked)
 
@@ -61,14 +61,14 @@ class IdempotentRequest:
         else:
             self._chunks.clear()
 
-    def to_store(self, head: Mapping[str, str], now_ms: int) -> Keeping:
+    def to_store(self, head: Mapping[str, str], now_ms: int) -> ReplayRecord:
         """Return the complete response as a record to store. Called once, at the end."""
         answer = None
         if self._size <= self._settings.result_bytes_max:
             body = b"".join((*self._chunks, self._compressor.flush()))
-            answer = KeptAnswer(msgspec.json.encode(head).decode(), body)
+            answer = StoredResponse(msgspec.json.encode(head).decode(), body)
         until_ms = now_ms + self._settings.keep_hours * HOUR_MS
-        return Keeping(until_ms, self._settings.tenant_bytes_max, answer)
+        return ReplayRecord(until_ms, self._settings.tenant_bytes_max, answer)
 
 
 def parse_idempotency_key(
@@ -107,7 +107,7 @@ def request_digest(request: web.BaseRequest, body: bytes, workspace: str) -> byt
 
 
 async def replay(
-    request: web.BaseRequest, answer: KeptAnswer, ids: Mapping[str, str], *, is_stream: bool
+    request: web.BaseRequest, answer: StoredResponse, ids: Mapping[str, str], *, is_stream: bool
 ) -> web.StreamResponse:
     """Send the stored bytes again, a stream as a stream. `ids`: headers that identify this request
     rather than the original one. Raises ClientGone."""

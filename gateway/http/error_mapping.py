@@ -17,8 +17,8 @@ from tenancy.errors import (
     BadName,
     BadPrice,
     BudgetExceeded,
+    IdempotencyConflict,
     LedgerUnavailable,
-    NameInUse,
     StoreError,
 )
 
@@ -110,7 +110,7 @@ def refusal_of(error: Exception, path: str = "") -> Refusal | None:
         case BudgetExceeded():
             after_s = error.retry_after_s
             return Refusal(Kind.QUOTA, error.code, error.message, retry_after_s=after_s)
-        case NameInUse():
+        case IdempotencyConflict():
             kind, retry_s = _NAME_RETRIES.get(error.code, (Kind.CONFLICT, None))
             return Refusal(kind, error.code, error.message, retry_after_s=retry_s)
         case BadPrice():

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger.interface import LedgerClient
-from tenancy.errors import BadPrice, BudgetExceeded, NameInUse
-from tenancy.ledger.idempotency import Claim, Keeping
+from tenancy.errors import BadPrice, BudgetExceeded, IdempotencyConflict
+from tenancy.ledger.idempotency import Claim, ReplayRecord
 from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import Hold, NamedEntry
 from tenancy.limits import Demand
@@ -80,13 +80,13 @@ class LedgerReservation:
         self.is_open = False
 
     async def open(self) -> None:
-        """Write the hold. Raises BudgetExceeded, NameInUse, and BadPrice for what could cost more
+        """Write the hold. Raises BudgetExceeded, IdempotencyConflict, and BadPrice for what could cost more
         than can be counted, with nothing left to settle; LedgerUnavailable. Nothing may run then.
         """
         self.is_open = True
         try:
             await self._ledger.write(self._hold)
-        except (BudgetExceeded, BadPrice, NameInUse):
+        except (BudgetExceeded, BadPrice, IdempotencyConflict):
             self.is_open = False
             raise
 
@@ -95,7 +95,7 @@ class LedgerReservation:
         ending: str,
         record: UsageRecord,
         first_token_s: float | None = None,
-        keeping: Keeping | None = None,
+        keeping: ReplayRecord | None = None,
     ) -> asyncio.Future[None]:
         """Hand in the entry, and of a named request what is to be kept; a second call changes
         nothing.

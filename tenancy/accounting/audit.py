@@ -12,15 +12,15 @@ from itertools import islice
 
 from tenancy.accounting.closing import totals_of
 from tenancy.ledger.adjustments import ADJUSTMENT_FIELDS, Adjustment, credit_of
-from tenancy.ledger.aggregates import EPOCHS, HOUR_MS, PIECES
+from tenancy.ledger.aggregates import ENTRY_SUMS, EPOCH_TOTALS, HOUR_MS
 from tenancy.ledger.entries import (
     ENTRY_FIELDS,
-    chained,
     entry_of,
+    next_chain,
 )
-from tenancy.pricing.budgets import list_budgets, summed, window_of
-from tenancy.pricing.charges import PICO_PER_MICRO, charge, savings
-from tenancy.pricing.rate_cards import SELECT, RateCards, read_card
+from tenancy.pricing.budgets import list_budgets, sum_window, window_of
+from tenancy.pricing.charges import PICO_PER_MICRO, compute_charge, compute_savings
+from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
 from tenancy.storage.hourly_usage import HOUR_SUMS, HOURS
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import DAY_MS
@@ -32,18 +32,18 @@ Progress = Callable[[int, int], None]
 """Told how many have been looked at, of how many."""
 
 
-def unseen(done: int, total: int) -> None:
+def ignore_progress(done: int, total: int) -> None:
     """Nobody asks how far it is."""
 
 
-def check_books(store: Store, progress: Progress = unseen) -> list[str]:
+def check_books(store: Store, progress: Progress = ignore_progress) -> list[str]:
     """What is wrong, at most 100 findings; nothing if all is right. `progress`: of entries.
     O(entries), one snapshot."""
     with store.snapshot() as db:
         return findings_in(db, progress)
 
 
-def findings_in(db: Transaction, progress: Progress = unseen) -> list[str]:
+def findings_in(db: Transaction, progress: Progress = ignore_progress) -> list[str]:
     """The same within the caller's transaction."""
     checks = (
         lambda db: _entries(db, progress),
@@ -61,7 +61,7 @@ def findings_in(db: Transaction, progress: Progress = unseen) -> list[str]:
 
 def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
     """Chains, charges, and detail."""
-    book = RateCards([read_card(row) for row in db.rows(SELECT)])
+    book = RateCards([read_card(row) for row in db.rows(SELECT_CARDS)])
     last = db.rows("select max(entry_id) from ledger")[0][0]
     before, after = b"", 0
     while page := db.rows(
@@ -70,12 +70,15 @@ def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
         (after, _PAGE),
     ):
         for entry_id, chain, *row in page:
-            if chained(before, row) != chain:
+            if next_chain(before, row) != chain:
                 yield f"entry {entry_id} is not what was chained to the one before it"
             before = chain
             entry = entry_of(row)
             card = book.card(entry.rate_card_id)
-            if (charge(card, entry), savings(card, entry)) != (entry.charge_pico, entry.saved_pico):
+            if (compute_charge(card, entry), compute_savings(card, entry)) != (
+                entry.charge_pico,
+                entry.saved_pico,
+            ):
                 yield f"entry {entry_id} is not charged by its card {entry.rate_card_id}"
             for name, detail, total in (
                 ("read", entry.read, entry.cache_read_tokens),
@@ -83,12 +86,12 @@ def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
             ):
                 if detail and sum(detail.values()) != total:
                     yield f"entry {entry_id}: tokens {name} by class are not their sum"
-            yield from _breach(db, credit_of(card, entry), entry_id)
+            yield from _breach_credits(db, credit_of(card, entry), entry_id)
         after = page[-1][0]
         progress(after, last)
 
 
-def _breach(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator[str]:
+def _breach_credits(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator[str]:
     """A promise that was broken is credited as the entry's card says."""
     if owed is None:
         return
@@ -105,12 +108,12 @@ def _hours(db: Transaction) -> Iterator[str]:
     seen = 0
     for (day_ms,) in db.rows(f"select distinct hour_ms / {DAY_MS} * {DAY_MS} from {HOURS}"):
         day = (day_ms, day_ms + DAY_MS)
-        meant = {row[:4]: _with_money(row[4:]) for row in db.rows(_OF_ENTRIES, day)}
+        meant = {row[:4]: _join_money(row[4:]) for row in db.rows(_OF_ENTRIES, day)}
         seen += sum(sums[0] for sums in meant.values())
         for row in db.rows(_OF_HOURS, day):
             where = "tenant {}, hour {}, key {}, model {}".format(*row[:4])
             should = meant.pop(row[:4], (0,) * len(_SUMMED))
-            for name, has, entries in zip(_SUMMED, _with_money(row[4:]), should, strict=True):
+            for name, has, entries in zip(_SUMMED, _join_money(row[4:]), should, strict=True):
                 if has != entries:
                     yield f"{where}: {name} is {has}, and its entries' sum {entries}"
         for tenant_id, hour_ms, _, _ in meant:
@@ -125,13 +128,13 @@ _OF_ENTRIES, _OF_HOURS = (
     f" where tenant_id in (select tenant_id from tenants) and {at} >= ? and {at} < ?"
     " group by 1, 2, 3, 4"
     for table, at, hour, sums in (
-        ("ledger", "booked_ms", f"booked_ms / {HOUR_MS} * {HOUR_MS}", PIECES),
+        ("ledger", "booked_ms", f"booked_ms / {HOUR_MS} * {HOUR_MS}", ENTRY_SUMS),
         (HOURS, "hour_ms", "hour_ms", [f"sum({name})" for name in HOUR_SUMS]),
     )
 )
 
 
-def _with_money(sums: Row) -> tuple[int, ...]:
+def _join_money(sums: Row) -> tuple[int, ...]:
     """Its two parts are one amount."""
     *counts, charge_micros, charge_rest, saved_micros, saved_rest = sums
     charged = charge_micros * PICO_PER_MICRO + charge_rest
@@ -144,7 +147,7 @@ def _adjustments(db: Transaction) -> Iterator[str]:
     sql = f"select number, chain, {names} from adjustments where number > ? order by number limit ?"
     while page := db.rows(sql, (after, _PAGE)):
         for number, chain, *row in page:
-            if chained(before, row) != chain:
+            if next_chain(before, row) != chain:
                 yield f"adjustment {number} is not what was chained to the one before it"
             before = chain
             total += row[ADJUSTMENT_FIELDS.index("amount_pico")]
@@ -185,7 +188,7 @@ def _budgets(db: Transaction) -> Iterator[str]:
         if one is not None:
             spent = sums[0] * PICO_PER_MICRO + sums[1]
             reserved = sums[2] * PICO_PER_MICRO + sums[3]
-            meant = summed(db, one, *window_of(one.window, start_ms))
+            meant = sum_window(db, one, *window_of(one.window, start_ms))
             if (spent, reserved) != meant:
                 yield (
                     f"the {window} budget of tenant {tenant_id}, key {key_id}, from {start_ms}:"
@@ -195,7 +198,7 @@ def _budgets(db: Transaction) -> Iterator[str]:
 
 def _epochs(db: Transaction) -> Iterator[str]:
     for epoch, *sums in db.rows(
-        f"select * from {EPOCHS} except select epoch, count(*), sum(prompt_tokens),"
+        f"select * from {EPOCH_TOTALS} except select epoch, count(*), sum(prompt_tokens),"
         " sum(physical_cached_tokens), sum(output_tokens), max(ended_ms) from ledger"
         " where epoch <> '' group by epoch",
     ):

@@ -15,22 +15,22 @@ from pathlib import Path
 import apsw
 from msgspec import Struct
 
-from tenancy.accounting.audit import Progress, check_books, unseen
+from tenancy.accounting.audit import Progress, check_books, ignore_progress
 from tenancy.errors import StoreBusy, StoreError
 from tenancy.ledger.epochs import (
     LedgerEpoch,
     begin_ledger_epoch,
+    decode_known_point,
     has_entry,
-    keep_point,
     ledger_epoch,
-    read_point,
+    save_known_point,
 )
 from tenancy.storage.atomic_files import synced, written_whole
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore, claimed, is_patient, recalled
 from tenancy.types import WallClock
 
-_BESIDE = ("-wal", "-shm", "-journal")
+_COMPANION_SUFFIXES = ("-wal", "-shm", "-journal")
 
 
 class MissingEntries(Struct, frozen=True):
@@ -63,7 +63,9 @@ def backup(path: Path, target: Path) -> int:
     return target.stat().st_size
 
 
-def restore(source: Path, path: Path, clock: WallClock, progress: Progress = unseen) -> Restored:
+def restore(
+    source: Path, path: Path, clock: WallClock, progress: Progress = ignore_progress
+) -> Restored:
     """Put a backup in the place of the database, with a new epoch of its ledger.
 
     O(size), and the check of its books, of which `progress` is told. What was there is kept beside
@@ -75,28 +77,28 @@ def restore(source: Path, path: Path, clock: WallClock, progress: Progress = uns
     with claimed(path):
         with written_whole(path, mode=0o600) as part:
             _copy(source, part)
-            _check_there(part, source)
-            with closing(_looked_through(part, source, progress)) as store:
-                before, missing = _missing(path, store)
+            _check_has_schema(part, source)
+            with closing(_open_checked(part, source, progress)) as store:
+                before, missing = _count_missing(path, store)
                 with store.change() as db:
                     epoch = begin_ledger_epoch(db, clock(), "restored", above=before)
-            _alone(part)
+            _make_single_file(part)
             kept = _set_aside(path)
         with closing(SqliteStore(path)) as store:
-            keep_point(store, clock)
+            save_known_point(store, clock)
     return Restored(epoch, missing, kept)
 
 
-def mark(store: Store, clock: WallClock) -> LedgerEpoch:
+def mark_restored(store: Store, clock: WallClock) -> LedgerEpoch:
     """Begin a new epoch: the database was restored by other means. Raises StoreError, also where a
     server keeps the file."""
     store.claim()
     try:
-        known = read_point(store.recall())
+        known = decode_known_point(store.recall())
         with store.change() as db:
             above = 0 if known is None else known.epoch
             epoch = begin_ledger_epoch(db, clock(), "marked", above=above)
-        keep_point(store, clock)
+        save_known_point(store, clock)
     finally:
         store.disclaim()
     return epoch
@@ -116,10 +118,10 @@ def _copy(source: Path, target: Path) -> None:
         raise StoreError("unusable", f"{source} is no database.") from error
     except apsw.Error as error:
         raise StoreError("unusable", f"{source} cannot be copied: {error}.") from error
-    _alone(target)
+    _make_single_file(target)
 
 
-def _alone(path: Path) -> None:
+def _make_single_file(path: Path) -> None:
     """One file, with nothing beside it, and on the disk. Raises StoreError, StoreBusy where another
     program has it open."""
     try:
@@ -139,28 +141,28 @@ def _set_aside(path: Path) -> Path | None:
     damaged keeps what lies beside it."""
     if path.exists():
         try:
-            _alone(path)
+            _make_single_file(path)
         except StoreBusy:
             raise
         except StoreError:
             pass  # that may be why it is replaced
     kept = path.with_name(f"{path.name}.replaced")
-    for suffix in ("", *_BESIDE):
-        _beside(kept, suffix).unlink(missing_ok=True)
-    for suffix in _BESIDE:
+    for suffix in ("", *_COMPANION_SUFFIXES):
+        _companion(kept, suffix).unlink(missing_ok=True)
+    for suffix in _COMPANION_SUFFIXES:
         with suppress(FileNotFoundError):
-            _beside(path, suffix).replace(_beside(kept, suffix))
+            _companion(path, suffix).replace(_companion(kept, suffix))
     if not path.exists():
         return None
     os.link(path, kept)
     return kept
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _companion(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}{suffix}")
 
 
-def _check_there(path: Path, source: Path) -> None:
+def _check_has_schema(path: Path, source: Path) -> None:
     """What has no schema would be opened as a new ledger: an empty file, where copying one to its
     place had failed. Raises StoreError, naming the source."""
     with closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)) as connection:
@@ -168,7 +170,7 @@ def _check_there(path: Path, source: Path) -> None:
             raise StoreError("not_ours", f"{source} has no ledger in it.")
 
 
-def _looked_through(path: Path, source: Path, progress: Progress) -> SqliteStore:
+def _open_checked(path: Path, source: Path, progress: Progress) -> SqliteStore:
     """Sound, ours, of no later version, and right. Raises StoreError, naming the source."""
     try:
         store = SqliteStore(path)
@@ -186,7 +188,7 @@ def _looked_through(path: Path, source: Path, progress: Progress) -> SqliteStore
     return store
 
 
-def _missing(path: Path, backup: Store) -> tuple[int, MissingEntries]:
+def _count_missing(path: Path, backup: Store) -> tuple[int, MissingEntries]:
     """The epoch of the ledger that is there now, and what of it the backup has not. It may be
     damaged, which is why it is replaced: then what was last known of it must do."""
     entry_id, chain = 0, ""
@@ -200,5 +202,5 @@ def _missing(path: Path, backup: Store) -> tuple[int, MissingEntries]:
             return number, MissingEntries()
         sql = "select count(*), min(booked_ms), max(ended_ms) from ledger where entry_id > ?"
         return number, MissingEntries(*store.query(sql, (entry_id,))[0])
-    known = read_point(recalled(path))
+    known = decode_known_point(recalled(path))
     return (known.epoch, MissingEntries(until_ms=known.at_ms)) if known else (0, MissingEntries())

@@ -13,14 +13,14 @@ from datetime import UTC, date, datetime, timedelta
 
 from msgspec import Struct
 
-from tenancy.accounting.reconcile import epochs_in
-from tenancy.errors import BooksClosed
-from tenancy.ledger.entries import number
+from tenancy.accounting.reconcile import reconcile_in
+from tenancy.errors import CloseRefused
+from tenancy.ledger.entries import read_number
 from tenancy.storage.hourly_usage import HOURS
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import DAY_MS, WallClock
 
-DAYS_AT_ONCE_MAX = 3_700
+DAYS_PER_CLOSE_MAX = 3_700
 TRIES_MAX = 3
 _PAGE = 50_000
 
@@ -62,39 +62,39 @@ def close_days(
     today = now_ms // DAY_MS
     last = today - 1 if through is None else _day_number(through)
     if last >= today:
-        raise BooksClosed("day_not_over", f"{_day_name(last)} is not over yet (UTC).")
+        raise CloseRefused("day_not_over", f"{_day_name(last)} is not over yet (UTC).")
     for _ in range(TRIES_MAX):
         with store.snapshot() as db:
             closed = _last_closed(db)
             if closed is not None and last <= closed:
                 if through is None:
                     return []
-                raise BooksClosed("day_closed", f"{_day_name(last)} is closed already.")
+                raise CloseRefused("day_closed", f"{_day_name(last)} is closed already.")
             _check_running(db, last)
             first = _first_day(db) if closed is None else closed + 1
             if first is None:
                 return []
-            if last - first >= DAYS_AT_ONCE_MAX:
-                raise BooksClosed("too_many_days", f"More than {DAYS_AT_ONCE_MAX} days at once.")
+            if last - first >= DAYS_PER_CLOSE_MAX:
+                raise CloseRefused("too_many_days", f"More than {DAYS_PER_CLOSE_MAX} days at once.")
             period = (first * DAY_MS, (last + 1) * DAY_MS)
             if not despite_counts:
                 _check_counts(db, *period)
-            seen = _ends(db)
-            rows, storage = _counted(db, first, last), _storage(db, period)
+            seen = _last_ids(db)
+            rows, storage = _count_days(db, first, last), _storage_token_seconds(db, period)
         with store.change() as db:
             _check_running(db, last)
             if not despite_counts:
                 _check_counts(db, *period)
-            is_same = _last_closed(db) == closed and _storage(db, period) == storage
-            if is_same and not _came(db, seen, period):
+            is_same = _last_closed(db) == closed and _storage_token_seconds(db, period) == storage
+            if is_same and not _has_newer(db, seen, period):
                 return [_close(db, row, now_ms) for row in rows]
-    raise BooksClosed("days_change", "Entries of these days still come; try again.")
+    raise CloseRefused("days_change", "Entries of these days still come; try again.")
 
 
 def list_closes(store: Store, count: int = 400) -> list[ClosedDay]:
     """The latest closed days, the oldest first."""
     rows = store.query(f"{_SELECT} order by day desc limit ?", (count,))
-    return [_read(row) for row in reversed(rows)]
+    return [_closed_day(row) for row in reversed(rows)]
 
 
 def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
@@ -109,14 +109,14 @@ def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
         sums = [total + more for total, more in zip(sums, tokens, strict=True)]
     adjusted = db.rows(
         "select chain, amount_pico from adjustments"
-        f" where {_OF_PERIOD.format('booked_ms')} order by number",
+        f" where {_IN_PERIOD.format('booked_ms')} order by number",
         period,
     )
     for chain, _ in adjusted:
         seen.update(chain)
     totals: Row = (
         *(entries, *sums, str(charge), len(adjusted)),
-        *(str(sum(amount for _, amount in adjusted)), _storage(db, period)),
+        *(str(sum(amount for _, amount in adjusted)), _storage_token_seconds(db, period)),
     )
     seen.update(repr((day, *totals)).encode())
     return totals, seen.digest()
@@ -125,29 +125,29 @@ def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
 def _check_running(db: Transaction, last: int) -> None:
     if db.rows("select 1 from holds where booked_ms < ? limit 1", ((last + 1) * DAY_MS,)):
         message = f"Requests that began on {_day_name(last)} or before still run; try again."
-        raise BooksClosed("requests_running", message)
+        raise CloseRefused("requests_running", message)
 
 
 def _check_counts(db: Transaction, since_ms: int, until_ms: int) -> None:
     """An alarm stops what would make its days final."""
-    for epoch in epochs_in(db):
+    for epoch in reconcile_in(db):
         if epoch.is_apart and epoch.first_seen_ms < until_ms and epoch.last_seen_ms >= since_ms:
-            raise BooksClosed(
+            raise CloseRefused(
                 "counts_apart",
                 f"The engine's life {epoch.epoch} has counted other tokens than the ledger (see"
                 " trunkline reconcile). Once that is explained: --despite-counts.",
             )
 
 
-def _ends(db: Transaction) -> tuple[int, int]:
+def _last_ids(db: Transaction) -> tuple[int, int]:
     """The last entry, and the last adjustment."""
     return (
-        number(db, "select coalesce(max(entry_id), 0) from ledger"),
-        number(db, "select coalesce(max(number), 0) from adjustments"),
+        read_number(db, "select coalesce(max(entry_id), 0) from ledger"),
+        read_number(db, "select coalesce(max(number), 0) from adjustments"),
     )
 
 
-def _came(db: Transaction, ends: tuple[int, int], period: tuple[int, int]) -> bool:
+def _has_newer(db: Transaction, ends: tuple[int, int], period: tuple[int, int]) -> bool:
     """Is anything of the days behind what was the last?"""
     return any(
         db.rows(
@@ -160,13 +160,13 @@ def _came(db: Transaction, ends: tuple[int, int], period: tuple[int, int]) -> bo
     )
 
 
-def _storage(db: Transaction, period: tuple[int, int]) -> int:
+def _storage_token_seconds(db: Transaction, period: tuple[int, int]) -> int:
     """Token seconds, which only grow."""
     sql = "select coalesce(sum(token_seconds), 0) from storage_hours"
-    return int(db.rows(f"{sql} where {_OF_PERIOD.format('hour_ms')}", period)[0][0])
+    return int(db.rows(f"{sql} where {_IN_PERIOD.format('hour_ms')}", period)[0][0])
 
 
-def _counted(db: Transaction, first: int, last: int) -> list[Row]:
+def _count_days(db: Transaction, first: int, last: int) -> list[Row]:
     """The days' rows, but for when they are closed, and by which life of the ledger."""
     found = db.rows("select digest from closes order by day desc limit 1")
     before = found[0][0] if found else b""
@@ -182,7 +182,7 @@ def _entries(db: Transaction, period: tuple[int, int]) -> Iterator[Row]:
     between its first and its last are read in the ledger's order."""
     ends = db.rows(
         "select min(entry_id), max(entry_id) from ledger"
-        f" where {_OF_PERIOD.format('booked_ms')} group by tenant_id",
+        f" where {_IN_PERIOD.format('booked_ms')} group by tenant_id",
         period,
     )
     after, last = (
@@ -199,13 +199,13 @@ def _entries(db: Transaction, period: tuple[int, int]) -> Iterator[Row]:
         after = page[-1][0]
 
 
-_OF_PERIOD = "tenant_id in (select tenant_id from tenants) and {0} >= ? and {0} < ?"
+_IN_PERIOD = "tenant_id in (select tenant_id from tenants) and {0} >= ? and {0} < ?"
 """By tenants, so that an index finds them."""
 
 
 def _close(db: Transaction, row: Row, now_ms: int) -> ClosedDay:
     day, *totals, digest = row
-    epoch = number(db, "select max(number) from ledger_epochs")
+    epoch = read_number(db, "select max(number) from ledger_epochs")
     db.execute(
         "insert into closes (day, closed_ms, entries, prompt_tokens, cache_read_tokens,"
         " cache_write_tokens, output_tokens, charge_pico, adjustments, adjusted_pico,"
@@ -213,7 +213,7 @@ def _close(db: Transaction, row: Row, now_ms: int) -> ClosedDay:
         " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (day, now_ms, *totals, epoch, digest),
     )
-    return _read((day, now_ms, *totals, epoch, digest))
+    return _closed_day((day, now_ms, *totals, epoch, digest))
 
 
 def _last_closed(db: Transaction) -> int | None:
@@ -234,7 +234,7 @@ _SELECT = (
 )
 
 
-def _read(row: Row) -> ClosedDay:
+def _closed_day(row: Row) -> ClosedDay:
     names = [name for name in ClosedDay.__struct_fields__ if name not in ("day", "digest")]
     facts = {name: int(value) for name, value in zip(names, row[1:-1], strict=True)}
     return ClosedDay(day=_day_name(row[0]), digest=row[-1].hex(), **facts)
@@ -245,7 +245,7 @@ def _day_number(name: str) -> int:
         day = date.fromisoformat(name)
     except ValueError as error:
         message = f"{name[:40]!r} is no day; write it like 2026-11-21."
-        raise BooksClosed("bad_day", message) from error
+        raise CloseRefused("bad_day", message) from error
     return (day - date(1970, 1, 1)).days
 
 

@@ -19,10 +19,10 @@ from msgspec import structs
 
 from tenancy.accounting.usage import entries_of, span_of
 from tenancy.errors import TenancyError
-from tenancy.pricing.charges import CHARGED, writes
+from tenancy.pricing.charges import CHARGED, write_tokens_by_class
 from tenancy.storage.atomic_files import written_whole
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry, instant
+from tenancy.types import UsageEntry, format_utc
 
 PAGE = 2_000
 EVENT_TYPE = "llm.tokens"
@@ -49,11 +49,11 @@ def entry_rows(store: Store, tenant: str | None, since_ms: int, until_ms: int | 
     """One row for each entry, in `ENTRY_COLUMNS`. Money is whole pico-dollars."""
     for entry_id, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
         row: dict[str, object] = structs.asdict(entry)
-        started, ended = instant(row.pop("started_ms")), instant(row.pop("ended_ms"))
+        started, ended = format_utc(row.pop("started_ms")), format_utc(row.pop("ended_ms"))
         row["read"], row["write"] = _json(entry.read), _json(entry.write)
         yield {
             "entry_id": entry_id,
-            "booked": instant(booked_ms),
+            "booked": format_utc(booked_ms),
             "tenant": name,
             **row,
             "started": started,
@@ -77,7 +77,7 @@ def cloud_events(
                 "source": source,
                 "type": EVENT_TYPE,
                 "subject": name,
-                "time": instant(booked_ms),
+                "time": format_utc(booked_ms),
                 "datacontenttype": "application/json",
                 "data": {
                     "type": component,
@@ -98,7 +98,7 @@ def components(entry: UsageEntry) -> dict[str, int]:
     counts = {
         "input": entry.fresh_tokens,
         "cache_read": entry.cache_read_tokens,
-        **{f"cache_write_{name}": tokens for name, tokens in writes(entry).items()},
+        **{f"cache_write_{name}": tokens for name, tokens in write_tokens_by_class(entry).items()},
         "output": entry.output_tokens,
     }
     return {name: tokens for name, tokens in counts.items() if tokens}
@@ -130,14 +130,14 @@ def write_parquet(columns: Sequence[str], rows: Rows, path: Path) -> int:
     schema = pyarrow.schema([(name, _parquet_type(pyarrow, name)) for name in columns])
     written = 0
     with written_whole(path) as part, parquet.ParquetWriter(part, schema) as writer:
-        for page in _paged(rows):
+        for page in _chunks(rows):
             data = {name: [row[name] for row in page] for name in columns}
             writer.write_table(pyarrow.table(data, schema=schema))
             written += len(page)
     return written
 
 
-_WHOLE = frozenset(
+_INTEGER_COLUMNS = frozenset(
     {"entry_id", "tenant_id", "key_id", "prompt_tokens", "cache_read_tokens", "fresh_tokens"}
     | {"cache_write_tokens", "output_tokens", "physical_cached_tokens", "ttft_ms"}
     | {"recomputed_promised_tokens", "charge_pico", "saved_pico"}
@@ -145,10 +145,10 @@ _WHOLE = frozenset(
 
 
 def _parquet_type(pyarrow: Any, name: str) -> object:
-    return pyarrow.int64() if name in _WHOLE else pyarrow.string()
+    return pyarrow.int64() if name in _INTEGER_COLUMNS else pyarrow.string()
 
 
-def _paged(rows: Rows) -> Iterator[list[dict[str, object]]]:
+def _chunks(rows: Rows) -> Iterator[list[dict[str, object]]]:
     page: list[dict[str, object]] = []
     for row in rows:
         page.append(row)
@@ -159,13 +159,15 @@ def _paged(rows: Rows) -> Iterator[list[dict[str, object]]]:
         yield page
 
 
-_RISKY = frozenset("=+-@\t\r\n＝＋－＠")  # the wide ones too, as East Asian keyboards make them
+_FORMULA_CHARS = frozenset(
+    "=+-@\t\r\n＝＋－＠"
+)  # the wide ones too, as East Asian keyboards make them
 _NUMBER = re.compile(r"-[0-9]+(\.[0-9]+)?", re.ASCII)
 
 
 def _cell(value: object) -> object:
     """A spreadsheet takes what begins with these signs for a formula, unless it is a number."""
-    is_risky = isinstance(value, str) and value[:1] in _RISKY
+    is_risky = isinstance(value, str) and value[:1] in _FORMULA_CHARS
     if is_risky and not _NUMBER.fullmatch(str(value)):
         return f"'{value}"
     return "" if value is None else value

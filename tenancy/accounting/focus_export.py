@@ -18,14 +18,14 @@ from tenancy.pricing.budgets import window_of
 from tenancy.pricing.charges import (
     SECONDS_PER_HOUR,
     RateCard,
-    dollars,
-    price,
+    format_dollars,
+    itemize,
     storage_charge,
-    writes,
+    write_tokens_by_class,
 )
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Row, Store
-from tenancy.types import instant
+from tenancy.types import format_utc
 
 PROVIDER = "Trunkline"
 COLUMNS = (
@@ -74,25 +74,27 @@ def cost_rows(
     """What was booked in a period, in `COLUMNS`. `account`: whose bill it is. O(entries) time,
     memory for one row per tenant, key, model, component and hour."""
     book = RateCards(load_cards(store))
-    for group, total in _sums(store, book, tenant, since_ms, until_ms).items():
+    for group, total in _sum_entries(store, book, tenant, since_ms, until_ms).items():
         card = book.card(group.rate_card_id)
-        yield _used(account, card, group, total)
-    yield from _adjusted(store, book, tenant, since_ms, until_ms, account)
-    yield from _held(store, book, tenant, since_ms, until_ms, account)
+        yield _usage_row(account, card, group, total)
+    yield from _adjustment_rows(store, book, tenant, since_ms, until_ms, account)
+    yield from _storage_rows(store, book, tenant, since_ms, until_ms, account)
 
 
-def _sums(
+def _sum_entries(
     store: Store, book: RateCards, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> dict[_Group, _Sum]:
     sums: dict[_Group, _Sum] = {}
     for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
         card = book.card(entry.rate_card_id)
         hour_ms = booked_ms // HOUR_MS * HOUR_MS
-        charged = price(card, entry)
+        charged = itemize(card, entry)
         tokens = {
             "input": entry.fresh_tokens,
             "cache_read": entry.cache_read_tokens,
-            **{f"cache_write:{kind}": count for kind, count in writes(entry).items()},
+            **{
+                f"cache_write:{kind}": count for kind, count in write_tokens_by_class(entry).items()
+            },
             "output": entry.output_tokens,
             "minimum": 0,
         }
@@ -114,7 +116,7 @@ def _sums(
     return sums
 
 
-def _adjusted(
+def _adjustment_rows(
     store: Store,
     book: RateCards,
     tenant: str | None,
@@ -166,7 +168,7 @@ def storage_by_tenant(
     """What storage cost each tenant that has to pay for any, in pico-dollars; see `storage`. The
     database adds up each hour's whole and its rest, rounded down. O(hours * prices) in there."""
     asked = (tenant, since_ms, until_ms)
-    kinds = store.query(f"select distinct class, rate_card_id {_HELD}", asked)
+    kinds = store.query(f"select distinct class, rate_card_id {_STORAGE_HOURS}", asked)
     book = RateCards(load_cards(store))
     found: dict[str, int] = {}
     for retention, card_id in kinds:
@@ -174,7 +176,8 @@ def storage_by_tenant(
         if rate:
             for name, hours, rest in store.query(
                 f"select name, sum(token_seconds / {SECONDS_PER_HOUR}),"
-                f" sum(token_seconds % {SECONDS_PER_HOUR} * ?4 / {SECONDS_PER_HOUR}) {_HELD}"
+                f" sum(token_seconds % {SECONDS_PER_HOUR} * ?4 / {SECONDS_PER_HOUR})"
+                f" {_STORAGE_HOURS}"
                 " and class = ?5 and rate_card_id = ?6 group by name",
                 (*asked, rate, retention, card_id),
             ):
@@ -182,7 +185,7 @@ def storage_by_tenant(
     return found
 
 
-_HELD = (
+_STORAGE_HOURS = (
     "from storage_hours join tenants using (tenant_id)"
     " where (cast(?1 as text) is null or name = ?1)"
     " and hour_ms >= ?2 and (cast(?3 as bigint) is null or hour_ms < ?3)"
@@ -196,12 +199,12 @@ def _storage_hours(
     beginning is in."""
     return store.query(
         "select name, tenant_id, hour_ms, model, class, rate_card_id, token_seconds"
-        f" {_HELD} order by name, hour_ms, class",
+        f" {_STORAGE_HOURS} order by name, hour_ms, class",
         (tenant, since_ms, until_ms),
     )
 
 
-def _held(
+def _storage_rows(
     store: Store,
     book: RateCards,
     tenant: str | None,
@@ -216,10 +219,10 @@ def _held(
         component = f"storage:{retention}"
         group = _Group(name, tenant_id, 0, model, component, hour_ms, rate_card_id)
         pico = storage_charge(card, retention, token_seconds)
-        yield _used(account, card, group, _Sum(tokens=token_seconds, pico=pico))
+        yield _usage_row(account, card, group, _Sum(tokens=token_seconds, pico=pico))
 
 
-def _used(account: str, card: RateCard, group: _Group, total: _Sum) -> dict[str, object]:
+def _usage_row(account: str, card: RateCard, group: _Group, total: _Sum) -> dict[str, object]:
     """A row of usage: with what was consumed, and with what was charged for, at which price."""
     kind, _, retention = group.component.partition(":")
     row = _row(account, card, group, total, "Usage", None, group.component)
@@ -227,15 +230,15 @@ def _used(account: str, card: RateCard, group: _Group, total: _Sum) -> dict[str,
     match kind:
         case "storage":
             hours = Decimal(total.tokens) / SECONDS_PER_HOUR
-            each = dollars(card.storage_price(retention))
+            each = format_dollars(card.storage_price(retention))
             measured = (total.tokens, "token-seconds", each, f"{hours:.12f}", "token-hours")
         case "minimum":  # each request is lifted by another amount: so many times a dollar
-            cost = dollars(total.pico)
-            measured = (total.requests, "requests", dollars(10**12), cost, card.currency)
+            cost = format_dollars(total.pico)
+            measured = (total.requests, "requests", format_dollars(10**12), cost, card.currency)
         case _:
-            each = dollars(_token_price(card, kind, retention))
+            each = format_dollars(_token_price(card, kind, retention))
             measured = (total.tokens, "tokens", each, total.priced, "tokens")
-    return {**row, **dict(zip(_MEASURED, measured, strict=True))}
+    return {**row, **dict(zip(_QUANTITY_COLUMNS, measured, strict=True))}
 
 
 def _row(
@@ -248,21 +251,21 @@ def _row(
     text: str,
 ) -> dict[str, object]:
     start_ms, end_ms = window_of("month", group.hour_ms)
-    cost = dollars(total.pico)
+    cost = format_dollars(total.pico)
     is_usage = category == "Usage"
     return {
         "BilledCost": cost,
         "BillingAccountId": account,
         "BillingAccountName": account,
         "BillingCurrency": card.currency,
-        "BillingPeriodStart": _second(start_ms),
-        "BillingPeriodEnd": _second(end_ms),
+        "BillingPeriodStart": _format_second(start_ms),
+        "BillingPeriodEnd": _format_second(end_ms),
         "ChargeCategory": category,
         "ChargeClass": charge_class,
         "ChargeDescription": text,
         "ChargeFrequency": "Usage-Based" if is_usage else "One-Time",
-        "ChargePeriodStart": _second(group.hour_ms),
-        "ChargePeriodEnd": _second(group.hour_ms + HOUR_MS),
+        "ChargePeriodStart": _format_second(group.hour_ms),
+        "ChargePeriodEnd": _format_second(group.hour_ms + HOUR_MS),
         "ConsumedQuantity": None,
         "ConsumedUnit": None,
         "ContractedCost": cost,
@@ -286,14 +289,20 @@ def _row(
         "SubAccountName": group.tenant,
         "Tags": f'{{"key_id":"{group.key_id}"}}',
         "x_Requests": total.requests,
-        "x_UncachedCost": dollars(total.uncached),
-        "x_CacheSavings": dollars(total.uncached - total.pico),
+        "x_UncachedCost": format_dollars(total.uncached),
+        "x_CacheSavings": format_dollars(total.uncached - total.pico),
         "x_BilledPico": total.pico,
         "x_RateCard": group.rate_card_id,
     }
 
 
-_MEASURED = ("ConsumedQuantity", "ConsumedUnit", "ListUnitPrice", "PricingQuantity", "PricingUnit")
+_QUANTITY_COLUMNS = (
+    "ConsumedQuantity",
+    "ConsumedUnit",
+    "ListUnitPrice",
+    "PricingQuantity",
+    "PricingUnit",
+)
 """Of usage alone. A unit's price times the quantity that was charged for is the cost."""
 
 
@@ -304,5 +313,5 @@ def _token_price(card: RateCard, kind: str, retention: str) -> int:
     return price
 
 
-def _second(at_ms: int) -> str:
-    return f"{instant(at_ms)[:19]}Z"
+def _format_second(at_ms: int) -> str:
+    return f"{format_utc(at_ms)[:19]}Z"

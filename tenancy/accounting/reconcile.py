@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.ledger.aggregates import EPOCHS
+from tenancy.ledger.aggregates import EPOCH_TOTALS
 from tenancy.storage.interface import Row, Store, Transaction
 
 State = Literal["final", "running", "pending", "died"]
@@ -21,7 +21,7 @@ it may live, behind another gateway. `died`: it ended without a last word, so wh
 last moments is not known."""
 
 EPOCHS_MAX = 100
-NOTED_WITHIN_MS = 150_000
+FRESH_WITHIN_MS = 150_000
 """Whatever lives is noted every minute."""
 
 
@@ -41,7 +41,7 @@ class Counts(Struct, frozen=True):
         )
 
 
-NONE = Counts(0, 0, 0)
+NO_COUNTS = Counts(0, 0, 0)
 
 
 class Epoch(Struct, frozen=True):
@@ -67,7 +67,7 @@ def reconcile(store: Store, now_ms: int | None = None) -> list[Epoch]:
     """The latest epochs, the newest first. `now_ms`: without it none but the newest may live.
     O(epochs), not entries. Raises StoreError."""
     with store.snapshot() as db:
-        return epochs_in(db, now_ms)
+        return reconcile_in(db, now_ms)
 
 
 def reconcile_living(store: Store, epoch: str) -> Epoch | None:
@@ -76,14 +76,14 @@ def reconcile_living(store: Store, epoch: str) -> Epoch | None:
     return _epoch(rows[0], lives=True, is_known=True) if rows else None
 
 
-def epochs_in(db: Transaction, now_ms: int | None = None) -> list[Epoch]:
+def reconcile_in(db: Transaction, now_ms: int | None = None) -> list[Epoch]:
     """`reconcile` within a transaction."""
     rows = db.rows(
         f"{_EPOCHS} order by first_seen_ms desc, last_seen_ms desc limit ?", (EPOCHS_MAX,)
     )
     found = []
     for place, row in enumerate(rows):
-        is_fresh = now_ms is not None and row[2] > now_ms - NOTED_WITHIN_MS
+        is_fresh = now_ms is not None and row[2] > now_ms - FRESH_WITHIN_MS
         found.append(_epoch(row, lives=place == 0 or is_fresh, is_known=place == 0))
     return found
 
@@ -115,5 +115,5 @@ _EPOCHS = (
     " coalesce(physical_cached_tokens, 0), coalesce(epoch_sums.output_tokens, 0),"
     " coalesce(last_ended_ms, 0),"
     " (select count(*) from holds where holds.epoch = e.epoch)"
-    f" from engine_epochs as e left join {EPOCHS} using (epoch)"
+    f" from engine_epochs as e left join {EPOCH_TOTALS} using (epoch)"
 )

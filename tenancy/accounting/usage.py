@@ -13,14 +13,14 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.ledger.aggregates import HOUR_MS, PIECES
+from tenancy.ledger.aggregates import ENTRY_SUMS, HOUR_MS
 from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Row, Store, Value
 from tenancy.types import DAY_MS, UsageEntry
 
-By = Literal["tenant", "key", "model", "hour", "day"]
+UsageGroup = Literal["tenant", "key", "model", "hour", "day"]
 
 
 class UsageTotal(Struct, frozen=True):
@@ -54,7 +54,7 @@ class UsageTotal(Struct, frozen=True):
 
 
 _SUMS = (*HOUR_SUMS, "adjusted_micros", "adjusted_rest")
-_GROUPS: dict[By, str] = {
+_GROUPS: dict[UsageGroup, str] = {
     "tenant": "name",
     "key": "key_id",
     "model": "model",
@@ -83,18 +83,18 @@ def usage(
     model: str | None = None,
     since_ms: int = 0,
     until_ms: int | None = None,
-    by: Sequence[By] = (),
+    by: Sequence[UsageGroup] = (),
 ) -> list[UsageTotal]:
     """Sums of what was booked in [since_ms, until_ms), by tenant and whatever `by` names, in that
     order. O(days * keys * models) of the tenants asked for, or hours where it is by hour."""
-    groups: list[By] = ["tenant", *(name for name in by if name != "tenant")]
+    groups: list[UsageGroup] = ["tenant", *(name for name in by if name != "tenant")]
     end_ms = 2**62 if until_ms is None else max(until_ms, since_ms)
     sums: dict[Row, list[int]] = {}
     levels = _LEVELS if "hour" in groups else (_DAYS, *_LEVELS)
-    for level, first_ms, after_ms in _cut(since_ms, end_ms, levels):
+    for level, first_ms, after_ms in _split_period(since_ms, end_ms, levels):
         asked = (tenant, key_id, model, first_ms, after_ms)
         if level is None:
-            _add_pieces(store, sums, groups, asked)
+            _add_partial_hour(store, sums, groups, asked)
         else:
             _add_level(store, sums, groups, level, asked)
     return [_total(groups, group, sums[group]) for group in sorted(sums)]
@@ -144,7 +144,7 @@ _WHERE = (
 )
 
 
-def _cut(
+def _split_period(
     since_ms: int, end_ms: int, levels: Sequence[_Level]
 ) -> Iterator[tuple[_Level | None, int, int]]:
     """A period as whole days, whole hours and pieces of hours: (which, from, to), none empty.
@@ -160,17 +160,17 @@ def _cut(
     first_ms = -(-since_ms // level.length_ms) * level.length_ms
     after_ms = end_ms // level.length_ms * level.length_ms
     if first_ms >= after_ms:
-        yield from _cut(since_ms, end_ms, finer)
+        yield from _split_period(since_ms, end_ms, finer)
         return
-    yield from _cut(since_ms, first_ms, finer)
+    yield from _split_period(since_ms, first_ms, finer)
     yield level, first_ms, after_ms
-    yield from _cut(after_ms, end_ms, finer)
+    yield from _split_period(after_ms, end_ms, finer)
 
 
 def _add_level(
     store: Store,
     sums: dict[Row, list[int]],
-    groups: Sequence[By],
+    groups: Sequence[UsageGroup],
     level: _Level,
     asked: Sequence[Value],
 ) -> None:
@@ -191,8 +191,8 @@ def _add_level(
         _add(sums, row[: len(groups)], row[len(groups) :])
 
 
-def _add_pieces(
-    store: Store, sums: dict[Row, list[int]], groups: Sequence[By], asked: Sequence[Value]
+def _add_partial_hour(
+    store: Store, sums: dict[Row, list[int]], groups: Sequence[UsageGroup], asked: Sequence[Value]
 ) -> None:
     """A piece of an hour, from its entries and adjustments."""
     hour = f"booked_ms / {HOUR_MS} * {HOUR_MS}"
@@ -200,7 +200,7 @@ def _add_pieces(
     by = ", ".join(str(1 + i) for i in range(len(groups)))
     where = f"{_WHERE} and booked_ms >= ?4 and booked_ms < ?5"
     sql = (
-        f"select {', '.join(names)}, {', '.join(PIECES)} from ledger"
+        f"select {', '.join(names)}, {', '.join(ENTRY_SUMS)} from ledger"
         f" join tenants using (tenant_id) where {where} group by {by}"
     )
     for row in store.query(sql, asked):
@@ -223,7 +223,7 @@ def _add(sums: dict[Row, list[int]], group: Row, more: Sequence[int]) -> None:
     sums[group] = list(more) if have is None else list(map(sum, zip(have, more, strict=True)))
 
 
-def _total(groups: Sequence[By], group: Row, row: Sequence[int]) -> UsageTotal:
+def _total(groups: Sequence[UsageGroup], group: Row, row: Sequence[int]) -> UsageTotal:
     facts = dict(zip(_SUMS, row, strict=True))
     for name in ("charge", "saved", "adjusted"):
         whole, rest = facts.pop(f"{name}_micros"), facts.pop(f"{name}_rest")

@@ -18,8 +18,13 @@ from msgspec import Struct
 
 from tenancy.accounts.key_index import KeyFacts, KeyIndex, load_keys
 from tenancy.accounts.keys import ADMIN
-from tenancy.accounts.shared_scopes import ALL, Membership, memberships
-from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, list_registered, read_registered
+from tenancy.accounts.shared_scopes import ALL_WORKSPACES, Membership, memberships
+from tenancy.accounts.tenants import (
+    TenantRecord,
+    floor_blocks_of,
+    list_tenant_records,
+    read_tenant_records,
+)
 from tenancy.errors import KeyRefused, StoreError
 from tenancy.storage.interface import Store
 from tenancy.types import Identity, SharedScope, WallClock
@@ -50,7 +55,7 @@ class KeyAuthenticator:
         self._changed: dict[int, TenantRecord] = {}
         self._floor_blocks: int | None = None
         self._take(_read_all(store))
-        self._watch: Watch | None = None
+        self._watch: RegistryWatcher | None = None
 
     def authenticate(self, key: str) -> Identity:
         """Which tenant holds this key? About 3 us. Raises KeyRefused."""
@@ -109,7 +114,7 @@ class KeyAuthenticator:
     def _scope_of(self, tenant_id: int, workspace: str) -> SharedScope | None:
         """The scope that a workspace shares, while its owner is there to pay for it."""
         mine = self._memberships.get(tenant_id)
-        found = mine.get(workspace, mine.get(ALL)) if mine else None
+        found = mine.get(workspace, mine.get(ALL_WORKSPACES)) if mine else None
         owner = self._tenants.get(found.owner_id) if found else None
         if found is None or owner is None or owner.tenant.status != "active":
             return None
@@ -125,7 +130,7 @@ class KeyAuthenticator:
     def watch(self) -> None:
         """From now on a thread looks, until `close`."""
         assert self._watch is None, "one is enough"
-        self._watch = Watch(self._store, self._version)
+        self._watch = RegistryWatcher(self._store, self._version)
 
     def close(self) -> None:
         """Watch no more. Safe to call twice."""
@@ -144,11 +149,11 @@ class KeyAuthenticator:
             # While the file is being checked after an error the last snapshot stands; nothing can
             # be admitted then, since no hold can be written.
             with suppress(StoreError):
-                since = _read_since(self._store, self._version)
+                since = _read_update(self._store, self._version)
                 if since is not None:
                     self._take(since)
 
-    def _take(self, news: _News) -> None:
+    def _take(self, news: _RegistryUpdate) -> None:
         self._identities.clear()
         self._floor_blocks = None
         if news.changed is None:
@@ -167,7 +172,7 @@ class KeyAuthenticator:
         self._version = news.version
 
 
-class _News(Struct, frozen=True):
+class _RegistryUpdate(Struct, frozen=True):
     """What there is at a version: of the ids of keys and tenants that changed, or all of it."""
 
     version: int
@@ -177,7 +182,7 @@ class _News(Struct, frozen=True):
     changed: tuple[list[int], list[int]] | None = None
 
 
-def _read_since(store: Store, known: int) -> _News | None:
+def _read_update(store: Store, known: int) -> _RegistryUpdate | None:
     """What has changed since a version, or everything where that is not known any more; None:
     nothing. Raises StoreError."""
     version = store.registry_version()
@@ -194,30 +199,30 @@ def _read_since(store: Store, known: int) -> _News | None:
         changed[kind].add(number)
     key_ids, tenant_ids = sorted(changed["key"]), sorted(changed["tenant"])
     keys = load_keys(store, key_ids)
-    tenants = read_registered(store, tenant_ids)
+    tenants = read_tenant_records(store, tenant_ids)
     mine: Memberships = {}
     for tenant_id in tenant_ids:
         mine |= memberships(store, tenant_id)
-    return _News(max(version, rows[-1][0]), keys, tenants, mine, (key_ids, tenant_ids))
+    return _RegistryUpdate(max(version, rows[-1][0]), keys, tenants, mine, (key_ids, tenant_ids))
 
 
-def _read_all(store: Store) -> _News:
+def _read_all(store: Store) -> _RegistryUpdate:
     """The version first, keys before tenants: what changes meanwhile is looked at again, and a
     key's tenant is there unless both have just been deleted."""
     version = store.registry_version()
     keys = load_keys(store)
     mine = memberships(store)
-    return _News(version, keys, list_registered(store), mine)
+    return _RegistryUpdate(version, keys, list_tenant_records(store), mine)
 
 
-class Watch:
+class RegistryWatcher:
     """A thread that reads what has changed, every `REFRESH_S` and when it is told to."""
 
     def __init__(self, store: Store, version: int) -> None:
         """`version`: what is known."""
         self._store = store
         self._version = version
-        self._news: deque[_News] = deque()
+        self._news: deque[_RegistryUpdate] = deque()
         self._wake = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._main, name="registry", daemon=True)
@@ -227,7 +232,7 @@ class Watch:
         """Not after the rest of the wait."""
         self._wake.set()
 
-    def taken(self) -> Iterator[_News]:
+    def taken(self) -> Iterator[_RegistryUpdate]:
         """What it has read that was not taken yet, in order."""
         while self._news:
             yield self._news.popleft()
@@ -244,6 +249,6 @@ class Watch:
             self._wake.clear()
             # While the server is away the last that was read stands, as for a file.
             with suppress(StoreError):
-                if (news := _read_since(self._store, self._version)) is not None:
+                if (news := _read_update(self._store, self._version)) is not None:
                     self._version = news.version
                     self._news.append(news)

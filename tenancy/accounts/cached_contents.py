@@ -11,11 +11,11 @@ from __future__ import annotations
 from msgspec import Struct
 
 from tenancy.errors import BadName
-from tenancy.pseudonyms import check_there
+from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.interface import Store
 
 
-class Resource(Struct, frozen=True):
+class CachedContentRecord(Struct, frozen=True):
     """A cached content, without its content."""
 
     resource_id: str
@@ -29,21 +29,23 @@ class Resource(Struct, frozen=True):
     expires_ms: int
 
 
-class ResourceQuota(Struct, frozen=True):
+class CachedContentQuota(Struct, frozen=True):
     """How much one tenant may keep at once."""
 
     count_max: int = 1_000
     bytes_max: int = 256 * 2**20
 
 
-def create_resource(store: Store, resource: Resource, content: bytes, quota: ResourceQuota) -> None:
+def create_cached_content(
+    store: Store, resource: CachedContentRecord, content: bytes, quota: CachedContentQuota
+) -> None:
     """Keep it. Raises BadName: `resource_quota` when the tenant keeps too much already,
     `tenant_deleted` where it has been since it asked."""
     with store.change() as db:
         for (name,) in db.rows(
             "select name from tenants where tenant_id = ?", (resource.tenant_id,)
         ):
-            check_there(name)
+            check_not_deleted(name)
         rows = db.rows(
             "select count(*), coalesce(sum(length(content)), 0) from cached_contents"
             " where tenant_id = ? and ended_ms is null and expires_ms > ?",
@@ -75,9 +77,9 @@ def create_resource(store: Store, resource: Resource, content: bytes, quota: Res
         )
 
 
-def find_resource(
+def find_cached_content(
     store: Store, tenant_id: int, workspace: str, resource_id: str, now_ms: int
-) -> tuple[Resource, bytes] | None:
+) -> tuple[CachedContentRecord, bytes] | None:
     """A live one of this tenant's workspace, with its content."""
     rows = store.query(
         "select resource_id, tenant_id, workspace, model, display_name, tokens, created_ms,"
@@ -86,10 +88,10 @@ def find_resource(
         " and ended_ms is null and expires_ms > ?",
         (resource_id, tenant_id, workspace, now_ms),
     )
-    return (Resource(*rows[0][:-1]), rows[0][-1]) if rows else None
+    return (CachedContentRecord(*rows[0][:-1]), rows[0][-1]) if rows else None
 
 
-def keeps_content(
+def has_cached_content(
     store: Store, tenant_id: int, workspace: str, content: bytes, now_ms: int
 ) -> bool:
     """Does this tenant's workspace keep exactly this now? O(its resources)."""
@@ -102,9 +104,9 @@ def keeps_content(
     )
 
 
-def list_resources(
+def list_cached_contents(
     store: Store, tenant_id: int, workspace: str, now_ms: int, after: str, most: int
-) -> list[Resource]:
+) -> list[CachedContentRecord]:
     """Live ones, in the order of their ids, from behind `after`."""
     rows = store.query(
         "select resource_id, tenant_id, workspace, model, display_name, tokens, created_ms,"
@@ -112,7 +114,7 @@ def list_resources(
         " and resource_id > ? and ended_ms is null and expires_ms > ? order by resource_id limit ?",
         (tenant_id, workspace, after, now_ms, most),
     )
-    return [Resource(*row) for row in rows]
+    return [CachedContentRecord(*row) for row in rows]
 
 
 def set_expiry(
@@ -129,7 +131,7 @@ def set_expiry(
     return moved > 0
 
 
-def end_resource(
+def end_cached_content(
     store: Store, tenant_id: int, workspace: str, resource_id: str, now_ms: int
 ) -> bool:
     """A live one ends now, its content is gone; false: there is none."""
@@ -143,7 +145,7 @@ def end_resource(
     return ended > 0
 
 
-def end_resources(store: Store, tenant_id: int, workspace: str | None, now_ms: int) -> int:
+def end_cached_contents(store: Store, tenant_id: int, workspace: str | None, now_ms: int) -> int:
     """All live ones of a tenant, or of its workspace, end now, their content is gone; how many."""
     with store.change() as db:
         return db.execute(
@@ -155,7 +157,7 @@ def end_resources(store: Store, tenant_id: int, workspace: str | None, now_ms: i
         )
 
 
-def sweep_resources(store: Store, now_ms: int) -> int:
+def sweep_cached_contents(store: Store, now_ms: int) -> int:
     """What has expired loses its content; how many."""
     with store.change() as db:
         return db.execute(
@@ -165,7 +167,7 @@ def sweep_resources(store: Store, now_ms: int) -> int:
         )
 
 
-def resource_token_seconds(store: Store, tenant_id: int, since_ms: int, until_ms: int) -> int:
+def cached_content_token_seconds(store: Store, tenant_id: int, since_ms: int, until_ms: int) -> int:
     """Tokens times whole seconds that cached contents were kept within [since_ms, until_ms).
 
     Rounded down once, at the end. O(resources of the tenant).

@@ -21,11 +21,11 @@ from tenancy.accounts.keys import (
     DIGEST_PREFIX,
     LIFE_MS_MAX,
     SCOPES,
-    SHOWN_SIGNS,
+    SHOWN_CHARS,
     check_label,
     check_name,
-    write_limits,
-    write_scopes,
+    encode_limits,
+    encode_scopes,
 )
 from tenancy.errors import BadName
 from tenancy.limits import check_limits
@@ -74,7 +74,7 @@ class _Terms(Struct, frozen=True):
     limits: str
 
 
-_At = tuple[str, str]
+_KeyPath = tuple[str, str]
 """A tenant's name and a label."""
 
 DeclaredKeys = Mapping[str, Sequence[DeclaredKey]]
@@ -86,8 +86,8 @@ def check_keys(declared: DeclaredKeys) -> None:
     may stand there by mistake."""
     if sum(map(len, declared.values())) > KEYS_DECLARED_MAX:
         raise BadName("bad_setting", f"more than {KEYS_DECLARED_MAX} keys are declared")
-    labels: set[_At] = set()
-    digests: dict[str, _At] = {}
+    labels: set[_KeyPath] = set()
+    digests: dict[str, _KeyPath] = {}
     for tenant, keys in declared.items():
         for key in keys:
             at = tenant, key.label
@@ -96,24 +96,24 @@ def check_keys(declared: DeclaredKeys) -> None:
                 if at in labels:
                     raise BadName("name_taken", "the label is there twice")
                 if key.sha256 and (other := digests.get(key.sha256.lower())):
-                    raise BadName("key_taken", f"it is {_place(other)} too")
+                    raise BadName("key_taken", f"it is {_describe(other)} too")
             except BadName as error:
-                raise BadName(error.code, f"{_place(at)}: {error.message}") from error
+                raise BadName(error.code, f"{_describe(at)}: {error.message}") from error
             labels.add(at)
             digests[key.sha256.lower()] = at
 
 
 def keys_differ(store: Store, wanted: DeclaredKeys) -> bool:
     """Is what is declared there other than what is wanted? O(keys). Raises StoreError."""
-    there = {at: terms for at, (_, terms) in _there(store.query(_DECLARED)).items()}
-    return there != _terms(wanted)
+    there = {at: terms for at, (_, terms) in _declared_terms(store.query(_DECLARED)).items()}
+    return there != _wanted_terms(wanted)
 
 
 def reconcile_keys(db: Transaction, clock: WallClock, wanted: DeclaredKeys) -> list[KeyChange]:
     """Make keys what the file says, within the caller's transaction, in which its tenants are there
     already. O(keys), and a question for each that is new. Raises BadName."""
-    now_ms, terms = clock(), _terms(wanted)
-    there = _there(db.rows(_DECLARED))
+    now_ms, terms = clock(), _wanted_terms(wanted)
+    there = _declared_terms(db.rows(_DECLARED))
     tenants: dict[str, int] = dict(db.rows(_TENANTS))
     changed = []
     for at in sorted(there.keys() | terms.keys()):
@@ -125,10 +125,10 @@ def reconcile_keys(db: Transaction, clock: WallClock, wanted: DeclaredKeys) -> l
         try:  # before one is revoked that another is told it cannot be
             _check_change(db, now_ms, old, new)
         except BadName as error:
-            raise BadName(error.code, f"{_place(at)}: {error.message}") from error
+            raise BadName(error.code, f"{_describe(at)}: {error.message}") from error
     changes = []
     for (tenant, label), key_id, old, new in changed:
-        its_id, what = _change(db, now_ms, (tenants[tenant], label), key_id, old, new)
+        its_id, what = _apply_change(db, now_ms, (tenants[tenant], label), key_id, old, new)
         changes.append(KeyChange(tenant, label, its_id, what))
     return changes
 
@@ -139,12 +139,12 @@ def _check_change(db: Transaction, now_ms: int, old: _Terms | None, new: _Terms 
     if new.expires_ms is not None and not 0 < new.expires_ms - now_ms <= LIFE_MS_MAX:
         raise BadName("bad_time", "expires: it is past, or more than 100 years away")
     if old is None or old.digest != new.digest:
-        _check_new(db, now_ms, new.digest)
+        _check_unused(db, now_ms, new.digest)
     elif old.expires_ms is not None and old.expires_ms <= now_ms:
         raise BadName("key_not_live", "it has expired; make another")
 
 
-def _change(
+def _apply_change(
     db: Transaction,
     now_ms: int,
     at: tuple[int, str],
@@ -154,7 +154,7 @@ def _change(
 ) -> tuple[int, Literal["created", "changed", "replaced", "revoked"]]:
     """One key, at a tenant's number: (its number, what was done)."""
     if new is None:
-        _end(db, now_ms, key_id)
+        _revoke(db, now_ms, key_id)
         return key_id, "revoked"
     if old is None:
         return _insert(db, now_ms, at, new), "created"
@@ -165,7 +165,7 @@ def _change(
             (new.workspace, new.scopes, new.expires_ms, new.limits, key_id),
         )
         return key_id, "changed"
-    _end(db, now_ms, key_id)
+    _revoke(db, now_ms, key_id)
     line = db.rows("select coalesce(line_id, key_id) from keys where key_id = ?", (key_id,))
     new_id = _insert(db, now_ms, at, new, line[0][0])
     db.execute("update keys set replaced_by = ? where key_id = ?", (new_id, key_id))
@@ -178,7 +178,7 @@ def _insert(
     db: Transaction, now_ms: int, at: tuple[int, str], new: _Terms, line_id: int | None = None
 ) -> int:
     tenant_id, label = at
-    shown = DIGEST_PREFIX + new.digest.hex()[:SHOWN_SIGNS]
+    shown = DIGEST_PREFIX + new.digest.hex()[:SHOWN_CHARS]
     made = db.rows(
         "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
         " scopes, limits, line_id, is_declared) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
@@ -191,11 +191,11 @@ def _insert(
     return int(made[0][0])
 
 
-def _end(db: Transaction, now_ms: int, key_id: int) -> None:
+def _revoke(db: Transaction, now_ms: int, key_id: int) -> None:
     db.execute("update keys set revoked_ms = ?, is_declared = 0 where key_id = ?", (now_ms, key_id))
 
 
-def _check_new(db: Transaction, now_ms: int, digest: bytes) -> None:
+def _check_unused(db: Transaction, now_ms: int, digest: bytes) -> None:
     """Nobody's key, now or before."""
     rows = db.rows(
         "select key_id, name, label, revoked_ms, expires_ms from keys"
@@ -222,11 +222,11 @@ def _check_key(key: DeclaredKey) -> None:
     if key.file and (not key.file.startswith("/") or "\0" in key.file):
         raise BadName("bad_setting", "file: it is no absolute path")
     check_name(key.workspace, "workspace")
-    write_scopes(key.scopes)
+    encode_scopes(key.scopes)
     check_limits(key.limits)
 
 
-def _place(at: _At) -> str:
+def _describe(at: _KeyPath) -> str:
     tenant, label = at
     return f"{tenant}: key {label[:80]!r}"
 
@@ -238,7 +238,7 @@ _DECLARED = (
 )
 
 
-def _there(rows: list[Row]) -> dict[_At, tuple[int, _Terms]]:
+def _declared_terms(rows: list[Row]) -> dict[_KeyPath, tuple[int, _Terms]]:
     """The number and the terms of those that are declared now."""
     return {
         (name, label): (int(key_id), _Terms(bytes(digest), *terms))
@@ -246,14 +246,14 @@ def _there(rows: list[Row]) -> dict[_At, tuple[int, _Terms]]:
     }
 
 
-def _terms(wanted: DeclaredKeys) -> dict[_At, _Terms]:
+def _wanted_terms(wanted: DeclaredKeys) -> dict[_KeyPath, _Terms]:
     return {
         (tenant, key.label): _Terms(
             bytes.fromhex(key.sha256),
             key.workspace,
-            write_scopes(key.scopes),
+            encode_scopes(key.scopes),
             None if key.expires is None else round(key.expires.timestamp() * 1000),
-            write_limits(key.limits),
+            encode_limits(key.limits),
         )
         for tenant, keys in wanted.items()
         for key in keys

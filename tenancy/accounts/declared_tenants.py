@@ -27,15 +27,15 @@ from tenancy.accounts.shared_scopes import (
     ScopeChange,
     ScopeTerms,
     check_scopes,
-    differ,
     reconcile_scopes,
+    scopes_differ,
 )
 from tenancy.accounts.tenants import (
     TenantRecord,
     check_new_name,
     check_settings,
     insert_tenant,
-    list_registered,
+    list_tenant_records,
     write_settings,
 )
 from tenancy.errors import BadName
@@ -81,7 +81,7 @@ def check_declared(declared: Sequence[DeclaredTenant]) -> None:
             check_settings(one.settings)
         except BadName as error:
             raise BadName(error.code, f"{one.name}: {error.message}") from error
-    check_keys(_keys(declared))
+    check_keys(_keys_by_tenant(declared))
 
 
 def reconcile(
@@ -99,12 +99,12 @@ def reconcile(
     check_declared(declared or ())
     check_scopes(scopes or ())
     wanted = None if declared is None else {one.name: one.settings for one in declared}
-    keys = _keys(declared or ())
+    keys = _keys_by_tenant(declared or ())
     changes: list[TenantChange | KeyChange | ScopeChange] = []
     are_tenants_new = wanted is not None and (
-        _differ(list_registered(store), wanted) or keys_differ(store, keys)
+        _tenants_differ(list_tenant_records(store), wanted) or keys_differ(store, keys)
     )
-    are_scopes_new = scopes is not None and differ(store, scopes)
+    are_scopes_new = scopes is not None and scopes_differ(store, scopes)
     if not are_tenants_new and not are_scopes_new:
         return changes
     with store.change() as db:
@@ -121,24 +121,24 @@ def _reconcile_tenants(
 ) -> list[TenantChange]:
     """Nobody else writes until this ends; the reader sees what was committed before."""
     changes = []
-    there = {one.tenant.name: one for one in list_registered(store)}
+    there = {one.tenant.name: one for one in list_tenant_records(store)}
     for name in sorted(wanted.keys() | there.keys()):
-        what = _reconcile_one(db, clock, name, there.get(name), wanted.get(name))
+        what = _reconcile_tenant(db, clock, name, there.get(name), wanted.get(name))
         if what is not None:
             changes.append(TenantChange(name, what))
     return changes
 
 
-def _keys(declared: Sequence[DeclaredTenant]) -> DeclaredKeys:
+def _keys_by_tenant(declared: Sequence[DeclaredTenant]) -> DeclaredKeys:
     return {one.name: one.keys for one in declared}
 
 
-def _differ(there: list[TenantRecord], wanted: dict[str, TenantSettings]) -> bool:
+def _tenants_differ(there: list[TenantRecord], wanted: dict[str, TenantSettings]) -> bool:
     declared = {one.tenant.name: one.settings for one in there if one.tenant.is_declared}
     return declared != wanted
 
 
-def _reconcile_one(
+def _reconcile_tenant(
     db: Transaction,
     clock: WallClock,
     name: str,
@@ -154,12 +154,12 @@ def _reconcile_one(
     tenant = there.tenant
     if wanted is None:
         if tenant.is_declared:
-            _mark(db, tenant.tenant_id, is_declared=False, status="suspended")
+            _set_declared(db, tenant.tenant_id, is_declared=False, status="suspended")
             forget(db, tenant.tenant_id)
             return "suspended"
         return None
     if not tenant.is_declared:
-        _mark(db, tenant.tenant_id, is_declared=True, status="active")
+        _set_declared(db, tenant.tenant_id, is_declared=True, status="active")
     if there.settings != wanted:
         write_settings(db, tenant.tenant_id, wanted)
     if not tenant.is_declared:
@@ -167,7 +167,7 @@ def _reconcile_one(
     return "changed" if there.settings != wanted else None
 
 
-def _mark(db: Transaction, tenant_id: int, *, is_declared: bool, status: str) -> None:
+def _set_declared(db: Transaction, tenant_id: int, *, is_declared: bool, status: str) -> None:
     db.execute(
         "update tenants set is_declared = ?, status = ? where tenant_id = ?",
         (is_declared, status, tenant_id),

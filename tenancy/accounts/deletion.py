@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import hashlib
 
-from tenancy.accounts.shared_scopes import owned_by
-from tenancy.accounts.tenants import TenantRecord, find_in, read_registered, write_settings
+from tenancy.accounts.shared_scopes import list_owned_scopes
+from tenancy.accounts.tenants import (
+    TenantRecord,
+    find_tenant_in,
+    read_tenant_records,
+    write_settings,
+)
 from tenancy.errors import BadName, ConstraintBroken
 from tenancy.ledger import idempotency
-from tenancy.pseudonyms import GONE, check_there, is_pseudonym
+from tenancy.pseudonyms import PSEUDONYM_PREFIX, check_not_deleted, is_pseudonym
 from tenancy.storage.interface import Store, Transaction
 from tenancy.types import TenantSettings, WallClock
 
@@ -26,37 +31,37 @@ def delete_tenant(store: Store, clock: WallClock, name: str) -> str | None:
     """
     try:
         with store.change() as db:
-            tenant_id = _leaving(db, name).tenant.tenant_id
+            tenant_id = _find_deletable(db, name).tenant.tenant_id
             idempotency.forget(db, tenant_id)
             for table in ("scope_members", "keys", "named_sums", "tenants"):
                 db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
         return None
     except ConstraintBroken:  # something that stays refers to it
         with store.change() as db:
-            return _pseudonymise(db, _leaving(db, name), clock())
+            return _pseudonymise(db, _find_deletable(db, name), clock())
 
 
-def deleted_among(store: Store, tenant_ids: set[int]) -> set[int]:
+def filter_deleted(store: Store, tenant_ids: set[int]) -> set[int]:
     """Those of them that are deleted and have money rows. O(ids)."""
-    found = read_registered(store, sorted(tenant_ids))
+    found = read_tenant_records(store, sorted(tenant_ids))
     return {one.tenant.tenant_id for one in found if is_pseudonym(one.tenant.name)}
 
 
-def _leaving(db: Transaction, name: str) -> TenantRecord:
-    found = find_in(db, name)
-    check_there(name)
+def _find_deletable(db: Transaction, name: str) -> TenantRecord:
+    found = find_tenant_in(db, name)
+    check_not_deleted(name)
     if found.tenant.is_declared:
         raise BadName(
             "tenant_declared",
             f"{name} is declared in the configuration file; take it out there and reload",
         )
-    if owned := owned_by(db, found.tenant.tenant_id):
+    if owned := list_owned_scopes(db, found.tenant.tenant_id):
         raise BadName("tenant_in_use", f"{name} owns the shared scope {owned[0]}; remove it")
     return found
 
 
 def _pseudonymise(db: Transaction, found: TenantRecord, now_ms: int) -> str:
-    tenant_id, pseudonym = found.tenant.tenant_id, f"{GONE}{found.tenant.tenant_id}"
+    tenant_id, pseudonym = found.tenant.tenant_id, f"{PSEUDONYM_PREFIX}{found.tenant.tenant_id}"
     if db.rows("select 1 from holds where tenant_id = ? limit 1", (tenant_id,)):
         raise BadName(
             "tenant_in_use",

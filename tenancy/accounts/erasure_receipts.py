@@ -18,7 +18,7 @@ from tenancy.storage.interface import Store
 RECEIPTS_MAX = 1_000
 
 
-class Receipt(Struct, frozen=True):
+class ErasureReceipt(Struct, frozen=True):
     """What was erased. `key_id` asked for it: the tenant's own or an administrator's. `what`:
     `all`, `workspace NAME` or `lease ID`; `blocks`: how many left the cache for it."""
 
@@ -32,7 +32,7 @@ class Receipt(Struct, frozen=True):
     blocks: int
 
 
-def digest_of(namespaces: Sequence[bytes]) -> str:
+def digest_namespaces(namespaces: Sequence[bytes]) -> str:
     """One digest for a set of namespaces, in whatever order; each stands behind its length."""
     digest = hashlib.sha256()
     for namespace in sorted(namespaces):
@@ -40,14 +40,14 @@ def digest_of(namespaces: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def record(store: Store, receipt: Receipt) -> None:
+def write_receipt(store: Store, receipt: ErasureReceipt) -> None:
     """Keep a receipt; durable when it returns. Raises StoreError."""
     values = structs.astuple(receipt)
     with store.change() as db:
         db.execute("insert into erasures values (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
 
-def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Receipt]:
+def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[ErasureReceipt]:
     """A tenant's receipts, newest first. Raises BadName for a limit that cannot be."""
     if not 1 <= limit <= RECEIPTS_MAX:
         raise BadName("bad_setting", f"limit: {limit} is not between 1 and {RECEIPTS_MAX}")
@@ -56,4 +56,4 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Receip
         " from erasures where tenant_id = ? order by at_ms desc, receipt_id limit ?",
         (tenant_id, limit),
     )
-    return [Receipt(*row) for row in rows]
+    return [ErasureReceipt(*row) for row in rows]

@@ -13,7 +13,7 @@ from functools import cache
 
 from msgspec import Struct
 
-from tenancy.accounts.keys import digest_of, read_limits
+from tenancy.accounts.keys import decode_limits, digest_of
 from tenancy.errors import KeyRefused
 from tenancy.storage.interface import Row, Store
 from tenancy.types import Limits
@@ -34,7 +34,7 @@ class KeyFacts(Struct, frozen=True):
     line_id: int
 
 
-_NOBODY = KeyFacts(bytes(32), 0, 0, "", None, None, frozenset(), Limits(), 0)
+_NO_KEY = KeyFacts(bytes(32), 0, 0, "", None, None, frozenset(), Limits(), 0)
 """What a key that does not exist is compared with. Nothing is known whose digest is all zeros."""
 
 
@@ -53,7 +53,7 @@ class KeyIndex:
     def find(self, key: str, now_ms: int) -> KeyFacts:
         """The facts of a live key. O(1). Raises KeyRefused."""
         digest = digest_of(key)
-        found = self._by_digest.get(digest, _NOBODY)
+        found = self._by_digest.get(digest, _NO_KEY)
         if not hmac.compare_digest(digest, found.digest):
             raise KeyRefused("key_unknown", "No such key.")
         if found.revoked_ms is not None and found.revoked_ms <= now_ms:
@@ -79,11 +79,11 @@ class KeyIndex:
 def load_keys(store: Store, key_ids: Sequence[int] | None = None) -> list[KeyFacts]:
     """Those of these ids that there are, or all. O(keys), about 5 us each. Raises StoreError."""
     if key_ids is None:
-        return list(map(_facts, store.query(_FACTS)))
+        return list(map(_facts_of, store.query(_FACTS)))
     if not key_ids:
         return []
     marks = ", ".join("?" * len(key_ids))
-    return list(map(_facts, store.query(f"{_FACTS} where key_id in ({marks})", key_ids)))
+    return list(map(_facts_of, store.query(f"{_FACTS} where key_id in ({marks})", key_ids)))
 
 
 _FACTS = (
@@ -98,5 +98,5 @@ def _scopes(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _facts(row: Row) -> KeyFacts:
-    return KeyFacts(*(*row[:6], _scopes(row[6]), read_limits(row[7]), row[8]))
+def _facts_of(row: Row) -> KeyFacts:
+    return KeyFacts(*(*row[:6], _scopes(row[6]), decode_limits(row[7]), row[8]))

@@ -21,23 +21,23 @@ from msgspec import Struct
 
 from tenancy.errors import BadName
 from tenancy.limits import check_limits
-from tenancy.pseudonyms import check_there
+from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.interface import Row, Store, Transaction, Value
 from tenancy.types import Limits, WallClock
 
 PREFIX = "tl-"
 DIGEST_PREFIX = "sha256:"  # lists show this of a key of which only the digest was ever there
-SHOWN_SIGNS = 8
+SHOWN_CHARS = 8
 LIFE_MS_MAX = 100 * 366 * 86_400_000
 GRACE_MS_MAX = 90 * 86_400_000
-LABEL_SIGNS_MAX = 200
+LABEL_CHARS_MAX = 200
 SCOPES = ("inference", "usage", "cache")
 """What a tenant's key may be for: prompts; its own counts and charges; its own cache's contents."""
 
 ADMIN = "admin"
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
-_SIGNS = 43
-_KEY = re.compile(f"{PREFIX}[{_ALPHABET}]{{{_SIGNS}}}")
+_RANDOM_CHARS = 43
+_KEY = re.compile(f"{PREFIX}[{_ALPHABET}]{{{_RANDOM_CHARS}}}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _FREE = Limits()
 _SHA256 = hashlib.sha256()
@@ -91,7 +91,7 @@ def create_key(
     that is unknown or deleted.
     """
     check_name(workspace, "workspace")
-    text = write_scopes(scopes)
+    text = encode_scopes(scopes)
     check_limits(limits)
     expires_ms = _expiry(clock, label, lives_ms)
     key = _new_key()
@@ -99,7 +99,7 @@ def create_key(
         names = db.rows("select name from tenants where tenant_id = ?", (tenant_id,))
         if not names:
             raise BadName("tenant_unknown", f"there is no tenant with the id {tenant_id}")
-        check_there(names[0][0])
+        check_not_deleted(names[0][0])
         _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
     return key
 
@@ -125,7 +125,7 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
         raise BadName("bad_time", "the old key may work for between 0 and 90 days more")
     key = _new_key()
     with store.change() as db:
-        old, now_ms = _by_hand(db, which), clock()
+        old, now_ms = _find_changeable(db, which), clock()
         _check_live(old, now_ms)
         life_ms = None if old.expires_ms is None else old.expires_ms - old.created_ms
         expires_ms = None if life_ms is None else now_ms + life_ms
@@ -154,7 +154,7 @@ def change_key(
 ) -> Key:
     """Change what is named, from the next request. Raises BadName."""
     with store.change() as db:
-        old = _by_hand(db, which)
+        old = _find_changeable(db, which)
         if old.tenant is None and (scopes is not None or limits is not None):
             raise BadName("bad_scopes", "an administrator's key has no other scopes, and no limits")
         check_label(old.label if label is None else label)
@@ -164,8 +164,8 @@ def change_key(
             " limits = coalesce(?, limits), is_declared = 0 where key_id = ?",
             (
                 label,
-                None if scopes is None else write_scopes(scopes),
-                None if limits is None else write_limits(limits),
+                None if scopes is None else encode_scopes(scopes),
+                None if limits is None else encode_limits(limits),
                 old.key_id,
             ),
         )
@@ -175,7 +175,7 @@ def change_key(
 def list_keys(store: Store, tenant: str | None = None) -> list[Key]:
     """All keys, or a tenant's, oldest first."""
     return [
-        _key(row)
+        _key_of(row)
         for row in store.query(
             f"{_KEYS} where cast(?1 as text) is null or name = ?1 order by key_id", (tenant,)
         )
@@ -187,7 +187,7 @@ def find_key(store: Store, which: str) -> Key:
 
     Raises BadName if that is not exactly one.
     """
-    return _only(store.query(*_named(which)))
+    return _single(store.query(*_lookup(which)))
 
 
 def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
@@ -196,7 +196,7 @@ def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
     Raises BadName if that is not exactly one key, or one that is declared.
     """
     with store.change() as db:
-        key = _by_hand(db, which)
+        key = _find_changeable(db, which)
         db.execute(
             "update keys set revoked_ms = ?, is_declared = 0"
             " where key_id = ? and revoked_ms is null",
@@ -217,21 +217,21 @@ def check_name(name: str, what: str) -> None:
 
 def check_label(label: str) -> None:
     """Raises BadName for what would not fit a line."""
-    if len(label) > LABEL_SIGNS_MAX or not label.isprintable():
-        raise BadName("bad_label", f"a label is printable and has at most {LABEL_SIGNS_MAX} signs")
+    if len(label) > LABEL_CHARS_MAX or not label.isprintable():
+        raise BadName("bad_label", f"a label is printable and has at most {LABEL_CHARS_MAX} signs")
 
 
-def read_limits(text: str) -> Limits:
-    """As `write_limits` wrote them."""
+def decode_limits(text: str) -> Limits:
+    """As `encode_limits` wrote them."""
     return _FREE if text == "{}" else msgspec.json.decode(text, type=Limits)
 
 
-def write_limits(limits: Limits) -> str:
+def encode_limits(limits: Limits) -> str:
     """The form in which the database keeps them."""
     return msgspec.json.encode(limits).decode()
 
 
-def write_scopes(scopes: Iterable[str]) -> str:
+def encode_scopes(scopes: Iterable[str]) -> str:
     """The form in which the database keeps them: sorted words. Raises BadName."""
     wanted = set(scopes)
     if not wanted or not wanted <= set(SCOPES):
@@ -241,7 +241,7 @@ def write_scopes(scopes: Iterable[str]) -> str:
 
 
 def _new_key() -> str:
-    return PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(_SIGNS))
+    return PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(_RANDOM_CHARS))
 
 
 def _expiry(clock: WallClock, label: str, lives_ms: int | None) -> int | None:
@@ -259,10 +259,10 @@ def _insert(
     line_id: int | None = None,
 ) -> int:
     workspace, label, created_ms, expires_ms, scopes, limits = facts
-    shown = key[: len(PREFIX) + SHOWN_SIGNS]
+    shown = key[: len(PREFIX) + SHOWN_CHARS]
     values = (
         *(digest_of(key), shown, tenant_id, workspace, label, created_ms, expires_ms),
-        *(scopes, write_limits(limits), line_id),
+        *(scopes, encode_limits(limits), line_id),
     )
     made = db.rows(
         "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
@@ -279,32 +279,32 @@ _KEYS = (
 )
 
 
-def _key(row: Row) -> Key:
-    return Key(*(*row[:8], tuple(row[8].split()), read_limits(row[9]), row[10], bool(row[11])))
+def _key_of(row: Row) -> Key:
+    return Key(*(*row[:8], tuple(row[8].split()), decode_limits(row[9]), row[10], bool(row[11])))
 
 
-def _named(which: str) -> tuple[str, tuple[Value]]:
+def _lookup(which: str) -> tuple[str, tuple[Value]]:
     """The query for a key by its id or its beginning."""
     if which.isascii() and which.isdigit() and len(which) <= 18:
         return f"{_KEYS} where key_id = ?", (int(which),)
     beginning = which.encode(errors="replace").decode().rstrip("….")
     prefix = DIGEST_PREFIX if beginning.startswith(DIGEST_PREFIX) else PREFIX
-    beginning = beginning[: len(prefix) + SHOWN_SIGNS]
+    beginning = beginning[: len(prefix) + SHOWN_CHARS]
     return f"{_KEYS} where shown = ?", (beginning,)
 
 
-def _only(rows: list[Row]) -> Key:
+def _single(rows: list[Row]) -> Key:
     if len(rows) != 1:
         what = "no key has" if not rows else f"{len(rows)} keys have"
         raise BadName(
             "key_unknown", f"{what} that id or beginning; `trunkline key list` shows them"
         )
-    return _key(rows[0])
+    return _key_of(rows[0])
 
 
-def _by_hand(db: Transaction, which: str) -> Key:
+def _find_changeable(db: Transaction, which: str) -> Key:
     """One that an operator may change. Those of a tenant that is declared no longer are his."""
-    key = _only(db.rows(*_named(which)))
+    key = _single(db.rows(*_lookup(which)))
     if key.is_declared:
         raise BadName(
             "key_declared",

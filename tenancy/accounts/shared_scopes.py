@@ -20,7 +20,7 @@ from tenancy.types import WallClock
 
 SCOPES_MAX = 1_000
 MEMBERS_MAX = 10_000
-ALL = ""
+ALL_WORKSPACES = ""
 """Stands for every workspace of a tenant."""
 
 
@@ -73,7 +73,7 @@ def find_scope(store: Store, name: str) -> ScopeRecord:
     for scope in list_scopes(store):
         if scope.name == name:
             return scope
-    raise _unknown(name)
+    raise _unknown_scope(name)
 
 
 def memberships(store: Store, tenant_id: int | None = None) -> dict[int, dict[str, Membership]]:
@@ -103,8 +103,8 @@ def set_scope(store: Store, clock: WallClock, terms: ScopeTerms) -> ScopeRecord:
         old = there.get(terms.name)
         if old is None and len(there) >= SCOPES_MAX:
             raise BadName("too_many_scopes", f"there are {SCOPES_MAX} shared scopes already")
-        _check_by_hand(old)
-        _write(db, clock, terms, old, is_declared=False)
+        _check_not_declared(old)
+        _write_scope(db, clock, terms, old, is_declared=False)
     return find_scope(store, terms.name)
 
 
@@ -113,9 +113,9 @@ def remove_scope(store: Store, name: str) -> None:
     with store.change() as db:
         old = {scope.name: scope for scope in _scopes_in(db)}.get(name)
         if old is None:
-            raise _unknown(name)
-        _check_by_hand(old)
-        _remove(db, old)
+            raise _unknown_scope(name)
+        _check_not_declared(old)
+        _delete_scope(db, old)
 
 
 def check_scopes(wanted: Sequence[ScopeTerms]) -> None:
@@ -133,22 +133,22 @@ def check_scopes(wanted: Sequence[ScopeTerms]) -> None:
             raise BadName("name_taken", f"the shared scope {one.name!r} is declared twice")
         seen.add(one.name)
         for member in one.members:
-            tenant, workspace = _parts(member)
+            tenant, workspace = _split_member(member)
             check_name(tenant, "tenant")
             if "/" in member:
                 check_name(workspace, "workspace")
             if member in taken:
-                raise _in_two(member, taken[member], one.name)
+                raise _overlap(member, taken[member], one.name)
             taken[member] = one.name
     for member, scope in taken.items():
-        tenant, workspace = _parts(member)
-        if workspace != ALL and tenant in taken:
-            raise _in_two(member, taken[tenant], scope)
+        tenant, workspace = _split_member(member)
+        if workspace != ALL_WORKSPACES and tenant in taken:
+            raise _overlap(member, taken[tenant], scope)
 
 
-def differ(store: Store, wanted: Sequence[ScopeTerms]) -> bool:
+def scopes_differ(store: Store, wanted: Sequence[ScopeTerms]) -> bool:
     """Is what is declared there other than what is wanted?"""
-    return _declared(list_scopes(store)) != {one.name: _plain(one) for one in wanted}
+    return _declared_terms(list_scopes(store)) != {one.name: _terms_of(one) for one in wanted}
 
 
 def reconcile_scopes(
@@ -161,17 +161,17 @@ def reconcile_scopes(
     terms = {one.name: one for one in wanted}
     for name, scope in there.items():
         if scope.is_declared and name not in terms:
-            _remove(db, scope)
+            _delete_scope(db, scope)
             changes.append(ScopeChange(name, "removed"))
     # Members first leave where they were: one may go from a scope to another in one reload.
-    altered = [one for _, one in sorted(terms.items()) if not _is_so(there.get(one.name), one)]
+    altered = [one for _, one in sorted(terms.items()) if not _matches(there.get(one.name), one)]
     for one in altered:
         if one.name in there:
             number = there[one.name].scope_id
             db.execute("delete from scope_members where scope_id = ?", (number,))
     for one in altered:
         old = there.get(one.name)
-        _write(db, clock, one, old, is_declared=True)
+        _write_scope(db, clock, one, old, is_declared=True)
         what: Literal["created", "adopted", "changed"] = "created"
         if old is not None:
             what = "changed" if old.is_declared else "adopted"
@@ -179,7 +179,7 @@ def reconcile_scopes(
     return changes
 
 
-def owned_by(db: Transaction, tenant_id: int) -> list[str]:
+def list_owned_scopes(db: Transaction, tenant_id: int) -> list[str]:
     """Names of a tenant's scopes, within the caller's transaction."""
     rows = db.rows("select name from shared_scopes where owner_id = ?", (tenant_id,))
     return [str(row[0]) for row in rows]
@@ -214,7 +214,7 @@ def _scopes_in(db: Transaction) -> list[ScopeRecord]:
     ]
 
 
-def _write(
+def _write_scope(
     db: Transaction,
     clock: WallClock,
     terms: ScopeTerms,
@@ -222,9 +222,9 @@ def _write(
     *,
     is_declared: bool,
 ) -> None:
-    ids = _ids(db, [terms.owner, *(_parts(member)[0] for member in terms.members)])
+    ids = _tenant_ids(db, [terms.owner, *(_split_member(member)[0] for member in terms.members)])
     if old is not None and old.owner_id != ids[terms.owner]:
-        _remove(db, old)
+        _delete_scope(db, old)
         old = None
     if old is None:
         db.execute(
@@ -240,20 +240,22 @@ def _write(
         db.execute("delete from scope_members where scope_id = ?", (old.scope_id,))
     ((scope_id,),) = db.rows("select scope_id from shared_scopes where name = ?", (terms.name,))
     for member in terms.members:
-        tenant, workspace = _parts(member)
-        _check_free(db, ids[tenant], workspace, member, terms.name)
+        tenant, workspace = _split_member(member)
+        _check_no_overlap(db, ids[tenant], workspace, member, terms.name)
         db.execute(
             "insert into scope_members (tenant_id, workspace, scope_id) values (?, ?, ?)",
             (ids[tenant], workspace, scope_id),
         )
 
 
-def _remove(db: Transaction, old: ScopeRecord) -> None:
+def _delete_scope(db: Transaction, old: ScopeRecord) -> None:
     db.execute("delete from scope_members where scope_id = ?", (old.scope_id,))
     db.execute("delete from shared_scopes where scope_id = ?", (old.scope_id,))
 
 
-def _check_free(db: Transaction, tenant_id: int, workspace: str, member: str, scope: str) -> None:
+def _check_no_overlap(
+    db: Transaction, tenant_id: int, workspace: str, member: str, scope: str
+) -> None:
     """A workspace is in one scope at most, whether it is named or all are."""
     rows = db.rows(
         "select members.workspace, scopes.name from scope_members as members"
@@ -262,11 +264,11 @@ def _check_free(db: Transaction, tenant_id: int, workspace: str, member: str, sc
         (tenant_id,),
     )
     for taken, name in rows:
-        if ALL in (workspace, taken) or taken == workspace:
-            raise _in_two(member, str(name), scope)
+        if ALL_WORKSPACES in (workspace, taken) or taken == workspace:
+            raise _overlap(member, str(name), scope)
 
 
-def _check_by_hand(old: ScopeRecord | None) -> None:
+def _check_not_declared(old: ScopeRecord | None) -> None:
     if old is not None and old.is_declared:
         raise BadName(
             "scope_declared",
@@ -274,7 +276,7 @@ def _check_by_hand(old: ScopeRecord | None) -> None:
         )
 
 
-def _ids(db: Transaction, names: Iterable[str]) -> dict[str, int]:
+def _tenant_ids(db: Transaction, names: Iterable[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in dict.fromkeys(names):
         rows = db.rows("select tenant_id from tenants where name = ?", (name,))
@@ -284,24 +286,24 @@ def _ids(db: Transaction, names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _declared(scopes: Sequence[ScopeRecord]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-    return {scope.name: _plain(scope) for scope in scopes if scope.is_declared}
+def _declared_terms(scopes: Sequence[ScopeRecord]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+    return {scope.name: _terms_of(scope) for scope in scopes if scope.is_declared}
 
 
-def _is_so(scope: ScopeRecord | None, terms: ScopeTerms) -> bool:
-    return scope is not None and scope.is_declared and _plain(scope) == _plain(terms)
+def _matches(scope: ScopeRecord | None, terms: ScopeTerms) -> bool:
+    return scope is not None and scope.is_declared and _terms_of(scope) == _terms_of(terms)
 
 
-def _plain(one: ScopeRecord | ScopeTerms) -> tuple[str, tuple[str, ...]]:
+def _terms_of(one: ScopeRecord | ScopeTerms) -> tuple[str, tuple[str, ...]]:
     return one.owner, tuple(sorted(one.members))
 
 
-def _parts(member: str) -> tuple[str, str]:
+def _split_member(member: str) -> tuple[str, str]:
     tenant, _, workspace = member.partition("/")
     return tenant, workspace
 
 
-def _in_two(member: str, one: str, other: str) -> BadName:
+def _overlap(member: str, one: str, other: str) -> BadName:
     return BadName(
         "scope_overlap",
         f"{member} cannot be in the shared scope {other}: it, or a workspace of it, is in {one}"
@@ -309,5 +311,5 @@ def _in_two(member: str, one: str, other: str) -> BadName:
     )
 
 
-def _unknown(name: str) -> BadName:
+def _unknown_scope(name: str) -> BadName:
     return BadName("scope_unknown", f"there is no shared scope {name[:80]!r}")

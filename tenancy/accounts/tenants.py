@@ -15,13 +15,13 @@ from tenancy.accounts.keys import (
     check_name,
     create_admin_key,
     create_key,
-    read_limits,
-    write_limits,
+    decode_limits,
+    encode_limits,
 )
 from tenancy.errors import BadName
 from tenancy.ledger import idempotency
 from tenancy.limits import check_limits
-from tenancy.pseudonyms import GONE, check_there, is_pseudonym
+from tenancy.pseudonyms import PSEUDONYM_PREFIX, check_not_deleted, is_pseudonym
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import (
     CachePolicy,
@@ -37,7 +37,7 @@ BLOCKS_MAX = 2**40
 PRIORITY_MAX = 1_000_000
 WEIGHT_MAX = 1e6
 CLASSES_MAX = 16
-MADE_AT_FIRST = "made on first start"
+BOOTSTRAP_LABEL = "made on first start"
 
 
 class TenantRecord(Struct, frozen=True):
@@ -63,14 +63,14 @@ _TENANTS = (
 )
 
 
-def list_registered(store: Store) -> list[TenantRecord]:
+def list_tenant_records(store: Store) -> list[TenantRecord]:
     """All tenants with all that is set of them, by name."""
-    return [_registered(row) for row in store.query(f"{_TENANTS} order by name")]
+    return [_record_of(row) for row in store.query(f"{_TENANTS} order by name")]
 
 
 def list_tenants(store: Store) -> list[tuple[Tenant, CachePolicy]]:
     """All tenants with their policies, by name."""
-    return [(one.tenant, one.policy) for one in list_registered(store)]
+    return [(one.tenant, one.policy) for one in list_tenant_records(store)]
 
 
 def floor_blocks_of(one: TenantRecord) -> int:
@@ -78,7 +78,7 @@ def floor_blocks_of(one: TenantRecord) -> int:
     return one.policy.floor_blocks if one.tenant.status == "active" else 0
 
 
-def note_floors_max(store: Store, blocks: int) -> None:
+def write_floor_blocks_max(store: Store, blocks: int) -> None:
     """What floors together may take of the pool that is there now. Raises StoreError."""
     with store.change() as db:
         db.execute(
@@ -88,36 +88,38 @@ def note_floors_max(store: Store, blocks: int) -> None:
         )
 
 
-def floors_max(store: Store) -> int | None:
+def read_floor_blocks_max(store: Store) -> int | None:
     """What was noted last; None before there was an engine."""
     found = store.query("select floor_blocks_max from engine_pool")
     return found[0][0] if found else None
 
 
-def read_registered(store: Store, tenant_ids: Iterable[int]) -> list[TenantRecord]:
+def read_tenant_records(store: Store, tenant_ids: Iterable[int]) -> list[TenantRecord]:
     """Those of these ids that there are. O(ids)."""
     sql = f"{_TENANTS} where tenant_id = ?"
-    return [_registered(row) for one in tenant_ids for row in store.query(sql, (one,))]
+    return [_record_of(row) for one in tenant_ids for row in store.query(sql, (one,))]
 
 
-def find_registered(store: Store, name: str) -> TenantRecord:
+def find_tenant_record(store: Store, name: str) -> TenantRecord:
     """One tenant. Raises BadName, naming those there are."""
     # A name that no tenant can have may be no text that a database can take either.
     plain = name.encode(errors="replace").decode()
     for row in store.query(f"{_TENANTS} where name = ?", (plain,)):
-        return _registered(row)
-    raise _unknown(name, [row[0] for row in store.query("select name from tenants order by name")])
+        return _record_of(row)
+    raise _unknown_tenant(
+        name, [row[0] for row in store.query("select name from tenants order by name")]
+    )
 
 
 def find_tenant(store: Store, name: str) -> tuple[Tenant, CachePolicy]:
     """One tenant and its policy. Raises BadName, naming those there are."""
-    found = find_registered(store, name)
+    found = find_tenant_record(store, name)
     return found.tenant, found.policy
 
 
 # --- changing ------------------------------------------------------------------------------------
 
-Check = Callable[[Sequence[TenantRecord]], None]
+TenantCheck = Callable[[Sequence[TenantRecord]], None]
 """Looks at all tenants that have floors, before one is changed: nobody changes another until it has
 been."""
 
@@ -130,7 +132,7 @@ def create_tenant(
     *,
     tier: str = "standard",
     limits: Limits | None = None,
-    check: Check | None = None,
+    check: TenantCheck | None = None,
 ) -> Tenant:
     """Make a tenant. Raises BadName if the name cannot be, or is taken, or a setting cannot be, and
     what `check` raises."""
@@ -139,7 +141,7 @@ def create_tenant(
     )
     with store.change() as db:
         if check is not None:
-            check(_with_floors(db))
+            check(_tenants_with_floors(db))
         insert_tenant(db, made)
     return find_tenant(store, name)[0]
 
@@ -150,15 +152,15 @@ def change_tenant(
     changes: Mapping[str, object],
     status: Status | None = None,
     *,
-    check: Check | None = None,
+    check: TenantCheck | None = None,
 ) -> TenantRecord:
     """Set what is named, by the fields of `TenantSettings`, from the next request; the rest stays,
     whoever else is changing it. `status`: its keys stop or start working within a second, and
     answers that are kept for it go when it is suspended. Raises BadName, and what `check` raises,
     with nothing changed."""
     with store.change() as db:
-        found = find_in(db, name)
-        check_there(name)
+        found = find_tenant_in(db, name)
+        check_not_deleted(name)
         if changes and found.tenant.is_declared:
             raise BadName(
                 "tenant_declared",
@@ -166,18 +168,18 @@ def change_tenant(
             )
         tenant_id = found.tenant.tenant_id
         if check is not None:
-            check(_with_floors(db))
+            check(_tenants_with_floors(db))
         if changes:
-            write_settings(db, tenant_id, changed(found.settings, changes))
+            write_settings(db, tenant_id, with_changes(found.settings, changes))
         if status is not None:
             db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant_id))
         if status == "suspended":
             idempotency.forget(db, tenant_id)
-    return find_registered(store, name)
+    return find_tenant_record(store, name)
 
 
-def _with_floors(db: Transaction) -> list[TenantRecord]:
-    return [_registered(row) for row in db.rows(f"{_TENANTS} where floor_blocks > 0")]
+def _tenants_with_floors(db: Transaction) -> list[TenantRecord]:
+    return [_record_of(row) for row in db.rows(f"{_TENANTS} where floor_blocks > 0")]
 
 
 def set_status(store: Store, name: str, status: Status) -> None:
@@ -190,17 +192,17 @@ def bootstrap(store: Store, clock: WallClock) -> str | None:
     if list_tenants(store):
         return None
     tenant = create_tenant(store, clock, DEFAULT_TENANT)
-    return create_key(store, clock, tenant.tenant_id, label=MADE_AT_FIRST)
+    return create_key(store, clock, tenant.tenant_id, label=BOOTSTRAP_LABEL)
 
 
 def bootstrap_admin(store: Store, clock: WallClock) -> str | None:
     """On a store that never had an administrator's key: make one and return it."""
     if store.query("select 1 from keys where tenant_id is null limit 1"):
         return None
-    return create_admin_key(store, clock, label=MADE_AT_FIRST)
+    return create_admin_key(store, clock, label=BOOTSTRAP_LABEL)
 
 
-def changed(settings: TenantSettings, changes: Mapping[str, object]) -> TenantSettings:
+def with_changes(settings: TenantSettings, changes: Mapping[str, object]) -> TenantSettings:
     """The same but for what is named. Raises BadName for what is no setting, or cannot be one."""
     try:
         return msgspec.convert({**structs.asdict(settings), **changes}, TenantSettings)
@@ -227,7 +229,9 @@ def check_new_name(name: str) -> None:
     """Raises BadName for what no tenant may be called."""
     check_name(name, "tenant")
     if is_pseudonym(name):
-        raise BadName("bad_name", f"names that begin with {GONE} are those of deleted tenants")
+        raise BadName(
+            "bad_name", f"names that begin with {PSEUDONYM_PREFIX} are those of deleted tenants"
+        )
 
 
 def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) -> None:
@@ -244,7 +248,7 @@ def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) ->
             settings.priority,
             None if settings.classes is None else " ".join(settings.classes),
             settings.promised_blocks_max,
-            write_limits(settings.limits),
+            encode_limits(settings.limits),
             tenant_id,
         ),
     )
@@ -280,25 +284,25 @@ def check_settings(settings: TenantSettings) -> None:
         check_name(name, "retention class")
 
 
-def find_in(db: Transaction, name: str) -> TenantRecord:
-    """As `find_registered`, within a transaction: what it says is so until that ends."""
+def find_tenant_in(db: Transaction, name: str) -> TenantRecord:
+    """As `find_tenant_record`, within a transaction: what it says is so until that ends."""
     plain = name.encode(errors="replace").decode()
     for row in db.rows(f"{_TENANTS} where name = ?", (plain,)):
-        return _registered(row)
+        return _record_of(row)
     names = [row[0] for row in db.rows("select name from tenants order by name")]
-    raise _unknown(name, names)
+    raise _unknown_tenant(name, names)
 
 
-def _registered(row: Row) -> TenantRecord:
+def _record_of(row: Row) -> TenantRecord:
     classes = None if row[10] is None else tuple(row[10].split())
     return TenantRecord(
         Tenant(*(*row[:5], bool(row[5]))),
         CachePolicy(*(*row[6:10], classes, row[11])),
-        read_limits(row[12]),
+        decode_limits(row[12]),
     )
 
 
-def _unknown(name: str, names: list[str]) -> BadName:
+def _unknown_tenant(name: str, names: list[str]) -> BadName:
     known = ", ".join(names[:10]) or "none yet"
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return BadName("tenant_unknown", f"there is no tenant {name[:80]!r} (there are: {known}{more})")

@@ -13,13 +13,19 @@ from msgspec import Struct
 
 from tenancy.errors import BadPrice
 from tenancy.ledger.aggregates import HOUR_MS
-from tenancy.ledger.entries import ENTRY_FIELDS, NO_CHAIN, chained, entry_of, open_from_ms
-from tenancy.pricing.charges import CHARGE_MAX, PICO_PER_MICRO, RateCard, breach_credit, dollars
-from tenancy.pricing.rate_cards import SELECT, RateCards, read_card
+from tenancy.ledger.entries import ENTRY_FIELDS, NO_CHAIN, entry_of, next_chain, read_open_from_ms
+from tenancy.pricing.charges import (
+    CHARGE_MAX,
+    PICO_PER_MICRO,
+    RateCard,
+    compute_breach_credit,
+    format_dollars,
+)
+from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
 from tenancy.storage.interface import Store, Transaction, Value
 from tenancy.types import DAY_MS, UsageEntry, WallClock
 
-REASON_SIGNS_MAX = 500
+REASON_CHARS_MAX = 500
 BREACH = "breach:"
 """Begins the ids of what the ledger itself credits; nobody else may use it."""
 
@@ -73,22 +79,22 @@ def book(db: Transaction, now_ms: int, adjustment: Adjustment) -> bool:
     if left + adjustment.amount_pico < 0:
         raise BadPrice(
             "credit_exceeds_charge",
-            f"A credit of {dollars(-adjustment.amount_pico)} dollars is more than the"
-            f" {dollars(left)} that are left of this entry's charge.",
+            f"A credit of {format_dollars(-adjustment.amount_pico)} dollars is more than the"
+            f" {format_dollars(left)} that are left of this entry's charge.",
         )
-    booked_ms = max(now_ms, open_from_ms(db))
+    booked_ms = max(now_ms, read_open_from_ms(db))
     row: tuple[Value, ...] = (
         *(adjustment.adjustment_id, adjustment.request_id, tenant_id),
         *(adjustment.amount_pico, adjustment.reason, now_ms, booked_ms),
     )
     last = db.rows("select chain from adjustments order by number desc limit 1")
-    chain = chained(last[0][0] if last else NO_CHAIN, row)
+    chain = next_chain(last[0][0] if last else NO_CHAIN, row)
     db.execute(
         f"insert into adjustments ({', '.join(ADJUSTMENT_FIELDS)}, chain)"
         " values (?, ?, ?, ?, ?, ?, ?, ?)",
         (*row, chain),
     )
-    for table, since, length_ms in _SUMS:
+    for table, since, length_ms in _SUM_TABLES:
         db.execute(
             f"insert into {table} (tenant_id, {since}, key_id, model, adjusted_micros,"
             " adjusted_rest) values (?, ?, ?, ?, ?, ?)"
@@ -109,7 +115,7 @@ ADJUSTMENT_FIELDS = (
 """Columns of `adjustments`, but for `number` and `chain`."""
 
 
-_SUMS = (("usage_hours", "hour_ms", HOUR_MS), ("usage_days", "day_ms", DAY_MS))
+_SUM_TABLES = (("usage_hours", "hour_ms", HOUR_MS), ("usage_days", "day_ms", DAY_MS))
 
 
 def _check(adjustment: Adjustment) -> None:
@@ -122,14 +128,14 @@ def _check(adjustment: Adjustment) -> None:
             "bad_adjustment", "An amount must be above zero and below 9.2 million dollars."
         )
     reason = adjustment.reason
-    if not reason.strip() or len(reason) > REASON_SIGNS_MAX or not reason.isprintable():
-        raise BadPrice("bad_adjustment", f"A reason is 1 to {REASON_SIGNS_MAX} printable signs.")
+    if not reason.strip() or len(reason) > REASON_CHARS_MAX or not reason.isprintable():
+        raise BadPrice("bad_adjustment", f"A reason is 1 to {REASON_CHARS_MAX} printable signs.")
 
 
 def credit_breaches(db: Transaction, now_ms: int, breached: Iterable[UsageEntry]) -> None:
     """Book what is owed for these entries, which met a broken promise, within the caller's
     transaction, after the entries. Again changes nothing. O(cards + breaches)."""
-    cards = RateCards([read_card(row) for row in db.rows(SELECT)])
+    cards = RateCards([read_card(row) for row in db.rows(SELECT_CARDS)])
     for one in breached:
         # As it was written, with its card and its charge.
         rows = db.rows(
@@ -144,7 +150,7 @@ def credit_breaches(db: Transaction, now_ms: int, breached: Iterable[UsageEntry]
 
 def credit_of(card: RateCard, entry: UsageEntry) -> Adjustment | None:
     """The adjustment that this entry's breach asks for; None where nothing is owed."""
-    pico = breach_credit(card, entry)
+    pico = compute_breach_credit(card, entry)
     if not pico:
         return None
     lost = entry.recomputed_promised_tokens

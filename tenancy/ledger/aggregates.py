@@ -16,7 +16,7 @@ from tenancy.storage.interface import Transaction, Value, marks
 from tenancy.types import DAY_MS, UsageEntry
 
 HOUR_MS = 3_600_000
-MOVED_AT_ONCE = 200
+FOLD_ROWS_MAX = 200
 """Rows in one transaction: nobody waits long behind it."""
 
 
@@ -71,57 +71,57 @@ def sums_of(entry: UsageEntry) -> list[int]:
     ]
 
 
-def move(db: Transaction) -> bool:
+def fold_recent_sums(db: Transaction) -> bool:
     """Some recent sums go where they stay; are there more? Changes no answer to any question."""
-    some = db.rows(f"select {_WHICH} from recent_sums order by {_WHICH} limit {MOVED_AT_ONCE}")
+    some = db.rows(f"select {_GROUP} from recent_sums order by {_GROUP} limit {FOLD_ROWS_MAX}")
     if some:
-        for sql in _MOVE:
+        for sql in _FOLD:
             db.execute(sql, some[-1])
-    return len(some) == MOVED_AT_ONCE
+    return len(some) == FOLD_ROWS_MAX
 
 
-def larger(table: str, name: str) -> str:
+def max_of(table: str, name: str) -> str:
     """Of the row's value and the one that would have been inserted."""
     mine, new = f"{table}.{name}", f"excluded.{name}"
     return f"case when {mine} >= {new} then {mine} else {new} end"
 
 
-def _added(table: str, names: Sequence[str]) -> str:
+def _add_columns(table: str, names: Sequence[str]) -> str:
     return ", ".join(f"{name} = {table}.{name} + excluded.{name}" for name in names)
 
 
-_WHICH = "tenant_id, hour_ms, key_id, model, epoch"
+_GROUP = "tenant_id, hour_ms, key_id, model, epoch"
 _SUMS = ", ".join(HOUR_SUMS)
 _ADD = (
-    f"insert into recent_sums ({_WHICH}, {_SUMS}, last_ended_ms)"
-    f" values {marks(6 + len(HOUR_SUMS))} on conflict ({_WHICH})"
-    f" do update set {_added('recent_sums', HOUR_SUMS)},"
-    f" last_ended_ms = {larger('recent_sums', 'last_ended_ms')}"
+    f"insert into recent_sums ({_GROUP}, {_SUMS}, last_ended_ms)"
+    f" values {marks(6 + len(HOUR_SUMS))} on conflict ({_GROUP})"
+    f" do update set {_add_columns('recent_sums', HOUR_SUMS)},"
+    f" last_ended_ms = {max_of('recent_sums', 'last_ended_ms')}"
 )
-_FIRST = f"({_WHICH}) <= {marks(5)}"
-_EPOCH = ("prompt_tokens", "physical_cached_tokens", "output_tokens")
-_MOVE = (
+_UP_TO = f"({_GROUP}) <= {marks(5)}"
+_EPOCH_SUMS = ("prompt_tokens", "physical_cached_tokens", "output_tokens")
+_FOLD = (
     *(
         f"insert into {table} (tenant_id, {since}, key_id, model, {_SUMS})"
         f" select tenant_id, hour_ms / {length_ms} * {length_ms}, key_id, model,"
-        f" {', '.join(f'sum({name})' for name in HOUR_SUMS)} from recent_sums where {_FIRST}"
+        f" {', '.join(f'sum({name})' for name in HOUR_SUMS)} from recent_sums where {_UP_TO}"
         f" group by 1, 2, 3, 4 on conflict (tenant_id, {since}, key_id, model)"
-        f" do update set {_added(table, HOUR_SUMS)}"
+        f" do update set {_add_columns(table, HOUR_SUMS)}"
         for table, since, length_ms in (
             ("usage_hours", "hour_ms", HOUR_MS),
             ("usage_days", "day_ms", DAY_MS),
         )
     ),
-    f"insert into epoch_sums (epoch, entries, {', '.join(_EPOCH)}, last_ended_ms)"
-    f" select epoch, sum(requests), {', '.join(f'sum({name})' for name in _EPOCH)},"
-    f" max(last_ended_ms) from recent_sums where {_FIRST} and epoch <> '' group by epoch"
-    f" on conflict (epoch) do update set {_added('epoch_sums', ('entries', *_EPOCH))},"
-    f" last_ended_ms = {larger('epoch_sums', 'last_ended_ms')}",
-    f"delete from recent_sums where {_FIRST}",
+    f"insert into epoch_sums (epoch, entries, {', '.join(_EPOCH_SUMS)}, last_ended_ms)"
+    f" select epoch, sum(requests), {', '.join(f'sum({name})' for name in _EPOCH_SUMS)},"
+    f" max(last_ended_ms) from recent_sums where {_UP_TO} and epoch <> '' group by epoch"
+    f" on conflict (epoch) do update set {_add_columns('epoch_sums', ('entries', *_EPOCH_SUMS))},"
+    f" last_ended_ms = {max_of('epoch_sums', 'last_ended_ms')}",
+    f"delete from recent_sums where {_UP_TO}",
 )
 
 
-PIECES = (
+ENTRY_SUMS = (
     "count(*)",
     *(f"sum({name})" for name in HOUR_SUMS[1:8]),
     "count(*) filter (where cache_read_tokens > 0)",
@@ -134,11 +134,11 @@ PIECES = (
 """What entries add to `HOUR_SUMS`, in that order, by the database itself; but what they saved is
 cut where there it is rounded down."""
 
-EPOCHS = (
+EPOCH_TOTALS = (
     "(select epoch, sum(entries) as entries,"
-    f" {', '.join(f'sum({name}) as {name}' for name in _EPOCH)},"
+    f" {', '.join(f'sum({name}) as {name}' for name in _EPOCH_SUMS)},"
     " max(last_ended_ms) as last_ended_ms from (select * from epoch_sums union all"
-    f" select epoch, requests, {', '.join(_EPOCH)}, last_ended_ms from recent_sums"
+    f" select epoch, requests, {', '.join(_EPOCH_SUMS)}, last_ended_ms from recent_sums"
     " where epoch <> '') as parts group by epoch) as epoch_sums"
 )
 """To be read from: a row for each life of the engine."""

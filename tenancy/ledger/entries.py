@@ -3,7 +3,7 @@
     chain of an entry = SHA-256(chain of the entry before ‖ MessagePack of the row without it)
 
 It knows no prices, no budgets and no holds: entries come priced. `bookkeeping` writes them, on a
-`Page` for each transaction; `audit` computes the same again, and questions read rows back.
+`EntryAppender` for each transaction; `audit` computes the same again, and questions read rows back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENTRY_FIELDS = (
 order, and when it is booked."""
 
 
-class Page:
+class EntryAppender:
     """The entries that one transaction adds: their chain, and their hours' sums in few writes."""
 
     def __init__(self, db: Transaction, chain: bytes, sealed_hour_ms: int) -> None:
@@ -52,7 +52,7 @@ class Page:
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
         """One that is not there yet."""
         row = entry_row(entry, booked_ms)
-        self.chain = chained(self.chain, row)
+        self.chain = next_chain(self.chain, row)
         row.append(self.chain)
         self._rows.append(row)
         if booked_ms > self._last_booked_ms:
@@ -63,10 +63,10 @@ class Page:
         """Write them and their sums, and seal the chain once an hour."""
         if not self._rows:
             return
-        self._db.execute_many(_SETTLE, self._rows)
+        self._db.execute_many(_INSERT_ENTRIES, self._rows)
         self._sums.write(self._db)
         if (hour_ms := hour_of(self._last_booked_ms)) != self.sealed_hour_ms:
-            self._db.execute_many(_SEAL, [(hour_ms, self.chain)])
+            self._db.execute_many(_INSERT_SEAL, [(hour_ms, self.chain)])
             self.sealed_hour_ms = hour_ms
 
 
@@ -87,17 +87,17 @@ def entry_of(row: Sequence[Any]) -> UsageEntry:
     return UsageEntry(*fields)
 
 
-def chained(before: bytes, row: Sequence[object]) -> bytes:
+def next_chain(before: bytes, row: Sequence[object]) -> bytes:
     """The chain of a row behind another."""
     return hashlib.sha256(before + _PACKED(row)).digest()
 
 
-def open_from_ms(db: Transaction) -> int:
+def read_open_from_ms(db: Transaction) -> int:
     """The first instant of a day that is not closed."""
-    return number(db, "select coalesce(max(day) + 1, 0) from closes") * DAY_MS
+    return read_number(db, "select coalesce(max(day) + 1, 0) from closes") * DAY_MS
 
 
-def number(db: Transaction, sql: str) -> int:
+def read_number(db: Transaction, sql: str) -> int:
     """The only value of the only row."""
     return int(db.rows(sql)[0][0])
 
@@ -112,7 +112,7 @@ def hour_of(at_ms: int) -> int:
 
 
 _READS, _WRITES = ENTRY_FIELDS.index("reads"), ENTRY_FIELDS.index("writes")
-_SETTLE = (
+_INSERT_ENTRIES = (
     f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values {marks(len(ENTRY_FIELDS) + 1)}"
 )
-_SEAL = "insert into seals (hour_ms, entry_id, chain) select ?, max(entry_id), ? from ledger"
+_INSERT_SEAL = "insert into seals (hour_ms, entry_id, chain) select ?, max(entry_id), ? from ledger"

@@ -61,10 +61,10 @@ def begin_ledger_epoch(db: Transaction, now_ms: int, reason: str, *, above: int 
     return epoch
 
 
-def look_back(store: Store, clock: WallClock) -> LedgerEpoch | None:
+def detect_replacement(store: Store, clock: WallClock) -> LedgerEpoch | None:
     """At a start: if what was known of this ledger is not in it, it is another one, and a new epoch
     begins. Raises StoreError."""
-    known = read_point(store.recall())
+    known = decode_known_point(store.recall())
     if known is None:
         return None
     latest = ledger_epoch(store)
@@ -85,7 +85,7 @@ def has_history(store: Store) -> bool:
     return bool(store.query(_LAST_ENTRY))
 
 
-def read_point(kept: bytes | None) -> KnownPoint | None:
+def decode_known_point(kept: bytes | None) -> KnownPoint | None:
     """What was kept beside the database; None for nothing, and for what cannot be read."""
     if kept is not None:
         with suppress(msgspec.MsgspecError):
@@ -93,7 +93,7 @@ def read_point(kept: bytes | None) -> KnownPoint | None:
     return None
 
 
-def keep_point(store: Store, clock: WallClock) -> None:
+def save_known_point(store: Store, clock: WallClock) -> None:
     """Keep the last entry that is committed, beside the database, where there is a place for it. A
     defence and no promise: where it cannot be written now, the next time will do. Raises
     StoreError."""

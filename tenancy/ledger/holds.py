@@ -12,7 +12,7 @@ from functools import cache
 
 from tenancy.storage.interface import Transaction, Value, filled_up, marks
 
-Held = tuple[str, int, int]
+HeldTerms = tuple[str, int, int]
 """Of a hold: its rate card's id, the pico-dollars it reserves, the instant it is booked at."""
 
 IDS_AT_ONCE = 128
@@ -24,13 +24,13 @@ class Holds:
     def __init__(self, db: Transaction, request_ids: Sequence[str]) -> None:
         """One statement for each 128 ids."""
         self._db = db
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldTerms] = {}
         self._settled: set[str] = set()
         self._made: dict[str, tuple[Value, ...]] = {}
         self._released: list[tuple[str]] = []
         for first in range(0, len(request_ids), IDS_AT_ONCE):
             asked = filled_up(request_ids[first : first + IDS_AT_ONCE])
-            for request_id, card_id, pico, booked_ms in db.rows(_known(len(asked)), asked):
+            for request_id, card_id, pico, booked_ms in db.rows(_select_ids(len(asked)), asked):
                 if card_id is None:
                     self._settled.add(request_id)
                 else:
@@ -40,11 +40,11 @@ class Holds:
         """By a hold or an entry."""
         return request_id in self._held or request_id in self._settled
 
-    def held(self, request_id: str) -> Held | None:
+    def held(self, request_id: str) -> HeldTerms | None:
         """What its open hold says."""
         return self._held.get(request_id)
 
-    def make(self, request_id: str, held: Held, row: tuple[Value, ...]) -> None:
+    def make(self, request_id: str, held: HeldTerms, row: tuple[Value, ...]) -> None:
         """Hold an id that is not used. `row`: of `HOLD_FIELDS`."""
         self._made[request_id] = row
         self._held[request_id] = held
@@ -64,11 +64,11 @@ class Holds:
         if self._released:
             self._db.execute_many("delete from holds where request_id = ?", self._released)
         if self._made:
-            self._db.execute_many(_HOLD, list(self._made.values()))
+            self._db.execute_many(_INSERT_HOLDS, list(self._made.values()))
 
 
 @cache
-def _known(count: int) -> str:
+def _select_ids(count: int) -> str:
     which = f"where request_id in ({', '.join(f'?{number}' for number in range(1, count + 1))})"
     return (
         f"select request_id, rate_card_id, reserved_pico, booked_ms from holds {which}"
@@ -82,4 +82,4 @@ HOLD_FIELDS = (
 )
 """Columns of an open hold."""
 
-_HOLD = f"insert into holds ({', '.join(HOLD_FIELDS)}) values {marks(len(HOLD_FIELDS))}"
+_INSERT_HOLDS = f"insert into holds ({', '.join(HOLD_FIELDS)}) values {marks(len(HOLD_FIELDS))}"

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from tenancy.errors import NameInUse
+from tenancy.errors import IdempotencyConflict
 from tenancy.storage.interface import Store, Transaction, Value, filled_up, marks
 
 T = TypeVar("T")
@@ -35,23 +35,23 @@ class Claim(Struct, frozen=True):
     names_max: int
 
 
-class KeptAnswer(Struct, frozen=True):
+class StoredResponse(Struct, frozen=True):
     """A whole answer. `head` and `body` are the gateway's."""
 
     head: str
     body: bytes
 
 
-class Keeping(Struct, frozen=True):
+class ReplayRecord(Struct, frozen=True):
     """What becomes of a named request that was answered. `answer`: None for one that is too large.
     `bytes_max`: what the bodies of its tenant may come to."""
 
     until_ms: int
     bytes_max: int
-    answer: KeptAnswer | None
+    answer: StoredResponse | None
 
 
-def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> KeptAnswer | None:
+def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> StoredResponse | None:
     """What was answered to this request; None where its name is free. O(log names). Raises
     NameInUse for all that is neither, and StoreError."""
     rows = store.query(
@@ -62,20 +62,20 @@ def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> KeptAnswer 
     if not rows:
         return None
     digest, until_ms, head, body = rows[0]
-    refusal = _refusal(claim, bytes(digest), is_running=until_ms is None)
+    refusal = _conflict(claim, bytes(digest), is_running=until_ms is None)
     if refusal is not None:
         raise refusal
     if body is None:
-        raise NameInUse(
+        raise IdempotencyConflict(
             "idempotency_result_gone",
             "This request was answered, and the answer was too large to be kept. It will not run a"
             " second time under this Idempotency-Key; use another to have it run again.",
         )
-    return KeptAnswer(head, bytes(body))
+    return StoredResponse(head, bytes(body))
 
 
 @dataclass(slots=True)
-class _Name:
+class _NameRow:
     """As it is within a transaction. `size`: of its answer's body. `answer`: one that is not
     written yet."""
 
@@ -85,10 +85,10 @@ class _Name:
     until_ms: int | None
     request_id: str
     size: int = 0
-    answer: KeptAnswer | None = None
+    answer: StoredResponse | None = None
 
 
-class Names:
+class IdempotencyNames:
     """The names that some requests claim or settle, within a transaction that alone writes: read at
     once, changed in memory as items come, and written at once."""
 
@@ -101,37 +101,37 @@ class Names:
         if not self._is_asked:
             return  # nearly always: nobody asks for a name, then
         self._db = db
-        self._by_name: dict[tuple[int, str], _Name] = {}
-        self._by_request: dict[str, _Name] = {}
+        self._by_name: dict[tuple[int, str], _NameRow] = {}
+        self._by_request: dict[str, _NameRow] = {}
         self._made: dict[str, tuple[Value, ...]] = {}
         self._released: list[tuple[str]] = []
-        self._kept: dict[str, _Name] = {}
+        self._kept: dict[str, _NameRow] = {}
         self._moved: set[int] = set()
         self._sums: dict[int, tuple[int, int]] = {}
         self._active: set[int] = set()
-        for keys in _some(claimed, 64):
+        for keys in _chunks(claimed, 64):
             which = f"(tenant_id, name) in (values {', '.join([marks(2)] * len(keys))})"
             self._read(which, [value for key in keys for value in key])
-        for ids in _some(ended, 128):
+        for ids in _chunks(ended, 128):
             self._read(f"request_id in {marks(len(ids))}", ids)
         tenants = {key[0] for key in (*claimed, *self._by_name)}
-        for some in _some(tenants, 128):
-            for tenant_id, is_active, names, size in db.rows(_SUMS + marks(len(some)), some):
+        for some in _chunks(tenants, 128):
+            for tenant_id, is_active, names, size in db.rows(_SELECT_SUMS + marks(len(some)), some):
                 self._sums[tenant_id] = names, size
                 if is_active:
                     self._active.add(tenant_id)
 
-    def refusal(self, tenant_id: int, claim: Claim, now_ms: int) -> NameInUse | None:
+    def refusal(self, tenant_id: int, claim: Claim, now_ms: int) -> IdempotencyConflict | None:
         """Why a hold may not have the name now. What has expired under it goes."""
         found = self._by_name.get((tenant_id, claim.name))
         if found is not None and (found.until_ms is None or found.until_ms > now_ms):
             # One that ended a moment ago is for who looks again.
-            return _refusal(claim, found.digest, is_running=True)
+            return _conflict(claim, found.digest, is_running=True)
         if found is not None:
             self._release(found)
         names, _ = self._sums.get(tenant_id, (0, 0))
         if names >= claim.names_max:
-            return NameInUse(
+            return IdempotencyConflict(
                 "idempotency_room_full",
                 f"{names} Idempotency-Keys are in use; at most {claim.names_max} are kept at once."
                 " Send it without one, or later.",
@@ -143,11 +143,11 @@ class Names:
         tenant that was suspended or deleted since the request came nothing is kept."""
         if tenant_id not in self._active:
             return
-        self._put(_Name(tenant_id, claim.name, claim.digest, None, request_id))
+        self._put(_NameRow(tenant_id, claim.name, claim.digest, None, request_id))
         self._made[request_id] = (tenant_id, claim.name, workspace, claim.digest, request_id)
         self._count(tenant_id, 1, 0)
 
-    def settle(self, request_id: str, keeping: Keeping | None) -> None:
+    def settle(self, request_id: str, keeping: ReplayRecord | None) -> None:
         """It has ended: answered, or its name is free. Again it changes nothing, and nothing is
         kept of what was forgotten while it ran."""
         found = self._by_request.get(request_id)
@@ -168,15 +168,15 @@ class Names:
         if not self._is_asked:
             return
         self._db.execute_many("delete from named_requests where request_id = ?", self._released)
-        self._db.execute_many(_TAKE, list(self._made.values()))
+        self._db.execute_many(_INSERT_NAMES, list(self._made.values()))
         kept = []
         for request_id, one in self._kept.items():
             answer = one.answer
             head, body = ("", None) if answer is None else (answer.head, answer.body)
             kept.append((one.until_ms, head, body, request_id))
-        self._db.execute_many(_KEEP, kept)
+        self._db.execute_many(_STORE_RESPONSES, kept)
         sums = [(tenant_id, *self._sums[tenant_id]) for tenant_id in sorted(self._moved)]
-        self._db.execute_many(_SUM, sums)
+        self._db.execute_many(_WRITE_SUMS, sums)
 
     def _read(self, which: str, values: Sequence[Value]) -> None:
         for tenant_id, name, digest, until_ms, request_id, size in self._db.rows(
@@ -184,13 +184,13 @@ class Names:
             f" from named_requests where {which}",
             values,
         ):
-            self._put(_Name(tenant_id, name, bytes(digest), until_ms, request_id, size))
+            self._put(_NameRow(tenant_id, name, bytes(digest), until_ms, request_id, size))
 
-    def _put(self, one: _Name) -> None:
+    def _put(self, one: _NameRow) -> None:
         one = self._by_request.setdefault(one.request_id, one)
         self._by_name[one.tenant_id, one.name] = one
 
-    def _release(self, one: _Name) -> None:
+    def _release(self, one: _NameRow) -> None:
         """Its name is free."""
         del self._by_name[one.tenant_id, one.name], self._by_request[one.request_id]
         self._kept.pop(one.request_id, None)
@@ -204,23 +204,23 @@ class Names:
         self._moved.add(tenant_id)
 
 
-_TAKE = (
+_INSERT_NAMES = (
     "insert into named_requests (tenant_id, name, workspace, digest, request_id)"
     " values (?, ?, ?, ?, ?)"
 )
-_KEEP = "update named_requests set until_ms = ?, head = ?, body = ? where request_id = ?"
-_SUMS = (
+_STORE_RESPONSES = "update named_requests set until_ms = ?, head = ?, body = ? where request_id = ?"
+_SELECT_SUMS = (
     "select tenants.tenant_id, status = 'active', coalesce(names, 0), coalesce(bytes, 0) from"
     " tenants left join named_sums on named_sums.tenant_id = tenants.tenant_id"
     " where tenants.tenant_id in "
 )
-_SUM = (
+_WRITE_SUMS = (
     "insert into named_sums (tenant_id, names, bytes) values (?, ?, ?)"
     " on conflict (tenant_id) do update set names = excluded.names, bytes = excluded.bytes"
 )
 
 
-def _some(asked: Collection[T], count: int) -> Iterator[list[T]]:
+def _chunks(asked: Collection[T], count: int) -> Iterator[list[T]]:
     """So many at once, of lengths that are few."""
     rest = list(asked)
     for first in range(0, len(rest), count):
@@ -230,7 +230,7 @@ def _some(asked: Collection[T], count: int) -> Iterator[list[T]]:
 def forget(db: Transaction, tenant_id: int, workspace: str | None = None) -> None:
     """A tenant's names and answers, or its workspace's, go at once; what runs is not kept later.
     O(its names)."""
-    _count_out(
+    _subtract_sums(
         db,
         db.rows(
             "delete from named_requests where tenant_id = ?1"
@@ -254,26 +254,26 @@ def sweep(store: Store, now_ms: int) -> bool:
             f" where until_ms <= ? order by until_ms limit ?) {_RETURNING}",
             (now_ms, SWEPT_AT_ONCE),
         )
-        _count_out(db, gone)
+        _subtract_sums(db, gone)
     return len(gone) == SWEPT_AT_ONCE
 
 
-def _refusal(claim: Claim, digest: bytes, *, is_running: bool) -> NameInUse | None:
+def _conflict(claim: Claim, digest: bytes, *, is_running: bool) -> IdempotencyConflict | None:
     if digest != claim.digest:
-        return NameInUse(
+        return IdempotencyConflict(
             "idempotency_key_reused",
             "This Idempotency-Key was used for another request. The same key is for the same"
             " request only: its path, its body and its workspace.",
         )
     if is_running:
-        return NameInUse(
+        return IdempotencyConflict(
             "idempotency_in_flight",
             "The request with this Idempotency-Key is still running. Try again in a moment.",
         )
     return None
 
 
-def _count_out(db: Transaction, gone: list[tuple[int, int]]) -> None:
+def _subtract_sums(db: Transaction, gone: list[tuple[int, int]]) -> None:
     names: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     for tenant_id, size in gone:

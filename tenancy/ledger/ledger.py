@@ -122,7 +122,7 @@ class Ledger:
         try:
             answers = self._writer.write([item for item, _ in batch])
         except BaseException:
-            _stopped(batch, "failed")
+            _fail(batch, "failed")
             raise
         self.is_well = all(map(is_written, answers))
         for (_, future), refusal in zip(batch, answers, strict=True):
@@ -138,10 +138,10 @@ class Ledger:
             while not self._inbox.empty():
                 item = self._inbox.get()
                 if item is not None:
-                    _stopped([item], "closed")
+                    _fail([item], "closed")
 
 
-def _stopped(batch: Batch, code: str) -> None:
+def _fail(batch: Batch, code: str) -> None:
     message = "The ledger could not be written (the writer has stopped)."
     for _, future in batch:
         future.set_exception(LedgerUnavailable(code, message))

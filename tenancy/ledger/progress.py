@@ -57,7 +57,7 @@ def interrupted(hold: Row, now_ms: int) -> UsageEntry:
     It ends when it is closed: what the engine had counted by then was asked for before.
     """
     request_id, _, tenant_id, key_id, model, started_ms, workspace, tier, dialect, epoch = hold[:-1]
-    done = _read(hold[-1])
+    done = _decode(hold[-1])
     read_tokens, write_tokens = sum(done.read.values()), sum(done.write.values())
     return UsageEntry(
         request_id=request_id,
@@ -83,7 +83,7 @@ def interrupted(hold: Row, now_ms: int) -> UsageEntry:
     )
 
 
-def _read(blob: bytes | None) -> Progress:
+def _decode(blob: bytes | None) -> Progress:
     """What cannot be read is nothing: a start must not fail by it."""
     if blob is not None:
         with suppress(msgspec.MsgspecError):

@@ -12,14 +12,21 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct, structs
 
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
-from tenancy.ledger.aggregates import larger
-from tenancy.ledger.entries import NO_CHAIN, Page, hour_of
+from tenancy.ledger.aggregates import max_of
+from tenancy.ledger.entries import NO_CHAIN, EntryAppender, hour_of
 from tenancy.ledger.holds import Holds
-from tenancy.ledger.idempotency import Claim, Keeping, Names
+from tenancy.ledger.idempotency import Claim, IdempotencyNames, ReplayRecord
 from tenancy.ledger.progress import Progress, ProgressNote, write_progress
-from tenancy.pricing.budgets import Budgets, BudgetWindows, Whose, load_budgets, move, refusal
-from tenancy.pricing.charges import FREE_CARD, RateCard, charge, most, savings
-from tenancy.pricing.rate_cards import SELECT, RateCards, read_card
+from tenancy.pricing.budgets import (
+    BudgetDay,
+    Budgets,
+    BudgetWindows,
+    add_spending,
+    find_exceeded,
+    load_budgets,
+)
+from tenancy.pricing.charges import FREE_CARD, RateCard, compute_charge, compute_savings, max_charge
+from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
 from tenancy.storage.interface import Transaction
 from tenancy.types import DAY_MS, FREE, UsageEntry
 
@@ -52,7 +59,7 @@ class NamedEntry(Struct, frozen=True, tag="named_entry"):
     was not answered, and sending it again is no repetition."""
 
     entry: UsageEntry
-    keeping: Keeping | None = None
+    keeping: ReplayRecord | None = None
 
 
 class StorageReading(Struct, frozen=True, tag="storage"):
@@ -134,9 +141,9 @@ class LedgerTransactions:
             self._as_of = db.as_of
 
     def _read(self, db: Transaction) -> None:
-        version, open_day, chain, sealed_hour_ms = db.rows(_FACTS)[0]
+        version, open_day, chain, sealed_hour_ms = db.rows(_LEDGER_STATE)[0]
         if version != self._version:
-            self.cards = RateCards([read_card(row) for row in db.rows(SELECT)])
+            self.cards = RateCards([read_card(row) for row in db.rows(SELECT_CARDS)])
             self.budgets = load_budgets(db)
             self._version = version
         self.open_from_ms = (open_day or 0) * DAY_MS
@@ -182,9 +189,9 @@ class _Batch:
     def play(self) -> list[TenancyError | None]:
         """See `LedgerTransactions.apply`."""
         db, books = self._db, self._books
-        self._page = Page(db, books.chain, books.sealed_hour_ms)
+        self._page = EntryAppender(db, books.chain, books.sealed_hour_ms)
         self._holds = Holds(db, self._ids)
-        self._names = Names(db, self._claimed, self._ended)
+        self._names = IdempotencyNames(db, self._claimed, self._ended)
         self._windows = BudgetWindows(db, books.budgets)
         if books.budgets:
             requests = (one if isinstance(one, Hold) else entry_in(one) for one in self._items)
@@ -208,14 +215,14 @@ class _Batch:
         elif isinstance(item, StorageReading):
             self._store_reading(item)
         elif isinstance(item, EngineTotals):
-            self._db.execute_many(_EPOCH, [structs.astuple(item)])
+            self._db.execute_many(_WRITE_EPOCH, [structs.astuple(item)])
         return None  # what is noted of progress is written together
 
     def _hold(self, hold: Hold) -> TenancyError | None:
         card = self._books.cards.in_force(hold.model, hold.tier, hold.started_ms)
         booked_ms = max(hold.started_ms, self._books.open_from_ms)
         try:
-            pico = most(card, hold.input_tokens, hold.output_tokens)
+            pico = max_charge(card, hold.input_tokens, hold.output_tokens)
         except TenancyError as error:
             return error
         claim = hold.claim
@@ -224,7 +231,7 @@ class _Batch:
             if taken is not None:
                 return taken
         spending = self._windows.of(hold.tenant_id, hold.key_id, booked_ms)
-        refused = None if hold.is_running else refusal(spending, pico, booked_ms)
+        refused = None if hold.is_running else find_exceeded(spending, pico, booked_ms)
         if refused is not None:
             return refused
         if self._holds.is_used(hold.request_id):
@@ -240,12 +247,12 @@ class _Batch:
         self._holds.make(hold.request_id, (card_id, pico, booked_ms), row)
         if claim is not None:
             self._names.take(hold.tenant_id, hold.workspace, hold.request_id, claim)
-        move(spending, spent=0, reserved=pico)
+        add_spending(spending, spent=0, reserved=pico)
         return None
 
     def _settle(self, entry: UsageEntry) -> None:
         if entry.read or entry.write:
-            _check_detail(entry)
+            _check_class_sums(entry)
         if entry.recomputed_promised_tokens:
             self.breached.append(entry)
         books = self._books
@@ -266,16 +273,16 @@ class _Batch:
             spent = entry.charge_pico
         if books.budgets:
             whose = self._windows.of(entry.tenant_id, entry.key_id, booked_ms)
-            move(whose, spent=spent, reserved=-reserved)
+            add_spending(whose, spent=spent, reserved=-reserved)
 
     def _store_reading(self, reading: StorageReading) -> None:
         booked_ms = max(reading.at_ms, self._books.open_from_ms)
         card = self._books.cards.in_force(reading.model, reading.tier, booked_ms)
         whose = (reading.tenant_id, hour_of(booked_ms), reading.model, reading.retention)
         row = (*whose, card.rate_card_id, reading.token_seconds)
-        self._db.execute_many(_STORE, [row])
+        self._db.execute_many(_ADD_STORAGE, [row])
 
-    def _whose(self, item: Hold | UsageEntry) -> Whose:
+    def _whose(self, item: Hold | UsageEntry) -> BudgetDay:
         """Whose budgets it moves, and on which day: almost always, and else they are read then."""
         held = self._holds.held(item.request_id)
         booked_ms = max(item.started_ms if held is None else held[2], self._books.open_from_ms)
@@ -284,47 +291,47 @@ class _Batch:
 
 def _priced(card: RateCard, entry: UsageEntry) -> UsageEntry:
     try:
-        pico = charge(card, entry)
+        pico = compute_charge(card, entry)
     except BadPrice as error:
         raise LedgerUnavailable("impossible_entry", error.message) from error
     return structs.replace(
         entry,
         rate_card_id=card.rate_card_id,
         charge_pico=pico,
-        saved_pico=savings(card, entry),
+        saved_pico=compute_savings(card, entry),
     )
 
 
-def _check_detail(entry: UsageEntry) -> None:
+def _check_class_sums(entry: UsageEntry) -> None:
     """Where classes are known they make up the sum."""
-    fits = _makes_up(entry.read, entry.cache_read_tokens)
-    if not fits or not _makes_up(entry.write, entry.cache_write_tokens):
+    fits = _adds_up(entry.read, entry.cache_read_tokens)
+    if not fits or not _adds_up(entry.write, entry.cache_write_tokens):
         message = "Tokens by retention class do not make up their sum."
         raise LedgerUnavailable("impossible_entry", message)
 
 
-def _makes_up(detail: Mapping[str, int], total: int) -> bool:
+def _adds_up(detail: Mapping[str, int], total: int) -> bool:
     return not detail or (sum(detail.values()) == total and min(detail.values()) >= 0)
 
 
-_FACTS = (
+_LEDGER_STATE = (
     "select (select version from money_version), (select max(day) + 1 from closes),"
     " (select chain from ledger order by entry_id desc limit 1),"
     " (select hour_ms from seals order by number desc limit 1)"
 )
-_STORE = (
+_ADD_STORAGE = (
     "insert into storage_hours (tenant_id, hour_ms, model, class, rate_card_id, token_seconds)"
     " values (?, ?, ?, ?, ?, ?) on conflict (tenant_id, hour_ms, model, class, rate_card_id)"
     " do update set token_seconds = storage_hours.token_seconds + excluded.token_seconds"
 )
 _TOTALS = ("prompt_tokens", "cached_tokens", "output_tokens")
-_EPOCH = (
+_WRITE_EPOCH = (
     "insert into engine_epochs (epoch, first_seen_ms, last_seen_ms, prompt_tokens, cached_tokens,"
     " output_tokens, metric_prompt_tokens, metric_cached_tokens, metric_output_tokens, is_ended)"
     " values (?1, ?2, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) on conflict (epoch) do update"
     " set last_seen_ms = excluded.last_seen_ms, "
     + ", ".join(
-        f"{name} = {larger('engine_epochs', name)}"
+        f"{name} = {max_of('engine_epochs', name)}"
         for name in ("is_ended", *_TOTALS, *(f"metric_{name}" for name in _TOTALS))
     )
 )

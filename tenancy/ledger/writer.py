@@ -21,8 +21,8 @@ from tenancy.errors import (
     TryAgain,
 )
 from tenancy.ledger.adjustments import credit_breaches
-from tenancy.ledger.aggregates import move
-from tenancy.ledger.epochs import keep_point, look_back
+from tenancy.ledger.aggregates import fold_recent_sums
+from tenancy.ledger.epochs import detect_replacement, save_known_point
 from tenancy.ledger.progress import OPEN_HOLDS, interrupted
 from tenancy.ledger.transactions import Hold, Item, LedgerTransactions, NamedEntry
 from tenancy.storage.interface import Store
@@ -77,7 +77,7 @@ class LedgerWriter:
             return writer_id == self.writer_id or is_over(writer_id)
 
         try:
-            self.found_epoch = look_back(store, clock)
+            self.found_epoch = detect_replacement(store, clock)
             self.interrupted = self._close_holds(is_dead)
             self._move_all_sums()
             self._keep_point()
@@ -89,23 +89,23 @@ class LedgerWriter:
         """One transaction for all, in order; when it fails nobody is told that anything was
         written. At most `BATCH_MAX` at once, or others wait long for the database.
 
-        What `BudgetExceeded`, `NameInUse`, `BadPrice` and `LedgerUnavailable` refuse is answered,
-        and nothing is raised but for mistakes of ours.
+        `BudgetExceeded`, `IdempotencyConflict`, `BadPrice` and `LedgerUnavailable` are returned as
+        answers; an exception is a mistake of ours.
         """
         try:
             return self._commit(items)
         except (ConstraintBroken, LedgerUnavailable) as error:
             if len(items) > 1:  # one impossible entry must not take the others with it
                 return [answer for item in items for answer in self.write([item])]
-            return [_unwritten("impossible_entry", error)]
+            return [_not_written("impossible_entry", error)]
         except StoreBusy as error:
-            return [_unwritten(NOT_DURABLE, error) for _ in items]
+            return [_not_written(NOT_DURABLE, error) for _ in items]
         except StoreError as error:
             self._is_damaged = True
             holds = [item for item in items if isinstance(item, Hold)]
             # What runs already will have its entry, whether its hold is there or not.
             self._doubtful.update(hold.request_id for hold in holds if not hold.is_running)
-            return [_unwritten(NOT_DURABLE, error) for _ in items]
+            return [_not_written(NOT_DURABLE, error) for _ in items]
 
     def look_after(self) -> None:
         """What is done now and then, when everybody has been told: a point is kept, and recent sums
@@ -152,7 +152,7 @@ class LedgerWriter:
         """What another database in this one's place would not have."""
         self._kept_ms = self._clock()
         with suppress(StoreError):
-            keep_point(self._store, self._clock)
+            save_known_point(self._store, self._clock)
 
     def _move_all_sums(self) -> None:
         while self._move_sums():
@@ -161,7 +161,7 @@ class LedgerWriter:
     def _move_sums(self) -> bool:
         """A minute's sums go where they stay, some at a time. Are there more?"""
         with suppress(StoreError), self._store.change() as db:
-            return move(db)
+            return fold_recent_sums(db)
         return False
 
     def _close_holds(self, is_dead: Callable[[str, int], bool]) -> int:
@@ -181,6 +181,6 @@ def is_written(answer: TenancyError | None) -> bool:
     return not (isinstance(answer, LedgerUnavailable) and answer.code == NOT_DURABLE)
 
 
-def _unwritten(code: str, error: Exception) -> LedgerUnavailable:
+def _not_written(code: str, error: Exception) -> LedgerUnavailable:
     """The message names the kind of error, never a value."""
     return LedgerUnavailable(code, f"The ledger could not be written ({type(error).__name__}).")

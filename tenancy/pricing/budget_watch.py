@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tenancy.pricing.budgets import Budgets, load_budgets
 from tenancy.storage.interface import Store
 
-LOOK_S = 0.02
+REFRESH_S = 0.02
 """What another process sets may bind so much later: `trunkline` waits for it before it answers."""
 
 
@@ -32,8 +32,8 @@ class BudgetWatch:
 
     def look(self) -> bool:
         """Know what there is: has it changed? What was set through this store is seen at once, what
-        was elsewhere within `LOOK_S`. About 0.2 us; up to 30 us where that has passed, and a read
-        of it all where it has changed. Raises StoreError, and knows what it knew."""
+        was elsewhere within `REFRESH_S`. About 0.2 us; up to 30 us where that has passed, and a
+        read of it all where it has changed. Raises StoreError, and knows what it knew."""
         now_s, changes = self._clock(), self._store.changes
         if now_s < self._known_until_s and changes == self._changes:
             return False
@@ -44,7 +44,7 @@ class BudgetWatch:
                 version = int(db.rows(_VERSION)[0][0])
                 self._budgets = load_budgets(db)
             self._version = version
-        self._known_until_s, self._changes = now_s + LOOK_S, changes
+        self._known_until_s, self._changes = now_s + REFRESH_S, changes
         return is_new
 
     def is_bound(self, tenant_id: int, key_id: int) -> bool:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.pricing.charges import LATEST_MS, PICO_PER_MICRO
-from tenancy.pseudonyms import check_there
+from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.hourly_usage import HOURS
 from tenancy.storage.interface import Store, Transaction, filled_up, marks
 from tenancy.types import DAY_MS, WallClock
@@ -91,10 +91,10 @@ def set_budget(store: Store, budget: Budget) -> None:
     who = (budget.tenant_id, budget.key_id, budget.window)
     with store.change() as db:
         _check_owner(db, budget)
-        for key_id in _line(db, budget):
+        for key_id in _line_key_ids(db, budget):
             # It may have been taken away and come back: the window is summed afresh.
             one = (budget.tenant_id, key_id, budget.window)
-            _forget_windows(db, *one)
+            _delete_windows(db, *one)
             db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', one)
         if hard is not None or soft is not None:
             db.execute("insert into budgets values (?, ?, ?, ?, ?)", (*who, hard, soft))
@@ -104,7 +104,7 @@ def load_budgets(db: Transaction) -> Budgets:
     """Those that hold for each tenant and key. O(budgets * keys of a tenant)."""
     found: dict[tuple[int, int], tuple[Budget, ...]] = {}
     for one in list_budgets(db):
-        for key_id in _line(db, one):
+        for key_id in _line_key_ids(db, one):
             who = one.tenant_id, key_id
             found[who] = (*found.get(who, ()), one)
     return found
@@ -128,8 +128,8 @@ def budget_states(
             if tenant_id in (None, budget.tenant_id):
                 start_ms, end_ms = window_of(budget.window, now_ms)
                 key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
-                kept = _kept(db, [key]).get(key)
-                spent, reserved = kept or summed(db, budget, start_ms, end_ms)
+                kept = _read_windows(db, [key]).get(key)
+                spent, reserved = kept or sum_window(db, budget, start_ms, end_ms)
                 soft = budget.soft_micros
                 over = soft is not None and spent > soft * PICO_PER_MICRO
                 states.append(BudgetState(budget, start_ms, end_ms, spent, reserved, over))
@@ -145,10 +145,10 @@ class Spending(Struct):
     reserved: int
 
 
-_Key = tuple[int, int, Window, int]
+_WindowKey = tuple[int, int, Window, int]
 """Of a window: its budget's tenant, key and kind, and when it starts."""
 
-Whose = tuple[int, int, int]
+BudgetDay = tuple[int, int, int]
 """A tenant, one of its keys, and the number of a day: of a request, and when it is booked."""
 
 
@@ -158,14 +158,14 @@ class BudgetWindows:
     def __init__(self, db: Transaction, budgets: Budgets) -> None:
         self._db = db
         self._budgets = budgets
-        self._windows: dict[_Key, Spending] = {}
-        self._of: dict[Whose, list[Spending]] = {}
+        self._windows: dict[_WindowKey, Spending] = {}
+        self._of: dict[BudgetDay, list[Spending]] = {}
 
-    def read(self, whose: Iterable[Whose]) -> None:
+    def read(self, whose: Iterable[BudgetDay]) -> None:
         """Know the windows of these, before anything that they sum has been written. One statement
         for each 64 windows, and two for one that has no row."""
-        keys: dict[Whose, list[_Key]] = {}
-        new: dict[_Key, Budget] = {}
+        keys: dict[BudgetDay, list[_WindowKey]] = {}
+        new: dict[_WindowKey, Budget] = {}
         for one in set(whose) - self._of.keys():
             tenant_id, key_id, day = one
             own = self._budgets.get((tenant_id, key_id), ()) if key_id else ()
@@ -176,10 +176,10 @@ class BudgetWindows:
                 keys[one].append(key)
                 if key not in self._windows:
                     new[key] = budget
-        kept = _kept(self._db, list(new))
+        kept = _read_windows(self._db, list(new))
         for key, budget in new.items():
             window = window_of(budget.window, key[3])
-            spent, reserved = kept.get(key) or summed(self._db, budget, *window)
+            spent, reserved = kept.get(key) or sum_window(self._db, budget, *window)
             self._windows[key] = Spending(budget, key[3], spent, reserved)
         for one, its in keys.items():
             self._of[one] = [self._windows[key] for key in its]
@@ -205,18 +205,18 @@ class BudgetWindows:
             )
             for key, window in self._windows.items()
         ]
-        self._db.execute_many(_KEEP, rows)
+        self._db.execute_many(_WRITE_WINDOWS, rows)
 
 
 _SUMS = ("spent_micros", "spent_rest", "reserved_micros", "reserved_rest")
-_KEEP = (
+_WRITE_WINDOWS = (
     "insert into budget_windows values (?, ?, ?, ?, ?, ?, ?, ?)"
     ' on conflict (tenant_id, key_id, "window", starts_ms) do update set '
     + ", ".join(f"{name} = excluded.{name}" for name in _SUMS)
 )
 
 
-def refusal(spending: Sequence[Spending], pico: int, at_ms: int) -> BudgetExceeded | None:
+def find_exceeded(spending: Sequence[Spending], pico: int, at_ms: int) -> BudgetExceeded | None:
     """Would reserving so much overspend one of these? Reserves nothing."""
     for window in spending:
         budget = window.budget
@@ -236,16 +236,16 @@ def refusal(spending: Sequence[Spending], pico: int, at_ms: int) -> BudgetExceed
     return None
 
 
-def move(spending: Sequence[Spending], *, spent: int, reserved: int) -> None:
+def add_spending(spending: Sequence[Spending], *, spent: int, reserved: int) -> None:
     """Add to the sums; either may be below zero."""
     for window in spending:
         window.spent += spent
         window.reserved += reserved
 
 
-def summed(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
+def sum_window(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
     """(spent, reserved) of a window, from entries' hourly sums and from open holds."""
-    line = _line(db, budget)
+    line = _line_key_ids(db, budget)
     places = ", ".join(f"?{number}" for number in range(4, 4 + len(line)))
     whose = f"tenant_id = ?1 and key_id in ({places})" if budget.key_id else "tenant_id = ?1"
     values = (budget.tenant_id, start_ms, end_ms, *(line if budget.key_id else ()))
@@ -262,9 +262,9 @@ def summed(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple
     return spent[0] * PICO_PER_MICRO + spent[1], held[0] * PICO_PER_MICRO + held[1]
 
 
-def _kept(db: Transaction, keys: Sequence[_Key]) -> dict[_Key, tuple[int, int]]:
+def _read_windows(db: Transaction, keys: Sequence[_WindowKey]) -> dict[_WindowKey, tuple[int, int]]:
     """(spent, reserved) of those windows that have a row."""
-    found: dict[_Key, tuple[int, int]] = {}
+    found: dict[_WindowKey, tuple[int, int]] = {}
     for first in range(0, len(keys), WINDOWS_AT_ONCE):
         asked = filled_up(keys[first : first + WINDOWS_AT_ONCE])
         rows = db.rows(
@@ -279,14 +279,14 @@ def _kept(db: Transaction, keys: Sequence[_Key]) -> dict[_Key, tuple[int, int]]:
     return found
 
 
-def _forget_windows(db: Transaction, tenant_id: int, key_id: int, window: str) -> None:
+def _delete_windows(db: Transaction, tenant_id: int, key_id: int, window: str) -> None:
     db.execute(
         'delete from budget_windows where (tenant_id, key_id, "window") = (?, ?, ?)',
         (tenant_id, key_id, window),
     )
 
 
-def _line(db: Transaction, budget: Budget) -> list[int]:
+def _line_key_ids(db: Transaction, budget: Budget) -> list[int]:
     """The budget's key, those it was rotated from and those it was rotated to; 0 for a tenant's."""
     if not budget.key_id:
         return [0]
@@ -302,7 +302,7 @@ def _check_owner(db: Transaction, budget: Budget) -> None:
     names = db.rows("select name from tenants where tenant_id = ?", (budget.tenant_id,))
     if not names:
         raise BadPrice("bad_budget", f"There is no tenant {budget.tenant_id}.")
-    check_there(names[0][0])
+    check_not_deleted(names[0][0])
     if budget.key_id:
         key = (budget.key_id, budget.tenant_id)
         if not db.rows("select 1 from keys where (key_id, tenant_id) = (?, ?)", key):

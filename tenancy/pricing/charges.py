@@ -81,7 +81,7 @@ FREE_CARD = RateCard(name=FREE)
 
 
 class LineItem(Struct, frozen=True):
-    """`tokens` of a component at `price` pico-dollars each. `component`: `input`, `output`,
+    """`tokens` of a component at `itemize` pico-dollars each. `component`: `input`, `output`,
     `cache_read`, `cache_write:CLASS`, or `minimum` for what lifts a charge to it."""
 
     component: str
@@ -99,7 +99,7 @@ class Charge(Struct, frozen=True):
     items: tuple[LineItem, ...]
 
 
-def price(card: RateCard, usage: UsageEntry) -> Charge:
+def itemize(card: RateCard, usage: UsageEntry) -> Charge:
     """The exact charge. Raises BadPrice for more than a charge can hold (9.2 million dollars)."""
     items: list[LineItem] = []
     if usage.ending in CHARGED:
@@ -107,26 +107,26 @@ def price(card: RateCard, usage: UsageEntry) -> Charge:
             "input": (usage.fresh_tokens, card.input),
             "cache_read": (usage.cache_read_tokens, card.cache_read),
         }
-        for retention, tokens in writes(usage).items():
+        for retention, tokens in write_tokens_by_class(usage).items():
             counts[f"cache_write:{retention}"] = (tokens, card.write_price(retention))
         counts["output"] = (usage.output_tokens, card.output)
         items = [LineItem(name, n, each, n * each) for name, (n, each) in counts.items() if n]
-    pico = charge(card, usage)
+    pico = compute_charge(card, usage)
     missing = pico - sum(item.pico for item in items)
     if missing:
         items.append(LineItem("minimum", 0, 0, missing))
     return Charge(card.rate_card_id, card.currency, pico, tuple(items))
 
 
-def charge(card: RateCard, usage: UsageEntry) -> int:
-    """The pico-dollars of `price`, which raises as this does, without its parts."""
+def compute_charge(card: RateCard, usage: UsageEntry) -> int:
+    """The pico-dollars of `itemize`, which raises as this does, without its parts."""
     if usage.ending not in CHARGED:
         return 0
     tokens = usage.fresh_tokens + usage.cache_read_tokens + usage.output_tokens
     pico = usage.fresh_tokens * card.input
     pico += usage.cache_read_tokens * card.cache_read
     pico += usage.output_tokens * card.output
-    for retention, written in writes(usage).items():
+    for retention, written in write_tokens_by_class(usage).items():
         tokens += written
         pico += written * card.write_price(retention)
     if tokens:
@@ -136,7 +136,7 @@ def charge(card: RateCard, usage: UsageEntry) -> int:
     return pico
 
 
-def savings(card: RateCard, usage: UsageEntry) -> int:
+def compute_savings(card: RateCard, usage: UsageEntry) -> int:
     """Pico-dollars by which the prompt was cheaper than if all of it had been plain input.
 
     Reads save and dear writes cost, so that a retention class that does not pay shows below zero.
@@ -144,12 +144,12 @@ def savings(card: RateCard, usage: UsageEntry) -> int:
     if usage.ending not in CHARGED:
         return 0
     saved = usage.cache_read_tokens * (card.input - card.cache_read)
-    for retention, tokens in writes(usage).items():
+    for retention, tokens in write_tokens_by_class(usage).items():
         saved += tokens * (card.input - card.write_price(retention))
     return max(-CHARGE_MAX, min(CHARGE_MAX, saved))
 
 
-def breach_credit(card: RateCard, usage: UsageEntry) -> int:
+def compute_breach_credit(card: RateCard, usage: UsageEntry) -> int:
     """Pico-dollars to be given back because a promise was not kept: for each token that was read by
     contract and computed again its price by the card's policy, at most the request's charge.
 
@@ -167,12 +167,12 @@ def breach_credit(card: RateCard, usage: UsageEntry) -> int:
             tokens = min(lost, classes[retention])
             pico += tokens * card.write_price(retention)
             lost -= tokens
-    return min(pico, price(card, usage).pico)
+    return min(pico, itemize(card, usage).pico)
 
 
-def most(card: RateCard, input_tokens: int, output_tokens: int) -> int:
+def max_charge(card: RateCard, input_tokens: int, output_tokens: int) -> int:
     """Pico-dollars that a request cannot exceed: each prompt token at the dearest thing that can
-    happen to it, and all the output it may have. Raises BadPrice as `price` does."""
+    happen to it, and all the output it may have. Raises BadPrice as `itemize` does."""
     if card is FREE_CARD:
         return 0
     dearest = max(card.input, card.cache_read, *card.cache_write.values())
@@ -188,13 +188,13 @@ def storage_charge(card: RateCard, retention: str, token_seconds: int) -> int:
     return token_seconds * card.storage_price(retention) // SECONDS_PER_HOUR
 
 
-def dollars(pico: int) -> str:
+def format_dollars(pico: int) -> str:
     """Exact: twelve decimals."""
     whole, rest = divmod(abs(pico), 10**12)
     return f"{'-' if pico < 0 else ''}{whole}.{rest:012}"
 
 
-def writes(usage: UsageEntry) -> Mapping[str, int]:
+def write_tokens_by_class(usage: UsageEntry) -> Mapping[str, int]:
     """Written tokens by class; where the classes are not known, all under "*"."""
     if usage.write or not usage.cache_write_tokens:
         return usage.write
@@ -204,37 +204,41 @@ def writes(usage: UsageEntry) -> Mapping[str, int]:
 def check_card(card: RateCard) -> None:
     """Raises BadPrice for what cannot be, saying what came and what would be right."""
     if not _NAME.fullmatch(card.name):
-        raise _bad("name", f"{card.name[:80]!r} is no name: use 1 to 64 of a-z, 0-9, -, _ and .")
+        raise _invalid(
+            "name", f"{card.name[:80]!r} is no name: use 1 to 64 of a-z, 0-9, -, _ and ."
+        )
     if card.name == FREE:
-        raise _bad("name", f"{FREE!r} is what holds where there is no card; name it otherwise")
+        raise _invalid("name", f"{FREE!r} is what holds where there is no card; name it otherwise")
     if not 0 < len(card.model) <= 256 or not card.model.isprintable():
-        raise _bad("model", f"{card.model[:80]!r} is no model; name one, or write * for all")
+        raise _invalid("model", f"{card.model[:80]!r} is no model; name one, or write * for all")
     if card.tier != ANY and not _NAME.fullmatch(card.tier):
-        raise _bad("tier", f"{card.tier[:80]!r} is no tenant's tier; name one, or write * for all")
+        raise _invalid(
+            "tier", f"{card.tier[:80]!r} is no tenant's tier; name one, or write * for all"
+        )
     if not _CURRENCY.fullmatch(card.currency):
-        raise _bad("currency", f"{card.currency[:80]!r} is no currency code such as USD")
+        raise _invalid("currency", f"{card.currency[:80]!r} is no currency code such as USD")
     prices = {name: getattr(card, name) for name in ("input", "output", "cache_read")}
     for group in ("cache_write", "storage"):
         classes: dict[str, int] = getattr(card, group)
         if len(classes) > CLASSES_MAX:
-            raise _bad(group, f"{len(classes)} classes are more than {CLASSES_MAX}")
+            raise _invalid(group, f"{len(classes)} classes are more than {CLASSES_MAX}")
         prices |= {f"{group}.{name}": value for name, value in classes.items()}
     for name, value in prices.items():
         if not 0 <= value <= PRICE_MAX:
             hint = f"is not between 0 and {PRICE_MAX} micro-dollars per million tokens"
-            raise _bad(name, f"a price of {value} {hint}")
+            raise _invalid(name, f"a price of {value} {hint}")
     if not 0 <= card.minimum_charge <= PRICE_MAX:
         hint = f"is not between 0 and {PRICE_MAX} micro-dollars"
-        raise _bad("minimum_charge", f"{card.minimum_charge} {hint}")
+        raise _invalid("minimum_charge", f"{card.minimum_charge} {hint}")
     for what, at_ms in (
         ("valid_from_ms", card.valid_from_ms),
         ("valid_until_ms", card.valid_until_ms or 0),
     ):
         if not 0 <= at_ms <= LATEST_MS:
-            raise _bad(what, f"{at_ms} ms is no time between 1970 and the year 9999")
+            raise _invalid(what, f"{at_ms} ms is no time between 1970 and the year 9999")
     if card.valid_until_ms is not None and card.valid_until_ms <= card.valid_from_ms:
-        raise _bad("valid_until_ms", "a card has to end after it begins")
+        raise _invalid("valid_until_ms", "a card has to end after it begins")
 
 
-def _bad(field: str, message: str) -> BadPrice:
+def _invalid(field: str, message: str) -> BadPrice:
     return BadPrice("bad_rate_card", f"{field}: {message}")

@@ -13,7 +13,7 @@ from msgspec import Struct, structs
 from tenancy.errors import BadPrice
 from tenancy.pricing.charges import ANY, FREE_CARD, BreachCredit, RateCard, check_card
 from tenancy.storage.interface import Row, Store
-from tenancy.types import WallClock, instant
+from tenancy.types import WallClock, format_utc
 
 CARDS_MAX = 10_000
 _FIELDS = "name, version, model, tier, currency, valid_from_ms, valid_until_ms, prices"
@@ -35,7 +35,7 @@ class RateCards:
     def __init__(self, cards: list[RateCard]) -> None:
         self._by_id = {card.rate_card_id: card for card in cards}
         self._by_scope: dict[tuple[str, str], list[tuple[str, list[RateCard]]]] = {}
-        for versions in _chains(cards).values():
+        for versions in _versions_by_name(cards).values():
             scope = (versions[0].model, versions[0].tier)
             self._by_scope.setdefault(scope, []).append((versions[0].name, versions))
 
@@ -58,7 +58,7 @@ class RateCards:
 
 def load_cards(store: Store) -> list[RateCard]:
     """All versions of all cards, in the order of name and version."""
-    return [read_card(row) for row in store.query(f"{SELECT} order by name, version")]
+    return [read_card(row) for row in store.query(f"{SELECT_CARDS} order by name, version")]
 
 
 def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
@@ -74,7 +74,7 @@ def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
     if card.valid_from_ms < now_ms:
         raise BadPrice("rate_card_in_the_past", "valid_from_ms: a card cannot begin in the past.")
     with store.change() as db:
-        have = [read_card(row) for row in db.rows(SELECT)]
+        have = [read_card(row) for row in db.rows(SELECT_CARDS)]
         if len(have) >= CARDS_MAX:
             raise BadPrice("too_many_rate_cards", f"There are {CARDS_MAX} versions already.")
         own = [one for one in have if one.name == card.name]
@@ -103,18 +103,18 @@ def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
     return card
 
 
-def leaves_free(store: Store, clock: WallClock, tier: str) -> bool:
+def is_tier_free(store: Store, clock: WallClock, tier: str) -> bool:
     """Do cards hold now, and none for this tier? Whoever has it is charged nothing. O(cards)."""
-    now_ms, chains = clock(), _chains(load_cards(store)).values()
+    now_ms, chains = clock(), _versions_by_name(load_cards(store)).values()
     held = [card for versions in chains if (card := _version_at(versions, now_ms))]
     return bool(held) and not any(card.tier in (ANY, tier) for card in held)
 
 
-SELECT = f"select {_FIELDS} from rate_cards"
+SELECT_CARDS = f"select {_FIELDS} from rate_cards"
 
 
 def read_card(row: Row) -> RateCard:
-    """Of a row of `SELECT`."""
+    """Of a row of `SELECT_CARDS`."""
     name, version, model, tier, currency, valid_from_ms, valid_until_ms, prices = row
     return RateCard(
         name=name,
@@ -128,7 +128,7 @@ def read_card(row: Row) -> RateCard:
     )
 
 
-def _chains(cards: list[RateCard]) -> dict[str, list[RateCard]]:
+def _versions_by_name(cards: list[RateCard]) -> dict[str, list[RateCard]]:
     """Versions of each name, the oldest first."""
     chains: dict[str, list[RateCard]] = {}
     for card in sorted(cards, key=lambda card: card.version):
@@ -149,7 +149,7 @@ def _check_overlaps(have: list[RateCard], card: RateCard) -> None:
     """No instant may have two prices. Cards begin and end at known instants, so looking at these
     is looking at all."""
     scope = (card.model, card.tier)
-    chains = _chains([one for one in have if (one.model, one.tier) == scope] + [card])
+    chains = _versions_by_name([one for one in have if (one.model, one.tier) == scope] + [card])
     mine = chains.pop(card.name)
     for name, versions in chains.items():
         for at_ms in {one.valid_from_ms for one in (*mine, *versions)}:
@@ -157,7 +157,7 @@ def _check_overlaps(have: list[RateCard], card: RateCard) -> None:
             if own is card and other is not None:
                 raise BadPrice(
                     "rate_cards_overlap",
-                    f"From {at_ms} ms ({instant(at_ms)}) on {name}@{other.version} holds for"
+                    f"From {at_ms} ms ({format_utc(at_ms)}) on {name}@{other.version} holds for"
                     f" model {card.model} and tier {card.tier} too; end it first with a version"
                     " that has a valid_until_ms, or begin later.",
                 )

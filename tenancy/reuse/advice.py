@@ -15,17 +15,17 @@ from typing import Literal
 from msgspec import Struct
 
 from tenancy.pricing.charges import SECONDS_PER_HOUR, RateCard
-from tenancy.reuse.miss_ratio_curve import Point, ReuseSampler
+from tenancy.reuse.miss_ratio_curve import CurvePoint, ReuseSampler
 from tenancy.reuse.reuse_intervals import PROMPTS_MIN
 
 MILLION = 1_000_000
-SURE = 2.0
+SIGNIFICANCE_ERRORS = 2.0
 """Standard errors beyond which a saving is called one."""
 
 Verdict = Literal["pays", "loses", "unclear", "too_few"]
 
 
-class Kept(Struct, frozen=True):
+class ClassTerms(Struct, frozen=True):
     """For how many seconds a class keeps what is not used, and as which class that is paid."""
 
     seconds: float
@@ -64,13 +64,13 @@ class SizeAdvice(Struct, frozen=True):
 
 
 def advise_classes(
-    sampler: ReuseSampler, classes: Mapping[str, Kept], card: RateCard
+    sampler: ReuseSampler, classes: Mapping[str, ClassTerms], card: RateCard
 ) -> list[ClassAdvice]:
     """One answer per class, the shortest first. `classes`: by name; the sampler's spans."""
     order = sorted(classes.items(), key=lambda pair: pair[1].seconds)
     points = sampler.by_seconds([kept.seconds for _, kept in order])
     return [
-        _class(name, kept.held_as, point, card)
+        _advise_class(name, kept.held_as, point, card)
         for (name, kept), point in zip(order, points, strict=True)
     ]
 
@@ -92,7 +92,7 @@ def advise_sizes(
     return advice
 
 
-def _class(name: str, held_as: str, point: Point, card: RateCard) -> ClassAdvice:
+def _advise_class(name: str, held_as: str, point: CurvePoint, card: RateCard) -> ClassAdvice:
     write = card.write_price(name)
     saving = point.hit_ratio * (card.input - card.cache_read) * MILLION
     saving += (1 - point.hit_ratio) * (card.input - write) * MILLION
@@ -102,11 +102,11 @@ def _class(name: str, held_as: str, point: Point, card: RateCard) -> ClassAdvice
     verdict: Verdict = "unclear"
     if point.prompts < PROMPTS_MIN:
         verdict = "too_few"
-    elif saving > SURE * error_pico:
+    elif saving > SIGNIFICANCE_ERRORS * error_pico:
         verdict = "pays"
     elif point.is_early:
         verdict = "too_few"
-    elif -saving > SURE * error_pico:
+    elif -saving > SIGNIFICANCE_ERRORS * error_pico:
         verdict = "loses"
     return ClassAdvice(
         name,

@@ -7,7 +7,7 @@ leave. Distances are scaled up by the sampling rate (SHARDS: Waldspurger, Park, 
 Ahmad, "Efficient MRC Construction with SHARDS", FAST 2015). Only misses are told from the sample:
 all uses are counted, and what has not missed has hit, as a few blocks that all prompts begin with
 may have most of the hits and no place in the sample. Deep in a prompt a block speaks for its
-neighbours (`units_of`): what came and hit of it is rounded to an eighth of the depth. It knows no
+neighbours (`hash_units`): what came and hit of it is rounded to an eighth of the depth. It knows no
 engine and no clock; `gateway.analytics.aggregates` tells it.
 """
 
@@ -24,7 +24,7 @@ from math import log2
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from tenancy.reuse.reuse_intervals import Returns, Uses
+from tenancy.reuse.reuse_intervals import BlockUses, ReuseIntervals
 
 HASH_BITS = 24
 HASHES = 1 << HASH_BITS
@@ -33,16 +33,16 @@ SAMPLE_MAX = 4_096
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4 * BLOCK_TOKENS
-DEEPEST = 4_096
+DEPTH_BLOCKS_MAX = 4_096
 """Blocks of one prompt, looked at: the beginning is where prefixes are."""
 
-STEPS = 8
+UNITS_PER_OCTAVE = 8
 """Units of each octave of depth. The first two octaves' worth of blocks are one each."""
 
 BUCKETS_PER_OCTAVE = 4
 
 
-class Point(Struct, frozen=True):
+class CurvePoint(Struct, frozen=True):
     """`hit_ratio` of block uses when the cache has room for so many blocks, or keeps for so many
     seconds (`at`).
 
@@ -115,12 +115,12 @@ class LogHistogram:
         return float(2 ** (place / BUCKETS_PER_OCTAVE))
 
 
-def _grid() -> tuple[list[int], list[int]]:
+def _unit_grid() -> tuple[list[int], list[int]]:
     """(of each unit the block in its middle, how many blocks it is), from a prompt's beginning."""
-    middles, sizes = list(range(2 * STEPS)), [1] * (2 * STEPS)
-    start, size = 2 * STEPS, 2
-    while start < DEEPEST:
-        for _ in range(STEPS):
+    middles, sizes = list(range(2 * UNITS_PER_OCTAVE)), [1] * (2 * UNITS_PER_OCTAVE)
+    start, size = 2 * UNITS_PER_OCTAVE, 2
+    while start < DEPTH_BLOCKS_MAX:
+        for _ in range(UNITS_PER_OCTAVE):
             middles.append(start + size // 2)
             sizes.append(size)
             start += size
@@ -128,28 +128,28 @@ def _grid() -> tuple[list[int], list[int]]:
     return middles, sizes
 
 
-_MIDDLES, UNIT_BLOCKS = _grid()
+_MIDDLES, UNIT_BLOCKS = _unit_grid()
 """`UNIT_BLOCKS`: how many blocks each unit of a prompt speaks for."""
-_TOTALS = [0, *accumulate(UNIT_BLOCKS)]
+_CUMULATIVE_BLOCKS = [0, *accumulate(UNIT_BLOCKS)]
 """Of the first n units."""
-_ENDS = [BLOCK_BYTES * (middle + 1) for middle in _MIDDLES]
-_PARTS = [slice(*pair) for pair in pairwise([0, *_ENDS])]
+_UNIT_ENDS = [BLOCK_BYTES * (middle + 1) for middle in _MIDDLES]
+_UNIT_SLICES = [slice(*pair) for pair in pairwise([0, *_UNIT_ENDS])]
 
-PARTED = 0.5
+PARTIAL_BLOCK = 0.5
 """Of the block within which a prompt parts from others the cache finds a part, and this nothing."""
 
-ROUNDING = 1 / STEPS / math.sqrt(12)
+ROUNDING = 1 / UNITS_PER_OCTAVE / math.sqrt(12)
 """The standard error of a length that is rounded to whole units, over the length."""
 
 
-def units_of(data: bytes) -> list[int]:
+def hash_units(data: bytes) -> list[int]:
     """Of a prompt's token ids, four bytes each: a hash of each unit and all that stands before it.
 
     A unit is a block, and behind the sixteenth a few that lie together: an eighth of the octave
     they are in. It is there if its middle is. O(tokens) at memory's speed, and O(log blocks).
     """
     found, value = [], 0
-    for part in _PARTS[: bisect_left(_MIDDLES, len(data) // BLOCK_BYTES)]:
+    for part in _UNIT_SLICES[: bisect_left(_MIDDLES, len(data) // BLOCK_BYTES)]:
         value = xxh3_64_intdigest(data[part], value)
         found.append(value)
     return found
@@ -179,7 +179,7 @@ class ReuseSampler:
         self._blocks: list[int] = []  # of the same runs
         self._turn = 0
         self._distances = LogHistogram()
-        self._returns = Returns(spans)
+        self._returns = ReuseIntervals(spans)
         self._first_blocks = 0.0  # of all uses, those that miss in whatever room there is
         self._size = self._squares = 0  # blocks of what is followed, and of their squares
 
@@ -196,7 +196,9 @@ class ReuseSampler:
     def use(self, units: Sequence[int], at_s: float, blocks: Sequence[int] = UNIT_BLOCKS) -> None:
         """A prompt's units, from its beginning; how many blocks each is, at least as many. About
         0.1 us a unit, 1 us a run of sampled ones, 1 us a sampled one that is new."""
-        total = _TOTALS[len(units)] if blocks is UNIT_BLOCKS else sum(blocks[: len(units)])
+        total = (
+            _CUMULATIVE_BLOCKS[len(units)] if blocks is UNIT_BLOCKS else sum(blocks[: len(units)])
+        )
         if not total:
             return
         self._returns.prompt(total, at_s)
@@ -212,7 +214,7 @@ class ReuseSampler:
         else:
             self._again(run, at_s, None)
 
-    def by_blocks(self, sizes: Iterable[float]) -> list[Point]:
+    def by_blocks(self, sizes: Iterable[float]) -> list[CurvePoint]:
         """The hit ratio that a cache of each size would have had, by least recent use."""
         points = []
         for size in sizes:
@@ -232,12 +234,12 @@ class ReuseSampler:
         ratio = max(-1.0, min(1.0, more / seen.blocks))
         errors = [ROUNDING * ratio if self._squares > self._size else 0.0]
         errors += [one / seen.blocks for one in (error, other_error)]
-        errors.append(_spread(abs(ratio), seen.prompts))
+        errors.append(_proportion_error(abs(ratio), seen.prompts))
         if self.rate < 1:
             errors.append(math.sqrt(abs(ratio) * (1 - abs(ratio)) / self._units()))
         return HitRatioChange(ratio, math.hypot(*errors))
 
-    def by_seconds(self, spans: Iterable[float]) -> list[Point]:
+    def by_seconds(self, spans: Iterable[float]) -> list[CurvePoint]:
         """The hit ratio that each of the retentions would have had, renewed by use, with room for
         all."""
         points = []
@@ -354,19 +356,21 @@ class ReuseSampler:
             self._size -= size
             self._squares -= size * size
 
-    def _point(self, at: float, seen: Uses, error: float, *, is_early: bool = False) -> Point:
+    def _point(
+        self, at: float, seen: BlockUses, error: float, *, is_early: bool = False
+    ) -> CurvePoint:
         ratio, prompts = seen.hit_ratio, seen.prompts
         if not prompts:
-            return Point(at, 0.0, 0.0, 0.0, is_early=is_early)
-        errors = [_spread(ratio, prompts), error / seen.blocks]
+            return CurvePoint(at, 0.0, 0.0, 0.0, is_early=is_early)
+        errors = [_proportion_error(ratio, prompts), error / seen.blocks]
         if ratio < 1:
-            errors.append(PARTED * prompts / seen.blocks)
+            errors.append(PARTIAL_BLOCK * prompts / seen.blocks)
         if self._squares > self._size:
             errors.append(ROUNDING * ratio)
         if self.rate < 1:
             errors.append((1 - ratio) * math.sqrt((1 - self.rate) / self._units()))
         held_s = seen.held_s / seen.blocks
-        return Point(at, ratio, math.hypot(*errors), prompts, held_s, is_early)
+        return CurvePoint(at, ratio, math.hypot(*errors), prompts, held_s, is_early)
 
     def _beyond(self, size: float) -> tuple[float, float]:
         """The weight of uses further apart than this, and its standard error: how far apart they
@@ -385,7 +389,7 @@ class ReuseSampler:
         return max(1.0, self._size**2 / max(1, self._squares))
 
 
-def _spread(ratio: float, prompts: float) -> float:
+def _proportion_error(ratio: float, prompts: float) -> float:
     """The standard error of a ratio, of so many prompts; as if one more had hit and one more
     missed, so that a few that were all alike are no certainty (Agresti and Coull, "Approximate is
     better than exact", 1998)."""

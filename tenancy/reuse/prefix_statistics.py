@@ -25,7 +25,7 @@ PLACES_MAX = 256
 MARKS_MAX = 512
 """Boundaries of one prompt, looked at."""
 
-PATH_SIGNS_MAX = 120
+PATH_CHARS_MAX = 120
 
 _INDEX = re.compile(r"\[(\d+)\]")
 
@@ -39,7 +39,7 @@ class SegmentEnd(Protocol):
     def tokens(self) -> int: ...
 
 
-class Break(Struct, frozen=True):
+class PrefixBreak(Struct, frozen=True):
     """`count` prompts broke at `place`; `tokens` stood behind."""
 
     place: str
@@ -47,7 +47,7 @@ class Break(Struct, frozen=True):
     tokens: int
 
 
-class Prefix(Struct, frozen=True):
+class PrefixUsage(Struct, frozen=True):
     """`uses`: prompts that began with it; `hits`: those of them that found all of it cached."""
 
     digest: int
@@ -73,7 +73,7 @@ class _Node:
         self.is_left_behind = False
 
 
-class Prefixes:
+class PrefixStatistics:
     """One tenant's. Belongs to one thread."""
 
     def __init__(self, prefixes_max: int = PREFIXES_MAX) -> None:
@@ -109,7 +109,7 @@ class Prefixes:
         """How many were noted. O(prefixes)."""
         return self._root.uses + sum(node.uses for node in self._nodes.values())
 
-    def top(self, most: int = 20) -> list[Prefix]:
+    def top(self, most: int = 20) -> list[PrefixUsage]:
         """Those that saved most, first. O(prefixes), three milliseconds at most."""
         by_depth = sorted(self._nodes.values(), key=attrgetter("tokens"), reverse=True)
         for node in (self._root, *by_depth):
@@ -120,13 +120,13 @@ class Prefixes:
             node.parent.all_hits += node.all_hits
         best = nlargest(most, by_depth, key=lambda node: node.tokens * node.all_hits)
         return [
-            Prefix(node.digest, node.path, node.tokens, node.all_uses, node.all_hits)
+            PrefixUsage(node.digest, node.path, node.tokens, node.all_uses, node.all_hits)
             for node in best
         ]
 
-    def breaks(self, most: int = 20) -> list[Break]:
+    def breaks(self, most: int = 20) -> list[PrefixBreak]:
         """Where most tokens were lost, first."""
-        found = [Break(place, *counts) for place, counts in self._breaks.items()]
+        found = [PrefixBreak(place, *counts) for place, counts in self._breaks.items()]
         return sorted(found, key=lambda one: -one.tokens)[:most]
 
     def check(self) -> None:
@@ -155,7 +155,7 @@ class Prefixes:
             at, digest = 4 * mark.tokens, hasher.intdigest()
             known = self._nodes.get(digest)
             if known is None:
-                known = _Node(digest, node, mark.path[:PATH_SIGNS_MAX], mark.tokens)
+                known = _Node(digest, node, mark.path[:PATH_CHARS_MAX], mark.tokens)
                 fresh.append(known)
             elif fresh:
                 self._put(fresh, known)
@@ -165,7 +165,7 @@ class Prefixes:
             parted = fresh[0].parent
             assert parted is not None, "only the root has none"
             if parted.is_left_behind:
-                self._count(place_of(fresh[0].path), total - parted.tokens)
+                self._count(fold_indexes(fresh[0].path), total - parted.tokens)
             self._put(fresh, None)
         return node
 
@@ -219,6 +219,6 @@ class Prefixes:
 
 
 @lru_cache(maxsize=512)
-def place_of(path: str) -> str:
+def fold_indexes(path: str) -> str:
     """A path with its later indexes folded: the third message and the thirtieth are one place."""
     return _INDEX.sub(lambda match: f"[{match[1]}]" if int(match[1]) < 2 else "[2+]", path)[:120]

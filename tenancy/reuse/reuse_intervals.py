@@ -16,7 +16,7 @@ PROMPTS_MIN = 30
 """Fewer say nothing yet: of so many, a ratio's error is still up to 9 points."""
 
 
-class Uses:
+class BlockUses:
     """How many blocks were used, and how many of them missed; in prompts, which go together.
 
     `held_s`: blocks times the seconds for which they are kept.
@@ -27,7 +27,7 @@ class Uses:
     def __init__(self) -> None:
         self.blocks = self.held_s = self.missed = self.squares = 0.0
 
-    def add(self, other: Uses) -> None:
+    def add(self, other: BlockUses) -> None:
         """More of them."""
         self.blocks += other.blocks
         self.held_s += other.held_s
@@ -50,7 +50,7 @@ class Uses:
         return min(1.0, max(0.0, 1 - self.missed / self.blocks)) if self.blocks else 0.0
 
 
-class Returns:
+class ReuseIntervals:
     """Of one tenant. `spans`: the retentions, in seconds."""
 
     def __init__(self, spans: Iterable[float]) -> None:
@@ -58,7 +58,7 @@ class Returns:
         counts = range(len(self._spans) + 1)
         # [n]: prompts that came when the first n had been watched for long enough, and [n][m]
         # blocks of them that the first m would not have kept, and by the seconds between uses.
-        self._prompts = [Uses() for _ in counts]
+        self._prompts = [BlockUses() for _ in counts]
         self._lost = [[0.0 for _ in counts] for _ in counts]
         self._gaps_s = [[0.0 for _ in counts] for _ in counts]
         self._since_s: float | None = None
@@ -81,11 +81,11 @@ class Returns:
         """Blocks of the latest prompt that were never used before. O(1)."""
         self._lost[self._watched][-1] += blocks
 
-    def all(self) -> Uses:
+    def all(self) -> BlockUses:
         """All prompts, and nothing missed. O(spans)."""
         return self._since(0, len(self._spans) + 1)
 
-    def within(self, span: float) -> tuple[Uses, bool]:
+    def within(self, span: float) -> tuple[BlockUses, bool]:
         """What one of the spans would have kept, and for how long: to the next use, and to its end
         once for each miss. Was it watched for too short? O(spans^2)."""
         after = self._spans.index(span) + 1
@@ -96,9 +96,9 @@ class Returns:
         found.held_s += found.missed * span
         return found, is_early
 
-    def _since(self, watched: int, spans: int) -> Uses:
+    def _since(self, watched: int, spans: int) -> BlockUses:
         """Prompts since the first `watched` had been watched, and what the first `spans` missed."""
-        found = Uses()
+        found = BlockUses()
         for place in range(watched, len(self._prompts)):
             found.add(self._prompts[place])
             found.missed += sum(self._lost[place][spans:])

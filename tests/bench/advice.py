@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gateway.analytics.aggregates import SAMPLE_MAX, TOKENS_MAX
 from gateway.bench.trace import BLOCK_TOKENS, Arrival, read_trace
-from tenancy.reuse.miss_ratio_curve import BLOCK_BYTES, Point, ReuseSampler, units_of
+from tenancy.reuse.miss_ratio_curve import BLOCK_BYTES, CurvePoint, ReuseSampler, hash_units
 
 SPANS = (60.0, 300.0, 1_800.0, 3_600.0)
 SIZES = (4_096, 65_536, 262_144, 1_048_576)
@@ -64,7 +64,7 @@ def fits(arrivals: Sequence[Arrival], size: int) -> float:
     return hits / uses
 
 
-def told(arrivals: Sequence[Arrival], seed: int) -> list[Point]:
+def told(arrivals: Sequence[Arrival], seed: int) -> list[CurvePoint]:
     """What the sampler says, of a trace whose blocks have tokens by this seed."""
     sampler = ReuseSampler(SAMPLE_MAX, SPANS)
     for one in arrivals:
@@ -72,7 +72,7 @@ def told(arrivals: Sequence[Arrival], seed: int) -> list[Point]:
             random.Random(f"{seed}/{block}").randbytes(8) * (BLOCK_TOKENS // 2)
             for block in one.blocks
         )
-        sampler.use(units_of(data[: 4 * min(one.prompt_tokens, TOKENS_MAX)]), one.at_s)
+        sampler.use(hash_units(data[: 4 * min(one.prompt_tokens, TOKENS_MAX)]), one.at_s)
     return [*sampler.by_seconds(SPANS), *sampler.by_blocks(SIZES)]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import TenancyError
 from tenancy.ledger.adjustments import Adjustment, adjust
-from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger, NamedEntry, StorageReading
 from tenancy.ledger.progress import Progress
 from tenancy.pricing.budgets import Budget, set_budget
@@ -80,14 +80,14 @@ def hold(request_id: str) -> Hold:
     return Hold(request_id, 1, 1, "m", 1, 5, 9, epoch="e1", claim=name)
 
 
-def answer(request_id: str) -> KeptAnswer:
+def answer(request_id: str) -> StoredResponse:
     """What is kept of it."""
-    return KeptAnswer("{}", request_id.encode() * 50)
+    return StoredResponse("{}", request_id.encode() * 50)
 
 
 def named(request_id: str) -> NamedEntry:
     """The entry with the answer."""
-    return NamedEntry(entry(request_id), Keeping(10**6, 10**9, answer(request_id)))
+    return NamedEntry(entry(request_id), ReplayRecord(10**6, 10**9, answer(request_id)))
 
 
 def furnish(store: Store) -> None:

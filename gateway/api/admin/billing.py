@@ -15,7 +15,7 @@ from gateway.context import Context
 from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
-from tenancy.accounts.tenants import TenantRecord, find_registered, list_registered
+from tenancy.accounts.tenants import TenantRecord, find_tenant_record, list_tenant_records
 from tenancy.pricing.budgets import Budget, Window, budget_states, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card, load_cards
@@ -69,12 +69,13 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 async def _tenant(gateway: Context, name: str) -> TenantRecord:
-    return await asyncio.to_thread(find_registered, gateway.store, name)
+    return await asyncio.to_thread(find_tenant_record, gateway.store, name)
 
 
 async def _budgets(gateway: Context, tenant_id: int | None) -> list[dict[str, Any]]:
     names = {
-        one.tenant.tenant_id: one.tenant.name for one in await gateway.reports.ask(list_registered)
+        one.tenant.tenant_id: one.tenant.name
+        for one in await gateway.reports.ask(list_tenant_records)
     }
     question = partial(budget_states, clock=gateway.wall, tenant_id=tenant_id)
     states = await gateway.reports.ask(question)

@@ -113,7 +113,7 @@ class _Desk:
     async def list_tenants(self, request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, "after", "limit")
         limit, after = json_api.whole(given, "limit", 100, PAGE_MAX), given.get("after", "")
-        found = await self._gateway.reports.ask(tenants.list_registered)
+        found = await self._gateway.reports.ask(tenants.list_tenant_records)
         rest = [one for one in found if one.tenant.name > after]
         page = [self._body(one) for one in rest[:limit]]
         return json_api.answer({"tenants": page, "has_more": len(rest) > limit})
@@ -165,7 +165,7 @@ class _Desk:
             await forget_removed(gateway)
         return json_api.answer({"name": name, "deleted": True, "pseudonym": pseudonym})
 
-    def _floor_check(self, name: str, settings: TenantSettings) -> tenants.Check | None:
+    def _floor_check(self, name: str, settings: TenantSettings) -> tenants.TenantCheck | None:
         """In the transaction that sets it: of two at the same moment the second is refused."""
         floor, info = settings.floor_blocks, self._gateway.engine.info
         return partial(check_floor, name=name, floor_blocks=floor, info=info) if floor else None
@@ -253,7 +253,7 @@ class _Desk:
         return await json_api.read(request, self._gateway.config.server, kind)
 
     async def _tenant(self, name: str) -> TenantRecord:
-        return await asyncio.to_thread(tenants.find_registered, self._store, name)
+        return await asyncio.to_thread(tenants.find_tenant_record, self._store, name)
 
     async def _key(self, request: web.BaseRequest) -> Key:
         """By its id alone: a beginning is for people."""

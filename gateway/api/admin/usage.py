@@ -18,10 +18,10 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
-from tenancy.accounts.erasure_receipts import RECEIPTS_MAX, digest_of, list_receipts
+from tenancy.accounts.erasure_receipts import RECEIPTS_MAX, digest_namespaces, list_receipts
 from tenancy.accounts.keys import check_name
 from tenancy.accounts.shared_scopes import find_scope
-from tenancy.accounts.tenants import TenantRecord, find_registered
+from tenancy.accounts.tenants import TenantRecord, find_tenant_record
 
 NAMESPACES_MAX = 1_000
 """The largest are told."""
@@ -105,7 +105,7 @@ async def _target(
 
 
 async def _tenant(gateway: Context, name: str) -> TenantRecord:
-    return await asyncio.to_thread(find_registered, gateway.store, name)
+    return await asyncio.to_thread(find_tenant_record, gateway.store, name)
 
 
 def _name(gateway: Context, tenant_id: int) -> str | None:
@@ -124,7 +124,7 @@ async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
         {
             "tenant": _name(gateway, one.tenant_id),
             **one.shown(scopes),
-            "namespace_digest": digest_of([one.stats.namespace]),
+            "namespace_digest": digest_namespaces([one.stats.namespace]),
             "blocks": one.stats.blocks,
             "pinned_blocks": one.stats.pinned_blocks,
             "promised_blocks": one.stats.promised_blocks,

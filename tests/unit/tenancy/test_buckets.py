@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.limits import MINUTE_NS, SECOND_NS, Bucket
+from tenancy.limits import MINUTE_NS, SECOND_NS, TokenBucket
 
 LIMITS = st.sampled_from([1, 7, 60, 1_000])
 STEPS = st.lists(
@@ -15,9 +15,9 @@ STEPS = st.lists(
 )
 
 
-def bucket(limit: int, owed: int = 0) -> Bucket:
+def bucket(limit: int, owed: int = 0) -> TokenBucket:
     """At the instant 0."""
-    return Bucket("key", 0, limit, until=owed * MINUTE_NS)
+    return TokenBucket("key", 0, limit, until=owed * MINUTE_NS)
 
 
 @given(steps=STEPS)

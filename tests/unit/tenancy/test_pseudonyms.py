@@ -8,7 +8,7 @@ import pytest
 
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import create_key, list_keys
-from tenancy.accounts.tenants import create_tenant, find_registered, set_status
+from tenancy.accounts.tenants import create_tenant, find_tenant_record, set_status
 from tenancy.errors import BadName
 from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.budgets import Budget, list_budgets, set_budget
@@ -33,11 +33,11 @@ def test_a_deleted_tenant_takes_nothing_new(store: Store, wall: Wall, act: str) 
     ledger.close()
     pseudonym = delete_tenant(store, wall, "ada")
     assert pseudonym is not None
-    before = find_registered(store, pseudonym), list_keys(store)
+    before = find_tenant_record(store, pseudonym), list_keys(store)
 
     with pytest.raises(BadName) as caught:
         ACTS[act](store, wall, 1, pseudonym)
     assert caught.value.code == "tenant_deleted"
-    assert (find_registered(store, pseudonym), list_keys(store)) == before
+    assert (find_tenant_record(store, pseudonym), list_keys(store)) == before
     with store.snapshot() as db:
         assert list_budgets(db) == []

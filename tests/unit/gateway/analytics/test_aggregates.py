@@ -24,7 +24,7 @@ from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tenancy.reuse.advice import Kept
+from tenancy.reuse.advice import ClassTerms
 from tenancy.reuse.prefix_statistics import PREFIXES_MAX
 from tests.fakes import FakeClock
 from tests.unit.gateway.admin_client import Admin
@@ -39,7 +39,10 @@ class Desk:
     def __init__(self, tenants_max: int = 10) -> None:
         self.clock = FakeClock()
         self.seen = Analytics(
-            self.clock, lambda: int(self.clock.now_s * 1000), tenants_max, {"5m": Kept(300.0, "5m")}
+            self.clock,
+            lambda: int(self.clock.now_s * 1000),
+            tenants_max,
+            {"5m": ClassTerms(300.0, "5m")},
         )
 
     def note(

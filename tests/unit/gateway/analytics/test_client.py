@@ -23,11 +23,11 @@ from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.errors import Refusal
 from tenancy.ledger import child_process
 from tenancy.pricing.charges import RateCard
-from tenancy.reuse.advice import Kept
+from tenancy.reuse.advice import ClassTerms
 from tests.fakes import FakeClock
 
 PATIENCE_S = 60.0
-BEGIN = StartAnalytics(10, {"5m": Kept(300.0, "5m"), "1h": Kept(3_600.0, "1h")})
+BEGIN = StartAnalytics(10, {"5m": ClassTerms(300.0, "5m"), "1h": ClassTerms(3_600.0, "1h")})
 CARD = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 1_250})
 AT_ONCE = RestartPolicy((0.001,))
 READS_NOTHING = (sys.executable, "-c", "import time; time.sleep(600)")

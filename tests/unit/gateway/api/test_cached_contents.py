@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gateway.retention_classes import CacheProfile
-from tenancy.accounts.cached_contents import resource_token_seconds
+from tenancy.accounts.cached_contents import cached_content_token_seconds
 from tenancy.accounts.tenants import change_tenant
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatedRunner, GatewayFixture
 
@@ -427,8 +427,8 @@ async def test_storage_is_tokens_times_seconds_to_the_end(gateway: GatewayFixtur
         "select tenant_id, created_ms, tokens from cached_contents"
     )[0]
 
-    whole = resource_token_seconds(gateway.store, tenant_id, 0, start + 10**9)
-    part = resource_token_seconds(gateway.store, tenant_id, start + 40_000, start + 60_000)
+    whole = cached_content_token_seconds(gateway.store, tenant_id, 0, start + 10**9)
+    part = cached_content_token_seconds(gateway.store, tenant_id, start + 40_000, start + 60_000)
 
     assert tokens == resource["usageMetadata"]["totalTokenCount"]
     assert whole == 100 * tokens

@@ -18,7 +18,7 @@ from tenancy.accounts.declared_keys import KeyChange
 from tenancy.accounts.declared_tenants import TenantChange
 from tenancy.accounts.keys import digest_of
 from tenancy.accounts.shared_scopes import ScopeChange
-from tenancy.accounts.tenants import find_registered, list_tenants
+from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tests.unit.gateway.admin_client import Admin
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -60,7 +60,7 @@ async def test_declared_tenants_are_made_so_without_a_restart(reloader: Reloader
         (TenantChange("ada", "adopted"), TenantChange("eve", "created")), ()
     )
     assert identity.limits.requests_per_minute == 60
-    assert find_registered(gateway.store, "eve").tenant.tier == "gold"
+    assert find_tenant_record(gateway.store, "eve").tenant.tier == "gold"
     assert [line["what"] for line in gateway.lines if line["event"] == "tenant_declared"] == [
         "adopted",
         "created",
@@ -116,7 +116,7 @@ async def test_a_file_without_tenants_says_nothing_of_them(reloader: Reloader) -
     await reloader(ADA)
     found = await reloader("[log]\nrequests = true\n")
     told = [line for line in reloader.gateway.lines if line["event"] == "tenants_left"]
-    status = find_registered(reloader.gateway.store, "ada").tenant.status
+    status = find_tenant_record(reloader.gateway.store, "ada").tenant.status
     none = await reloader("tenants = []\n")
 
     assert (found.tenants, found.left, status) == ((), ("ada",), "active")

@@ -14,7 +14,7 @@ from engine.errors import EngineUnavailable
 from gateway.background.erasure import ErasureTarget, entries_of, erase, holdings
 from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.errors import Refusal
-from tenancy.accounts.erasure_receipts import digest_of, list_receipts
+from tenancy.accounts.erasure_receipts import digest_namespaces, list_receipts
 from tenancy.types import CachePolicy, Identity, Tenant
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -70,7 +70,7 @@ async def test_an_erasure_leaves_a_receipt(gateway: GatewayFixture) -> None:
     receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7, "default"))
 
     assert (receipt.tenant_id, receipt.key_id, receipt.what) == (1, 7, "workspace default")
-    assert (receipt.namespaces, receipt.namespace_digest) == (1, digest_of(names))
+    assert (receipt.namespaces, receipt.namespace_digest) == (1, digest_namespaces(names))
     assert receipt.blocks == stats.cached_blocks
     assert list_receipts(gateway.store, 1) == [receipt]
     assert [line["receipt"] for line in gateway.lines if line["event"] == "cache_erased"] == [

@@ -18,7 +18,7 @@ from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounting.focus_export import cost_rows
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.transactions import StorageReading
-from tenancy.pricing.charges import RateCard, dollars
+from tenancy.pricing.charges import RateCard, format_dollars
 from tenancy.pricing.rate_cards import add_card
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -174,7 +174,7 @@ async def test_what_is_held_for_an_hour_is_charged_as_such(gateway: GatewayFixtu
     _, usage, _ = await gateway.ask("/v1/usage", method="GET")
     row_told = next(one for one in usage["storage"] if one["class"] == "1h")
     assert row_told["token_seconds"] == tokens * 3_600
-    assert row_told["charge_usd"] == dollars(tokens * 20_000)
+    assert row_told["charge_usd"] == format_dollars(tokens * 20_000)
 
 
 @pytest.mark.parametrize("part", ["store", "ledger"])

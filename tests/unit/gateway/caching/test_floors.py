@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.caching.floors import guaranteed_blocks
-from tenancy.accounts.tenants import change_tenant, floors_max, list_registered
+from tenancy.accounts.tenants import change_tenant, read_floor_blocks_max, list_tenant_records
 from tests.unit.gateway.admin_client import Admin
 from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, GatewayFixture
 
@@ -61,7 +61,7 @@ async def test_one_of_two_concurrent_floors_is_refused(gateway: GatewayFixture) 
     admin = Admin(gateway)
     asked = [admin.ask("PATCH", one, {"floor_blocks": HALF - 9}) for one in (ADA, BOB)]
     answers = await asyncio.gather(*asked)
-    floors = [one.policy.floor_blocks for one in list_registered(gateway.store)]
+    floors = [one.policy.floor_blocks for one in list_tenant_records(gateway.store)]
 
     assert sorted(status for status, _ in answers) == [200, 400]
     assert sorted(floors) == [0, HALF - 9]
@@ -82,11 +82,11 @@ async def test_reports_floors_written_elsewhere(gateway: GatewayFixture) -> None
     gone = await admin.ask("PATCH", ADA, {"floor_blocks": 0, "status": "suspended"})
     second = await cut_at(gateway, BLOCKS)
     async with asyncio.timeout(PATIENCE_S):
-        while floors_max(gateway.store) is None:
+        while read_floor_blocks_max(gateway.store) is None:
             await gateway.ask(body=gateway.chat(), who="bob")
 
     assert first["floor_blocks_max"] == second["floor_blocks_max"] == HALF
-    assert floors_max(gateway.store) == HALF
+    assert read_floor_blocks_max(gateway.store) == HALF
     kept = {one["name"]: one["floor_blocks_kept"] for one in listed["tenants"]}
     assert kept == {"ada": 3 * BLOCKS // 8, "bob": BLOCKS // 8}
     assert overview["engine"]["floor_blocks_asked"] == 4 * BLOCKS

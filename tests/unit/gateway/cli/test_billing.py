@@ -14,7 +14,7 @@ from gateway.__main__ import main
 from gateway.cli import database as commands_database
 from gateway.ledger.metering import wall_ms
 from tenancy.ledger.ledger import EngineTotals, Ledger
-from tenancy.pricing.budget_watch import LOOK_S
+from tenancy.pricing.budget_watch import REFRESH_S
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
@@ -179,7 +179,7 @@ def test_a_server_knows_of_a_budget_before_it_is_said_to_be_set(
     run("budget", "ada", "--hard", "1")
     run("budget", "ada")
 
-    assert waits == ([LOOK_S] if database == "books.db" else [])
+    assert waits == ([REFRESH_S] if database == "books.db" else [])
 
 
 @pytest.mark.parametrize(

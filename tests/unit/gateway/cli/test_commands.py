@@ -17,7 +17,7 @@ from gateway.__main__ import main
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
-from tenancy.accounts.tenants import note_floors_max
+from tenancy.accounts.tenants import write_floor_blocks_max
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import StorageReading
 from tenancy.storage.sqlite import SqliteStore
@@ -125,8 +125,8 @@ def test_a_floor_that_is_not_kept_is_said_where_it_is_set_and_listed(run: Run, d
     """The command line knows no pool but that of the engine that was started last."""
     _, unknown, _ = run("tenant", "create", "ada", "--floor", "300")
     store = SqliteStore(data / "trunkline.db")
-    note_floors_max(store, 200)
-    note_floors_max(store, 100)
+    write_floor_blocks_max(store, 200)
+    write_floor_blocks_max(store, 100)
     store.close()
     _, made, _ = run("tenant", "create", "bob", "--floor", "100")
     _, text, _ = run("tenant", "list")

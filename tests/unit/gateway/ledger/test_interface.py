@@ -13,8 +13,8 @@ from msgspec import structs
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.interface import InProcessLedger, LedgerClient
 from tenancy.accounts.tenants import create_tenant
-from tenancy.errors import BudgetExceeded, LedgerUnavailable, NameInUse, TenancyError
-from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer, find
+from tenancy.errors import BudgetExceeded, IdempotencyConflict, LedgerUnavailable, TenancyError
+from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse, find
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import EngineTotals, Hold, NamedEntry, StorageReading
@@ -132,7 +132,7 @@ async def test_refusals_arrive_with_all_that_they_say(books: Books) -> None:
     named = await books.error(hold("b", claim))
     dear = await books.error(hold("c", output=20))
 
-    assert (type(named), named.code) == (NameInUse, "idempotency_in_flight")
+    assert (type(named), named.code) == (IdempotencyConflict, "idempotency_in_flight")
     assert isinstance(dear, BudgetExceeded)
     assert (dear.scope, dear.window, dear.hard_pico) == ("tenant", "day", 50 * 10**6)
     assert (dear.spent_pico, dear.reserved_pico) == (0, 40 * 10**6)
@@ -143,9 +143,9 @@ async def test_refusals_arrive_with_all_that_they_say(books: Books) -> None:
 async def test_an_answer_is_kept_whatever_its_size(books: Books) -> None:
     """Byte for byte; it takes many turns of a socket."""
     body = bytes(range(256)) * 20_000
-    claim, answer = Claim("n", bytes(32), 10), KeptAnswer("{}", body)
+    claim, answer = Claim("n", bytes(32), 10), StoredResponse("{}", body)
     await books.door.write(hold("a", claim))
-    await books.door.write(NamedEntry(used("a", 10), Keeping(10**15, 10**9, answer)))
+    await books.door.write(NamedEntry(used("a", 10), ReplayRecord(10**15, 10**9, answer)))
 
     assert find(books.store, 1, claim, 11) == answer
 

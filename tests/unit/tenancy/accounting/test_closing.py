@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days, list_closes
 from tenancy.accounts.tenants import create_tenant
-from tenancy.errors import BooksClosed, ConstraintBroken, LedgerUnavailable
+from tenancy.errors import CloseRefused, ConstraintBroken, LedgerUnavailable
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import EngineTotals, Hold, Ledger
 from tenancy.ledger.transactions import StorageReading
@@ -44,7 +44,7 @@ def done(future: Future[None]) -> None:
 
 
 def code_of(store: Store, wall: Wall, through: str | None = None) -> str:
-    with pytest.raises(BooksClosed) as caught:
+    with pytest.raises(CloseRefused) as caught:
         close_days(store, wall, through)
     return caught.value.code
 

@@ -28,7 +28,7 @@ from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry, instant
+from tenancy.types import UsageEntry, format_utc
 from tests.unit.tenancy.conftest import Wall
 
 COUNT = 9
@@ -217,4 +217,4 @@ def test_components_make_up_all_tokens() -> None:
 
 def test_instants_are_iso_to_the_millisecond() -> None:
     """In UTC."""
-    assert instant(1_700_000_000_007) == "2023-11-14T22:13:20.007Z"
+    assert format_utc(1_700_000_000_007) == "2023-11-14T22:13:20.007Z"

@@ -20,7 +20,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import StorageReading
-from tenancy.pricing.charges import RateCard, dollars, storage_charge
+from tenancy.pricing.charges import RateCard, format_dollars, storage_charge
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
@@ -190,12 +190,12 @@ def test_a_row_is_an_hour_of_a_key_and_a_component(store: Store) -> None:
 @given(st.integers(-(10**20), 10**20))
 def test_dollars_are_exact(pico: int) -> None:
     """Twelve decimals, below zero too."""
-    assert Decimal(dollars(pico)) == Decimal(pico).scaleb(-12)
+    assert Decimal(format_dollars(pico)) == Decimal(pico).scaleb(-12)
 
 
 def test_an_amount_reads_as_dollars() -> None:
     """With its sign before it."""
-    assert [dollars(pico) for pico in (0, 1, -1_500_000_000_000, 10**12)] == [
+    assert [format_dollars(pico) for pico in (0, 1, -1_500_000_000_000, 10**12)] == [
         "0.000000000000",
         "0.000000000001",
         "-1.500000000000",

@@ -15,16 +15,20 @@ from tenancy.accounting.closing import close_days
 from tenancy.accounting.move_to_postgres import COUNTED, TABLES, Stage, move
 from tenancy.accounting.usage import usage
 from tenancy.accounts.authentication import KeyAuthenticator
-from tenancy.accounts.cached_contents import Resource, ResourceQuota, create_resource
+from tenancy.accounts.cached_contents import (
+    CachedContentQuota,
+    CachedContentRecord,
+    create_cached_content,
+)
 from tenancy.accounts.deletion import delete_tenant
-from tenancy.accounts.erasure_receipts import Receipt, record
+from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
 from tenancy.accounts.keys import create_admin_key, create_key, rotate_key
 from tenancy.accounts.shared_scopes import ScopeTerms, set_scope
-from tenancy.accounts.tenants import create_tenant, note_floors_max
+from tenancy.accounts.tenants import create_tenant, write_floor_blocks_max
 from tenancy.errors import StoreError
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.epochs import begin_ledger_epoch, list_ledger_epochs
-from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading
@@ -58,11 +62,14 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         add_card(store, wall, RateCard("std", input=1_000_000, cache_read=7, cache_write={"1h": 9}))
         set_budget(store, Budget(1, "day", hard_micros=10**9))
         set_scope(store, wall, ScopeTerms(name="ours", owner="ada", members=("bob",)))
-        create_resource(
-            store, Resource("c", 1, "lab", "m", "n", 10, 1, 1, 10**15), b"\0\xff", ResourceQuota()
+        create_cached_content(
+            store,
+            CachedContentRecord("c", 1, "lab", "m", "n", 10, 1, 1, 10**15),
+            b"\0\xff",
+            CachedContentQuota(),
         )
-        note_floors_max(store, 99)
-        record(store, Receipt("receipt", 1, 1, 1, "all", 2, "digest", 3))
+        write_floor_blocks_max(store, 99)
+        write_receipt(store, ErasureReceipt("receipt", 1, 1, 1, "all", 2, "digest", 3))
         ledger = Ledger(store, wall)
         for number in range(5):
             ledger.settle(used(f"1-{number}", wall())).result(PATIENCE_S)
@@ -73,7 +80,7 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         with store.change() as db:
             begin_ledger_epoch(db, wall(), "marked")
         ledger.hold(Hold("n", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(PATIENCE_S)
-        kept = Keeping(10**15, 10**6, KeptAnswer("head", b"\0body"))
+        kept = ReplayRecord(10**15, 10**6, StoredResponse("head", b"\0body"))
         ledger.settle(NamedEntry(used("n", wall()), kept)).result(PATIENCE_S)
         ledger.write(StorageReading(1, "5m", 7, wall())).result(PATIENCE_S)
         totals = EngineTotals("e1", wall(), 10, 0, 1, 10, 0, 1, is_ended=True)
@@ -154,8 +161,8 @@ def test_all_that_a_row_can_hold_is_moved(
         create_tenant(file, wall, f"t{number}", CachePolicy(weight=weight))
     for number in range(3):
         content, owner = bytes(range(256)) * number, f"c{number}"
-        given = Resource(owner, 2, SIGNS, "m", "n", 10, 1, 1, 10**15)
-        create_resource(file, given, content, ResourceQuota())
+        given = CachedContentRecord(owner, 2, SIGNS, "m", "n", 10, 1, 1, 10**15)
+        create_cached_content(file, given, content, CachedContentQuota())
     with file.change() as db:
         rows = [(1, hour * 3_600_000, 9, "m") for hour in range(4_001)]
         db.execute_many(

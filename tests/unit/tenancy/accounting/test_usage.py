@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.accounting.usage import By, UsageTotal, entries_of, span_of, usage
+from tenancy.accounting.usage import UsageGroup, UsageTotal, entries_of, span_of, usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
@@ -23,7 +23,7 @@ from tests.unit.tenancy.storage.postgres_server import Server
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 ENTRIES = 60
-BYS: list[By] = ["key", "model", "hour", "day"]
+BYS: list[UsageGroup] = ["key", "model", "hour", "day"]
 
 
 def entry(number: int) -> UsageEntry:

@@ -8,17 +8,17 @@ import pytest
 from msgspec.structs import replace
 
 from tenancy.accounts.cached_contents import (
-    Resource,
-    ResourceQuota,
-    create_resource,
-    end_resource,
-    end_resources,
-    find_resource,
-    keeps_content,
-    list_resources,
-    resource_token_seconds,
+    CachedContentQuota,
+    CachedContentRecord,
+    cached_content_token_seconds,
+    create_cached_content,
+    end_cached_content,
+    end_cached_contents,
+    find_cached_content,
+    has_cached_content,
+    list_cached_contents,
     set_expiry,
-    sweep_resources,
+    sweep_cached_contents,
 )
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.tenants import create_tenant
@@ -26,8 +26,8 @@ from tenancy.errors import BadName
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore
 
-QUOTA = ResourceQuota(3, 100)
-ONE = Resource("a", 1, "default", "m", "", 10, 1_000, 1_000, 61_000)
+QUOTA = CachedContentQuota(3, 100)
+ONE = CachedContentRecord("a", 1, "default", "m", "", 10, 1_000, 1_000, 61_000)
 
 
 @pytest.fixture
@@ -40,58 +40,60 @@ def store(tmp_path: Path) -> Store:
 
 def test_it_is_its_owners_alone_and_ends_by_itself(store: Store) -> None:
     """By tenant and workspace; at its time it is gone."""
-    create_resource(store, ONE, b"words", QUOTA)
+    create_cached_content(store, ONE, b"words", QUOTA)
 
-    assert find_resource(store, 1, "default", "a", 60_999) == (ONE, b"words")
-    assert find_resource(store, 1, "default", "a", 61_000) is None
-    assert find_resource(store, 2, "default", "a", 2_000) is None
-    assert find_resource(store, 1, "other", "a", 2_000) is None
+    assert find_cached_content(store, 1, "default", "a", 60_999) == (ONE, b"words")
+    assert find_cached_content(store, 1, "default", "a", 61_000) is None
+    assert find_cached_content(store, 2, "default", "a", 2_000) is None
+    assert find_cached_content(store, 1, "other", "a", 2_000) is None
 
 
 def test_of_a_tenant_that_was_deleted_meanwhile_nothing_is_kept(store: Store) -> None:
     """Reading a long content takes a while: what let it in had looked before."""
-    create_resource(store, ONE, b"words", QUOTA)
+    create_cached_content(store, ONE, b"words", QUOTA)
     delete_tenant(store, lambda: 2_000, "ada")
 
     with pytest.raises(BadName, match="deleted tenant"):
-        create_resource(store, replace(ONE, resource_id="b"), b"words", QUOTA)
+        create_cached_content(store, replace(ONE, resource_id="b"), b"words", QUOTA)
     assert store.query("select count(content) from cached_contents") == [(0,)]
 
 
 def test_nobody_keeps_more_than_the_quota(store: Store) -> None:
     """Counted over what is live: by number, and by bytes."""
     for name in "abc":
-        create_resource(store, replace(ONE, resource_id=name), b"x" * 10, QUOTA)
+        create_cached_content(store, replace(ONE, resource_id=name), b"x" * 10, QUOTA)
 
     with pytest.raises(BadName, match="3 cached contents"):
-        create_resource(store, replace(ONE, resource_id="d"), b"", QUOTA)
+        create_cached_content(store, replace(ONE, resource_id="d"), b"", QUOTA)
     with pytest.raises(BadName, match="kept already"):
-        create_resource(store, replace(ONE, tenant_id=2, resource_id="e"), b"x" * 101, QUOTA)
+        create_cached_content(store, replace(ONE, tenant_id=2, resource_id="e"), b"x" * 101, QUOTA)
     later = replace(ONE, resource_id="f", created_ms=61_000, expires_ms=62_000)
-    create_resource(store, later, b"x", QUOTA)
+    create_cached_content(store, later, b"x", QUOTA)
 
-    assert [one.resource_id for one in list_resources(store, 1, "default", 61_000, "", 9)] == ["f"]
+    assert [
+        one.resource_id for one in list_cached_contents(store, 1, "default", 61_000, "", 9)
+    ] == ["f"]
 
 
 def test_what_has_ended_loses_its_content_and_keeps_its_bill(store: Store) -> None:
     """Deleted or expired: the words go, the token-seconds stay."""
-    create_resource(store, ONE, b"words", QUOTA)
-    create_resource(store, replace(ONE, resource_id="b"), b"words", QUOTA)
-    is_ended = end_resource(store, 1, "default", "a", 31_000)
-    swept = sweep_resources(store, 61_000)
+    create_cached_content(store, ONE, b"words", QUOTA)
+    create_cached_content(store, replace(ONE, resource_id="b"), b"words", QUOTA)
+    is_ended = end_cached_content(store, 1, "default", "a", 31_000)
+    swept = sweep_cached_contents(store, 61_000)
 
     assert (is_ended, swept) == (True, 1)
     assert store.query("select count(content) from cached_contents") == [(0,)]
-    assert resource_token_seconds(store, 1, 0, 10**6) == 10 * 30 + 10 * 60
-    assert not end_resource(store, 1, "default", "a", 32_000)
+    assert cached_content_token_seconds(store, 1, 0, 10**6) == 10 * 30 + 10 * 60
+    assert not end_cached_content(store, 1, "default", "a", 32_000)
 
 
 def test_its_time_can_be_moved_while_it_lives(store: Store) -> None:
     """Later or sooner; not once it is over."""
-    create_resource(store, ONE, b"words", QUOTA)
+    create_cached_content(store, ONE, b"words", QUOTA)
 
     assert set_expiry(store, 1, "default", "a", 90_000, 2_000)
-    assert find_resource(store, 1, "default", "a", 89_999) is not None
+    assert find_cached_content(store, 1, "default", "a", 89_999) is not None
     assert not set_expiry(store, 1, "default", "a", 99_000, 90_000)
     assert not set_expiry(store, 2, "default", "a", 99_000, 3_000)
 
@@ -99,10 +101,10 @@ def test_its_time_can_be_moved_while_it_lives(store: Store) -> None:
 def test_pages_follow_one_another(store: Store) -> None:
     """Each resource once, in the order of ids."""
     for name in "cab":
-        create_resource(store, replace(ONE, resource_id=name), b"x", QUOTA)
+        create_cached_content(store, replace(ONE, resource_id=name), b"x", QUOTA)
 
-    first = list_resources(store, 1, "default", 2_000, "", 2)
-    second = list_resources(store, 1, "default", 2_000, first[-1].resource_id, 2)
+    first = list_cached_contents(store, 1, "default", 2_000, "", 2)
+    second = list_cached_contents(store, 1, "default", 2_000, first[-1].resource_id, 2)
 
     assert [one.resource_id for one in (*first, *second)] == ["a", "b", "c"]
 
@@ -116,26 +118,26 @@ def test_all_of_a_tenant_or_of_its_workspace_end_at_once(
     """An erased cache keeps no words; nobody else's end, and what was kept is still billed."""
     for name, tenant_id, where in (("a", 1, "default"), ("b", 1, "default"), ("c", 1, "lab")):
         made = replace(ONE, resource_id=name, tenant_id=tenant_id, workspace=where)
-        create_resource(store, made, b"words", QUOTA)
-    create_resource(store, replace(ONE, resource_id="d", tenant_id=2), b"words", QUOTA)
-    ended = end_resources(store, 1, workspace, 31_000)
+        create_cached_content(store, made, b"words", QUOTA)
+    create_cached_content(store, replace(ONE, resource_id="d", tenant_id=2), b"words", QUOTA)
+    ended = end_cached_contents(store, 1, workspace, 31_000)
     rows = store.query("select resource_id from cached_contents where content is not null")
 
     assert ended == 4 - len(left)
     assert sorted(row[0] for row in rows) == left
-    assert resource_token_seconds(store, 1, 0, 31_000) == 900
+    assert cached_content_token_seconds(store, 1, 0, 31_000) == 900
 
 
 def test_the_same_content_may_be_kept_twice(store: Store) -> None:
     """Whoever ends one has to know whether the other still needs what was computed."""
-    create_resource(store, ONE, b"words", QUOTA)
-    create_resource(store, replace(ONE, resource_id="b"), b"words", QUOTA)
-    create_resource(store, replace(ONE, resource_id="c", workspace="other"), b"words", QUOTA)
+    create_cached_content(store, ONE, b"words", QUOTA)
+    create_cached_content(store, replace(ONE, resource_id="b"), b"words", QUOTA)
+    create_cached_content(store, replace(ONE, resource_id="c", workspace="other"), b"words", QUOTA)
     kept = []
     for name in "ab":
-        end_resource(store, 1, "default", name, 2_000)
-        kept.append(keeps_content(store, 1, "default", b"words", 2_000))
+        end_cached_content(store, 1, "default", name, 2_000)
+        kept.append(has_cached_content(store, 1, "default", b"words", 2_000))
 
     assert kept == [True, False]
-    assert keeps_content(store, 1, "other", b"words", 2_000)
-    assert not keeps_content(store, 1, "other", b"words", ONE.expires_ms)
+    assert has_cached_content(store, 1, "other", b"words", 2_000)
+    assert not has_cached_content(store, 1, "other", b"words", ONE.expires_ms)

@@ -11,8 +11,8 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.tenants import (
     change_tenant,
     create_tenant,
-    find_registered,
-    list_registered,
+    find_tenant_record,
+    list_tenant_records,
     set_status,
 )
 from tenancy.errors import BadName
@@ -33,7 +33,7 @@ def told(store: Store, wall: Wall, declared: Sequence[DeclaredTenant]) -> list[t
 def test_what_is_declared_is_made(store: Store, wall: Wall) -> None:
     """All that is set of it, and what is not said has its default."""
     changes = reconcile(store, wall, [BOB, ADA])
-    ada, bob = list_registered(store)
+    ada, bob = list_tenant_records(store)
 
     assert changes == [TenantChange("ada", "created"), TenantChange("bob", "created")]
     assert (ada.tenant.tier, ada.tenant.is_declared, ada.policy.weight) == ("gold", True, 2)
@@ -55,7 +55,7 @@ def test_a_changed_declaration_changes_all_of_it(store: Store, wall: Wall) -> No
     reconcile(store, wall, [ADA])
 
     assert told(store, wall, [DeclaredTenant(name="ada", priority=1)]) == [("ada", "changed")]
-    found = find_registered(store, "ada")
+    found = find_tenant_record(store, "ada")
     assert (found.tenant.tier, found.policy) == ("standard", CachePolicy(priority=1))
     assert found.limits == Limits()
 
@@ -65,7 +65,7 @@ def test_what_is_declared_no_longer_is_suspended_and_kept(store: Store, wall: Wa
     reconcile(store, wall, [ADA, BOB])
 
     assert told(store, wall, [BOB]) == [("ada", "suspended")]
-    found = find_registered(store, "ada")
+    found = find_tenant_record(store, "ada")
     assert (found.tenant.status, found.tenant.is_declared) == ("suspended", False)
     assert found.policy.weight == 2
     assert told(store, wall, [BOB]) == []
@@ -74,11 +74,11 @@ def test_what_is_declared_no_longer_is_suspended_and_kept(store: Store, wall: Wa
 def test_what_is_declared_again_works_again(store: Store, wall: Wall) -> None:
     """A line taken out by mistake and put back is as it was."""
     reconcile(store, wall, [ADA])
-    before = find_registered(store, "ada")
+    before = find_tenant_record(store, "ada")
     reconcile(store, wall, [])
 
     assert told(store, wall, [ADA]) == [("ada", "adopted")]
-    assert find_registered(store, "ada") == before
+    assert find_tenant_record(store, "ada") == before
 
 
 def test_a_tenant_made_by_hand_is_left_alone_or_adopted(store: Store, wall: Wall) -> None:
@@ -87,8 +87,8 @@ def test_a_tenant_made_by_hand_is_left_alone_or_adopted(store: Store, wall: Wall
     create_tenant(store, wall, "eve")
 
     assert told(store, wall, [ADA]) == [("ada", "adopted")]
-    assert find_registered(store, "ada").policy.weight == 2
-    assert find_registered(store, "eve").tenant.status == "active"
+    assert find_tenant_record(store, "ada").policy.weight == 2
+    assert find_tenant_record(store, "eve").tenant.status == "active"
 
 
 def test_a_reload_does_not_resume_what_an_operator_suspended(store: Store, wall: Wall) -> None:
@@ -98,7 +98,7 @@ def test_a_reload_does_not_resume_what_an_operator_suspended(store: Store, wall:
 
     assert told(store, wall, [ADA]) == []
     assert told(store, wall, [DeclaredTenant(name="ada")]) == [("ada", "changed")]
-    assert find_registered(store, "ada").tenant.status == "suspended"
+    assert find_tenant_record(store, "ada").tenant.status == "suspended"
 
 
 def test_a_declared_tenant_is_changed_in_the_file_only(store: Store, wall: Wall) -> None:
@@ -127,8 +127,8 @@ def test_what_cannot_be_changes_nothing(
 ) -> None:
     """A file with one mistake in it is not half applied."""
     reconcile(store, wall, [ADA])
-    before = list_registered(store)
+    before = list_tenant_records(store)
 
     with pytest.raises(BadName, match=what):
         reconcile(store, wall, wrong)
-    assert list_registered(store) == before
+    assert list_tenant_records(store) == before

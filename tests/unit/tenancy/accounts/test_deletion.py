@@ -7,20 +7,24 @@ from msgspec.structs import replace
 
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.authentication import KeyAuthenticator
-from tenancy.accounts.cached_contents import Resource, ResourceQuota, create_resource
+from tenancy.accounts.cached_contents import (
+    CachedContentQuota,
+    CachedContentRecord,
+    create_cached_content,
+)
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
-from tenancy.accounts.deletion import delete_tenant, deleted_among
+from tenancy.accounts.deletion import delete_tenant, filter_deleted
 from tenancy.accounts.keys import create_key, list_keys, rotate_key
 from tenancy.accounts.shared_scopes import ScopeTerms, reconcile_scopes
 from tenancy.accounts.tenants import (
     change_tenant,
     create_tenant,
-    find_registered,
+    find_tenant_record,
     list_tenants,
     set_status,
 )
 from tenancy.errors import BadName, KeyRefused
-from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import NamedEntry
 from tenancy.pricing.budgets import Budget, set_budget
@@ -29,7 +33,7 @@ from tenancy.types import TenantSettings, UsageEntry
 from tests.unit.tenancy.conftest import Wall
 
 ENTRY = UsageEntry("r", 1, 1, "m", "done", 1, 2, 4, 0, 0, 4, 3, 0)
-CONTENT = Resource("c", 1, "lab", "m", "my secret plans", 10, 1, 1, 10**15)
+CONTENT = CachedContentRecord("c", 1, "lab", "m", "my secret plans", 10, 1, 1, 10**15)
 
 
 def furnish(store: Store, wall: Wall) -> str:
@@ -41,10 +45,10 @@ def furnish(store: Store, wall: Wall) -> str:
     set_budget(store, Budget(1, "day", hard_micros=10**9))
     ledger = Ledger(store, wall)
     ledger.hold(Hold("r", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(20)
-    keeping = Keeping(10**15, 10**6, KeptAnswer("head", b"what ada was told"))
+    keeping = ReplayRecord(10**15, 10**6, StoredResponse("head", b"what ada was told"))
     ledger.settle(NamedEntry(ENTRY, keeping)).result(20)
     ledger.close()
-    create_resource(store, CONTENT, b"ada's words", ResourceQuota())
+    create_cached_content(store, CONTENT, b"ada's words", CachedContentQuota())
     return key
 
 
@@ -80,7 +84,7 @@ def test_money_rows_stay_under_a_pseudonym(store: Store, wall: Wall) -> None:
     assert store.query("select count(*) from named_requests") == [(0,)]
     assert store.query("select count(*) from cached_contents where content is not null") == [(0,)]
     assert store.query("select count(*) from budgets") == [(0,)]
-    assert find_registered(store, "deleted-1").settings == TenantSettings(tier="gold")
+    assert find_tenant_record(store, "deleted-1").settings == TenantSettings(tier="gold")
     with pytest.raises(KeyRefused):
         KeyAuthenticator(store, wall, lambda: 0.0).authenticate(key)
 
@@ -92,7 +96,7 @@ def test_its_name_is_free_and_its_pseudonym_is_nobodys(store: Store, wall: Wall)
     again = create_tenant(store, wall, "ada")
 
     assert again.tenant_id == 2
-    assert deleted_among(store, {1, 2, 3}) == {1}
+    assert filter_deleted(store, {1, 2, 3}) == {1}
     for attempt in (
         lambda: set_status(store, "deleted-1", "active"),
         lambda: change_tenant(store, "deleted-1", {"weight": 3}),

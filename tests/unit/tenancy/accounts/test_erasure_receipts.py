@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from tenancy.accounts.erasure_receipts import Receipt, digest_of, list_receipts, record
+from tenancy.accounts.erasure_receipts import (
+    ErasureReceipt,
+    digest_namespaces,
+    list_receipts,
+    write_receipt,
+)
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, StoreError
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
 
-def receipt(number: int, tenant_id: int, at_ms: int = 0) -> Receipt:
-    return Receipt(f"r{number}", tenant_id, 1, at_ms, "all", 2, digest_of([b"a", b"b"]), 17)
+def receipt(number: int, tenant_id: int, at_ms: int = 0) -> ErasureReceipt:
+    return ErasureReceipt(
+        f"r{number}", tenant_id, 1, at_ms, "all", 2, digest_namespaces([b"a", b"b"]), 17
+    )
 
 
 def test_a_tenant_finds_its_own_receipts_newest_first(store: Store, wall: Wall) -> None:
@@ -20,7 +27,7 @@ def test_a_tenant_finds_its_own_receipts_newest_first(store: Store, wall: Wall) 
     ada = create_tenant(store, wall, "ada").tenant_id
     bob = create_tenant(store, wall, "bob").tenant_id
     for number, tenant_id in enumerate([ada, bob, ada]):
-        record(store, receipt(number, tenant_id, number))
+        write_receipt(store, receipt(number, tenant_id, number))
 
     assert [one.receipt_id for one in list_receipts(store, ada)] == ["r2", "r0"]
     assert list_receipts(store, bob) == [receipt(1, bob, 1)]
@@ -29,16 +36,16 @@ def test_a_tenant_finds_its_own_receipts_newest_first(store: Store, wall: Wall) 
 
 def test_a_digest_tells_sets_of_namespaces_apart(store: Store) -> None:
     """The same for the same set in any order; another for any other, however it is cut."""
-    digests = [digest_of(names) for names in ([b"ab", b"c"], [b"a", b"bc"], [b"abc"], [])]
+    digests = [digest_namespaces(names) for names in ([b"ab", b"c"], [b"a", b"bc"], [b"abc"], [])]
 
-    assert digest_of([b"c", b"ab"]) == digests[0]
+    assert digest_namespaces([b"c", b"ab"]) == digests[0]
     assert len(set(digests)) == 4
 
 
 def test_a_receipt_is_of_a_tenant_that_exists(store: Store) -> None:
     """And the tenant stays for as long as there is one."""
     with pytest.raises(StoreError):
-        record(store, receipt(1, 99))
+        write_receipt(store, receipt(1, 99))
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1_001])

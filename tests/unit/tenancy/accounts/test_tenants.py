@@ -30,9 +30,9 @@ from tenancy.accounts.tenants import (
     bootstrap_admin,
     change_tenant,
     create_tenant,
-    find_registered,
     find_tenant,
-    list_registered,
+    find_tenant_record,
+    list_tenant_records,
     list_tenants,
     set_status,
 )
@@ -139,7 +139,8 @@ def test_an_unchanged_registry_is_not_read_again(
             " values ('a', 1, 1, 'm', 0)"
         )
     monkeypatch.setattr(
-        "tenancy.accounts.authentication.list_registered", lambda store: pytest.fail("read again")
+        "tenancy.accounts.authentication.list_tenant_records",
+        lambda store: pytest.fail("read again"),
     )
 
     assert server.answer() == "ada"
@@ -150,10 +151,10 @@ def test_only_what_changed_is_read_again(
 ) -> None:
     """Among a hundred thousand keys a new one must not stop everybody for half a second."""
     monkeypatch.setattr(
-        "tenancy.accounts.authentication.list_registered", lambda store: pytest.fail("all read")
+        "tenancy.accounts.authentication.list_tenant_records", lambda store: pytest.fail("all read")
     )
     monkeypatch.setattr(
-        "tenancy.accounts.tenants.list_registered", lambda store: pytest.fail("all read")
+        "tenancy.accounts.tenants.list_tenant_records", lambda store: pytest.fail("all read")
     )
     key = create_key(other, wall, create_tenant(other, wall, "bob").tenant_id)
     answers = [server.answer(key), server.answer()]
@@ -403,7 +404,7 @@ def test_changes_made_at_once_do_not_undo_each_other(store: Store, wall: Wall) -
             lambda change: change_tenant(store, "ada", change),
             [{"weight": 2.0}, {"priority": 3}, {"tier": "gold"}, {"tokens_per_minute": 4}],
         )
-    found = find_registered(store, "ada").settings
+    found = find_tenant_record(store, "ada").settings
 
     assert (found.weight, found.priority) == (2.0, 3)
     assert (found.tier, found.tokens_per_minute) == ("gold", 4)
@@ -432,7 +433,7 @@ def test_a_change_that_cannot_be_says_what_came_and_changes_nothing(
 
     with pytest.raises(BadName, match=what):
         change_tenant(store, "ada", {"weight": 2, **changes})
-    assert find_registered(store, "ada").settings == TenantSettings()
+    assert find_tenant_record(store, "ada").settings == TenantSettings()
 
 
 def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> None:
@@ -484,5 +485,5 @@ def test_a_check_that_fails_changes_nothing(store: Store, wall: Wall) -> None:
     with pytest.raises(KeyError, match="ada"):
         create_tenant(store, wall, "bob", CachePolicy(floor_blocks=5), check=refuse)
 
-    (left,) = list_registered(store)
+    (left,) = list_tenant_records(store)
     assert (left.policy.floor_blocks, left.tenant.status) == (3, "active")

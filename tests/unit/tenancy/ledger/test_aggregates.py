@@ -9,9 +9,9 @@ from msgspec import structs
 
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
-from tenancy.accounting.usage import By, usage
+from tenancy.accounting.usage import UsageGroup, usage
 from tenancy.accounts.tenants import create_tenant
-from tenancy.ledger.aggregates import HOUR_MS, MOVED_AT_ONCE, move
+from tenancy.ledger.aggregates import FOLD_ROWS_MAX, HOUR_MS, fold_recent_sums
 from tenancy.ledger.transactions import EngineTotals, Item, LedgerTransactions
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget
@@ -21,7 +21,14 @@ from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall, used
 
-GROUPS: tuple[Sequence[By], ...] = ((), ("key",), ("model",), ("hour",), ("day",), ("day", "key"))
+GROUPS: tuple[Sequence[UsageGroup], ...] = (
+    (),
+    ("key",),
+    ("model",),
+    ("hour",),
+    ("day",),
+    ("day", "key"),
+)
 PLACES = ("usage_hours", "usage_days", "epoch_sums", "recent_sums")
 
 
@@ -63,7 +70,7 @@ def test_moving_sums_changes_no_answer(store: Store, wall: Wall) -> None:
             if items:
                 books.apply(db, items)
             else:
-                move(db)
+                fold_recent_sums(db)
         seen.append(answers(store))
     places = {place: len(store.query(f"select * from {place}")) for place in PLACES}
 
@@ -76,17 +83,17 @@ def test_moving_sums_changes_no_answer(store: Store, wall: Wall) -> None:
 def test_many_sums_are_moved_some_at_a_time(store: Store, wall: Wall) -> None:
     """Whoever has thousands of keys does not wait for all of them at once."""
     create_tenant(store, wall, "ada")
-    count = 2 * MOVED_AT_ONCE + 50
+    count = 2 * FOLD_ROWS_MAX + 50
     sent = [structs.replace(used(str(key), wall()), key_id=key) for key in range(count)]
     with store.change() as db:
         LedgerTransactions().apply(db, sent)
     left = []
     for _ in range(3):
         with store.change() as db:
-            has_more = move(db)
+            has_more = fold_recent_sums(db)
         left.append((has_more, store.query("select count(*) from recent_sums")[0][0]))
 
-    assert left == [(True, MOVED_AT_ONCE + 50), (True, 50), (False, 0)]
+    assert left == [(True, FOLD_ROWS_MAX + 50), (True, 50), (False, 0)]
     assert store.query("select count(*), sum(requests) from usage_days") == [(count, count)]
     assert check_books(store) == []
 

@@ -18,7 +18,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice
 from tenancy.ledger.adjustments import BREACH, Adjustment, adjust, credit_of
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.pricing.charges import PICO_PER_MICRO, BreachCredit, RateCard, price
+from tenancy.pricing.charges import PICO_PER_MICRO, BreachCredit, RateCard, itemize
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
@@ -205,7 +205,7 @@ def test_a_credit_is_exact(
         dollars = Fraction(sum(each[:lost]), 10**12)
     owed = credit_of(card, used)
 
-    charged = Fraction(price(card, used).pico, 10**12)
+    charged = Fraction(itemize(card, used).pico, 10**12)
     pico = 0 if owed is None else -owed.amount_pico
     assert Fraction(pico, 10**12) == min(dollars, charged)
 

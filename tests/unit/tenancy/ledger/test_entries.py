@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenancy.ledger.aggregates import HOUR_MS
-from tenancy.ledger.entries import ENTRY_FIELDS, chained, entry_row
+from tenancy.ledger.entries import ENTRY_FIELDS, entry_row, next_chain
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.hourly_usage import HOURS
 from tenancy.storage.interface import Store
@@ -17,12 +17,12 @@ def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
     rows = store.query(f"select {', '.join(ENTRY_FIELDS)}, chain from ledger order by entry_id")
     before = b""
     for *row, chain in rows:
-        before = chained(before, row)
+        before = next_chain(before, row)
         assert chain == before
 
     changed = [*rows[0][:-1]]
     changed[ENTRY_FIELDS.index("charge_pico")] = 7
-    assert chained(b"", changed) != rows[0][-1]
+    assert next_chain(b"", changed) != rows[0][-1]
     assert list(rows[0][:-1]) == entry_row(used("a", wall()), wall())
 
 

@@ -13,9 +13,9 @@ from tenancy.errors import ConstraintBroken
 from tenancy.ledger.epochs import (
     begin_ledger_epoch,
     has_history,
-    keep_point,
     ledger_epoch,
     list_ledger_epochs,
+    save_known_point,
 )
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.interface import Store
@@ -183,7 +183,7 @@ def test_epochs_begin_behind_what_is_there_and_stay(store: Store, wall: Wall) ->
     ledger.close()
     with store.change() as db:
         made = begin_ledger_epoch(db, wall(), "marked", above=4)
-    keep_point(store, wall)
+    save_known_point(store, wall)
 
     assert (made.number, made.begun_ms, made.entry_id) == (5, wall(), 1)
     assert ledger_epoch(store) == made

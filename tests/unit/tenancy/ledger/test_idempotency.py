@@ -23,12 +23,12 @@ from msgspec import Struct
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.tenants import create_tenant, set_status
-from tenancy.errors import NameInUse
+from tenancy.errors import IdempotencyConflict
 from tenancy.ledger.idempotency import (
     SWEPT_AT_ONCE,
     Claim,
-    Keeping,
-    KeptAnswer,
+    ReplayRecord,
+    StoredResponse,
     find,
     forget,
     sweep,
@@ -45,7 +45,7 @@ from tests.unit.tenancy.storage.postgres_server import Server
 PATIENCE_S = 20
 KEPT_MS = 100
 ROOM = 1_000
-ANSWER = KeptAnswer("head", b"body")
+ANSWER = StoredResponse("head", b"body")
 
 
 def claim(name: str = "n", body: str = "one", names_max: int = 50) -> Claim:
@@ -62,8 +62,10 @@ def entry(request_id: str, ending: str = "done", tenant_id: int = 1) -> UsageEnt
     return UsageEntry(request_id, tenant_id, 1, "m", ending, 1, 2, 4, 0, 0, 4, 3, 0)
 
 
-def keeping(at_ms: int, answer: KeptAnswer | None = ANSWER, bytes_max: int = ROOM) -> Keeping:
-    return Keeping(at_ms + KEPT_MS, bytes_max, answer)
+def keeping(
+    at_ms: int, answer: StoredResponse | None = ANSWER, bytes_max: int = ROOM
+) -> ReplayRecord:
+    return ReplayRecord(at_ms + KEPT_MS, bytes_max, answer)
 
 
 def done(future: Future[None]) -> None:
@@ -71,16 +73,18 @@ def done(future: Future[None]) -> None:
 
 
 def refusal(future: Future[None]) -> str:
-    with pytest.raises(NameInUse) as caught:
+    with pytest.raises(IdempotencyConflict) as caught:
         done(future)
     return caught.value.code
 
 
-def found(store: Store, asked: Claim, at_ms: int, tenant_id: int = 1) -> KeptAnswer | str | None:
+def found(
+    store: Store, asked: Claim, at_ms: int, tenant_id: int = 1
+) -> StoredResponse | str | None:
     """What is kept, or why nothing may be."""
     try:
         return find(store, tenant_id, asked, at_ms)
-    except NameInUse as error:
+    except IdempotencyConflict as error:
         return error.code
 
 
@@ -191,7 +195,7 @@ def test_many_at_once_are_as_one_by_one(steps: list[tuple[Any, ...]], step_ms: i
             case _, int(which), size:
                 holds = [item for item in items if isinstance(item, Hold)] or [hold("no", None, 1)]
                 ended = holds[which % len(holds)]
-                answer = None if size is None else keeping(at_ms, KeptAnswer("h", b"." * size))
+                answer = None if size is None else keeping(at_ms, StoredResponse("h", b"." * size))
                 done_now = entry(ended.request_id, tenant_id=ended.tenant_id)
                 items.append(NamedEntry(done_now, answer))
             case _:
@@ -319,7 +323,7 @@ class Named(Struct):
     digest: bytes
     request_id: str
     until_ms: int | None = None
-    answer: KeptAnswer | None = None
+    answer: StoredResponse | None = None
 
 
 class Clients(RuleBasedStateMachine):
@@ -339,7 +343,7 @@ class Clients(RuleBasedStateMachine):
         self.charged: set[str] = set()
         self.count = 0
 
-    def expected(self, tenant_id: int, asked: Claim) -> KeptAnswer | str | None:
+    def expected(self, tenant_id: int, asked: Claim) -> StoredResponse | str | None:
         named = self.model.get((tenant_id, asked.name))
         if named is None or (named.until_ms is not None and named.until_ms <= self.wall()):
             return None
@@ -370,7 +374,7 @@ class Clients(RuleBasedStateMachine):
     def answer(self, which: int, size: int | None, twice: bool) -> None:
         request_id = sorted(self.running)[which % len(self.running)]
         tenant_id, name = self.running.pop(request_id)
-        answer = None if size is None else KeptAnswer("h", request_id.encode() + b"." * size)
+        answer = None if size is None else StoredResponse("h", request_id.encode() + b"." * size)
         item = NamedEntry(entry(request_id, tenant_id=tenant_id), keeping(self.wall(), answer))
         for _ in range(1 + twice):
             done(self.ledger.settle(item))

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenancy import errors
-from tenancy.errors import BudgetExceeded, LimitExceeded, NameInUse, TenancyError
+from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, TenancyError
 from tenancy.ledger.child_process import FrameReader, packed
 from tenancy.ledger.epochs import LedgerEpoch
-from tenancy.ledger.idempotency import Claim, Keeping, KeptAnswer
+from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.protocol import (
     BatchResult,
@@ -54,8 +54,8 @@ def made(kind: type[T], **more: st.SearchStrategy[object]) -> st.SearchStrategy[
 
 
 CLAIM = st.none() | st.builds(Claim, TEXT, st.binary(max_size=40), NUMBER)
-ANSWER = st.none() | st.builds(KeptAnswer, TEXT, st.binary(max_size=500))
-KEEPING = st.none() | st.builds(Keeping, NUMBER, NUMBER, ANSWER)
+ANSWER = st.none() | st.builds(StoredResponse, TEXT, st.binary(max_size=500))
+KEEPING = st.none() | st.builds(ReplayRecord, NUMBER, NUMBER, ANSWER)
 ENTRY = made(UsageEntry, ttft_ms=st.none() | NUMBER)
 PROGRESS = st.builds(Progress, COUNTS, COUNTS, *[st.integers(0, 2**63 - 1)] * 4)
 ITEM: st.SearchStrategy[Item] = st.one_of(
@@ -126,7 +126,7 @@ def test_each_error_arrives_as_the_same_error(
     [
         Opened(7, 2, LedgerEpoch(3, 10, "found", 9, b"\x00\xff")),
         Opened(0, 0, None),
-        NotOpened(failure_of(NameInUse("in_use", "it is"))),
+        NotOpened(failure_of(IdempotencyConflict("in_use", "it is"))),
         BatchResult(128),
     ],
 )
@@ -160,7 +160,7 @@ def test_an_answer_of_many_megabytes_is_one_frame() -> None:
     body = bytes(20 * 2**20)
     item = NamedEntry(
         UsageEntry("a", 1, 1, "m", "done", 1, 2, 0, 0, 0, 0, 0, 0),
-        Keeping(1, 2, KeptAnswer("{}", body)),
+        ReplayRecord(1, 2, StoredResponse("{}", body)),
     )
     data, reader = packed([item]), FrameReader()
     frames = [

@@ -17,7 +17,7 @@ from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.transactions import EngineTotals, Item, LedgerTransactions, StorageReading
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget
-from tenancy.pricing.charges import PRICE_MAX, RateCard, price, savings
+from tenancy.pricing.charges import PRICE_MAX, RateCard, compute_savings, itemize
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
@@ -42,8 +42,8 @@ def test_an_entry_is_priced_and_keeps_all_its_detail(
         structs.replace(
             sent,
             rate_card_id="std@1",
-            charge_pico=price(card, sent).pico,
-            saved_pico=savings(card, sent),
+            charge_pico=itemize(card, sent).pico,
+            saved_pico=compute_savings(card, sent),
         )
     ]
 

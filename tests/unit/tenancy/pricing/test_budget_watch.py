@@ -10,7 +10,7 @@ import pytest
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
-from tenancy.pricing.budget_watch import LOOK_S, BudgetWatch
+from tenancy.pricing.budget_watch import REFRESH_S, BudgetWatch
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.storage.sqlite import SqliteStore
 
@@ -46,7 +46,7 @@ def test_what_another_process_sets_is_seen_a_moment_later(tmp_path: Path) -> Non
         watch.look()
         set_budget(beside, Budget(1, "day", hard_micros=5))
         seen = []
-        for now_s[0] in (0.9 * LOOK_S, LOOK_S, 1.5 * LOOK_S):
+        for now_s[0] in (0.9 * REFRESH_S, REFRESH_S, 1.5 * REFRESH_S):
             seen.append((watch.look(), watch.is_bound(1, 1)))
 
     assert seen == [(False, False), (True, True), (False, True)]

@@ -16,9 +16,9 @@ from tenancy.pricing.charges import (
     PRICE_MAX,
     RateCard,
     check_card,
-    most,
-    price,
-    savings,
+    compute_savings,
+    itemize,
+    max_charge,
     storage_charge,
 )
 from tenancy.types import UsageEntry
@@ -95,7 +95,7 @@ def in_fractions(card: RateCard, usage: UsageEntry) -> Fraction:
 @given(cards, usages)
 def test_a_charge_is_what_fractions_say(card: RateCard, usage: UsageEntry) -> None:
     """No rounding, ever: the pico-dollar is exact."""
-    charge = price(card, usage)
+    charge = itemize(card, usage)
 
     assert Fraction(charge.pico, 10**12) == in_fractions(card, usage)
     assert sum(item.pico for item in charge.items) == charge.pico
@@ -104,7 +104,7 @@ def test_a_charge_is_what_fractions_say(card: RateCard, usage: UsageEntry) -> No
 @given(cards, usages)
 def test_nothing_costs_more_than_the_most_it_can(card: RateCard, usage: UsageEntry) -> None:
     """What is reserved with a hold bounds its charge, so that a budget is a wall."""
-    assert price(card, usage).pico <= most(card, usage.prompt_tokens, usage.output_tokens)
+    assert itemize(card, usage).pico <= max_charge(card, usage.prompt_tokens, usage.output_tokens)
 
 
 @given(cards, usages)
@@ -115,13 +115,13 @@ def test_savings_are_the_difference_to_a_server_without_a_cache(
     plain = structs.replace(card, minimum_charge=0)
     without = used(fresh=usage.prompt_tokens, output=usage.output_tokens)
 
-    assert savings(card, usage) == price(plain, without).pico - price(plain, usage).pico
+    assert compute_savings(card, usage) == itemize(plain, without).pico - itemize(plain, usage).pico
 
 
 @pytest.mark.parametrize("ending", ["failed", "not_durable", "engine_lost"])
 def test_failures_are_free(ending: str) -> None:
     """Whoever got no answer pays nothing, the minimum included."""
-    charge = price(CARD, used(100, 100, {"5m": 5}, 100, ending))
+    charge = itemize(CARD, used(100, 100, {"5m": 5}, 100, ending))
 
     assert (charge.pico, charge.items) == (0, ())
 
@@ -129,13 +129,13 @@ def test_failures_are_free(ending: str) -> None:
 @pytest.mark.parametrize("ending", ["cancelled", "interrupted"])
 def test_half_an_answer_is_paid_for(ending: str) -> None:
     """Or leaving before the last byte would be a discount, and a crash one too."""
-    assert price(CARD, used(10, ending=ending)).pico == 30_000_000
+    assert itemize(CARD, used(10, ending=ending)).pico == 30_000_000
     assert {"done", ending} < CHARGED
 
 
 def test_a_small_charge_is_lifted_to_the_minimum_and_says_so() -> None:
     """The line item shows what the tokens alone came to."""
-    charge = price(CARD, used(1))
+    charge = itemize(CARD, used(1))
 
     assert charge.pico == 10_000_000
     assert [item.component for item in charge.items] == ["input", "minimum"]
@@ -143,12 +143,12 @@ def test_a_small_charge_is_lifted_to_the_minimum_and_says_so() -> None:
 
 def test_a_request_that_used_nothing_costs_nothing() -> None:
     """A minimum is for requests that ran."""
-    assert price(CARD, used(ending="cancelled")).pico == 0
+    assert itemize(CARD, used(ending="cancelled")).pico == 0
 
 
 def test_without_a_card_everything_is_free() -> None:
     """The default is stated, not implied."""
-    charge = price(FREE_CARD, used(10**6, 10**6, {"5m": 10}, 10**6))
+    charge = itemize(FREE_CARD, used(10**6, 10**6, {"5m": 10}, 10**6))
 
     assert (charge.pico, charge.rate_card_id) == (0, "free")
 
@@ -158,8 +158,8 @@ def test_unknown_classes_of_writes_cost_what_the_star_says() -> None:
     usage = structs.replace(used(0, 0, {"x": 5}), write={})
     star = structs.replace(CARD, cache_write={"*": 7}, minimum_charge=0)
 
-    assert price(star, usage).pico == 35
-    assert price(structs.replace(star, cache_write={}), usage).pico == 5 * CARD.input
+    assert itemize(star, usage).pico == 35
+    assert itemize(structs.replace(star, cache_write={}), usage).pico == 5 * CARD.input
 
 
 @given(st.integers(0, 10**12))
@@ -175,7 +175,7 @@ def test_a_charge_that_no_number_holds_is_refused() -> None:
     """It fails with a word, not by wrapping around."""
     dear = structs.replace(CARD, output=PRICE_MAX)
 
-    for ask in (lambda: most(dear, 1, 10**8), lambda: price(dear, used(output=10**8))):
+    for ask in (lambda: max_charge(dear, 1, 10**8), lambda: itemize(dear, used(output=10**8))):
         with pytest.raises(BadPrice) as caught:
             ask()
         assert caught.value.code == "charge_too_large"

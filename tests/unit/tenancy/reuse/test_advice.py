@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from tenancy.pricing.charges import RateCard
-from tenancy.reuse.advice import ClassAdvice, Kept, advise_classes, advise_sizes
+from tenancy.reuse.advice import ClassAdvice, ClassTerms, advise_classes, advise_sizes
 from tenancy.reuse.miss_ratio_curve import ReuseSampler
 from tenancy.reuse.reuse_intervals import PROMPTS_MIN
 
 CARD = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 1_250, "1h": 2_000})
-CLASSES = {"1h": Kept(3_600.0, "1h"), "5m": Kept(300.0, "5m")}
+CLASSES = {"1h": ClassTerms(3_600.0, "1h"), "5m": ClassTerms(300.0, "5m")}
 SPANS = [kept.seconds for kept in CLASSES.values()]
 
 
@@ -92,7 +92,7 @@ def test_holding_costs_what_the_card_says_of_storage() -> None:
     """A hundred blocks every ten seconds: they are held for ten seconds a use, and after the last
     to the class's end. What is not promised is held as best effort."""
     card = msgspec.structs.replace(CARD, storage={"1h": 36_000, "best_effort": 3_600_000})
-    classes_ = {**CLASSES, "day": Kept(300.0, "best_effort")}
+    classes_ = {**CLASSES, "day": ClassTerms(300.0, "best_effort")}
     sampler = used(10.0, 1_000)
 
     five, day, hour = advise_classes(sampler, classes_, card)

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenancy.reuse.miss_ratio_curve import DEEPEST, HASHES, UNIT_BLOCKS, ReuseSampler, units_of
+from tenancy.reuse.miss_ratio_curve import (
+    DEPTH_BLOCKS_MAX,
+    HASHES,
+    UNIT_BLOCKS,
+    ReuseSampler,
+    hash_units,
+)
 
 
 def exact(uses: list[int], size: int) -> float:
@@ -134,21 +140,21 @@ def test_a_unit_depends_on_what_stands_before_its_middle(
     cut = min(cut, len(tokens))
     parted = [*tokens[:cut], *([] if cut == len(tokens) else [tokens[cut] ^ 1]), other, other]
 
-    one, two = units_of(packed(tokens)), units_of(packed(parted))
+    one, two = hash_units(packed(tokens)), hash_units(packed(parted))
 
-    shared = len(units_of(packed(tokens[:cut])))
-    assert one[:shared] == two[:shared] == units_of(packed(tokens[:cut]))
+    shared = len(hash_units(packed(tokens[:cut])))
+    assert one[:shared] == two[:shared] == hash_units(packed(tokens[:cut]))
     assert not set(one[shared:]) & set(two[shared:])
 
 
 def test_a_prompts_units_are_its_blocks_to_a_sixteenth() -> None:
-    """None is rounded below sixteen; of more than `DEEPEST` the rest is not looked at."""
+    """None is rounded below sixteen; of more than `DEPTH_BLOCKS_MAX` the rest is not looked at."""
     for blocks in (*range(300), 1_000, 3_967, 4_095, 4_096, 5_000):
         data = packed([7] * (16 * blocks))
 
-        counted = sum(UNIT_BLOCKS[: len(units_of(data))])
+        counted = sum(UNIT_BLOCKS[: len(hash_units(data))])
 
-        assert abs(counted - min(blocks, DEEPEST)) <= (blocks / 16 if blocks > 16 else 0)
+        assert abs(counted - min(blocks, DEPTH_BLOCKS_MAX)) <= (blocks / 16 if blocks > 16 else 0)
 
 
 def test_chats_come_to_the_hit_ratio_of_their_blocks() -> None:
@@ -159,7 +165,7 @@ def test_chats_come_to_the_hit_ratio_of_their_blocks() -> None:
     for turn in range(60):
         chat = chats[chance.randrange(6)]
         chat += [chance.randrange(50_000) for _ in range(150)]
-        sampler.use(units_of(packed(chat)), float(turn))
+        sampler.use(hash_units(packed(chat)), float(turn))
         uses += [hash(tuple(chat[: 16 * (n + 1)])) for n in range(len(chat) // 16)]
         sampler.check()
 
@@ -193,7 +199,7 @@ def test_a_shared_beginning_counts_though_hardly_a_block_of_it_is_followed(seed:
     """Two thirds of all tokens are read again, of blocks that are one in two hundred."""
     sampler = ReuseSampler(sample_max=64, spans=[60.0])
     for turn, prompt in enumerate(prompts(400, random.Random(seed))):
-        sampler.use(units_of(packed(prompt)), float(turn))
+        sampler.use(hash_units(packed(prompt)), float(turn))
 
     [kept], [room] = sampler.by_seconds([60.0]), sampler.by_blocks([8_192])
 
@@ -238,7 +244,7 @@ def test_what_is_shared_of_a_block_is_within_the_error(length: int, error: float
     sampler = ReuseSampler(spans=[1.0])
     for turn in range(400):
         own = [chance.getrandbits(31) for _ in range(length // 4)]
-        sampler.use(units_of(packed([*shared, *own])), float(turn))
+        sampler.use(hash_units(packed([*shared, *own])), float(turn))
 
     [point] = sampler.by_seconds([1.0])
 
@@ -268,7 +274,7 @@ def test_what_lies_between_two_sizes_is_known_better_than_either() -> None:
     for turn in range(800):
         own = [chance.getrandbits(31) for _ in range(1_280)]
         tail = [again[turn % 80]] * 1_920 if turn % 3 else own
-        sampler.use(units_of(packed([*instructions, *tail])), float(turn))
+        sampler.use(hash_units(packed([*instructions, *tail])), float(turn))
 
     small, large = sampler.by_blocks([4_096, 32_768])
     change = sampler.between(4_096, 32_768)

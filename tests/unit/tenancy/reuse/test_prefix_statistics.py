@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from tenancy.reuse.prefix_statistics import MARKS_MAX, Break, Prefixes, place_of
+from tenancy.reuse.prefix_statistics import MARKS_MAX, PrefixBreak, PrefixStatistics, fold_indexes
 
 
 class End(Struct):
@@ -24,7 +24,7 @@ def packed(words: str) -> bytes:
     return struct.pack(f"{len(words)}I", *map(ord, words))
 
 
-def note(tree: Prefixes, words: str, found: int = 0, ends: list[int] | None = None) -> None:
+def note(tree: PrefixStatistics, words: str, found: int = 0, ends: list[int] | None = None) -> None:
     """A letter is a segment, too, unless their ends are told."""
     places = range(1, len(words) + 1) if ends is None else ends
     marks = [End(end, f"messages[{n}]") for n, end in enumerate(places)]
@@ -32,8 +32,8 @@ def note(tree: Prefixes, words: str, found: int = 0, ends: list[int] | None = No
     tree.check()
 
 
-def noted(*prompts: str) -> Prefixes:
-    tree = Prefixes()
+def noted(*prompts: str) -> PrefixStatistics:
+    tree = PrefixStatistics()
     for words in prompts:
         note(tree, words)
     return tree
@@ -46,36 +46,36 @@ def test_a_conversation_that_grows_breaks_nowhere() -> None:
 
 def test_a_volatile_beginning_costs_the_whole_prompt() -> None:
     """A clock in the system prompt shows as breaks at the first place."""
-    assert noted("abcd", "xbcd", "ybcd").breaks() == [Break("messages[0]", 2, 8)]
+    assert noted("abcd", "xbcd", "ybcd").breaks() == [PrefixBreak("messages[0]", 2, 8)]
 
 
 def test_branches_are_counted_where_they_part() -> None:
     """Behind the shared prefix, with what stands behind it."""
-    assert noted("abcd", "abxy", "abz").breaks() == [Break("messages[2+]", 2, 3)]
+    assert noted("abcd", "abxy", "abz").breaks() == [PrefixBreak("messages[2+]", 2, 3)]
 
 
 def test_later_indexes_are_one_place() -> None:
     """A report with a line per message number would say nothing."""
-    assert place_of("messages[17].content[1]") == "messages[2+].content[1]"
-    assert place_of("tools[0]") == "tools[0]"
+    assert fold_indexes("messages[17].content[1]") == "messages[2+].content[1]"
+    assert fold_indexes("tools[0]") == "tools[0]"
 
 
 def test_the_same_words_in_other_segments_are_no_break() -> None:
     """A client that sends its text in two parts where it sent one has changed no token."""
-    tree = Prefixes()
+    tree = PrefixStatistics()
     note(tree, "abcdef", ends=[4, 6])
     note(tree, "abcdef", ends=[2, 4, 6])
     note(tree, "abcdxy", ends=[3, 4, 6])
 
     uses = {one.tokens: one.uses for one in tree.top()}
 
-    assert tree.breaks() == [Break("messages[2+]", 1, 2)]
+    assert tree.breaks() == [PrefixBreak("messages[2+]", 1, 2)]
     assert uses[4] == 3
 
 
 def test_an_empty_segment_is_the_prefix_before_it() -> None:
     """Its end is where the last one was: nothing is counted twice, and nothing parts there."""
-    tree = Prefixes()
+    tree = PrefixStatistics()
     note(tree, "ab", ends=[0, 1, 1, 2, 2])
     note(tree, "abc", ends=[0, 1, 1, 2, 2, 3, 3])
 
@@ -85,7 +85,7 @@ def test_an_empty_segment_is_the_prefix_before_it() -> None:
 
 def test_no_more_of_a_prompt_is_looked_at_than_was_given() -> None:
     """Boundaries behind the tokens, and more boundaries than anybody needs."""
-    tree = Prefixes()
+    tree = PrefixStatistics()
     words = "a" * (2 * MARKS_MAX)
     marks = [End(n + 1, f"messages[{n}]") for n in range(len(words))]
 
@@ -105,7 +105,7 @@ def test_uses_hits_and_breaks_are_those_of_a_list_of_all_prompts(
     prompts: list[tuple[str, int]],
 ) -> None:
     """Counted in the tree at one node each, against counting every prefix of every prompt."""
-    tree = Prefixes()
+    tree = PrefixStatistics()
     uses: Counter[str] = Counter()
     hits: Counter[str] = Counter()
     lost, parted = 0, 0
@@ -131,7 +131,7 @@ def test_uses_hits_and_breaks_are_those_of_a_list_of_all_prompts(
 @given(st.lists(st.text("ab", max_size=12), max_size=60))
 def test_what_goes_is_counted_on_where_it_hung(prompts: list[str]) -> None:
     """However prompts branch, their number stays, and so do those of what is left."""
-    tree = Prefixes(prefixes_max=16)
+    tree = PrefixStatistics(prefixes_max=16)
     uses: Counter[str] = Counter()
     for words in prompts:
         note(tree, words)
@@ -144,7 +144,7 @@ def test_what_goes_is_counted_on_where_it_hung(prompts: list[str]) -> None:
 
 def test_the_prefix_that_all_prompts_share_outlives_their_own_ends() -> None:
     """Leaves go first, even if what they hang on is older."""
-    tree = Prefixes(prefixes_max=8)
+    tree = PrefixStatistics(prefixes_max=8)
     for number in range(100):
         note(tree, "system" + chr(1_000 + number), ends=[6, 7])
 

@@ -14,7 +14,7 @@ from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import list_keys
-from tenancy.accounts.tenants import find_registered, list_tenants
+from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tests.unit.gateway.admin_client import Admin
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -251,7 +251,7 @@ async def test_changes_made_at_once_are_all_made(admin: Admin) -> None:
     """Two administrators who change two things do not undo each other."""
     bodies = [{"weight": 3}, {"priority": 4}, {"tier": "gold"}, {"requests_at_once": 5}]
     answers = await asyncio.gather(*(admin.ask("PATCH", f"{TENANTS}/ada", body) for body in bodies))
-    found = find_registered(admin.gateway.store, "ada").settings
+    found = find_tenant_record(admin.gateway.store, "ada").settings
 
     assert [status for status, _ in answers] == [200] * 4
     assert (found.weight, found.priority, found.tier, found.requests_at_once) == (3, 4, "gold", 5)
@@ -317,7 +317,7 @@ async def test_a_change_that_cannot_be_changes_nothing(
     got, answer = await admin.ask("PATCH", path, body)
 
     assert (got, answer["error"]["code"]) == (status, code)
-    assert find_registered(admin.gateway.store, "ada").settings.weight == 1.0
+    assert find_tenant_record(admin.gateway.store, "ada").settings.weight == 1.0
     assert list_keys(admin.gateway.store)[0].label == ""
 
 
@@ -330,7 +330,7 @@ async def test_settings_and_status_change_together_or_not_at_all(admin: Admin) -
             " begin select raise(abort, 'no more'); end"
         )
     failed, _ = await admin.ask("PATCH", path, body)
-    half = find_registered(admin.gateway.store, "ada").settings.weight
+    half = find_tenant_record(admin.gateway.store, "ada").settings.weight
     with admin.gateway.store.change() as db:
         db.execute("drop trigger no_more")
     _, changed = await admin.ask("PATCH", path, body)
