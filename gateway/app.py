@@ -92,7 +92,7 @@ class Gateway:
             self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
         self._registry = KeyAuthenticator(store, wall, clock)
         if not store.is_near:
-            self._registry.watch()
+            self._registry.start_watching()
         self.context = Context(
             config=config,
             engine=engine,

@@ -45,7 +45,7 @@ class Authenticator(Protocol):
     def authenticate_admin(self, key: str) -> int:
         """Return the id of an administrator's key. Raises `tenancy.errors.KeyRefused`."""
 
-    def look_again(self) -> None:
+    def refresh_now(self) -> None:
         """Reload tenants and keys before the next call, because they changed."""
 
     def take_changed(self) -> list[TenantRecord]:

@@ -1,1 +1,1 @@
-"""Who pays: tenants, keys, policies, the ledger. Knows nothing of the engine."""
+"""Tenants, keys, limits, prices and the ledger. The package does not know the engine."""

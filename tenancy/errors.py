@@ -1,8 +1,12 @@
-"""Tenancy's refusals. No message carries a key."""
+"""Errors of tenancy, one tree under `TenancyError`. No message contains a key.
+
+The gateway maps the classes and codes to HTTP statuses in `gateway.http.error_mapping`; the command
+line prints the message.
+"""
 
 
 class TenancyError(Exception):
-    """Base of all. `code` is stable, the message for people."""
+    """Base class of all errors here. `code` is stable, `message` is for people."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -11,40 +15,45 @@ class TenancyError(Exception):
 
 
 class KeyRefused(TenancyError):
-    """No identity: `key_unknown`, `key_revoked`, `key_expired` or `tenant_suspended`."""
+    """A key does not authenticate or lacks a scope.
+
+    Codes: `key_unknown`, `key_revoked`, `key_expired`, `tenant_suspended`, `scope_missing`.
+    """
 
 
 class BadName(TenancyError):
-    """A tenant's or workspace's name that cannot be, is taken, or does not exist."""
+    """A name, a setting or a reference to an account is invalid, taken or unknown."""
 
 
 class StoreError(TenancyError):
-    """The database cannot be opened, read or written, is newer than this program, or not ours."""
+    """The database cannot be opened, read or written, has a newer schema, or is not a ledger."""
 
 
 class ConstraintBroken(StoreError):
-    """What was asked breaks a rule of the schema. Nothing was changed."""
+    """A change violates a constraint of the schema. Nothing was changed."""
 
 
 class StoreBusy(StoreError):
-    """Others write, or there is no room. Nothing was changed; the same may work later."""
+    """The database is locked or full. Nothing was changed; a later attempt may succeed."""
 
 
 class TryAgain(StoreBusy):
-    """The way to the database broke off, or others were in it. Nothing was changed; the same may
-    work at once."""
+    """The connection to the database broke, or a transaction conflicted with another.
+
+    Nothing was changed; an immediate retry may succeed.
+    """
 
 
 class LedgerUnavailable(TenancyError):
-    """An entry could not be made durable. Nothing was promised; nothing may be answered."""
+    """An entry or a hold is not durable. The caller must not answer the request."""
 
 
 class LimitExceeded(TenancyError):
-    """More than a tenant or a key may ask for now: `code` says which limit, in `types.Limits`'
-    words, or `request_exceeds_limit` for what can never fit.
+    """A rate limit or a concurrency limit of a tenant or a key.
 
-    `retry_after_s`: when it would be taken; None for never. `reset_s`: until the whole limit is
-    there again.
+    `code` names the limit as a field of `types.Limits`, or is `request_exceeds_limit` for a request
+    that can never fit. `retry_after_s`: when a retry will be admitted; None means never. `reset_s`:
+    time until the whole limit is free again.
     """
 
     def __init__(
@@ -65,13 +74,15 @@ class LimitExceeded(TenancyError):
 
 
 class IdempotencyConflict(TenancyError):
-    """A request cannot have the name that its client gave it: `idempotency_in_flight`,
-    `idempotency_key_reused` (for another request), `idempotency_result_gone` (too large to be
-    kept) or `idempotency_room_full`."""
+    """A request may not use the Idempotency-Key that it came with.
+
+    Codes: `idempotency_in_flight`, `idempotency_key_reused` (another request used the key),
+    `idempotency_result_gone` (the response was too large to store) and `idempotency_room_full`.
+    """
 
 
 class BadPrice(TenancyError):
-    """A rate card, a budget or an adjustment that cannot be; the message says why."""
+    """A rate card, a budget or an adjustment is invalid; the message says why."""
 
 
 class CloseRefused(TenancyError):
@@ -79,11 +90,11 @@ class CloseRefused(TenancyError):
 
 
 class BudgetExceeded(TenancyError):
-    """The most this request can cost no longer fits a budget: `budget_exceeded`.
+    """The maximum cost of a request does not fit a budget. The code is `budget_exceeded`.
 
-    `scope`: whose budget, "tenant" or "key". `resets_ms`: when its window ends, and
-    `retry_after_s`: how long that is from now, or None where the request alone is above the budget.
-    Sums are pico-dollars: `spent` in the window and `reserved` for what still runs.
+    `scope`: "tenant" or "key". `resets_ms`: the end of the budget's window. `retry_after_s`: time
+    until then, or None when the request alone exceeds the budget. Sums are in pico-dollars: `spent`
+    in the window, and `reserved` for requests that still run.
     """
 
     def __init__(
@@ -100,13 +111,12 @@ class BudgetExceeded(TenancyError):
         if retry_after_s is None:
             message = (
                 f"This request could cost more than the whole budget of this {scope} for a"
-                f" {window}; only a shorter prompt or a smaller maximum of output could fit."
+                f" {window}; expected a shorter prompt or a smaller maximum output."
             )
         else:
             message = (
-                f"The budget of this {scope} for the {window} is used up, or too little of it is"
-                f" left for this request; a smaller maximum of output may fit, or the next {window}"
-                " (UTC) will have it."
+                f"The remaining budget of this {scope} for the {window} does not cover this"
+                f" request; reduce the maximum output or retry in the next {window} (UTC)."
             )
         super().__init__("budget_exceeded", message)
         self.scope = scope

@@ -1,7 +1,7 @@
-"""The names under which deleted tenants' money rows stay, and who is told that one is deleted.
+"""Pseudonyms: the names of deleted tenants, whose ledger rows stay.
 
-It knows no database; `deletion` gives such a name, and whoever would make something for a tenant
-asks first.
+The module knows no database. `accounts.deletion` assigns a pseudonym; functions that create
+something for a tenant call `check_not_deleted` first.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from tenancy.errors import BadName
 
 PSEUDONYM_PREFIX = "deleted-"
-"""Begins them; nobody else's name begins so."""
+"""The prefix of every pseudonym; no other tenant's name may begin with it."""
 
 
 def is_pseudonym(name: str) -> bool:
-    """Is it that of a deleted tenant?"""
+    """Return whether a name is the pseudonym of a deleted tenant."""
     return name.startswith(PSEUDONYM_PREFIX)
 
 
 def check_not_deleted(name: str) -> None:
-    """Raises BadName for a tenant that has been deleted."""
+    """Raise BadName if the name is that of a deleted tenant."""
     if is_pseudonym(name):
-        raise BadName("tenant_deleted", f"{name} is what is left of a deleted tenant")
+        raise BadName("tenant_deleted", f"tenant is deleted: {name}")

@@ -1,7 +1,8 @@
-"""Tenancy's values: tenants, workspaces, keys, policies, usage. All frozen, all plain.
+"""Values of tenancy: tenants, workspaces, keys, policies and usage entries, all frozen.
 
-It knows nothing of the engine, of HTTP or of dialects. Money is whole numbers: prices in micro-
-dollars per million tokens, charges in pico-dollars. Times are wall-clock milliseconds.
+The module does not know the engine, HTTP or a dialect. Money is in integers: prices in
+micro-dollars per million tokens, charges in pico-dollars. Times are wall-clock milliseconds. All
+other modules of `tenancy`, and the gateway, use these types.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Literal
 from msgspec import Struct
 
 WallClock = Callable[[], int]
-"""Milliseconds since the epoch, UTC."""
+"""A function that returns milliseconds since the epoch, UTC."""
 
 
 def format_utc(at_ms: object) -> str:
-    """ISO 8601 in UTC, to the millisecond."""
+    """Format milliseconds since the epoch as ISO 8601 in UTC, to the millisecond."""
     assert isinstance(at_ms, int), "times are whole milliseconds"
     at = datetime.fromtimestamp(at_ms // 1000, UTC)
     return f"{at:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03}Z"
@@ -27,10 +28,10 @@ Status = Literal["active", "suspended"]
 
 
 class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
-    """A paying party. `name` is unique, printable, at most 64 signs of [a-z0-9-_.].
+    """A tenant: the paying party. `name` is unique and has 1 to 64 characters of [a-z0-9-_.].
 
-    `tier`: which rate cards and defaults apply to it; a name like a tenant's. `is_declared`: the
-    configuration file says what it is.
+    `tier` selects rate cards and has the form of a name. `is_declared`: the configuration file
+    declares the tenant and its settings.
     """
 
     tenant_id: int
@@ -42,10 +43,11 @@ class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tenant's share of the cache and of service, in the engine's terms but without its types.
+    """A tenant's share of the cache and of the engine's time, without the engine's types.
 
-    `classes`: the retention classes it may ask for; None is all there are. `promised_blocks_max`:
-    how many blocks may be promised to it at once; None is as many as the engine grants.
+    `classes`: the retention classes that the tenant may use; None allows all.
+    `promised_blocks_max`: how many blocks may be promised to the tenant at a time; None leaves the
+    bound to the engine.
     """
 
     floor_blocks: int = 0
@@ -57,10 +59,11 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How much a tenant or a key may ask for in a minute, and at once. None is no limit.
+    """Rate limits of a tenant or a key per minute, and a concurrency limit. None means no limit.
 
-    `input_tokens_per_minute` counts prompt tokens that are not read from the cache,
-    `tokens_per_minute` these and the output.
+    `input_tokens_per_minute` counts prompt tokens that are not read from the cache.
+    `tokens_per_minute` counts these and the output tokens. `requests_at_once` is the concurrency
+    limit.
     """
 
     requests_per_minute: int | None = None
@@ -71,8 +74,10 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that can be set of a tenant: its tier, its `CachePolicy` and its `Limits`, in one level,
-    as the configuration file, the admin API and the command line say them."""
+    """All settings of a tenant in one flat struct: tier, `CachePolicy` and `Limits`.
+
+    The configuration file, the admin API and the command line use this form.
+    """
 
     tier: str = "standard"
     floor_blocks: int = 0
@@ -89,7 +94,7 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def policy(self) -> CachePolicy:
-        """Its share of the cache and of service."""
+        """The fields of `CachePolicy`."""
         return CachePolicy(
             floor_blocks=self.floor_blocks,
             ceiling_blocks=self.ceiling_blocks,
@@ -101,7 +106,7 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def limits(self) -> Limits:
-        """How much it may ask for."""
+        """The fields of `Limits`."""
         return Limits(
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
@@ -112,8 +117,10 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class SharedScope(Struct, frozen=True, forbid_unknown_fields=True):
-    """A cache that several tenants share. `owner_id`: the tenant that pays for its storage, and by
-    whose `policy` its blocks are bounded."""
+    """A cache that workspaces of several tenants share.
+
+    The tenant `owner_id` pays for the scope's storage, and its `policy` bounds the scope's blocks.
+    """
 
     scope_id: int
     name: str
@@ -122,9 +129,13 @@ class SharedScope(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Identity(Struct, frozen=True, forbid_unknown_fields=True):
-    """Who is asking, as far as a valid key proves it. `line_id`: the first key of those that it was
-    rotated from, or its own; they share what is counted by key. `limits` are the tenant's. `scope`:
-    where the workspace's cache is, if others share it."""
+    """The tenant, workspace and rights that a valid key proves.
+
+    `line_id`: the id of the first key in the rotation chain of `key_id` (or `key_id` itself); keys
+    of one line share their rate limits and budgets. `scopes`: the scopes of the key. `limits`: the
+    tenant's; `key_limits`: the key's. `scope`: the shared scope that holds the workspace's cache;
+    None when the workspace shares nothing.
+    """
 
     tenant: Tenant
     workspace: str
@@ -138,22 +149,23 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def blocks_policy(self) -> CachePolicy:
-        """What bounds the blocks of its cache: its own, or that of the owner of a shared one."""
+        """The policy that bounds the blocks: the scope owner's, or the tenant's own."""
         return self.policy if self.scope is None else self.scope.policy
 
 
 FREE = "free"
-"""The rate card that holds where none is set: everything costs nothing."""
+"""The id of the rate card that applies when no card matches: all usage is free."""
 
 
 class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
-    """One ledger entry: what one request used, for ever, exactly once per request id.
+    """One ledger entry: the usage of one request, unique by request id.
 
-    `read` and `write` are the cache's tokens by retention class; where one is empty only its sum is
-    known. `epoch`: the engine's life in which it ran. `recomputed_promised_tokens`: read by
-    contract, but computed again. `ttft_ms`: to the first token. The ledger itself fills in
-    `rate_card_id` and the two sums of money: `charge_pico`, and `saved_pico`, by which the prompt
-    was cheaper than if nothing of it had been cached (below zero where writing cost more).
+    `read` and `write`: cache tokens by retention class; an empty dict means that only the sum is
+    known. `epoch`: the engine process that ran the request. `recomputed_promised_tokens`: tokens
+    that the contract counts as read and that the engine computed again (a broken promise).
+    `ttft_ms`: time to the first token. The ledger fills in `rate_card_id`, `charge_pico` and
+    `saved_pico`. `saved_pico` is by how much caching made the prompt cheaper than plain input; it
+    is below zero when writes cost more than reads saved.
     """
 
     request_id: str
@@ -183,3 +195,4 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
 
 
 DAY_MS = 86_400_000
+"""Milliseconds in a day."""

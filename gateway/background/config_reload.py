@@ -72,7 +72,7 @@ async def declare(gateway: Context, config: Config) -> list[TenantChange | KeyCh
                 gateway.log("scope_declared", {"shared_scope": scope, "what": what})
     if left := await asyncio.to_thread(_left, gateway, config):
         gateway.log("tenants_left", {"tenants": len(left)})
-    gateway.registry.look_again()
+    gateway.registry.refresh_now()
     return changes
 
 

@@ -196,7 +196,7 @@ class Generation:
         most = rate_limits.upper_bound(
             prepared.tokens, prepared.call.generation, len(prepared.rendered), longest
         )
-        if not self._gateway.limiter.presses(identity, most):
+        if not self._gateway.limiter.is_near_limit(identity, most):
             return 0, prepared.now
         prompts = [prompt.token_ids for prompt in prepared.rendered]
         cached = await rate_limits.cached_tokens(

@@ -1,1 +1,1 @@
-"""Package."""
+"""Usage queries, audits, daily closes, exports and backups over the ledger."""

@@ -1,1 +1,1 @@
-"""Package."""
+"""Tenants, keys, shared scopes and cached contents in the database; authentication by key."""

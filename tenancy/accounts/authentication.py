@@ -1,9 +1,10 @@
-"""Who is asking: the identity behind a key.
+"""Authentication: the identity behind an API key.
 
-`KeyAuthenticator` keeps all tenants and keys in memory, so that authentication costs no query; at
-most every `REFRESH_S` it looks whether any have changed, in this process or another, and reads
-those that have. Where the database is not near, a thread looks, and nobody who asks waits for it.
-It knows no HTTP and no engine; the middleware asks, and whoever changes something says so.
+`KeyAuthenticator` keeps all tenants and keys in memory, so authentication costs no query. At most
+every `REFRESH_S` it checks whether this or another process changed any, and reads the changed ones.
+For a database that is not local a thread checks, so no request waits for a round trip. The module
+knows no HTTP and no engine; the gateway's middleware authenticates by it, and code that changes a
+tenant or key calls `refresh_now`.
 """
 
 from __future__ import annotations
@@ -30,37 +31,42 @@ from tenancy.storage.interface import Store
 from tenancy.types import Identity, SharedScope, WallClock
 
 REFRESH_S = 0.5
+"""Seconds between checks for changed tenants and keys."""
 CHANGES_MAX = 500
-"""As many at once are read one by one; where more have changed, everything is read again."""
+"""Up to this many changed ids are read one by one; beyond it everything is read again."""
 
 
 Memberships = dict[int, dict[str, Membership]]
-"""By tenant and workspace."""
+"""Memberships in shared scopes, by tenant id and workspace."""
 
 
 class KeyAuthenticator:
-    """Tenants and keys of one store. Belongs to one thread."""
+    """The tenants and keys of one store, in memory. Belongs to one thread."""
 
     def __init__(self, store: Store, wall: WallClock, clock: Callable[[], float]) -> None:
-        """`wall` decides what has expired, `clock` (monotonic seconds) when to look again."""
+        """Read all tenants and keys.
+
+        `wall` decides which keys have expired; `clock` (monotonic seconds) paces the checks for
+        changes.
+        """
         self._store = store
         self._wall = wall
         self._clock = clock
-        self._looked_at_s = clock()
-        self._ring = KeyIndex(())
+        self._checked_at_s = clock()
+        self._keys = KeyIndex(())
         self._tenants: dict[int, TenantRecord] = {}
         self._memberships: Memberships = {}
-        self._identities: dict[int, Identity] = {}  # of keys that were used since the last change
+        self._identities: dict[int, Identity] = {}  # of keys used since the last change
         self._version = 0
         self._changed: dict[int, TenantRecord] = {}
         self._floor_blocks: int | None = None
         self._take(_read_all(store))
-        self._watch: RegistryWatcher | None = None
+        self._watcher: RegistryWatcher | None = None
 
     def authenticate(self, key: str) -> Identity:
-        """Which tenant holds this key? About 3 us. Raises KeyRefused."""
+        """Return the identity that a tenant's key proves. About 3 us. Raises KeyRefused."""
         self._refresh()
-        facts = self._ring.find(key, self._wall())
+        facts = self._keys.find(key, self._wall())
         known = self._identities.get(facts.key_id)
         if known is None:
             known = self._identities[facts.key_id] = self._identity_of(facts)
@@ -68,12 +74,12 @@ class KeyAuthenticator:
 
     def _identity_of(self, facts: KeyFacts) -> Identity:
         if ADMIN in facts.scopes:
-            raise KeyRefused("scope_missing", "An administrator's key belongs to no tenant.")
+            raise KeyRefused("scope_missing", "An administrator's key does not belong to a tenant.")
         found = self._tenants.get(facts.tenant_id)
         if found is None:
-            raise KeyRefused("key_unknown", "No such key.")
+            raise KeyRefused("key_unknown", "Unknown key.")
         if found.tenant.status != "active":
-            raise KeyRefused("tenant_suspended", f"The tenant {found.tenant.name} is suspended.")
+            raise KeyRefused("tenant_suspended", f"Tenant is suspended: {found.tenant.name}.")
         return Identity(
             found.tenant,
             facts.workspace,
@@ -87,93 +93,95 @@ class KeyAuthenticator:
         )
 
     def authenticate_admin(self, key: str) -> int:
-        """The id of an administrator's key. About 3 us. Raises KeyRefused."""
+        """Return the id of an administrator's key. About 3 us. Raises KeyRefused."""
         self._refresh()
-        facts = self._ring.find(key, self._wall())
+        facts = self._keys.find(key, self._wall())
         if ADMIN not in facts.scopes:
-            raise KeyRefused("scope_missing", "This needs an administrator's key.")
+            raise KeyRefused("scope_missing", "This key does not have the 'admin' scope.")
         return facts.key_id
 
     def take_changed(self) -> list[TenantRecord]:
-        """Tenants that have come or changed since the last call; at first, all."""
+        """Return the tenants that were added or changed since the last call; at first, all."""
         self._refresh()
         changed, self._changed = self._changed, {}
         return list(changed.values())
 
     def tenant(self, tenant_id: int) -> TenantRecord | None:
-        """One that there is, as of the last look."""
+        """Return a tenant as of the last check, or None."""
         return self._tenants.get(tenant_id)
 
     def floor_blocks(self) -> int:
-        """What all floors together ask for. O(tenants) after a change."""
+        """Return the sum of all floors, in blocks. O(tenants) after a change."""
         self._refresh()
         if self._floor_blocks is None:
             self._floor_blocks = sum(map(floor_blocks_of, self._tenants.values()))
         return self._floor_blocks
 
     def _scope_of(self, tenant_id: int, workspace: str) -> SharedScope | None:
-        """The scope that a workspace shares, while its owner is there to pay for it."""
-        mine = self._memberships.get(tenant_id)
-        found = mine.get(workspace, mine.get(ALL_WORKSPACES)) if mine else None
+        """Return the workspace's shared scope, if its owner is active, or None."""
+        members = self._memberships.get(tenant_id)
+        found = members.get(workspace, members.get(ALL_WORKSPACES)) if members else None
         owner = self._tenants.get(found.owner_id) if found else None
         if found is None or owner is None or owner.tenant.status != "active":
             return None
         return SharedScope(found.scope_id, found.name, found.owner_id, owner.policy)
 
-    def look_again(self) -> None:
-        """Something has been changed here: the next question sees it, or those after the next
-        round trip where a thread looks."""
-        self._looked_at_s = -math.inf
-        if self._watch is not None:
-            self._watch.look_now()
+    def refresh_now(self) -> None:
+        """Check for changes at the next call, after a change by this process.
 
-    def watch(self) -> None:
-        """From now on a thread looks, until `close`."""
-        assert self._watch is None, "one is enough"
-        self._watch = RegistryWatcher(self._store, self._version)
+        With a watcher thread, the change is visible after its next round trip.
+        """
+        self._checked_at_s = -math.inf
+        if self._watcher is not None:
+            self._watcher.wake()
+
+    def start_watching(self) -> None:
+        """Check for changes in a thread from now on, until `close`."""
+        assert self._watcher is None, "one watcher is enough"
+        self._watcher = RegistryWatcher(self._store, self._version)
 
     def close(self) -> None:
-        """Watch no more. Safe to call twice."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        """Stop the watcher thread. Safe to call twice."""
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None
 
     def _refresh(self) -> None:
-        if self._watch is not None:
-            for news in self._watch.taken():
-                self._take(news)
+        if self._watcher is not None:
+            for update in self._watcher.drain():
+                self._take(update)
             return
         now_s = self._clock()
-        if now_s - self._looked_at_s >= REFRESH_S:
-            self._looked_at_s = now_s
-            # While the file is being checked after an error the last snapshot stands; nothing can
-            # be admitted then, since no hold can be written.
+        if now_s - self._checked_at_s >= REFRESH_S:
+            self._checked_at_s = now_s
+            # While the file is checked after an error, the last snapshot stays in use. No request
+            # is admitted then, because no hold can be written.
             with suppress(StoreError):
-                since = _read_update(self._store, self._version)
-                if since is not None:
-                    self._take(since)
+                update = _read_update(self._store, self._version)
+                if update is not None:
+                    self._take(update)
 
-    def _take(self, news: _RegistryUpdate) -> None:
+    def _take(self, update: _RegistryUpdate) -> None:
         self._identities.clear()
         self._floor_blocks = None
-        if news.changed is None:
-            self._ring = KeyIndex(news.keys)
-            self._tenants = {one.tenant.tenant_id: one for one in news.tenants}
-            self._memberships = news.memberships
+        if update.changed is None:
+            self._keys = KeyIndex(update.keys)
+            self._tenants = {one.tenant.tenant_id: one for one in update.tenants}
+            self._memberships = update.memberships
         else:
-            key_ids, tenant_ids = news.changed
-            self._ring.replace(key_ids, news.keys)
+            key_ids, tenant_ids = update.changed
+            self._keys.replace(key_ids, update.keys)
             for tenant_id in tenant_ids:
                 self._tenants.pop(tenant_id, None)
                 self._memberships.pop(tenant_id, None)
-            self._tenants.update({one.tenant.tenant_id: one for one in news.tenants})
-            self._memberships.update(news.memberships)
-        self._changed |= {one.tenant.tenant_id: one for one in news.tenants}
-        self._version = news.version
+            self._tenants.update({one.tenant.tenant_id: one for one in update.tenants})
+            self._memberships.update(update.memberships)
+        self._changed |= {one.tenant.tenant_id: one for one in update.tenants}
+        self._version = update.version
 
 
 class _RegistryUpdate(Struct, frozen=True):
-    """What there is at a version: of the ids of keys and tenants that changed, or all of it."""
+    """The registry at a version: the changed keys and tenants, or all of them."""
 
     version: int
     keys: list[KeyFacts]
@@ -183,8 +191,10 @@ class _RegistryUpdate(Struct, frozen=True):
 
 
 def _read_update(store: Store, known: int) -> _RegistryUpdate | None:
-    """What has changed since a version, or everything where that is not known any more; None:
-    nothing. Raises StoreError."""
+    """Read the changes since version `known`; everything if they are not recorded any more.
+
+    Returns None if nothing has changed. Raises StoreError.
+    """
     version = store.registry_version()
     if version == known:
         return None
@@ -192,7 +202,7 @@ def _read_update(store: Store, known: int) -> _RegistryUpdate | None:
         "select version, kind, id from registry_changes where version > ? order by version limit ?",
         (known, CHANGES_MAX + 1),
     )
-    if not rows or len(rows) > CHANGES_MAX:  # many more are kept: what is there is whole
+    if not rows or len(rows) > CHANGES_MAX:  # the database records many more changes than this
         return _read_all(store)
     changed: dict[str, set[int]] = {"key": set(), "tenant": set()}
     for _, kind, number in rows:
@@ -200,45 +210,48 @@ def _read_update(store: Store, known: int) -> _RegistryUpdate | None:
     key_ids, tenant_ids = sorted(changed["key"]), sorted(changed["tenant"])
     keys = load_keys(store, key_ids)
     tenants = read_tenant_records(store, tenant_ids)
-    mine: Memberships = {}
+    members: Memberships = {}
     for tenant_id in tenant_ids:
-        mine |= memberships(store, tenant_id)
-    return _RegistryUpdate(max(version, rows[-1][0]), keys, tenants, mine, (key_ids, tenant_ids))
+        members |= memberships(store, tenant_id)
+    return _RegistryUpdate(max(version, rows[-1][0]), keys, tenants, members, (key_ids, tenant_ids))
 
 
 def _read_all(store: Store) -> _RegistryUpdate:
-    """The version first, keys before tenants: what changes meanwhile is looked at again, and a
-    key's tenant is there unless both have just been deleted."""
+    """Read everything.
+
+    The version comes first and keys before tenants: a concurrent change is read again at the next
+    check, and a key's tenant is present unless both were just deleted.
+    """
     version = store.registry_version()
     keys = load_keys(store)
-    mine = memberships(store)
-    return _RegistryUpdate(version, keys, list_tenant_records(store), mine)
+    members = memberships(store)
+    return _RegistryUpdate(version, keys, list_tenant_records(store), members)
 
 
 class RegistryWatcher:
-    """A thread that reads what has changed, every `REFRESH_S` and when it is told to."""
+    """A thread that reads changes every `REFRESH_S` and when it is woken."""
 
     def __init__(self, store: Store, version: int) -> None:
-        """`version`: what is known."""
+        """Start the thread. `version`: the version that the caller has."""
         self._store = store
         self._version = version
-        self._news: deque[_RegistryUpdate] = deque()
+        self._updates: deque[_RegistryUpdate] = deque()
         self._wake = threading.Event()
         self._is_closed = False
         self._thread = threading.Thread(target=self._main, name="registry", daemon=True)
         self._thread.start()
 
-    def look_now(self) -> None:
-        """Not after the rest of the wait."""
+    def wake(self) -> None:
+        """Check now, without waiting for the rest of the period."""
         self._wake.set()
 
-    def taken(self) -> Iterator[_RegistryUpdate]:
-        """What it has read that was not taken yet, in order."""
-        while self._news:
-            yield self._news.popleft()
+    def drain(self) -> Iterator[_RegistryUpdate]:
+        """Yield the updates that were read and not taken yet, in order."""
+        while self._updates:
+            yield self._updates.popleft()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the thread and wait for it."""
         self._is_closed = True
         self._wake.set()
         self._thread.join()
@@ -247,8 +260,8 @@ class RegistryWatcher:
         while not self._is_closed:
             self._wake.wait(REFRESH_S)
             self._wake.clear()
-            # While the server is away the last that was read stands, as for a file.
+            # While the server is unreachable, the last snapshot stays in use.
             with suppress(StoreError):
-                if (news := _read_update(self._store, self._version)) is not None:
-                    self._version = news.version
-                    self._news.append(news)
+                if (update := _read_update(self._store, self._version)) is not None:
+                    self._version = update.version
+                    self._updates.append(update)

@@ -1,9 +1,9 @@
-"""Cached contents: prefixes that a tenant named and keeps until a time it chose.
+"""Cached contents in the database: prefixes that a tenant stores under an id until a set time.
 
-The content outlives eviction and restart: it is kept here and computed again when it has to be.
-What has ended keeps its row, without its content, so that what was stored can be billed. It knows
-no dialect; the content is bytes to it. `gateway.generation.cached_contents` and the handlers call
-it.
+The content survives eviction and restart: the gateway computes it again when the cache has lost it.
+An ended cached content loses its content and keeps its row, so that its storage can be billed. The
+module knows no dialect; the content is opaque bytes. `gateway.generation.cached_contents`,
+`gateway.api.cached_contents` and the storage meter call it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tenancy.storage.interface import Store
 
 
 class CachedContentRecord(Struct, frozen=True):
-    """A cached content, without its content."""
+    """A cached content's metadata, without the content."""
 
     resource_id: str
     tenant_id: int
@@ -30,7 +30,7 @@ class CachedContentRecord(Struct, frozen=True):
 
 
 class CachedContentQuota(Struct, frozen=True):
-    """How much one tenant may keep at once."""
+    """Bounds on one tenant's live cached contents."""
 
     count_max: int = 1_000
     bytes_max: int = 256 * 2**20
@@ -39,8 +39,11 @@ class CachedContentQuota(Struct, frozen=True):
 def create_cached_content(
     store: Store, resource: CachedContentRecord, content: bytes, quota: CachedContentQuota
 ) -> None:
-    """Keep it. Raises BadName: `resource_quota` when the tenant keeps too much already,
-    `tenant_deleted` where it has been since it asked."""
+    """Store a cached content.
+
+    Raises BadName: `resource_quota` if the tenant's quota is full, `tenant_deleted` if the tenant
+    was deleted since the request was authenticated.
+    """
     with store.change() as db:
         for (name,) in db.rows(
             "select name from tenants where tenant_id = ?", (resource.tenant_id,)
@@ -55,8 +58,8 @@ def create_cached_content(
         if kept >= quota.count_max or size + len(content) > quota.bytes_max:
             raise BadName(
                 "resource_quota",
-                f"{kept} cached contents of {size} bytes are kept already; at most"
-                f" {quota.count_max} of {quota.bytes_max} bytes together may be",
+                f"cached content quota exceeded: {kept} stored with {size} bytes; limit"
+                f" {quota.count_max} with {quota.bytes_max} bytes",
             )
         db.execute(
             "insert into cached_contents (resource_id, tenant_id, workspace, model, display_name,"
@@ -80,7 +83,7 @@ def create_cached_content(
 def find_cached_content(
     store: Store, tenant_id: int, workspace: str, resource_id: str, now_ms: int
 ) -> tuple[CachedContentRecord, bytes] | None:
-    """A live one of this tenant's workspace, with its content."""
+    """Return a live cached content of the workspace, with its content, or None."""
     rows = store.query(
         "select resource_id, tenant_id, workspace, model, display_name, tokens, created_ms,"
         " updated_ms, expires_ms, content from cached_contents"
@@ -94,7 +97,7 @@ def find_cached_content(
 def has_cached_content(
     store: Store, tenant_id: int, workspace: str, content: bytes, now_ms: int
 ) -> bool:
-    """Does this tenant's workspace keep exactly this now? O(its resources)."""
+    """Return whether the workspace stores exactly this content now. O(its cached contents)."""
     return bool(
         store.query(
             "select 1 from cached_contents where tenant_id = ? and workspace = ? and content = ?"
@@ -107,7 +110,7 @@ def has_cached_content(
 def list_cached_contents(
     store: Store, tenant_id: int, workspace: str, now_ms: int, after: str, most: int
 ) -> list[CachedContentRecord]:
-    """Live ones, in the order of their ids, from behind `after`."""
+    """Return up to `most` live cached contents of the workspace, by id, from behind `after`."""
     rows = store.query(
         "select resource_id, tenant_id, workspace, model, display_name, tokens, created_ms,"
         " updated_ms, expires_ms from cached_contents where tenant_id = ? and workspace = ?"
@@ -120,21 +123,21 @@ def list_cached_contents(
 def set_expiry(
     store: Store, tenant_id: int, workspace: str, resource_id: str, expires_ms: int, now_ms: int
 ) -> bool:
-    """A live one ends at another time from now on; false: there is none."""
+    """Change the expiry of a live cached content. Returns False if there is none."""
     with store.change() as db:
-        moved = db.execute(
+        updated = db.execute(
             "update cached_contents set expires_ms = ?, updated_ms = ?"
             " where resource_id = ? and tenant_id = ? and workspace = ?"
             " and ended_ms is null and expires_ms > ?",
             (expires_ms, now_ms, resource_id, tenant_id, workspace, now_ms),
         )
-    return moved > 0
+    return updated > 0
 
 
 def end_cached_content(
     store: Store, tenant_id: int, workspace: str, resource_id: str, now_ms: int
 ) -> bool:
-    """A live one ends now, its content is gone; false: there is none."""
+    """End a live cached content now and delete its content. Returns False if there is none."""
     with store.change() as db:
         ended = db.execute(
             "update cached_contents set ended_ms = ?, content = null"
@@ -146,7 +149,7 @@ def end_cached_content(
 
 
 def end_cached_contents(store: Store, tenant_id: int, workspace: str | None, now_ms: int) -> int:
-    """All live ones of a tenant, or of its workspace, end now, their content is gone; how many."""
+    """End all live cached contents of a tenant, or of one workspace. Returns the count."""
     with store.change() as db:
         return db.execute(
             "update cached_contents set content = null, ended_ms ="
@@ -158,7 +161,7 @@ def end_cached_contents(store: Store, tenant_id: int, workspace: str | None, now
 
 
 def sweep_cached_contents(store: Store, now_ms: int) -> int:
-    """What has expired loses its content; how many."""
+    """Delete the content of expired cached contents. Returns the count."""
     with store.change() as db:
         return db.execute(
             "update cached_contents set ended_ms = expires_ms, content = null"
@@ -168,9 +171,9 @@ def sweep_cached_contents(store: Store, now_ms: int) -> int:
 
 
 def cached_content_token_seconds(store: Store, tenant_id: int, since_ms: int, until_ms: int) -> int:
-    """Tokens times whole seconds that cached contents were kept within [since_ms, until_ms).
+    """Return tokens times seconds stored by the tenant within [since_ms, until_ms).
 
-    Rounded down once, at the end. O(resources of the tenant).
+    Rounded down to whole seconds once, at the end. O(cached contents of the tenant).
     """
     rows = store.query(
         "select coalesce(sum(tokens * (until_ms - since_ms)), 0) from (select tokens,"

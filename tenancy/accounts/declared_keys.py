@@ -1,11 +1,11 @@
-"""Keys that the configuration file declares at its tenants: made so, in the caller's transaction.
+"""Keys that the configuration file declares, reconciled within the caller's transaction.
 
-A declared key's label is its identity at its tenant, and the file has its SHA-256, never the key.
-Another digest under a label is a rotation without a grace: the old key ends, and its budget goes
-on with the new one. A key whose label is gone is revoked. What was once any other key is refused:
-what was revoked stays so. Keys of a tenant that the file names no longer stay as they are, as its
-settings do; it is suspended, and they are an operator's again. It reads no file; `declared` calls
-it.
+A declared key is identified by its tenant and label; the file contains its SHA-256, never the key.
+Another digest under the same label is a rotation without grace: the old key is revoked and the new
+one continues its budget. A key whose label is removed is revoked. A digest that any other key has
+or had is refused, so a revoked key stays revoked. When the file no longer names a tenant, its keys
+and settings stay as they are: the tenant is suspended, and operators may change its keys again. The
+module reads no file; `declared_tenants` calls it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import Limits, WallClock
 
 KEYS_DECLARED_MAX = 10_000
+"""The most keys that a configuration file may declare."""
 _DIGEST = re.compile("[0-9a-fA-F]{64}")
 
 
 class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[[tenants.keys]]` table: what `trunkline key create` takes, its limits in one level.
+    """One `[[tenants.keys]]` table: the settings of `trunkline key create`, with limits inlined.
 
-    `sha256`: of the whole key, in hexadecimal; or `file`: where the gateway finds the key.
+    `sha256`: the digest of the whole key, in hexadecimal. `file`: alternatively, the file from
+    which the gateway reads the key.
     """
 
     label: str
@@ -51,12 +53,12 @@ class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def limits(self) -> Limits:
-        """Without the rest."""
+        """The fields of `Limits`."""
         return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
 
 
 class KeyChange(Struct, frozen=True):
-    """What a reload did to a key; `revoked` is one that is declared no longer."""
+    """A change that a reload made to a key; `revoked` means that the file no longer declares it."""
 
     tenant: str
     label: str
@@ -65,7 +67,7 @@ class KeyChange(Struct, frozen=True):
 
 
 class _Terms(Struct, frozen=True):
-    """A declared key as the database has it."""
+    """A declared key's columns in the database."""
 
     digest: bytes
     workspace: str
@@ -75,17 +77,19 @@ class _Terms(Struct, frozen=True):
 
 
 _KeyPath = tuple[str, str]
-"""A tenant's name and a label."""
+"""A tenant's name and a key's label."""
 
 DeclaredKeys = Mapping[str, Sequence[DeclaredKey]]
-"""By the names of all declared tenants."""
+"""Declared keys by the name of every declared tenant."""
 
 
 def check_keys(declared: DeclaredKeys) -> None:
-    """Raises BadName for what cannot be, before anything is changed. No message has a digest: a key
-    may stand there by mistake."""
+    """Raise BadName for invalid declarations, before any change.
+
+    No message contains a digest, because a key may stand in its place by mistake.
+    """
     if sum(map(len, declared.values())) > KEYS_DECLARED_MAX:
-        raise BadName("bad_setting", f"more than {KEYS_DECLARED_MAX} keys are declared")
+        raise BadName("bad_setting", f"too many declared keys: limit {KEYS_DECLARED_MAX}")
     labels: set[_KeyPath] = set()
     digests: dict[str, _KeyPath] = {}
     for tenant, keys in declared.items():
@@ -94,9 +98,9 @@ def check_keys(declared: DeclaredKeys) -> None:
             try:
                 _check_key(key)
                 if at in labels:
-                    raise BadName("name_taken", "the label is there twice")
+                    raise BadName("name_taken", "the label is declared twice")
                 if key.sha256 and (other := digests.get(key.sha256.lower())):
-                    raise BadName("key_taken", f"it is {_describe(other)} too")
+                    raise BadName("key_taken", f"the same key is declared as {_describe(other)}")
             except BadName as error:
                 raise BadName(error.code, f"{_describe(at)}: {error.message}") from error
             labels.add(at)
@@ -104,32 +108,36 @@ def check_keys(declared: DeclaredKeys) -> None:
 
 
 def keys_differ(store: Store, wanted: DeclaredKeys) -> bool:
-    """Is what is declared there other than what is wanted? O(keys). Raises StoreError."""
-    there = {at: terms for at, (_, terms) in _declared_terms(store.query(_DECLARED)).items()}
-    return there != _wanted_terms(wanted)
+    """Return whether the declared keys in the database differ from `wanted`. O(keys). Raises
+    StoreError."""
+    current = {at: terms for at, (_, terms) in _declared_terms(store.query(_DECLARED)).items()}
+    return current != _wanted_terms(wanted)
 
 
 def reconcile_keys(db: Transaction, clock: WallClock, wanted: DeclaredKeys) -> list[KeyChange]:
-    """Make keys what the file says, within the caller's transaction, in which its tenants are there
-    already. O(keys), and a question for each that is new. Raises BadName."""
+    """Create, change, replace and revoke keys as the file says.
+
+    Runs within the caller's transaction, which has already written the tenants. O(keys), plus one
+    query for each new key. Raises BadName.
+    """
     now_ms, terms = clock(), _wanted_terms(wanted)
-    there = _declared_terms(db.rows(_DECLARED))
+    current = _declared_terms(db.rows(_DECLARED))
     tenants: dict[str, int] = dict(db.rows(_TENANTS))
     changed = []
-    for at in sorted(there.keys() | terms.keys()):
-        key_id, old = there.get(at, (0, None))
+    for at in sorted(current.keys() | terms.keys()):
+        key_id, old = current.get(at, (0, None))
         new = terms.get(at)
         if old == new:
             continue
         changed.append((at, key_id, old, new))
-        try:  # before one is revoked that another is told it cannot be
+        try:  # before any change, as a revocation would hide that the digest is used
             _check_change(db, now_ms, old, new)
         except BadName as error:
             raise BadName(error.code, f"{_describe(at)}: {error.message}") from error
     changes = []
     for (tenant, label), key_id, old, new in changed:
-        its_id, what = _apply_change(db, now_ms, (tenants[tenant], label), key_id, old, new)
-        changes.append(KeyChange(tenant, label, its_id, what))
+        changed_id, what = _apply_change(db, now_ms, (tenants[tenant], label), key_id, old, new)
+        changes.append(KeyChange(tenant, label, changed_id, what))
     return changes
 
 
@@ -137,11 +145,11 @@ def _check_change(db: Transaction, now_ms: int, old: _Terms | None, new: _Terms 
     if new is None:
         return
     if new.expires_ms is not None and not 0 < new.expires_ms - now_ms <= LIFE_MS_MAX:
-        raise BadName("bad_time", "expires: it is past, or more than 100 years away")
+        raise BadName("bad_time", "expires: the time is past or more than 100 years away")
     if old is None or old.digest != new.digest:
         _check_unused(db, now_ms, new.digest)
     elif old.expires_ms is not None and old.expires_ms <= now_ms:
-        raise BadName("key_not_live", "it has expired; make another")
+        raise BadName("key_not_live", "the key has expired; declare another key")
 
 
 def _apply_change(
@@ -152,7 +160,7 @@ def _apply_change(
     old: _Terms | None,
     new: _Terms | None,
 ) -> tuple[int, Literal["created", "changed", "replaced", "revoked"]]:
-    """One key, at a tenant's number: (its number, what was done)."""
+    """Apply one key's change. Returns its id and what was done. `at`: tenant id and label."""
     if new is None:
         _revoke(db, now_ms, key_id)
         return key_id, "revoked"
@@ -169,7 +177,7 @@ def _apply_change(
     line = db.rows("select coalesce(line_id, key_id) from keys where key_id = ?", (key_id,))
     new_id = _insert(db, now_ms, at, new, line[0][0])
     db.execute("update keys set replaced_by = ? where key_id = ?", (new_id, key_id))
-    # Whoever keeps budgets reads them again: those of the old key hold for the new one.
+    # Caches of budgets reload: the old key's budget now also applies to the new key.
     db.execute("update money_version set version = version + 1")
     return new_id, "replaced"
 
@@ -196,7 +204,7 @@ def _revoke(db: Transaction, now_ms: int, key_id: int) -> None:
 
 
 def _check_unused(db: Transaction, now_ms: int, digest: bytes) -> None:
-    """Nobody's key, now or before."""
+    """Raise BadName if any key, live or not, has this digest."""
     rows = db.rows(
         "select key_id, name, label, revoked_ms, expires_ms from keys"
         " left join tenants using (tenant_id) where digest = ?",
@@ -204,23 +212,28 @@ def _check_unused(db: Transaction, now_ms: int, digest: bytes) -> None:
     )
     for key_id, name, label, revoked_ms, expires_ms in rows:
         if revoked_ms is not None:
-            raise BadName("key_not_live", f"it is key {key_id}, which was revoked; make another")
+            raise BadName(
+                "key_not_live", f"the digest is that of revoked key {key_id}; use another key"
+            )
         if expires_ms is not None and expires_ms <= now_ms:
-            raise BadName("key_not_live", f"it is key {key_id}, which has expired; make another")
-        whose = f"of {name}" if name else "of an administrator"
-        raise BadName("key_taken", f"it is key {key_id} {whose} ({label!r}); make another")
+            raise BadName(
+                "key_not_live", f"the digest is that of expired key {key_id}; use another key"
+            )
+        owner = name or "an administrator"
+        message = f"the digest is that of key {key_id} of {owner} ({label!r}); use another key"
+        raise BadName("key_taken", message)
 
 
 def _check_key(key: DeclaredKey) -> None:
     check_label(key.label)
     if not key.label:
-        raise BadName("bad_label", "a declared key's label is not empty")
+        raise BadName("bad_label", "the label is empty; expected a label for every declared key")
     if bool(key.sha256) == bool(key.file):
-        raise BadName("bad_setting", "either sha256 or file says which key it is")
+        raise BadName("bad_setting", "expected exactly one of sha256 and file")
     if key.sha256 and not _DIGEST.fullmatch(key.sha256):
-        raise BadName("bad_setting", "sha256: it is not 64 hexadecimal digits")
+        raise BadName("bad_setting", "sha256: invalid digest; expected 64 hexadecimal digits")
     if key.file and (not key.file.startswith("/") or "\0" in key.file):
-        raise BadName("bad_setting", "file: it is no absolute path")
+        raise BadName("bad_setting", "file: invalid path; expected an absolute path")
     check_name(key.workspace, "workspace")
     encode_scopes(key.scopes)
     check_limits(key.limits)
@@ -239,7 +252,7 @@ _DECLARED = (
 
 
 def _declared_terms(rows: list[Row]) -> dict[_KeyPath, tuple[int, _Terms]]:
-    """The number and the terms of those that are declared now."""
+    """Return key id and terms of the keys that are declared now."""
     return {
         (name, label): (int(key_id), _Terms(bytes(digest), *terms))
         for name, label, key_id, digest, *terms in rows

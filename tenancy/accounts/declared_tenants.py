@@ -1,11 +1,11 @@
-"""Tenants, their keys and shared scopes that the configuration file declares: made so, in one
+"""Tenants, keys and shared scopes that the configuration file declares, reconciled in one
 transaction.
 
-A declared tenant is what the file says, all of it: what is not said there has its default. One
-that the file names no longer is suspended, never deleted: it may have leases that are promised and
-entries that are kept. Whether an operator suspended a declared tenant is not the file's to say;
-but naming one anew that was not declared before makes it active. A shared scope that is declared
-no longer is removed. It reads no file; the gateway calls it at the start and at each reload.
+The file defines a declared tenant completely: an omitted setting has its default. A tenant that the
+file no longer names is suspended, never deleted, because it may have promised leases and has ledger
+entries. A reload does not resume a declared tenant that an operator suspended; newly declaring a
+tenant that was not declared before makes it active. A shared scope that is no longer declared is
+removed. The module reads no file; the gateway calls it at startup and at each reload.
 """
 
 from __future__ import annotations
@@ -44,38 +44,40 @@ from tenancy.storage.interface import Store, Transaction
 from tenancy.types import Tenant, TenantSettings, WallClock
 
 DECLARED_MAX = 10_000
+"""The most tenants that a configuration file may declare."""
 
 
 class DeclaredTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[[tenants]]` table: a name, what is set of it, and its keys that the file declares."""
+    """One `[[tenants]]` table: a name, the tenant's settings, and its declared keys."""
 
     name: str
     keys: tuple[DeclaredKey, ...] = ()
 
     @property
     def settings(self) -> TenantSettings:
-        """Without the name and the keys."""
+        """The settings without the name and the keys."""
         return TenantSettings(
             **{name: getattr(self, name) for name in TenantSettings.__struct_fields__}
         )
 
 
 class TenantChange(Struct, frozen=True):
-    """What a reload did to a tenant; `suspended` is one that is declared no longer."""
+    """A change that a reload made to a tenant; `suspended` means that the file no longer declares
+    it."""
 
     tenant: str
     what: Literal["created", "adopted", "changed", "suspended"]
 
 
 def check_declared(declared: Sequence[DeclaredTenant]) -> None:
-    """Raises BadName for what cannot be, before anything is changed."""
+    """Raise BadName for invalid declarations, before any change."""
     if len(declared) > DECLARED_MAX:
-        raise BadName("bad_setting", f"more than {DECLARED_MAX} tenants are declared")
+        raise BadName("bad_setting", f"too many declared tenants: limit {DECLARED_MAX}")
     seen: set[str] = set()
     for one in declared:
         check_new_name(one.name)
         if one.name in seen:
-            raise BadName("name_taken", f"the tenant {one.name!r} is declared twice")
+            raise BadName("name_taken", f"tenant declared twice: {one.name!r}")
         seen.add(one.name)
         try:
             check_settings(one.settings)
@@ -90,11 +92,12 @@ def reconcile(
     declared: Sequence[DeclaredTenant] | None,
     scopes: Sequence[ScopeTerms] | None = None,
 ) -> list[TenantChange | KeyChange | ScopeChange]:
-    """Make it so, all or nothing; what was done, by name: tenants, then keys, then shared scopes.
-    None: the file says nothing of them. O(tenants + keys). Raises BadName, StoreError.
+    """Reconcile the database with the declarations, all or nothing. Returns the changes.
 
-    Each key is declared by its digest. Nothing is written where nothing differs, so a reload that
-    changes nothing costs a read.
+    The changes come by name: tenants, then keys, then shared scopes. None for `declared` or
+    `scopes` means that the file does not mention them. Every key must have its digest. If nothing
+    differs, nothing is written, so an unchanged reload costs one read. O(tenants + keys). Raises
+    BadName and StoreError.
     """
     check_declared(declared or ())
     check_scopes(scopes or ())
@@ -119,11 +122,12 @@ def reconcile(
 def _reconcile_tenants(
     store: Store, db: Transaction, clock: WallClock, wanted: dict[str, TenantSettings]
 ) -> list[TenantChange]:
-    """Nobody else writes until this ends; the reader sees what was committed before."""
+    """Reconcile all tenants. `store` reads the committed state; no other transaction writes
+    meanwhile."""
     changes = []
-    there = {one.tenant.name: one for one in list_tenant_records(store)}
-    for name in sorted(wanted.keys() | there.keys()):
-        what = _reconcile_tenant(db, clock, name, there.get(name), wanted.get(name))
+    current = {one.tenant.name: one for one in list_tenant_records(store)}
+    for name in sorted(wanted.keys() | current.keys()):
+        what = _reconcile_tenant(db, clock, name, current.get(name), wanted.get(name))
         if what is not None:
             changes.append(TenantChange(name, what))
     return changes
@@ -133,8 +137,8 @@ def _keys_by_tenant(declared: Sequence[DeclaredTenant]) -> DeclaredKeys:
     return {one.name: one.keys for one in declared}
 
 
-def _tenants_differ(there: list[TenantRecord], wanted: dict[str, TenantSettings]) -> bool:
-    declared = {one.tenant.name: one.settings for one in there if one.tenant.is_declared}
+def _tenants_differ(current: list[TenantRecord], wanted: dict[str, TenantSettings]) -> bool:
+    declared = {one.tenant.name: one.settings for one in current if one.tenant.is_declared}
     return declared != wanted
 
 
@@ -142,16 +146,16 @@ def _reconcile_tenant(
     db: Transaction,
     clock: WallClock,
     name: str,
-    there: TenantRecord | None,
+    current: TenantRecord | None,
     wanted: TenantSettings | None,
 ) -> Literal["created", "adopted", "changed", "suspended"] | None:
-    """One tenant: what was done, None for nothing."""
-    if there is None:
-        assert wanted is not None, "a name is there or wanted"
+    """Reconcile one tenant. Returns what was done, or None."""
+    if current is None:
+        assert wanted is not None, "every name is current or wanted"
         tenant = Tenant(0, name, "active", clock(), wanted.tier, is_declared=True)
         insert_tenant(db, TenantRecord(tenant, wanted.policy, wanted.limits))
         return "created"
-    tenant = there.tenant
+    tenant = current.tenant
     if wanted is None:
         if tenant.is_declared:
             _set_declared(db, tenant.tenant_id, is_declared=False, status="suspended")
@@ -160,11 +164,11 @@ def _reconcile_tenant(
         return None
     if not tenant.is_declared:
         _set_declared(db, tenant.tenant_id, is_declared=True, status="active")
-    if there.settings != wanted:
+    if current.settings != wanted:
         write_settings(db, tenant.tenant_id, wanted)
     if not tenant.is_declared:
         return "adopted"
-    return "changed" if there.settings != wanted else None
+    return "changed" if current.settings != wanted else None
 
 
 def _set_declared(db: Transaction, tenant_id: int, *, is_declared: bool, status: str) -> None:

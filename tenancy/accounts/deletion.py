@@ -1,8 +1,8 @@
-"""Deleting a tenant: nothing of it is left, or its money rows alone, under a pseudonym.
+"""Deletion of a tenant: all rows go, or all but its ledger rows, which stay under a pseudonym.
 
-What is in the ledger refers to its tenant's number for ever, and is never changed. Everything that
-says who that was, and everything it kept, goes; its name is free again. It knows no engine: what
-the cache holds for it the gateway forgets. The admin API and the command line call it.
+Ledger rows refer to the tenant's number forever and never change. Everything that identifies the
+tenant, and everything it stored, is deleted; its name is free again. The module knows no engine:
+the gateway erases the tenant's cache. The admin API and the command line call it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from tenancy.types import TenantSettings, WallClock
 
 
 def delete_tenant(store: Store, clock: WallClock, name: str) -> str | None:
-    """Delete it with its keys, limits, budgets, memberships, cached contents and kept answers.
+    """Delete a tenant with its keys, limits, budgets, memberships, cached contents and stored
+    responses.
 
-    The pseudonym under which its money rows stay, None where it has none: then its number goes too.
-    Raises BadName while it owns a shared scope, is declared, or has requests that run.
+    Returns the pseudonym under which its ledger rows stay, or None if it has none; then its number
+    is deleted too. Raises BadName while the tenant owns a shared scope, is declared, or has running
+    requests.
     """
     try:
         with store.change() as db:
@@ -36,13 +38,13 @@ def delete_tenant(store: Store, clock: WallClock, name: str) -> str | None:
             for table in ("scope_members", "keys", "named_sums", "tenants"):
                 db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
         return None
-    except ConstraintBroken:  # something that stays refers to it
+    except ConstraintBroken:  # ledger rows refer to the tenant
         with store.change() as db:
             return _pseudonymise(db, _find_deletable(db, name), clock())
 
 
 def filter_deleted(store: Store, tenant_ids: set[int]) -> set[int]:
-    """Those of them that are deleted and have money rows. O(ids)."""
+    """Return the ids that belong to deleted tenants with ledger rows. O(ids)."""
     found = read_tenant_records(store, sorted(tenant_ids))
     return {one.tenant.tenant_id for one in found if is_pseudonym(one.tenant.name)}
 
@@ -53,10 +55,12 @@ def _find_deletable(db: Transaction, name: str) -> TenantRecord:
     if found.tenant.is_declared:
         raise BadName(
             "tenant_declared",
-            f"{name} is declared in the configuration file; take it out there and reload",
+            f"tenant is declared in the configuration file: {name}; remove it there and reload",
         )
     if owned := list_owned_scopes(db, found.tenant.tenant_id):
-        raise BadName("tenant_in_use", f"{name} owns the shared scope {owned[0]}; remove it")
+        raise BadName(
+            "tenant_in_use", f"tenant owns the shared scope {owned[0]}: {name}; remove the scope"
+        )
     return found
 
 
@@ -65,18 +69,18 @@ def _pseudonymise(db: Transaction, found: TenantRecord, now_ms: int) -> str:
     if db.rows("select 1 from holds where tenant_id = ? limit 1", (tenant_id,)):
         raise BadName(
             "tenant_in_use",
-            f"requests of {found.tenant.name} are running; suspend it, and delete it when they"
+            f"tenant has running requests: {found.tenant.name}; suspend it and delete it when they"
             " have ended",
         )
     if db.rows("select 1 from tenants where name = ?", (pseudonym,)):
-        raise BadName("name_taken", f"another tenant has the name {pseudonym}")
+        raise BadName("name_taken", f"pseudonym is taken: {pseudonym}")
     idempotency.forget(db, tenant_id)
     for table in ("scope_members", "budgets", "budget_windows"):
         db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
     for key_id, digest in db.rows(
         "select key_id, digest from keys where tenant_id = ?", (tenant_id,)
     ):
-        # Its number stays with its entries; what would open a door is no text that can be sent.
+        # Entries refer to the key's number. No text hashes to the digest of a digest.
         db.execute(
             "update keys set digest = ?, shown = '', label = '', limits = '{}', is_declared = 0,"
             " revoked_ms = coalesce(revoked_ms, ?) where key_id = ?",

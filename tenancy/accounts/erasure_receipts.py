@@ -1,8 +1,8 @@
-"""Receipts of erasures: who had which part of the cache forgotten, when, and how much it was.
+"""Receipts of cache erasures: which key erased which part of a cache, when, and how many blocks.
 
-A receipt is written when the engine has said that it is done, and kept for ever. It names no
-namespace, only their digest: enough to compare, nothing to read. It knows no engine; the admin API
-and tenants' own calls write and list them.
+The gateway writes a receipt after the engine has confirmed the erasure; receipts are kept forever.
+A receipt contains a digest of the erased namespaces and not their names. The module knows no
+engine; `gateway.background.erasure`, the admin API and self-service call it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from tenancy.errors import BadName
 from tenancy.storage.interface import Store
 
 RECEIPTS_MAX = 1_000
+"""The most receipts that one query may return."""
 
 
 class ErasureReceipt(Struct, frozen=True):
-    """What was erased. `key_id` asked for it: the tenant's own or an administrator's. `what`:
-    `all`, `workspace NAME` or `lease ID`; `blocks`: how many left the cache for it."""
+    """The receipt of one erasure.
+
+    `key_id`: the tenant's or administrator's key that requested it. `what`: `all`, `workspace NAME`
+    or `lease ID`. `blocks`: how many blocks left the cache.
+    """
 
     receipt_id: str
     tenant_id: int
@@ -33,7 +37,10 @@ class ErasureReceipt(Struct, frozen=True):
 
 
 def digest_namespaces(namespaces: Sequence[bytes]) -> str:
-    """One digest for a set of namespaces, in whatever order; each stands behind its length."""
+    """Return one digest for a set of namespaces, independent of their order.
+
+    Each namespace is prefixed with its length, so different sets never hash the same bytes.
+    """
     digest = hashlib.sha256()
     for namespace in sorted(namespaces):
         digest.update(len(namespace).to_bytes(8, "big") + namespace)
@@ -41,16 +48,16 @@ def digest_namespaces(namespaces: Sequence[bytes]) -> str:
 
 
 def write_receipt(store: Store, receipt: ErasureReceipt) -> None:
-    """Keep a receipt; durable when it returns. Raises StoreError."""
+    """Store a receipt; it is durable when this returns. Raises StoreError."""
     values = structs.astuple(receipt)
     with store.change() as db:
         db.execute("insert into erasures values (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
 
 def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[ErasureReceipt]:
-    """A tenant's receipts, newest first. Raises BadName for a limit that cannot be."""
+    """Return a tenant's receipts, newest first. Raises BadName if `limit` is out of range."""
     if not 1 <= limit <= RECEIPTS_MAX:
-        raise BadName("bad_setting", f"limit: {limit} is not between 1 and {RECEIPTS_MAX}")
+        raise BadName("bad_setting", f"limit out of range: {limit}; expected 1 to {RECEIPTS_MAX}")
     rows = store.query(
         "select receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks"
         " from erasures where tenant_id = ? order by at_ms desc, receipt_id limit ?",

@@ -1,8 +1,8 @@
-"""Who a key is, found in memory.
+"""All keys in memory, indexed by digest.
 
-A lookup finds the entry by the digest, which tells an attacker nothing about the key, and compares
-it in constant time; a key that does not exist takes the same work. It changes no key and knows no
-HTTP; `identities` keeps it up to date and asks it.
+The lookup by digest tells an attacker nothing about a key, and the digests are compared in constant
+time; an unknown key takes the same work as a known one. The module changes no key and knows no
+HTTP. `authentication` keeps the index up to date and queries it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from tenancy.types import Limits
 
 
 class KeyFacts(Struct, frozen=True):
-    """What authentication needs of a key. An administrator's has the tenant id 0. `line_id`: the
-    first key of those that it was rotated from, or its own."""
+    """The columns of a key that authentication needs.
+
+    `tenant_id` is 0 for an administrator's key. `line_id`: the first key of its rotation chain, or
+    its own id.
+    """
 
     digest: bytes
     key_id: int
@@ -35,11 +38,11 @@ class KeyFacts(Struct, frozen=True):
 
 
 _NO_KEY = KeyFacts(bytes(32), 0, 0, "", None, None, frozenset(), Limits(), 0)
-"""What a key that does not exist is compared with. Nothing is known whose digest is all zeros."""
+"""The facts that an unknown key is compared with. No known key has the digest of all zeros."""
 
 
 class KeyIndex:
-    """Every key, found by its digest. Belongs to one thread."""
+    """An index of all keys by digest. Belongs to one thread."""
 
     def __init__(self, keys: Iterable[KeyFacts]) -> None:
         self._by_digest: dict[bytes, KeyFacts] = {}
@@ -51,11 +54,11 @@ class KeyIndex:
         return len(self._digests)
 
     def find(self, key: str, now_ms: int) -> KeyFacts:
-        """The facts of a live key. O(1). Raises KeyRefused."""
+        """Return the facts of a live key. O(1). Raises KeyRefused."""
         digest = digest_of(key)
         found = self._by_digest.get(digest, _NO_KEY)
         if not hmac.compare_digest(digest, found.digest):
-            raise KeyRefused("key_unknown", "No such key.")
+            raise KeyRefused("key_unknown", "Unknown key.")
         if found.revoked_ms is not None and found.revoked_ms <= now_ms:
             raise KeyRefused("key_revoked", "This key has been revoked.")
         if found.expires_ms is not None and found.expires_ms <= now_ms:
@@ -63,11 +66,11 @@ class KeyIndex:
         return found
 
     def replace(self, key_ids: Iterable[int], keys: Iterable[KeyFacts]) -> None:
-        """These are now so; those of the ids that are not among them go. O(key ids)."""
+        """Replace the facts of these key ids; ids without facts are removed. O(key ids)."""
         for key_id in key_ids:
-            gone = self._digests.pop(key_id, None)
-            if gone is not None:
-                del self._by_digest[gone]
+            old_digest = self._digests.pop(key_id, None)
+            if old_digest is not None:
+                del self._by_digest[old_digest]
         for facts in keys:
             self._put(facts)
 
@@ -77,7 +80,8 @@ class KeyIndex:
 
 
 def load_keys(store: Store, key_ids: Sequence[int] | None = None) -> list[KeyFacts]:
-    """Those of these ids that there are, or all. O(keys), about 5 us each. Raises StoreError."""
+    """Read the facts of these key ids, or of all keys. O(keys), about 5 us each. Raises
+    StoreError."""
     if key_ids is None:
         return list(map(_facts_of, store.query(_FACTS)))
     if not key_ids:
@@ -94,7 +98,7 @@ _FACTS = (
 
 @cache
 def _scopes(text: str) -> frozenset[str]:
-    """A few sets, however many keys: there are eight."""
+    """Parse a scope list. Cached: however many keys there are, only eight combinations exist."""
     return frozenset(text.split())
 
 

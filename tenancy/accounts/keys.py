@@ -1,11 +1,11 @@
-"""Keys: made once, shown once, kept as a digest.
+"""API keys: generated once, shown once, stored as a digest.
 
-A key is `tl-` and 43 signs of base 62: 256 random bits. It is stored as its SHA-256. A slow hash
-(argon2) protects secrets that people choose and others can guess; nobody guesses 256 bits, and a
-slow hash on each request would be a way to wear the server out. A key that is rotated, and what it
-is rotated to, are one line: they share limits and budgets. A tenant's key has scopes; an
-administrator's belongs to no tenant and has one scope of its own. It knows no HTTP; `registry`,
-the admin API and the command line call it, `key_ring` finds keys.
+A key is `tl-` and 43 characters of base 62: 256 random bits. The database stores its SHA-256. Slow
+hashes (argon2) protect passwords that can be guessed; 256 bits cannot be guessed, and a slow hash
+on each request would allow a denial of service. A rotated key and its successors are one line: they
+share limits and budgets. A tenant's key has scopes; an administrator's key belongs to no tenant and
+has the scope `admin`. The module knows no HTTP. The admin API, the command line and `tenants` call
+it; `key_index` finds keys.
 """
 
 from __future__ import annotations
@@ -26,13 +26,18 @@ from tenancy.storage.interface import Row, Store, Transaction, Value
 from tenancy.types import Limits, WallClock
 
 PREFIX = "tl-"
-DIGEST_PREFIX = "sha256:"  # lists show this of a key of which only the digest was ever there
+DIGEST_PREFIX = "sha256:"
+"""Precedes the shown digest of a key of which only the digest was declared."""
 SHOWN_CHARS = 8
+"""Characters of a key or digest that lists show, after the prefix."""
 LIFE_MS_MAX = 100 * 366 * 86_400_000
+"""The longest life of a key: 100 years."""
 GRACE_MS_MAX = 90 * 86_400_000
+"""The longest grace of a rotated key: 90 days."""
 LABEL_CHARS_MAX = 200
 SCOPES = ("inference", "usage", "cache")
-"""What a tenant's key may be for: prompts; its own counts and charges; its own cache's contents."""
+"""Scopes of a tenant's key: generation; the tenant's own usage and charges; the tenant's own
+cache."""
 
 ADMIN = "admin"
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
@@ -44,9 +49,12 @@ _SHA256 = hashlib.sha256()
 
 
 class Key(Struct, frozen=True):
-    """A key as lists show it: `shown` is its beginning, never more. An administrator's has no
-    tenant. `replaced_by`: the id of the key it was rotated to. `is_declared`: the configuration
-    file says what it is."""
+    """A key as lists show it.
+
+    `tenant` is None for an administrator's key. `shown`: the beginning of the key, never more.
+    `replaced_by`: the id of the key it was rotated to. `is_declared`: the configuration file
+    declares the key.
+    """
 
     key_id: int
     tenant: str | None
@@ -63,14 +71,14 @@ class Key(Struct, frozen=True):
 
 
 def digest_of(key: str) -> bytes:
-    """What is stored of a key."""
-    digest = _SHA256.copy()  # made anew, the library looks for its algorithm first
+    """Return the digest that the database stores for a key."""
+    digest = _SHA256.copy()  # a new one would look up the algorithm first
     digest.update(key.encode(errors="surrogatepass"))
     return digest.digest()
 
 
 def is_key(text: str) -> bool:
-    """Does it look like a key of ours?"""
+    """Return whether the text has the form of a key."""
     return _KEY.fullmatch(text) is not None
 
 
@@ -85,10 +93,10 @@ def create_key(
     scopes: Iterable[str] = SCOPES,
     limits: Limits = _FREE,
 ) -> str:
-    """Make a tenant's key and return it: the only time anybody sees it.
+    """Create a tenant's key and return it; it cannot be shown again.
 
-    Raises BadName for a workspace, a label, a life, scopes or limits that cannot be, and a tenant
-    that is unknown or deleted.
+    Raises BadName if the workspace, label, life, scopes or limits are invalid, or the tenant is
+    unknown or deleted.
     """
     check_name(workspace, "workspace")
     text = encode_scopes(scopes)
@@ -98,7 +106,7 @@ def create_key(
     with store.change() as db:
         names = db.rows("select name from tenants where tenant_id = ?", (tenant_id,))
         if not names:
-            raise BadName("tenant_unknown", f"there is no tenant with the id {tenant_id}")
+            raise BadName("tenant_unknown", f"unknown tenant id: {tenant_id}")
         check_not_deleted(names[0][0])
         _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
     return key
@@ -107,7 +115,7 @@ def create_key(
 def create_admin_key(
     store: Store, clock: WallClock, *, label: str = "", lives_ms: int | None = None
 ) -> str:
-    """Make an administrator's key and return it, once. Raises BadName as `create_key`."""
+    """Create an administrator's key and return it, once. Raises BadName as `create_key`."""
     expires_ms = _expiry(clock, label, lives_ms)
     key = _new_key()
     with store.change() as db:
@@ -116,13 +124,14 @@ def create_admin_key(
 
 
 def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tuple[str, Key, Key]:
-    """(the new key, what lists show of it, the old one): the same tenant, workspace, label, scopes
-    and limits, and a life as long as the old one's was. The old one works for `grace_ms` more.
+    """Rotate a key. Returns the new key, its record, and the record of the old one.
 
-    Raises BadName if it is not one key, or is declared, works no more or was rotated before.
+    The new key has the same tenant, workspace, label, scopes and limits, and a life as long as the
+    old one's. The old key works for `grace_ms` more. Raises BadName if `which` does not name one
+    key, or the key is declared, expired, revoked, or was rotated before.
     """
     if not 0 <= grace_ms <= GRACE_MS_MAX:
-        raise BadName("bad_time", "the old key may work for between 0 and 90 days more")
+        raise BadName("bad_time", "grace out of range; expected 0 to 90 days")
     key = _new_key()
     with store.change() as db:
         old, now_ms = _find_changeable(db, which), clock()
@@ -139,7 +148,7 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
             "update keys set expires_ms = ?, replaced_by = ?, is_declared = 0 where key_id = ?",
             (ends_ms, new_id, old.key_id),
         )
-        # A budget of the old key holds for the new one: whoever keeps budgets reads them again.
+        # Caches of budgets reload: the old key's budget now also applies to the new key.
         db.execute("update money_version set version = version + 1")
     return key, find_key(store, str(new_id)), find_key(store, str(old.key_id))
 
@@ -152,11 +161,11 @@ def change_key(
     scopes: Iterable[str] | None = None,
     limits: Limits | None = None,
 ) -> Key:
-    """Change what is named, from the next request. Raises BadName."""
+    """Change the given fields of a key, from the next request. Raises BadName."""
     with store.change() as db:
         old = _find_changeable(db, which)
         if old.tenant is None and (scopes is not None or limits is not None):
-            raise BadName("bad_scopes", "an administrator's key has no other scopes, and no limits")
+            raise BadName("bad_scopes", "an administrator's key cannot have other scopes or limits")
         check_label(old.label if label is None else label)
         check_limits(limits or _FREE)
         db.execute(
@@ -173,7 +182,7 @@ def change_key(
 
 
 def list_keys(store: Store, tenant: str | None = None) -> list[Key]:
-    """All keys, or a tenant's, oldest first."""
+    """Return all keys, or a tenant's, oldest first."""
     return [
         _key_of(row)
         for row in store.query(
@@ -183,17 +192,17 @@ def list_keys(store: Store, tenant: str | None = None) -> list[Key]:
 
 
 def find_key(store: Store, which: str) -> Key:
-    """One key by its id or by the beginning that lists show, or by the whole key.
+    """Return a key by its id, by its shown beginning, or by the whole key.
 
-    Raises BadName if that is not exactly one.
+    Raises BadName if that is not exactly one key.
     """
     return _single(store.query(*_lookup(which)))
 
 
 def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
-    """Revoke by id or by the beginning that lists show; revoking again changes nothing.
+    """Revoke a key by its id or its shown beginning. A second call changes nothing.
 
-    Raises BadName if that is not exactly one key, or one that is declared.
+    Raises BadName if that is not exactly one key, or the key is declared.
     """
     with store.change() as db:
         key = _find_changeable(db, which)
@@ -206,37 +215,38 @@ def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
 
 
 def check_name(name: str, what: str) -> None:
-    """Raises BadName for what cannot be a tenant's or a workspace's name."""
+    """Raise BadName if the name has characters or a length that names may not have."""
     if not _NAME.fullmatch(name):
         raise BadName(
             "bad_name",
-            f"{name[:80]!r} is no {what} name: 1 to 64 of a-z, 0-9, '.', '_' and '-', beginning"
-            " with a letter or a digit",
+            f"invalid {what} name: {name[:80]!r}; expected 1 to 64 characters of a-z, 0-9, '.', '_'"
+            " and '-', beginning with a letter or a digit",
         )
 
 
 def check_label(label: str) -> None:
-    """Raises BadName for what would not fit a line."""
+    """Raise BadName if the label is too long or not printable."""
     if len(label) > LABEL_CHARS_MAX or not label.isprintable():
-        raise BadName("bad_label", f"a label is printable and has at most {LABEL_CHARS_MAX} signs")
+        message = f"invalid label; expected at most {LABEL_CHARS_MAX} printable characters"
+        raise BadName("bad_label", message)
 
 
 def decode_limits(text: str) -> Limits:
-    """As `encode_limits` wrote them."""
+    """Decode limits as `encode_limits` wrote them."""
     return _FREE if text == "{}" else msgspec.json.decode(text, type=Limits)
 
 
 def encode_limits(limits: Limits) -> str:
-    """The form in which the database keeps them."""
+    """Encode limits as the database stores them."""
     return msgspec.json.encode(limits).decode()
 
 
 def encode_scopes(scopes: Iterable[str]) -> str:
-    """The form in which the database keeps them: sorted words. Raises BadName."""
+    """Encode scopes as the database stores them: sorted words. Raises BadName."""
     wanted = set(scopes)
     if not wanted or not wanted <= set(SCOPES):
         known, given = ", ".join(SCOPES), ", ".join(sorted(wanted))[:80]
-        raise BadName("bad_scopes", f"a tenant's key has one or more of {known} (it is {given!r})")
+        raise BadName("bad_scopes", f"invalid scopes: {given!r}; expected one or more of {known}")
     return " ".join(sorted(wanted))
 
 
@@ -247,7 +257,7 @@ def _new_key() -> str:
 def _expiry(clock: WallClock, label: str, lives_ms: int | None) -> int | None:
     check_label(label)
     if lives_ms is not None and not 0 < lives_ms <= LIFE_MS_MAX:
-        raise BadName("bad_time", "a key lives for between a millisecond and 100 years")
+        raise BadName("bad_time", "life out of range; expected 1 ms to 100 years")
     return None if lives_ms is None else clock() + lives_ms
 
 
@@ -284,7 +294,7 @@ def _key_of(row: Row) -> Key:
 
 
 def _lookup(which: str) -> tuple[str, tuple[Value]]:
-    """The query for a key by its id or its beginning."""
+    """Return the query and its value for a key by id or beginning."""
     if which.isascii() and which.isdigit() and len(which) <= 18:
         return f"{_KEYS} where key_id = ?", (int(which),)
     beginning = which.encode(errors="replace").decode().rstrip("….")
@@ -295,20 +305,19 @@ def _lookup(which: str) -> tuple[str, tuple[Value]]:
 
 def _single(rows: list[Row]) -> Key:
     if len(rows) != 1:
-        what = "no key has" if not rows else f"{len(rows)} keys have"
-        raise BadName(
-            "key_unknown", f"{what} that id or beginning; `trunkline key list` shows them"
-        )
+        found = "unknown key" if not rows else f"ambiguous key: {len(rows)} matches"
+        raise BadName("key_unknown", f"{found}; `trunkline key list` shows ids and beginnings")
     return _key_of(rows[0])
 
 
 def _find_changeable(db: Transaction, which: str) -> Key:
-    """One that an operator may change. Those of a tenant that is declared no longer are his."""
+    """Return the key that an operator may change. A suspended, undeclared tenant's keys are
+    changeable."""
     key = _single(db.rows(*_lookup(which)))
     if key.is_declared:
         raise BadName(
             "key_declared",
-            f"key {key.key_id} is declared in the configuration file; change it there and reload",
+            f"key is declared in the configuration file: {key.key_id}; change it there and reload",
         )
     return key
 
@@ -316,7 +325,7 @@ def _find_changeable(db: Transaction, which: str) -> Key:
 def _check_live(key: Key, now_ms: int) -> None:
     is_over = key.revoked_ms is not None or (key.expires_ms or now_ms + 1) <= now_ms
     if key.replaced_by is not None:
-        message = f"key {key.key_id} was rotated before; rotate its successor, {key.replaced_by}"
+        message = f"key was already rotated: {key.key_id}; rotate its successor {key.replaced_by}"
         raise BadName("key_not_live", message)
     if is_over:
-        raise BadName("key_not_live", f"key {key.key_id} works no more; make a new one")
+        raise BadName("key_not_live", f"key is revoked or expired: {key.key_id}; create a new one")

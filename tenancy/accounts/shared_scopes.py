@@ -1,9 +1,9 @@
-"""Shared scopes: named caches that workspaces of several tenants share, by the operator's word.
+"""Shared scopes: named caches that workspaces of several tenants share, defined by the operator.
 
 A scope has an owner, whose quota holds its blocks and who pays for their storage, and members:
-"tenant/workspace", or "tenant" for all its workspaces. A workspace is in one scope at most. It
-knows no namespace; `registry` reads who is a member, `declared` makes what the configuration file
-says, the admin API and the command line change the rest.
+"tenant/workspace", or "tenant" for all of a tenant's workspaces. A workspace is in at most one
+scope. The module knows no namespace. `authentication` reads memberships, `declared_tenants`
+reconciles declared scopes, and the admin API and the command line change the others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import WallClock
 
 SCOPES_MAX = 1_000
+"""The most shared scopes of a database."""
 MEMBERS_MAX = 10_000
+"""The most members of all declared scopes together."""
 ALL_WORKSPACES = ""
-"""Stands for every workspace of a tenant."""
+"""The workspace value of a member that stands for every workspace of its tenant."""
 
 
 class ScopeTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a shared scope shall be: one `[[tenancy.shared_scopes]]` table."""
+    """The owner and members that a scope shall have: one `[[tenancy.shared_scopes]]` table."""
 
     name: str
     owner: str
@@ -33,7 +35,7 @@ class ScopeTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class ScopeRecord(Struct, frozen=True):
-    """A shared scope as it is. `members` are sorted."""
+    """A shared scope in the database. `members` are sorted."""
 
     scope_id: int
     name: str
@@ -45,7 +47,7 @@ class ScopeRecord(Struct, frozen=True):
 
 
 class Membership(Struct, frozen=True):
-    """Which scope a workspace is in, and whose that is."""
+    """The scope that a workspace is in, and the scope's owner."""
 
     scope_id: int
     name: str
@@ -53,23 +55,23 @@ class Membership(Struct, frozen=True):
 
 
 class ScopeChange(Struct, frozen=True):
-    """What a reload did to a scope."""
+    """A change that a reload made to a scope."""
 
     scope: str
     what: Literal["created", "adopted", "changed", "removed"]
 
 
-# --- looking -------------------------------------------------------------------------------------
+# --- queries -------------------------------------------------------------------------------------
 
 
 def list_scopes(store: Store) -> list[ScopeRecord]:
-    """All of them, by name. O(members)."""
+    """Return all shared scopes, by name. O(members)."""
     with store.snapshot() as db:
         return _scopes_in(db)
 
 
 def find_scope(store: Store, name: str) -> ScopeRecord:
-    """One of them. Raises BadName."""
+    """Return a shared scope by name. Raises BadName."""
     for scope in list_scopes(store):
         if scope.name == name:
             return scope
@@ -77,7 +79,7 @@ def find_scope(store: Store, name: str) -> ScopeRecord:
 
 
 def memberships(store: Store, tenant_id: int | None = None) -> dict[int, dict[str, Membership]]:
-    """By tenant and workspace: of one tenant, or of all. O(members read)."""
+    """Return memberships by tenant id and workspace, for one tenant or all. O(members read)."""
     of_one = "" if tenant_id is None else " where members.tenant_id = ?"
     rows = store.query(
         "select members.tenant_id, members.workspace, scopes.scope_id, scopes.name,"
@@ -91,25 +93,29 @@ def memberships(store: Store, tenant_id: int | None = None) -> dict[int, dict[st
     return found
 
 
-# --- changing ------------------------------------------------------------------------------------
+# --- changes -------------------------------------------------------------------------------------
 
 
 def set_scope(store: Store, clock: WallClock, terms: ScopeTerms) -> ScopeRecord:
-    """Make it so, from the next request: a new scope, or other members of one that is there. With
-    another owner it is another scope, which begins empty. Raises BadName, with nothing changed."""
+    """Create a shared scope or replace its members, from the next request.
+
+    With another owner it becomes a new scope, which begins empty. Raises BadName, with nothing
+    changed.
+    """
     check_scopes([terms])
     with store.change() as db:
-        there = {scope.name: scope for scope in _scopes_in(db)}
-        old = there.get(terms.name)
-        if old is None and len(there) >= SCOPES_MAX:
-            raise BadName("too_many_scopes", f"there are {SCOPES_MAX} shared scopes already")
+        current = {scope.name: scope for scope in _scopes_in(db)}
+        old = current.get(terms.name)
+        if old is None and len(current) >= SCOPES_MAX:
+            raise BadName("too_many_scopes", f"too many shared scopes: limit {SCOPES_MAX}")
         _check_not_declared(old)
         _write_scope(db, clock, terms, old, is_declared=False)
     return find_scope(store, terms.name)
 
 
 def remove_scope(store: Store, name: str) -> None:
-    """Its members share no more, from the next request; each goes on alone. Raises BadName."""
+    """Remove a shared scope, from the next request; each member goes back to its own cache. Raises
+    BadName."""
     with store.change() as db:
         old = {scope.name: scope for scope in _scopes_in(db)}.get(name)
         if old is None:
@@ -119,18 +125,18 @@ def remove_scope(store: Store, name: str) -> None:
 
 
 def check_scopes(wanted: Sequence[ScopeTerms]) -> None:
-    """Raises BadName for what cannot be, whoever the tenants are."""
+    """Raise BadName for invalid terms; unknown tenants are not checked here."""
     if len(wanted) > SCOPES_MAX:
-        raise BadName("bad_setting", f"more than {SCOPES_MAX} shared scopes")
+        raise BadName("bad_setting", f"too many shared scopes: limit {SCOPES_MAX}")
     if sum(len(one.members) for one in wanted) > MEMBERS_MAX:
-        raise BadName("bad_setting", f"more than {MEMBERS_MAX} members of shared scopes")
+        raise BadName("bad_setting", f"too many members of shared scopes: limit {MEMBERS_MAX}")
     seen: set[str] = set()
     taken: dict[str, str] = {}
     for one in wanted:
         check_name(one.name, "shared scope")
         check_name(one.owner, "tenant")
         if one.name in seen:
-            raise BadName("name_taken", f"the shared scope {one.name!r} is declared twice")
+            raise BadName("name_taken", f"shared scope declared twice: {one.name!r}")
         seen.add(one.name)
         for member in one.members:
             tenant, workspace = _split_member(member)
@@ -147,30 +153,33 @@ def check_scopes(wanted: Sequence[ScopeTerms]) -> None:
 
 
 def scopes_differ(store: Store, wanted: Sequence[ScopeTerms]) -> bool:
-    """Is what is declared there other than what is wanted?"""
+    """Return whether the declared scopes in the database differ from `wanted`."""
     return _declared_terms(list_scopes(store)) != {one.name: _terms_of(one) for one in wanted}
 
 
 def reconcile_scopes(
     db: Transaction, clock: WallClock, wanted: Sequence[ScopeTerms]
 ) -> list[ScopeChange]:
-    """Make declared scopes what the file says, within the caller's transaction. What it declares no
-    longer is removed; what was made by hand stays. Raises BadName."""
+    """Reconcile declared scopes with the file, within the caller's transaction.
+
+    Scopes that are no longer declared are removed; scopes made by the admin API or the command line
+    stay. Raises BadName.
+    """
     changes = []
-    there = {scope.name: scope for scope in _scopes_in(db)}
+    current = {scope.name: scope for scope in _scopes_in(db)}
     terms = {one.name: one for one in wanted}
-    for name, scope in there.items():
+    for name, scope in current.items():
         if scope.is_declared and name not in terms:
             _delete_scope(db, scope)
             changes.append(ScopeChange(name, "removed"))
-    # Members first leave where they were: one may go from a scope to another in one reload.
-    altered = [one for _, one in sorted(terms.items()) if not _matches(there.get(one.name), one)]
+    # Remove members first: a reload may move a member from one scope to another.
+    altered = [one for _, one in sorted(terms.items()) if not _matches(current.get(one.name), one)]
     for one in altered:
-        if one.name in there:
-            number = there[one.name].scope_id
+        if one.name in current:
+            number = current[one.name].scope_id
             db.execute("delete from scope_members where scope_id = ?", (number,))
     for one in altered:
-        old = there.get(one.name)
+        old = current.get(one.name)
         _write_scope(db, clock, one, old, is_declared=True)
         what: Literal["created", "adopted", "changed"] = "created"
         if old is not None:
@@ -180,12 +189,12 @@ def reconcile_scopes(
 
 
 def list_owned_scopes(db: Transaction, tenant_id: int) -> list[str]:
-    """Names of a tenant's scopes, within the caller's transaction."""
+    """Return the names of a tenant's scopes, within the caller's transaction."""
     rows = db.rows("select name from shared_scopes where owner_id = ?", (tenant_id,))
     return [str(row[0]) for row in rows]
 
 
-# --- inside --------------------------------------------------------------------------------------
+# --- details -------------------------------------------------------------------------------------
 
 
 def _scopes_in(db: Transaction) -> list[ScopeRecord]:
@@ -256,7 +265,7 @@ def _delete_scope(db: Transaction, old: ScopeRecord) -> None:
 def _check_no_overlap(
     db: Transaction, tenant_id: int, workspace: str, member: str, scope: str
 ) -> None:
-    """A workspace is in one scope at most, whether it is named or all are."""
+    """Raise BadName if the workspace, or its whole tenant, is in another scope."""
     rows = db.rows(
         "select members.workspace, scopes.name from scope_members as members"
         " join shared_scopes as scopes on scopes.scope_id = members.scope_id"
@@ -272,7 +281,8 @@ def _check_not_declared(old: ScopeRecord | None) -> None:
     if old is not None and old.is_declared:
         raise BadName(
             "scope_declared",
-            f"{old.name} is declared in the configuration file; change it there and reload",
+            f"shared scope is declared in the configuration file: {old.name}; change it there and"
+            " reload",
         )
 
 
@@ -281,7 +291,7 @@ def _tenant_ids(db: Transaction, names: Iterable[str]) -> dict[str, int]:
     for name in dict.fromkeys(names):
         rows = db.rows("select tenant_id from tenants where name = ?", (name,))
         if not rows:
-            raise BadName("tenant_unknown", f"there is no tenant {name!r} to share a scope")
+            raise BadName("tenant_unknown", f"unknown tenant: {name!r}")
         found[name] = int(rows[0][0])
     return found
 
@@ -306,10 +316,10 @@ def _split_member(member: str) -> tuple[str, str]:
 def _overlap(member: str, one: str, other: str) -> BadName:
     return BadName(
         "scope_overlap",
-        f"{member} cannot be in the shared scope {other}: it, or a workspace of it, is in {one}"
-        " already, and a workspace is in one scope at most",
+        f"member of two shared scopes: {member} in {one} and {other}; expected each workspace in"
+        " at most one scope",
     )
 
 
 def _unknown_scope(name: str) -> BadName:
-    return BadName("scope_unknown", f"there is no shared scope {name[:80]!r}")
+    return BadName("scope_unknown", f"unknown shared scope: {name[:80]!r}")

@@ -1,7 +1,7 @@
-"""Tenants with their settings: found, made, changed, suspended.
+"""Tenants and their settings: find, create, change and suspend them.
 
-It knows no HTTP and no engine; the admin API and the command line call it, and `identities`, which
-keeps all of them in memory.
+The module knows no HTTP and no engine. The admin API and the command line call it, and
+`authentication`, which keeps all tenants in memory.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from tenancy.types import (
 )
 
 DEFAULT_TENANT = "default"
+"""The name of the tenant that the first start creates."""
 BLOCKS_MAX = 2**40
 PRIORITY_MAX = 1_000_000
 WEIGHT_MAX = 1e6
 CLASSES_MAX = 16
 BOOTSTRAP_LABEL = "made on first start"
+"""The label of keys that the first start creates."""
 
 
 class TenantRecord(Struct, frozen=True):
-    """A tenant with all that is set of it."""
+    """A tenant with its cache policy and its limits."""
 
     tenant: Tenant
     policy: CachePolicy
@@ -49,13 +51,13 @@ class TenantRecord(Struct, frozen=True):
 
     @property
     def settings(self) -> TenantSettings:
-        """The same in one level."""
+        """The settings in one flat struct."""
         return TenantSettings(
             tier=self.tenant.tier, **structs.asdict(self.policy), **structs.asdict(self.limits)
         )
 
 
-# --- looking -------------------------------------------------------------------------------------
+# --- queries -------------------------------------------------------------------------------------
 
 _TENANTS = (
     "select tenant_id, name, status, created_ms, tier, is_declared, floor_blocks, ceiling_blocks,"
@@ -64,22 +66,22 @@ _TENANTS = (
 
 
 def list_tenant_records(store: Store) -> list[TenantRecord]:
-    """All tenants with all that is set of them, by name."""
+    """Return all tenants with their settings, by name."""
     return [_record_of(row) for row in store.query(f"{_TENANTS} order by name")]
 
 
 def list_tenants(store: Store) -> list[tuple[Tenant, CachePolicy]]:
-    """All tenants with their policies, by name."""
+    """Return all tenants with their cache policies, by name."""
     return [(one.tenant, one.policy) for one in list_tenant_records(store)]
 
 
 def floor_blocks_of(one: TenantRecord) -> int:
-    """What a tenant is to be guaranteed now: nothing to one that is suspended."""
+    """Return the floor that the tenant is guaranteed now: 0 while it is suspended."""
     return one.policy.floor_blocks if one.tenant.status == "active" else 0
 
 
 def write_floor_blocks_max(store: Store, blocks: int) -> None:
-    """What floors together may take of the pool that is there now. Raises StoreError."""
+    """Store how many blocks of the present pool floors may take. Raises StoreError."""
     with store.change() as db:
         db.execute(
             "insert into engine_pool (one, floor_blocks_max) values (1, ?)"
@@ -89,22 +91,22 @@ def write_floor_blocks_max(store: Store, blocks: int) -> None:
 
 
 def read_floor_blocks_max(store: Store) -> int | None:
-    """What was noted last; None before there was an engine."""
+    """Return the value stored last, or None before an engine has run."""
     found = store.query("select floor_blocks_max from engine_pool")
     return found[0][0] if found else None
 
 
 def read_tenant_records(store: Store, tenant_ids: Iterable[int]) -> list[TenantRecord]:
-    """Those of these ids that there are. O(ids)."""
+    """Return the tenants with these ids; unknown ids are left out. O(ids)."""
     sql = f"{_TENANTS} where tenant_id = ?"
     return [_record_of(row) for one in tenant_ids for row in store.query(sql, (one,))]
 
 
 def find_tenant_record(store: Store, name: str) -> TenantRecord:
-    """One tenant. Raises BadName, naming those there are."""
-    # A name that no tenant can have may be no text that a database can take either.
-    plain = name.encode(errors="replace").decode()
-    for row in store.query(f"{_TENANTS} where name = ?", (plain,)):
+    """Return a tenant by name. Raises BadName, which lists known names."""
+    # The name may contain surrogates, which a database cannot store.
+    encodable = name.encode(errors="replace").decode()
+    for row in store.query(f"{_TENANTS} where name = ?", (encodable,)):
         return _record_of(row)
     raise _unknown_tenant(
         name, [row[0] for row in store.query("select name from tenants order by name")]
@@ -112,16 +114,18 @@ def find_tenant_record(store: Store, name: str) -> TenantRecord:
 
 
 def find_tenant(store: Store, name: str) -> tuple[Tenant, CachePolicy]:
-    """One tenant and its policy. Raises BadName, naming those there are."""
+    """Return a tenant and its cache policy by name. Raises BadName, which lists known names."""
     found = find_tenant_record(store, name)
     return found.tenant, found.policy
 
 
-# --- changing ------------------------------------------------------------------------------------
+# --- changes -------------------------------------------------------------------------------------
 
 TenantCheck = Callable[[Sequence[TenantRecord]], None]
-"""Looks at all tenants that have floors, before one is changed: nobody changes another until it has
-been."""
+"""A check of all tenants that have floors, before a change.
+
+It runs within the change's transaction, so no other change can come between.
+"""
 
 
 def create_tenant(
@@ -134,8 +138,11 @@ def create_tenant(
     limits: Limits | None = None,
     check: TenantCheck | None = None,
 ) -> Tenant:
-    """Make a tenant. Raises BadName if the name cannot be, or is taken, or a setting cannot be, and
-    what `check` raises."""
+    """Create a tenant.
+
+    Raises BadName if the name is invalid or taken or a setting is invalid, and whatever `check`
+    raises.
+    """
     made = TenantRecord(
         Tenant(0, name, "active", clock(), tier), policy or CachePolicy(), limits or Limits()
     )
@@ -154,17 +161,19 @@ def change_tenant(
     *,
     check: TenantCheck | None = None,
 ) -> TenantRecord:
-    """Set what is named, by the fields of `TenantSettings`, from the next request; the rest stays,
-    whoever else is changing it. `status`: its keys stop or start working within a second, and
-    answers that are kept for it go when it is suspended. Raises BadName, and what `check` raises,
-    with nothing changed."""
+    """Change the named fields of `TenantSettings`, and the status, from the next request.
+
+    Fields that are not named keep their values, also under concurrent changes. A new status applies
+    to the tenant's keys within a second. Suspension deletes the tenant's stored responses. Raises
+    BadName, and whatever `check` raises, with nothing changed.
+    """
     with store.change() as db:
         found = find_tenant_in(db, name)
         check_not_deleted(name)
         if changes and found.tenant.is_declared:
             raise BadName(
                 "tenant_declared",
-                f"{name} is declared in the configuration file; change it there and reload",
+                f"tenant is declared in the configuration file: {name}; change it there and reload",
             )
         tenant_id = found.tenant.tenant_id
         if check is not None:
@@ -183,12 +192,12 @@ def _tenants_with_floors(db: Transaction) -> list[TenantRecord]:
 
 
 def set_status(store: Store, name: str, status: Status) -> None:
-    """See `change_tenant`."""
+    """Set the tenant's status; see `change_tenant`."""
     change_tenant(store, name, {}, status)
 
 
 def bootstrap(store: Store, clock: WallClock) -> str | None:
-    """On a store without tenants: make the default one and return its key."""
+    """Create the default tenant in an empty store and return its key; otherwise return None."""
     if list_tenants(store):
         return None
     tenant = create_tenant(store, clock, DEFAULT_TENANT)
@@ -196,14 +205,14 @@ def bootstrap(store: Store, clock: WallClock) -> str | None:
 
 
 def bootstrap_admin(store: Store, clock: WallClock) -> str | None:
-    """On a store that never had an administrator's key: make one and return it."""
+    """Create an administrator's key and return it, unless the store ever had one."""
     if store.query("select 1 from keys where tenant_id is null limit 1"):
         return None
     return create_admin_key(store, clock, label=BOOTSTRAP_LABEL)
 
 
 def with_changes(settings: TenantSettings, changes: Mapping[str, object]) -> TenantSettings:
-    """The same but for what is named. Raises BadName for what is no setting, or cannot be one."""
+    """Return the settings with changes. Raises BadName for an unknown field or an invalid value."""
     try:
         return msgspec.convert({**structs.asdict(settings), **changes}, TenantSettings)
     except msgspec.ValidationError as error:
@@ -211,12 +220,12 @@ def with_changes(settings: TenantSettings, changes: Mapping[str, object]) -> Ten
 
 
 def insert_tenant(db: Transaction, made: TenantRecord) -> None:
-    """Within the caller's transaction. Raises BadName."""
+    """Insert a tenant within the caller's transaction. Raises BadName."""
     tenant = made.tenant
     check_new_name(tenant.name)
     check_settings(made.settings)
     if db.rows("select 1 from tenants where name = ?", (tenant.name,)):
-        raise BadName("name_taken", f"there is a tenant {tenant.name!r} already")
+        raise BadName("name_taken", f"tenant name is taken: {tenant.name!r}")
     found = db.rows(
         "insert into tenants (name, status, created_ms, is_declared) values (?, ?, ?, ?)"
         " returning tenant_id",
@@ -226,16 +235,16 @@ def insert_tenant(db: Transaction, made: TenantRecord) -> None:
 
 
 def check_new_name(name: str) -> None:
-    """Raises BadName for what no tenant may be called."""
+    """Raise BadName if a new tenant may not have the name."""
     check_name(name, "tenant")
     if is_pseudonym(name):
         raise BadName(
-            "bad_name", f"names that begin with {PSEUDONYM_PREFIX} are those of deleted tenants"
+            "bad_name", f"names that begin with {PSEUDONYM_PREFIX} are reserved for deleted tenants"
         )
 
 
 def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) -> None:
-    """Within the caller's transaction. Raises BadName."""
+    """Write a tenant's settings within the caller's transaction. Raises BadName."""
     check_settings(settings)
     db.execute(
         "update tenants set tier = ?, floor_blocks = ?, ceiling_blocks = ?, weight = ?,"
@@ -255,39 +264,48 @@ def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) ->
 
 
 def check_settings(settings: TenantSettings) -> None:
-    """Raises BadName for what cannot be, saying what came and what would be right."""
+    """Raise BadName if a setting is out of range."""
     check_name(settings.tier, "tier")
     check_limits(settings.limits)
     floor, ceiling = settings.floor_blocks, settings.ceiling_blocks
     promised = settings.promised_blocks_max
     if not 0 <= floor <= BLOCKS_MAX:
-        raise BadName("bad_policy", f"a floor of {floor} blocks is not between 0 and {BLOCKS_MAX}")
+        raise BadName(
+            "bad_policy", f"floor_blocks out of range: {floor}; expected 0 to {BLOCKS_MAX}"
+        )
     if ceiling is not None and not 1 <= ceiling <= BLOCKS_MAX:
         raise BadName(
-            "bad_policy", f"a ceiling of {ceiling} blocks is not between 1 and {BLOCKS_MAX}"
+            "bad_policy", f"ceiling_blocks out of range: {ceiling}; expected 1 to {BLOCKS_MAX}"
         )
     if ceiling is not None and ceiling < floor:
-        raise BadName("bad_policy", f"a ceiling of {ceiling} blocks is below the floor of {floor}")
+        raise BadName(
+            "bad_policy", f"ceiling_blocks is below the floor: {ceiling}; expected at least {floor}"
+        )
     if promised is not None and not 0 <= promised <= BLOCKS_MAX:
         raise BadName(
-            "bad_policy", f"{promised} promised blocks are not between 0 and {BLOCKS_MAX}"
+            "bad_policy",
+            f"promised_blocks_max out of range: {promised}; expected 0 to {BLOCKS_MAX}",
         )
     if not 0 < settings.weight <= WEIGHT_MAX:
-        raise BadName("bad_policy", f"a weight of {settings.weight} is not above 0 and at most 1e6")
+        raise BadName(
+            "bad_policy", f"weight out of range: {settings.weight}; expected above 0, at most 1e6"
+        )
     if abs(settings.priority) > PRIORITY_MAX:
         raise BadName(
-            "bad_policy", f"a priority of {settings.priority} is beyond {PRIORITY_MAX} either way"
+            "bad_policy",
+            f"priority out of range: {settings.priority}; expected -{PRIORITY_MAX} to"
+            f" {PRIORITY_MAX}",
         )
     if len(settings.classes or ()) > CLASSES_MAX:
-        raise BadName("bad_policy", f"more than {CLASSES_MAX} retention classes")
+        raise BadName("bad_policy", f"too many retention classes: limit {CLASSES_MAX}")
     for name in settings.classes or ():
         check_name(name, "retention class")
 
 
 def find_tenant_in(db: Transaction, name: str) -> TenantRecord:
-    """As `find_tenant_record`, within a transaction: what it says is so until that ends."""
-    plain = name.encode(errors="replace").decode()
-    for row in db.rows(f"{_TENANTS} where name = ?", (plain,)):
+    """Return a tenant by name within a transaction, like `find_tenant_record`."""
+    encodable = name.encode(errors="replace").decode()
+    for row in db.rows(f"{_TENANTS} where name = ?", (encodable,)):
         return _record_of(row)
     names = [row[0] for row in db.rows("select name from tenants order by name")]
     raise _unknown_tenant(name, names)
@@ -303,6 +321,6 @@ def _record_of(row: Row) -> TenantRecord:
 
 
 def _unknown_tenant(name: str, names: list[str]) -> BadName:
-    known = ", ".join(names[:10]) or "none yet"
+    known = ", ".join(names[:10]) or "none"
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return BadName("tenant_unknown", f"there is no tenant {name[:80]!r} (there are: {known}{more})")
+    return BadName("tenant_unknown", f"unknown tenant: {name[:80]!r} (known: {known}{more})")

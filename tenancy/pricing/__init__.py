@@ -1,1 +1,1 @@
-"""Package."""
+"""Rate cards, exact charges and budgets."""

@@ -101,7 +101,7 @@ async def test_tiny_answer_stays_within_call_and_turn_budget(
     counts as a call. History: 633, then 428, then 405."""
     limits = ("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute")
     change_tenant(gateway.store, "ada", dict.fromkeys((*limits, "requests_at_once"), NO_LIMIT))
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
     calls, turns, before = await counted(gateway)
 
     per_answer = sum(calls.values()) / COUNTED

@@ -34,7 +34,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     def note(request: web.BaseRequest, what: str, scope: ScopeRecord) -> None:
         """Said in the log, and true for the next request."""
-        gateway.registry.look_again()
+        gateway.registry.refresh_now()
         by = request[STATE].admin_key_id
         gateway.log(what, {"by_key_id": by, "shared_scope": scope.name, "scope_id": scope.scope_id})
 

@@ -279,7 +279,7 @@ class _Desk:
         self, request: web.BaseRequest, what: str, tenant_id: int | None, key_id: int | None = None
     ) -> None:
         """Said in the log, and true for the next request."""
-        self._gateway.registry.look_again()
+        self._gateway.registry.refresh_now()
         by = request[STATE].admin_key_id
         facts: dict[str, object] = {"by_key_id": by, "tenant_id": tenant_id, "key_id": key_id}
         self._gateway.log(what, {name: id_ for name, id_ in facts.items() if id_ is not None})

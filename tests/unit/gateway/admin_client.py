@@ -16,7 +16,7 @@ class Admin:
     def __init__(self, gateway: GatewayFixture) -> None:
         self.gateway = gateway
         self.key = create_admin_key(gateway.store, wall_ms)
-        gateway.gateway.context.registry.look_again()
+        gateway.gateway.context.registry.refresh_now()
 
     async def ask(
         self, method: str, path: str, body: object = None, *, key: str | None = ""

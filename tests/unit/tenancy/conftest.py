@@ -1,4 +1,4 @@
-"""A store on each kind of database, a wall clock that stands still until it is moved, an entry."""
+"""Fixtures of tenancy tests: a store on each database, a wall clock, a ledger entry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.tenancy.storage.postgres_server import IN_MEMORY, Server
 
 
 class Wall:
-    """Milliseconds that a test sets."""
+    """A wall clock that returns the milliseconds that the test has set."""
 
     def __init__(self) -> None:
         self.ms = 1_000_000
@@ -30,7 +30,7 @@ class Wall:
 
 
 def used(request_id: str, at_ms: int) -> UsageEntry:
-    """An entry with something in every field."""
+    """Return an entry with a value in every field."""
     return UsageEntry(
         request_id=request_id,
         tenant_id=1,
@@ -63,7 +63,7 @@ def wall() -> Wall:
 
 @contextmanager
 def on_server(server: Server) -> Iterator[PostgresStore]:
-    """A database of somebody's own."""
+    """Return a new database on the server."""
     name = server.database()
     with closing(PostgresStore(server.address(name), is_ready=True)) as store:
         yield store
@@ -72,8 +72,10 @@ def on_server(server: Server) -> Iterator[PostgresStore]:
 
 @contextmanager
 def new_store(server: Server | None = None) -> Iterator[Store]:
-    """For one example of a property: in a file, or on this server. What a disk may do is tried
-    elsewhere: here nobody waits for one, where there is another place."""
+    """Return a new store, in a file or on this server, for one example of a property.
+
+    Durability is tested elsewhere; this store does not wait for the disk where that can be avoided.
+    """
     if server is None:
         place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
         with (
@@ -88,7 +90,7 @@ def new_store(server: Server | None = None) -> Iterator[Store]:
 
 @pytest.fixture
 def postgres(postgres_server: Server) -> Iterator[PostgresStore]:
-    """A database of the test's own."""
+    """A new PostgreSQL database for the test."""
     with on_server(postgres_server) as store:
         yield store
 
@@ -105,7 +107,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 @pytest.fixture
 def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
-    """With one tenant."""
+    """A ledger with one tenant."""
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
     yield ledger

@@ -1,4 +1,4 @@
-"""A limiter that tests ask and settle with, on a clock that they set."""
+"""A limiter with a clock, which tests drive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = Demand(1, 1)
 
 
 class Clock:
-    """Seconds that a test sets; in milliseconds, so that they are exact."""
+    """Seconds that a test sets, in whole milliseconds, so they are exact."""
 
     def __init__(self) -> None:
         self.ms = 5_000
@@ -25,7 +25,7 @@ class Clock:
 
 @dataclass
 class Desk:
-    """A limiter, its clock, and what was reserved."""
+    """A limiter, its clock and its reservations."""
 
     clock: Clock = field(default_factory=Clock)
     open: list[Reservation] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Desk:
         line_id: int | None = None,
         tenant_id: int = 1,
     ) -> LimitExceeded | None:
-        """Reserve: None if it was given, the refusal otherwise."""
+        """Reserve. Returns None if admitted, otherwise the refusal."""
         who = identity(limits, key_limits, key_id=key_id, line_id=line_id, tenant_id=tenant_id)
         try:
             self.open.append(self.limiter.reserve(who, demand))
@@ -54,11 +54,11 @@ class Desk:
         return None
 
     def given(self, count: int, limits: Limits, demand: Demand = SMALL, **more: Any) -> int:
-        """How many of so many were given."""
+        """Return how many of `count` reservations were admitted."""
         return sum(self.ask(limits, demand, **more) is None for _ in range(count))
 
     def settle(self, actual: Demand) -> None:
-        """The oldest one that is open."""
+        """Settle the oldest open reservation."""
         self.open.pop(0).settle(actual)
         self.limiter.check()
 
@@ -71,7 +71,7 @@ def identity(
     line_id: int | None = None,
     tenant_id: int = 1,
 ) -> Identity:
-    """`line_id`: the key's own unless it was rotated from another."""
+    """Return an identity. `line_id` is the key's own id unless it was rotated from another."""
     return Identity(
         Tenant(tenant_id, "ada", "active", 0),
         "default",

@@ -1,4 +1,4 @@
-"""A bucket against exact arithmetic: what it owes, when there is room, and other limits."""
+"""`TokenBucket` against exact arithmetic: debt, waiting time and changed limits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ STEPS = st.lists(
 
 
 def bucket(limit: int, owed: int = 0) -> TokenBucket:
-    """At the instant 0."""
-    return TokenBucket("key", 0, limit, until=owed * MINUTE_NS)
+    """Return a bucket at instant 0."""
+    return TokenBucket("key", 0, limit, full_at=owed * MINUTE_NS)
 
 
 @given(steps=STEPS)
-def test_what_is_owed_drains_at_the_limits_own_rate(steps: list[tuple[int, int, int]]) -> None:
-    """As fractions say, and less than a unit more for each change of the limit."""
+def test_debt_drains_at_the_limit_exactly(steps: list[tuple[int, int, int]]) -> None:
+    """As exact fractions, less than one unit above for each change of the limit."""
     one, now_ns, owed, more, before = bucket(1), 0, Fraction(0), Fraction(0), 1
     for wait_ns, limit, cost in steps:
         now_ns += wait_ns
@@ -30,24 +30,24 @@ def test_what_is_owed_drains_at_the_limits_own_rate(steps: list[tuple[int, int, 
         more = more * limit / before + (limit != before)
         owed, before = owed * limit / before + cost, limit
         one.resize(now_ns, limit)
-        one.until = one.owed(now_ns) + (now_ns * limit) + cost * MINUTE_NS
+        one.full_at = one.owed(now_ns) + (now_ns * limit) + cost * MINUTE_NS
 
         assert owed <= Fraction(one.owed(now_ns), MINUTE_NS) <= owed + more / MINUTE_NS
 
 
-def test_after_the_wait_that_it_says_there_is_room_and_not_before() -> None:
+def test_cost_fits_exactly_after_its_wait() -> None:
     """To the nanosecond."""
     one = bucket(60, owed=60)
-    wait_ns = one.after_ns(0, 3 * MINUTE_NS)
-    left = [one.after_ns(wait_ns + more_ns, 3 * MINUTE_NS) for more_ns in (-1, 0, 1)]
+    wait_ns = one.wait_ns(0, 3 * MINUTE_NS)
+    left = [one.wait_ns(wait_ns + more_ns, 3 * MINUTE_NS) for more_ns in (-1, 0, 1)]
 
     assert (wait_ns, left) == (3 * SECOND_NS, [1, 0, 0])
 
 
-def test_who_is_told_to_wait_waits_behind_those_who_were_told_before() -> None:
-    """Each has a turn, at most a minute away; who is told nothing takes none."""
+def test_retries_queue_behind_earlier_refusals() -> None:
+    """Each refusal takes a turn, at most a minute away; a look takes none."""
     one = bucket(60, owed=60)
-    turns = [one.turn_ns(0, 20 * MINUTE_NS) // SECOND_NS for _ in range(5)]
+    turns = [one.take_turn_ns(0, 20 * MINUTE_NS) // SECOND_NS for _ in range(5)]
 
     assert turns == [20, 40, 60, 60, 60]
     assert not one.is_idle(MINUTE_NS)

@@ -1,4 +1,4 @@
-"""Limits per minute and at once: what is given, what is refused and for how long."""
+"""Rate limits and concurrency limits: admissions, refusals and waiting times."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ def desk() -> Desk:
 # --- requests ------------------------------------------------------------------------------------
 
 
-def test_a_minutes_requests_may_come_at_once_and_no_more(desk: Desk) -> None:
-    """However many ask in the same instant."""
+def test_admits_a_minutes_burst_and_no_more(desk: Desk) -> None:
     assert desk.given(1_000, Limits(requests_per_minute=10)) == 10
 
 
-def test_without_limits_everything_is_given(desk: Desk) -> None:
-    """Nothing is limited that nobody limited."""
+def test_admits_everything_without_limits(desk: Desk) -> None:
     assert desk.given(1_000, FREE, Demand(10**12, 10**12)) == 1_000
 
 
-def test_a_limit_refills_evenly(desk: Desk) -> None:
-    """No stampede at the turn of a minute: ten a minute is one every six seconds."""
+def test_limit_refills_evenly(desk: Desk) -> None:
+    """Ten a minute are one every six seconds, so there is no stampede at the turn of the minute."""
     limits = Limits(requests_per_minute=10)
     desk.given(10, limits)
     desk.clock.ms += 5_999
@@ -47,8 +45,8 @@ def test_a_limit_refills_evenly(desk: Desk) -> None:
     assert (before, after, desk.given(5, limits)) == (0, 1, 2)
 
 
-def test_a_refusal_says_what_when_and_how_much(desk: Desk) -> None:
-    """A client acts on these, and a person reads them."""
+def test_refusal_names_limit_remaining_and_retry_time(desk: Desk) -> None:
+    """Clients act on these fields, and people read them."""
     limits = Limits(requests_per_minute=10)
     desk.given(10, limits)
     desk.clock.ms += 2_000
@@ -61,8 +59,8 @@ def test_a_refusal_says_what_when_and_how_much(desk: Desk) -> None:
     assert "10 requests per minute" in refusal.message
 
 
-def test_who_waits_as_long_as_told_is_given(desk: Desk) -> None:
-    """And a millisecond earlier is not."""
+def test_retry_after_the_given_wait_is_admitted(desk: Desk) -> None:
+    """A retry one millisecond earlier is not."""
     limits = Limits(tokens_per_minute=600)
     desk.ask(limits, Demand(500, 100))
     first = desk.ask(limits, Demand(30, 12))
@@ -76,8 +74,8 @@ def test_who_waits_as_long_as_told_is_given(desk: Desk) -> None:
     assert (first.retry_after_s, on_time) == (4.2, None)
 
 
-def test_a_crowd_that_waits_as_told_is_served(desk: Desk) -> None:
-    """A hundred clients told the same second would be refused again, all but one."""
+def test_many_refused_clients_get_different_turns(desk: Desk) -> None:
+    """If a hundred clients were given the same second, all but one would be refused again."""
     limits = Limits(requests_per_minute=100)
     desk.given(100, limits)
     times: list[float] = []
@@ -99,8 +97,8 @@ def test_a_crowd_that_waits_as_told_is_served(desk: Desk) -> None:
 # --- tokens --------------------------------------------------------------------------------------
 
 
-def test_what_was_estimated_too_high_is_given_back_at_once(desk: Desk) -> None:
-    """Most answers are shorter than they may be."""
+def test_overestimate_is_free_after_settlement(desk: Desk) -> None:
+    """Most outputs are shorter than their maximum."""
     limits = Limits(tokens_per_minute=1_000)
     desk.ask(limits, Demand(100, 900))
     refused = desk.ask(limits, Demand(100, 700))
@@ -111,8 +109,8 @@ def test_what_was_estimated_too_high_is_given_back_at_once(desk: Desk) -> None:
     assert desk.ask(limits, Demand(1, 0)) is not None
 
 
-def test_what_was_estimated_too_low_is_owed(desk: Desk) -> None:
-    """What the cache lost between the look and the start was computed all the same."""
+def test_underestimate_becomes_debt(desk: Desk) -> None:
+    """Tokens that the cache lost after admission were computed all the same."""
     limits = Limits(tokens_per_minute=60)
     desk.ask(limits, Demand(10, 0))
     desk.settle(Demand(90, 0))
@@ -125,8 +123,8 @@ def test_what_was_estimated_too_low_is_owed(desk: Desk) -> None:
     assert desk.ask(limits, Demand(1, 0)) is None
 
 
-def test_what_is_known_while_it_runs_is_given_back_at_once(desk: Desk) -> None:
-    """What the cache had is there for others before the answer has ended, and only once."""
+def test_correction_frees_cached_tokens_once(desk: Desk) -> None:
+    """Cached tokens are free for other requests before the end, and only once."""
     limits = Limits(input_tokens_per_minute=1_000, requests_at_once=2)
     desk.ask(limits, Demand(900, 10))
     refused = desk.ask(limits, Demand(500, 10))
@@ -140,21 +138,21 @@ def test_what_is_known_while_it_runs_is_given_back_at_once(desk: Desk) -> None:
     assert desk.limiter.open_reservations == 0
 
 
-def test_a_limit_presses_when_more_than_an_eighth_of_it_is_taken(desk: Desk) -> None:
-    """Only then it matters what the cache has; what refills with time presses no more."""
+def test_limit_is_near_above_an_eighth(desk: Desk) -> None:
+    """Only then does it matter how much is cached; a refilled limit is not near any more."""
     who = identity(Limits(tokens_per_minute=800, requests_per_minute=2, output_tokens_per_minute=1))
-    first = [desk.limiter.presses(who, Demand(count, 0)) for count in (100, 101)]
+    first = [desk.limiter.is_near_limit(who, Demand(count, 0)) for count in (100, 101)]
     desk.ask(who.limits, Demand(60, 0))
-    then = [desk.limiter.presses(who, Demand(count, 0)) for count in (40, 41)]
+    then = [desk.limiter.is_near_limit(who, Demand(count, 0)) for count in (40, 41)]
     desk.clock.ms += 1_500
-    later = [desk.limiter.presses(who, Demand(count, 0)) for count in (60, 61)]
+    later = [desk.limiter.is_near_limit(who, Demand(count, 0)) for count in (60, 61)]
 
     assert (first, then, later) == ([False, True], [False, True], [False, True])
-    assert not desk.limiter.presses(identity(FREE), Demand(10**12, 10**12))
+    assert not desk.limiter.is_near_limit(identity(FREE), Demand(10**12, 10**12))
 
 
-def test_the_status_of_a_reservation_is_the_limiters(desk: Desk) -> None:
-    """Headers are made of it, without counting again."""
+def test_reservation_status_equals_limiter_status(desk: Desk) -> None:
+    """Headers use it without counting again."""
     tenant, key = Limits(requests_per_minute=9, tokens_per_minute=90), Limits(requests_per_minute=7)
     desk.ask(tenant, Demand(20, 3), key_limits=key)
     desk.clock.ms += 700
@@ -176,8 +174,8 @@ def test_settling_twice_changes_nothing(desk: Desk) -> None:
     assert not reservation.is_open
 
 
-def test_input_and_output_have_limits_of_their_own(desk: Desk) -> None:
-    """What the cache has costs no input; an answer costs the same whatever was read."""
+def test_input_and_output_are_limited_separately(desk: Desk) -> None:
+    """Cached tokens are no input; output counts in full either way."""
     limits = Limits(input_tokens_per_minute=100, output_tokens_per_minute=10)
     codes = [
         getattr(desk.ask(limits, demand), "code", None)
@@ -187,8 +185,8 @@ def test_input_and_output_have_limits_of_their_own(desk: Desk) -> None:
     assert codes == [None, "input_tokens_per_minute", "output_tokens_per_minute", None]
 
 
-def test_what_can_never_fit_is_not_told_to_wait(desk: Desk) -> None:
-    """A client that obeys would come back for ever."""
+def test_request_above_the_limit_gets_no_retry_time(desk: Desk) -> None:
+    """A client that obeyed it would retry forever."""
     refusal = desk.ask(Limits(tokens_per_minute=100), Demand(60, 41))
 
     assert refusal is not None
@@ -197,8 +195,8 @@ def test_what_can_never_fit_is_not_told_to_wait(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("limit", [7, 700_000_000, 10**12])
-def test_no_rounding_makes_a_token_free(desk: Desk, limit: int) -> None:
-    """Of a trillion a minute one token is less than a nanosecond's."""
+def test_rounding_makes_no_token_free(desk: Desk, limit: int) -> None:
+    """At a trillion a minute, one token is less than a nanosecond's worth."""
     limits = Limits(tokens_per_minute=limit)
     given = desk.given(50, limits, Demand(1, 0))
 
@@ -206,11 +204,11 @@ def test_no_rounding_makes_a_token_free(desk: Desk, limit: int) -> None:
     assert desk.limiter.status(identity(limits))["tokens"].remaining <= limit - given
 
 
-# --- at once -------------------------------------------------------------------------------------
+# --- concurrency---------------------------------------------------------------------------------
 
 
-def test_so_many_run_at_once_and_a_place_is_free_when_one_ends(desk: Desk) -> None:
-    """A minute's rest does not help, an ended request does."""
+def test_concurrency_limit_frees_when_a_request_ends(desk: Desk) -> None:
+    """Waiting a minute does not help; an ended request does."""
     limits = Limits(requests_at_once=2)
     given = desk.given(5, limits)
     desk.clock.ms += 600_000
@@ -226,15 +224,15 @@ def test_so_many_run_at_once_and_a_place_is_free_when_one_ends(desk: Desk) -> No
 # --- tenants and keys ----------------------------------------------------------------------------
 
 
-def test_the_keys_of_a_tenant_share_its_limit(desk: Desk) -> None:
-    """Two keys are not twice as much."""
+def test_keys_share_their_tenants_limit(desk: Desk) -> None:
+    """Two keys do not double it."""
     limits = Limits(requests_per_minute=4)
 
     assert desk.given(3, limits, key_id=1) + desk.given(3, limits, key_id=2) == 4
 
 
-def test_a_keys_limit_holds_for_it_alone(desk: Desk) -> None:
-    """And what it was refused is not taken from its tenant."""
+def test_keys_limit_applies_to_that_key_only(desk: Desk) -> None:
+    """A refusal by the key's limit takes nothing from the tenant's."""
     tenant, key = Limits(requests_per_minute=4), Limits(requests_per_minute=1)
     one = desk.given(9, tenant, key_limits=key, key_id=1)
     two = desk.given(9, tenant, key_id=2)
@@ -242,8 +240,8 @@ def test_a_keys_limit_holds_for_it_alone(desk: Desk) -> None:
     assert (one, two) == (1, 3)
 
 
-def test_a_key_that_is_rotated_gets_no_new_minute(desk: Desk, store: Store, wall: Wall) -> None:
-    """During the grace both work, as one; another key of the tenant has its own."""
+def test_rotated_keys_share_their_limits(desk: Desk, store: Store, wall: Wall) -> None:
+    """During the grace both keys count as one; another key of the tenant has its own limit."""
     ada = create_tenant(store, wall, "ada").tenant_id
     limits = Limits(requests_per_minute=4, requests_at_once=3)
     old, other = (create_key(store, wall, ada, limits=limits) for _ in range(2))
@@ -268,8 +266,8 @@ def test_a_key_that_is_rotated_gets_no_new_minute(desk: Desk, store: Store, wall
     assert [given(new, 2), given(old, 2), given(other, 9)] == [1, 0, 3]
 
 
-def test_keys_of_a_line_may_have_other_limits(desk: Desk) -> None:
-    """The new one was given half: what the old one took of its own counts in proportion."""
+def test_keys_of_one_line_may_have_different_limits(desk: Desk) -> None:
+    """The successor has half the limit; what the old key used counts in proportion."""
     whole, half = Limits(tokens_per_minute=1_000), Limits(tokens_per_minute=500)
     desk.ask(FREE, Demand(500, 0), key_limits=whole, key_id=1)
     too_much = desk.ask(FREE, Demand(251, 0), key_limits=half, key_id=2, line_id=1)
@@ -278,16 +276,15 @@ def test_keys_of_a_line_may_have_other_limits(desk: Desk) -> None:
     assert desk.ask(FREE, Demand(250, 0), key_limits=half, key_id=2, line_id=1) is None
 
 
-def test_tenants_do_not_share(desk: Desk) -> None:
-    """One's flood is not another's."""
+def test_tenants_do_not_share_limits(desk: Desk) -> None:
     limits = Limits(requests_per_minute=2)
     desk.given(9, limits, tenant_id=1, key_id=1)
 
     assert desk.given(9, limits, tenant_id=2, key_id=2) == 2
 
 
-def test_a_refusal_takes_nothing_from_any_limit(desk: Desk) -> None:
-    """Refused for tokens, it has not used up a request."""
+def test_refusal_takes_nothing_from_any_limit(desk: Desk) -> None:
+    """A request refused for tokens has not used a request."""
     limits = Limits(requests_per_minute=5, tokens_per_minute=100)
     desk.ask(limits, Demand(100, 0))
     desk.given(50, limits, Demand(50, 0))
@@ -295,8 +292,8 @@ def test_a_refusal_takes_nothing_from_any_limit(desk: Desk) -> None:
     assert desk.limiter.status(identity(limits))["requests"].remaining == 4
 
 
-def test_the_limit_that_is_longest_in_the_way_refuses(desk: Desk) -> None:
-    """Who waits for the shorter one would be refused a second time."""
+def test_refusal_names_the_limit_with_the_longest_wait(desk: Desk) -> None:
+    """A retry after the shorter wait would be refused a second time."""
     limits = Limits(requests_per_minute=60, tokens_per_minute=60)
     for _ in range(60):
         desk.ask(limits, Demand(1, 0))
@@ -309,8 +306,8 @@ def test_the_limit_that_is_longest_in_the_way_refuses(desk: Desk) -> None:
 # --- changes and memory --------------------------------------------------------------------------
 
 
-def test_a_changed_limit_holds_for_the_next_request(desk: Desk) -> None:
-    """Half of it used is half of it used, before and after."""
+def test_changed_limit_keeps_the_used_share(desk: Desk) -> None:
+    """Half used stays half used."""
     desk.given(5, Limits(requests_per_minute=10))
     left = desk.limiter.status(identity(Limits(requests_per_minute=100)))["requests"].remaining
 
@@ -318,15 +315,15 @@ def test_a_changed_limit_holds_for_the_next_request(desk: Desk) -> None:
     assert desk.given(99, Limits(requests_per_minute=2)) == 1
 
 
-def test_a_limit_that_came_later_starts_whole(desk: Desk) -> None:
-    """What was free was free."""
+def test_new_limit_starts_full(desk: Desk) -> None:
+    """Earlier requests do not count."""
     desk.given(50, FREE)
 
     assert desk.given(9, Limits(requests_per_minute=3)) == 3
 
 
-def test_a_reservation_is_settled_at_the_limit_it_was_made_at(desk: Desk) -> None:
-    """A limit that was lowered meanwhile would otherwise give back more than was taken."""
+def test_settlement_uses_the_limit_of_the_reservation(desk: Desk) -> None:
+    """After a lowered limit, settlement would otherwise return more than was taken."""
     desk.ask(Limits(tokens_per_minute=1_000), Demand(500, 0))
     desk.ask(Limits(tokens_per_minute=1_000), Demand(500, 0))
     desk.open[0].settle(Demand(0, 0))
@@ -335,8 +332,8 @@ def test_a_reservation_is_settled_at_the_limit_it_was_made_at(desk: Desk) -> Non
     assert left == 5
 
 
-def test_the_state_is_the_tighter_of_tenant_and_key(desk: Desk) -> None:
-    """A header that promised what the other limit refuses would be no help."""
+def test_status_is_the_tighter_of_tenant_and_key(desk: Desk) -> None:
+    """A header must not promise what the other limit refuses."""
     tenant = Limits(requests_per_minute=10, tokens_per_minute=6_000)
     key = Limits(requests_per_minute=6)
     desk.given(2, tenant, Demand(10, 10), key_limits=key)
@@ -347,15 +344,15 @@ def test_the_state_is_the_tighter_of_tenant_and_key(desk: Desk) -> None:
     }
 
 
-def test_looking_changes_nothing(desk: Desk) -> None:
-    """Not even what is remembered."""
+def test_status_changes_nothing(desk: Desk) -> None:
+    """It does not add to memory either."""
     desk.limiter.status(identity(Limits(requests_per_minute=10)))
 
     assert len(desk.limiter) == 0
 
 
-def test_what_is_idle_is_forgotten(desk: Desk) -> None:
-    """A million keys once seen are not a million entries for ever."""
+def test_idle_accounts_are_dropped(desk: Desk) -> None:
+    """A million keys seen once must not stay in memory."""
     limits = Limits(requests_per_minute=1)
     for number in range(1, 1_501):
         desk.clock.ms += 100
@@ -366,8 +363,8 @@ def test_what_is_idle_is_forgotten(desk: Desk) -> None:
     assert desk.ask(limits, tenant_id=1_499, key_id=1_499) is not None
 
 
-def test_what_runs_is_not_forgotten(desk: Desk) -> None:
-    """An hour's answer still counts as one at once."""
+def test_running_accounts_are_kept(desk: Desk) -> None:
+    """An hour-long request still counts as running."""
     limits = Limits(requests_at_once=1)
     desk.ask(limits)
     desk.clock.ms += 3_600_000

@@ -22,12 +22,12 @@ OPERATIONS = st.one_of(
 
 
 def on(demand: Demand, meter: Meter) -> int:
-    """What it counts on a meter."""
+    """Return the demand's count on a meter."""
     return demand.counts[METERS.index(meter)]
 
 
 class Model:
-    """Levels in exact fractions: what the words say, written down the plainest way."""
+    """Token buckets in exact fractions, written in the plainest way."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -74,8 +74,8 @@ class Model:
     operations=st.lists(OPERATIONS, max_size=40),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_answer_is_the_models(limits: Limits, operations: list[tuple[str, int, int]]) -> None:
-    """Given, refused and what is left, after any history."""
+def test_limiter_matches_the_model(limits: Limits, operations: list[tuple[str, int, int]]) -> None:
+    """Admissions, refusals and remaining counts agree after any history."""
     desk, model = Desk(), Model(limits)
     estimates: list[Demand] = []
     for what, one, two in operations:
@@ -102,8 +102,10 @@ def test_every_answer_is_the_models(limits: Limits, operations: list[tuple[str, 
 )
 @settings(max_examples=100, deadline=None)
 def test_no_window_is_overspent(limit: int, waits: list[int], sizes: list[int]) -> None:
-    """In any w seconds at most one full bucket and w seconds' refill, for limits that divide
-    nothing: roundings are never the client's gain."""
+    """In any w seconds at most one full bucket and w seconds of refill are admitted.
+
+    The limits divide nothing evenly, so roundings show if they favour the client.
+    """
     desk, limits = Desk(), Limits(tokens_per_minute=limit)
     taken: list[tuple[int, int]] = []
     for number, wait in enumerate(waits):

@@ -1,4 +1,4 @@
-"""What is left of deleted tenants takes nothing new."""
+"""Deleted tenants accept nothing new."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ACTS: dict[str, Callable[[Store, Wall, int, str], object]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_deleted_tenant_takes_nothing_new(store: Store, wall: Wall, act: str) -> None:
-    """Its rows are kept for the books; nobody is there who could use a key or spend."""
+def test_deleted_tenant_accepts_nothing_new(store: Store, wall: Wall, act: str) -> None:
+    """Its rows stay for the books; its keys and budgets have no user."""
     create_tenant(store, wall, "ada")
     create_key(store, wall, 1)
     ledger = Ledger(store, wall)

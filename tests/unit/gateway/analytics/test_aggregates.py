@@ -303,7 +303,7 @@ async def test_who_took_whose_blocks_is_told_with_what_it_cost(gateway: GatewayF
     admin = Admin(gateway)
     add_card(gateway.store, wall_ms, RateCard("std", input=3_000_000, cache_read=300_000))
     change_tenant(gateway.store, "bob", {"floor_blocks": 230})
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
     kept = gateway.chat("words that are kept, " * 16, prompt_cache_retention="in_memory")
     await gateway.ask(body=kept)
     for number in range(24):

@@ -78,7 +78,7 @@ async def test_without_room_for_its_promise_it_is_made_and_read_all_the_same(
     """A quota bounds what is kept, not what may be named: the refusal is said, its keeping is not
     billed, and it is read as long as it is there."""
     change_tenant(gateway.store, "ada", {"promised_blocks_max": 0})
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
     status, resource, response = await gateway.ask(ALL, creation(gateway))
     before = gateway.store.query("select cache_write_tokens, fresh_tokens from ledger")
     _, found = await asked(gateway, resource["name"])

@@ -31,7 +31,7 @@ async def key_with(gateway: GatewayFixture, *scopes: str, workspace: str = "defa
     tenant, _ = find_tenant(gateway.store, "ada")
     key = create_key(gateway.store, wall_ms, tenant.tenant_id, scopes=scopes, workspace=workspace)
     gateway.keys["further"] = key
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
     return "further"
 
 

@@ -134,7 +134,7 @@ async def test_a_file_without_tenants_says_nothing_of_them(reloader: Reloader) -
             "did you mean tenants[1].floor_blocks",
         ),
         (ADA + '[[tenants]]\nname = "x"\nweight = "2"\n', "tenants[1].weight: Expected `float`"),
-        (ADA + '[[tenants]]\nname = "../x"\n', "no tenant name"),
+        (ADA + '[[tenants]]\nname = "../x"\n', "invalid tenant name"),
         (ADA + ADA, "declared twice"),
         ("tenants = 5\n", "tenants: Expected `array"),
         (ADA + "[server]\nlisten = 5\n", "server.listen"),
@@ -319,7 +319,9 @@ async def test_a_key_that_cannot_be_leaves_what_runs(reloader: Reloader) -> None
     """Another's digest, and no tenant of the same file is made."""
     gateway = reloader.gateway
     await reloader(keyed(WEB))
-    with pytest.raises(Refusal, match="Nothing was changed: ada: key 'web': it is key 2 of bob"):
+    with pytest.raises(
+        Refusal, match="Nothing was changed: ada: key 'web': the digest is that of key 2 of bob"
+    ):
         await reloader(keyed(gateway.keys["bob"]) + EVE)
 
     assert (await chat(gateway, WEB), await chat(gateway, gateway.keys["bob"])) == (200, 200)

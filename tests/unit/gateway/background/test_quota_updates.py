@@ -18,7 +18,7 @@ LONG_PROMPT = BLOCKS // 2 * 16
 async def floor_beyond_the_pool(gateway: GatewayFixture) -> None:
     """As a file or the command line may set it, which know no pool."""
     change_tenant(gateway.store, "ada", {"floor_blocks": 10**12})
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
     await gateway.ask(body=gateway.chat())
 
 

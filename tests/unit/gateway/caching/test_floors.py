@@ -73,7 +73,7 @@ async def test_reports_floors_written_elsewhere(gateway: GatewayFixture) -> None
     admin = Admin(gateway)
     change_tenant(gateway.store, "ada", {"floor_blocks": 3 * BLOCKS})
     change_tenant(gateway.store, "bob", {"floor_blocks": BLOCKS})
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
 
     first = await cut_at(gateway, 4 * BLOCKS)
     _, listed = await admin.ask("GET", "/admin/v1/tenants")
@@ -100,7 +100,7 @@ async def test_floors_leave_room_for_one_longest_sequence(unopened_gateway: Gate
     await unopened_gateway.open()
     try:
         change_tenant(unopened_gateway.store, "ada", {"floor_blocks": 10**9})
-        unopened_gateway.gateway.context.registry.look_again()
+        unopened_gateway.gateway.context.registry.refresh_now()
         await unopened_gateway.ask(body=unopened_gateway.chat())
 
         longest = {

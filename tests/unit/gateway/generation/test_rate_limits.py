@@ -36,7 +36,7 @@ def gateway(gateway: GatewayFixture, clock: FakeClock) -> GatewayFixture:
 def limit(gateway: GatewayFixture, who: str = "ada", **limits: int) -> None:
     """Limit a tenant, from the next request on."""
     change_tenant(gateway.store, who, limits)
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
 
 
 async def statuses(gateway: GatewayFixture, count: int, who: str = "ada") -> list[int]:
@@ -105,7 +105,7 @@ async def test_key_limit_applies_beside_tenant_limit(gateway: GatewayFixture) ->
     """The tenant's other key continues."""
     other = create_key(gateway.store, wall_ms, 1)
     change_key(gateway.store, "1", limits=Limits(requests_per_minute=1))
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
     one = await statuses(gateway, 3)
     headers = {"Authorization": f"Bearer {other}"}
     two, _, _ = await gateway.ask(body=gateway.chat(), who=None, headers=headers)

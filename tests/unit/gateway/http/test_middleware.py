@@ -144,7 +144,7 @@ async def test_a_revoked_key_and_a_suspended_tenant_are_out_within_a_second(
     second = create_key(gateway.store, wall_ms, tenant.tenant_id)
     revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
     set_status(gateway.store, "bob", "suspended")
-    gateway.gateway.context.registry.look_again()  # another process wrote
+    gateway.gateway.context.registry.refresh_now()  # another process wrote
 
     revoked, error, _ = await gateway.ask(
         "/v1/models", method="GET", who=None, headers={"Authorization": f"Bearer {second}"}
@@ -179,7 +179,7 @@ async def test_keys_that_were_good_are_told_why_they_are_not(gateway: GatewayFix
     dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
     revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
     set_status(gateway.store, "bob", "suspended")
-    gateway.gateway.context.registry.look_again()
+    gateway.gateway.context.registry.refresh_now()
     seen = set()
     for headers in (gateway.headers("bob"), {"Authorization": f"Bearer {dead}"}):
         for _ in range(WRONG_KEYS_PER_MINUTE_MAX + 1):

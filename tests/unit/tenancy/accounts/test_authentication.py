@@ -1,4 +1,4 @@
-"""Who is asking, where a thread looks for what has changed; `test_registry` has the rest."""
+"""`KeyAuthenticator` with a watcher thread; `test_tenants` covers the rest."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PATIENCE_S = 20.0
 @pytest.fixture
 def registry(store: Store, wall: Wall) -> Iterator[KeyAuthenticator]:
     registry = KeyAuthenticator(store, wall, lambda: 0.0)
-    registry.watch()
+    registry.start_watching()
     yield registry
     registry.close()
     registry.close()
 
 
 def seen(registry: KeyAuthenticator, key: str) -> str:
-    """What becomes of a key, as soon as the thread has looked."""
-    registry.look_again()
+    """Return the outcome for a key after the thread has checked."""
+    registry.refresh_now()
     pause = threading.Event()
     for _ in range(int(PATIENCE_S / 0.01)):
         try:
@@ -40,10 +40,10 @@ def seen(registry: KeyAuthenticator, key: str) -> str:
     raise AssertionError("never seen")
 
 
-def test_what_changes_is_seen_without_asking_the_database(
+def test_thread_sees_changes_without_a_query_on_the_caller(
     store: Store, wall: Wall, registry: KeyAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever authenticates is on an event loop; a server is a round trip away."""
+    """Authentication runs on an event loop, and a server is a round trip away."""
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
     first = seen(registry, key)
     main = threading.current_thread()
@@ -55,7 +55,7 @@ def test_what_changes_is_seen_without_asking_the_database(
 
     set_status(store, "ada", "suspended")
     monkeypatch.setattr(store, "query", guarded)
-    registry.look_again()
+    registry.refresh_now()
     pause, answers = threading.Event(), set[str]()
     while "tenant_suspended" not in answers:
         pause.wait(0.01)
@@ -64,10 +64,10 @@ def test_what_changes_is_seen_without_asking_the_database(
     assert first == "active"
 
 
-def test_while_the_database_is_away_the_thread_lives(
+def test_thread_survives_an_unreachable_database(
     store: Store, wall: Wall, registry: KeyAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read last stands, and what came meanwhile is seen afterwards."""
+    """The last snapshot stays in use, and later changes are seen afterwards."""
     asked = threading.Event()
 
     def away() -> int:
@@ -76,7 +76,7 @@ def test_while_the_database_is_away_the_thread_lives(
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "registry_version", away)
-        registry.look_again()
+        registry.refresh_now()
         assert asked.wait(PATIENCE_S)
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
 

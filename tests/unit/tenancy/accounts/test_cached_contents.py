@@ -1,4 +1,4 @@
-"""Cached contents in the database: whose, until when, and what they held."""
+"""Cached contents in the database: owner, expiry, quota and stored token-seconds."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def test_it_is_its_owners_alone_and_ends_by_itself(store: Store) -> None:
-    """By tenant and workspace; at its time it is gone."""
+def test_cached_content_is_private_and_expires(store: Store) -> None:
+    """By tenant and workspace; it is gone at its expiry."""
     create_cached_content(store, ONE, b"words", QUOTA)
 
     assert find_cached_content(store, 1, "default", "a", 60_999) == (ONE, b"words")
@@ -48,24 +48,24 @@ def test_it_is_its_owners_alone_and_ends_by_itself(store: Store) -> None:
     assert find_cached_content(store, 1, "other", "a", 2_000) is None
 
 
-def test_of_a_tenant_that_was_deleted_meanwhile_nothing_is_kept(store: Store) -> None:
-    """Reading a long content takes a while: what let it in had looked before."""
+def test_deleted_tenant_stores_no_content(store: Store) -> None:
+    """A tenant may be deleted while its request's long content is read."""
     create_cached_content(store, ONE, b"words", QUOTA)
     delete_tenant(store, lambda: 2_000, "ada")
 
-    with pytest.raises(BadName, match="deleted tenant"):
+    with pytest.raises(BadName, match="tenant is deleted"):
         create_cached_content(store, replace(ONE, resource_id="b"), b"words", QUOTA)
     assert store.query("select count(content) from cached_contents") == [(0,)]
 
 
-def test_nobody_keeps_more_than_the_quota(store: Store) -> None:
-    """Counted over what is live: by number, and by bytes."""
+def test_quota_bounds_count_and_bytes(store: Store) -> None:
+    """Only live cached contents count."""
     for name in "abc":
         create_cached_content(store, replace(ONE, resource_id=name), b"x" * 10, QUOTA)
 
-    with pytest.raises(BadName, match="3 cached contents"):
+    with pytest.raises(BadName, match="quota exceeded: 3 stored"):
         create_cached_content(store, replace(ONE, resource_id="d"), b"", QUOTA)
-    with pytest.raises(BadName, match="kept already"):
+    with pytest.raises(BadName, match="quota exceeded"):
         create_cached_content(store, replace(ONE, tenant_id=2, resource_id="e"), b"x" * 101, QUOTA)
     later = replace(ONE, resource_id="f", created_ms=61_000, expires_ms=62_000)
     create_cached_content(store, later, b"x", QUOTA)
@@ -75,8 +75,8 @@ def test_nobody_keeps_more_than_the_quota(store: Store) -> None:
     ] == ["f"]
 
 
-def test_what_has_ended_loses_its_content_and_keeps_its_bill(store: Store) -> None:
-    """Deleted or expired: the words go, the token-seconds stay."""
+def test_ended_content_is_deleted_and_still_billed(store: Store) -> None:
+    """Deleted or expired: the content goes, the token-seconds stay."""
     create_cached_content(store, ONE, b"words", QUOTA)
     create_cached_content(store, replace(ONE, resource_id="b"), b"words", QUOTA)
     is_ended = end_cached_content(store, 1, "default", "a", 31_000)
@@ -88,8 +88,8 @@ def test_what_has_ended_loses_its_content_and_keeps_its_bill(store: Store) -> No
     assert not end_cached_content(store, 1, "default", "a", 32_000)
 
 
-def test_its_time_can_be_moved_while_it_lives(store: Store) -> None:
-    """Later or sooner; not once it is over."""
+def test_expiry_can_change_while_live(store: Store) -> None:
+    """Later or sooner, but not after expiry."""
     create_cached_content(store, ONE, b"words", QUOTA)
 
     assert set_expiry(store, 1, "default", "a", 90_000, 2_000)
@@ -98,8 +98,8 @@ def test_its_time_can_be_moved_while_it_lives(store: Store) -> None:
     assert not set_expiry(store, 2, "default", "a", 99_000, 3_000)
 
 
-def test_pages_follow_one_another(store: Store) -> None:
-    """Each resource once, in the order of ids."""
+def test_pages_cover_each_content_once(store: Store) -> None:
+    """In the order of ids."""
     for name in "cab":
         create_cached_content(store, replace(ONE, resource_id=name), b"x", QUOTA)
 
@@ -112,10 +112,10 @@ def test_pages_follow_one_another(store: Store) -> None:
 @pytest.mark.parametrize(
     ("workspace", "left"), [(None, ["d"]), ("default", ["c", "d"]), ("nowhere", list("abcd"))]
 )
-def test_all_of_a_tenant_or_of_its_workspace_end_at_once(
+def test_erasure_ends_all_of_a_tenant_or_workspace(
     store: Store, workspace: str | None, left: list[str]
 ) -> None:
-    """An erased cache keeps no words; nobody else's end, and what was kept is still billed."""
+    """Other tenants' contents stay, and ended storage is still billed."""
     for name, tenant_id, where in (("a", 1, "default"), ("b", 1, "default"), ("c", 1, "lab")):
         made = replace(ONE, resource_id=name, tenant_id=tenant_id, workspace=where)
         create_cached_content(store, made, b"words", QUOTA)
@@ -128,8 +128,8 @@ def test_all_of_a_tenant_or_of_its_workspace_end_at_once(
     assert cached_content_token_seconds(store, 1, 0, 31_000) == 900
 
 
-def test_the_same_content_may_be_kept_twice(store: Store) -> None:
-    """Whoever ends one has to know whether the other still needs what was computed."""
+def test_same_content_may_be_stored_twice(store: Store) -> None:
+    """A deletion must know whether another cached content still needs the blocks."""
     create_cached_content(store, ONE, b"words", QUOTA)
     create_cached_content(store, replace(ONE, resource_id="b"), b"words", QUOTA)
     create_cached_content(store, replace(ONE, resource_id="c", workspace="other"), b"words", QUOTA)

@@ -37,18 +37,18 @@ LATER_MS = 86_400_000
 
 
 def keyed(label: str = "web", key: str = WEB, **terms: object) -> DeclaredKey:
-    """A key as the file declares it."""
+    """Return a key as the file declares it."""
     said = DeclaredKey(label=label, sha256=hashlib.sha256(key.encode()).hexdigest())
     return replace(said, **terms)
 
 
 def ada(*keys: DeclaredKey, name: str = "ada") -> DeclaredTenant:
-    """A tenant with these."""
+    """Return a declared tenant with these keys."""
     return DeclaredTenant(name=name, keys=keys)
 
 
 def told(store: Store, wall: Wall, *tenants: DeclaredTenant) -> list[tuple[str, int, str]]:
-    """What a reload did to keys."""
+    """Reconcile and return what changed."""
     return [
         (one.label, one.key_id, one.what)
         for one in reconcile(store, wall, tenants)
@@ -57,15 +57,16 @@ def told(store: Store, wall: Wall, *tenants: DeclaredTenant) -> list[tuple[str, 
 
 
 def opens(store: Store, wall: Wall, key: str) -> str:
-    """The workspace that a key opens, or why it does not."""
+    """Return the workspace that a key opens, or the refusal's code."""
     try:
         return KeyIndex(load_keys(store)).find(key, wall()).workspace
     except KeyRefused as error:
         return error.code
 
 
-def test_what_is_declared_opens(store: Store, wall: Wall) -> None:
-    """By its digest, with what is said of it; what is not said is as for keys made by hand."""
+def test_declared_key_authenticates(store: Store, wall: Wall) -> None:
+    """By its digest, with its declared settings; omitted settings have the defaults of `key
+    create`."""
     lab = keyed("lab", APP, workspace="lab", scopes=("usage",), expires=LATER, requests_at_once=3)
     made = told(store, wall, ada(keyed(), lab))
     of_lab, of_web = list_keys(store)
@@ -80,8 +81,8 @@ def test_what_is_declared_opens(store: Store, wall: Wall) -> None:
     assert (of_web.is_declared, plain.is_declared) == (True, False)
 
 
-def test_declaring_the_same_keys_again_writes_nothing(store: Store, wall: Wall) -> None:
-    """Nor when one has expired meanwhile: every restart would stumble over it."""
+def test_unchanged_keys_write_nothing(store: Store, wall: Wall) -> None:
+    """Also when a key has expired meanwhile; otherwise every restart would fail."""
     reconcile(store, wall, [ada(keyed(expires=LATER), keyed("app", APP))])
     before = store.registry_version()
     wall.ms = LATER_MS + 1
@@ -91,8 +92,8 @@ def test_declaring_the_same_keys_again_writes_nothing(store: Store, wall: Wall) 
     assert opens(store, wall, WEB) == "key_expired"
 
 
-def test_a_key_that_is_declared_no_longer_is_revoked(store: Store, wall: Wall) -> None:
-    """At once; another's and those made by hand are left alone."""
+def test_undeclared_key_is_revoked(store: Store, wall: Wall) -> None:
+    """At once. Other tenants' keys and keys made by command stay."""
     reconcile(store, wall, [ada(keyed(), keyed("app", APP))])
     by_hand = create_key(store, wall, 1)
 
@@ -102,8 +103,8 @@ def test_a_key_that_is_declared_no_longer_is_revoked(store: Store, wall: Wall) -
     assert told(store, wall, ada(keyed("app", APP))) == []
 
 
-def test_another_digest_replaces_the_key_and_its_budget_goes_on(store: Store, wall: Wall) -> None:
-    """As a rotation without a grace: whoever declares a new key does not get a new budget."""
+def test_new_digest_rotates_the_key_and_keeps_its_budget(store: Store, wall: Wall) -> None:
+    """A rotation without grace; a new key does not get a new budget."""
     reconcile(store, wall, [ada(keyed())])
     set_budget(store, Budget(1, "day", hard_micros=5, key_id=1))
     version = store.query("select version from money_version")
@@ -117,8 +118,7 @@ def test_another_digest_replaces_the_key_and_its_budget_goes_on(store: Store, wa
     assert [facts.line_id for facts in load_keys(store)] == [1, 1]
 
 
-def test_a_key_that_has_expired_is_replaced_like_another(store: Store, wall: Wall) -> None:
-    """That is how its owner gets a new one."""
+def test_expired_key_can_be_replaced(store: Store, wall: Wall) -> None:
     reconcile(store, wall, [ada(keyed(expires=LATER))])
     wall.ms = LATER_MS
 
@@ -135,10 +135,10 @@ def test_a_key_that_has_expired_is_replaced_like_another(store: Store, wall: Wal
         ({"workspace": "lab"}, "workspace", "lab"),
     ],
 )
-def test_changed_terms_change_the_key(
+def test_changed_settings_change_the_key(
     store: Store, wall: Wall, terms: dict[str, Any], field: str, value: object
 ) -> None:
-    """It stays the same key; what is said no longer goes back to its default."""
+    """The key stays the same; an omitted setting returns to its default."""
     reconcile(store, wall, [ada(keyed())])
     before = list_keys(store)
 
@@ -156,8 +156,8 @@ ACTS: dict[str, Callable[[Store, Wall], object]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_declared_key_is_changed_in_the_file_only(store: Store, wall: Wall, act: str) -> None:
-    """The next reload would take it back, or stumble over it."""
+def test_declared_key_is_changed_in_the_file_only(store: Store, wall: Wall, act: str) -> None:
+    """The next reload would undo the change, or fail."""
     reconcile(store, wall, [ada(keyed())])
     before = list_keys(store)
 
@@ -167,8 +167,8 @@ def test_a_declared_key_is_changed_in_the_file_only(store: Store, wall: Wall, ac
     assert list_keys(store) == before
 
 
-def test_the_keys_of_a_tenant_that_comes_back_are_as_they_were(store: Store, wall: Wall) -> None:
-    """A table taken out by mistake; what the tenant's keys are is the file's again."""
+def test_keys_of_a_redeclared_tenant_are_unchanged(store: Store, wall: Wall) -> None:
+    """After a table was removed by mistake, the tenant's keys are the file's again."""
     reconcile(store, wall, [ada(keyed(), keyed("app", APP))])
     before = list_keys(store)
     gone = told(store, wall)
@@ -179,21 +179,22 @@ def test_the_keys_of_a_tenant_that_comes_back_are_as_they_were(store: Store, wal
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_a_key_is_an_operators_while_its_tenant_is_not_declared(
+def test_operator_may_change_keys_of_an_undeclared_tenant(
     store: Store, wall: Wall, act: str
 ) -> None:
-    """He could not end it otherwise; what he changed is not taken back in silence."""
+    """Otherwise the keys could not be revoked. A later declaration does not undo the change
+    silently."""
     reconcile(store, wall, [ada(keyed())])
     reconcile(store, wall, [])
     ACTS[act](store, wall)
 
     assert not find_key(store, "1").is_declared
-    with pytest.raises(BadName, match=r"ada: key 'web': it is key 1"):
+    with pytest.raises(BadName, match=r"ada: key 'web': the digest is that of"):
         reconcile(store, wall, [ada(keyed())])
 
 
-def test_what_a_deleted_tenant_leaves_of_its_keys_is_nobodys(store: Store, wall: Wall) -> None:
-    """Two keys that lost their labels are not two of one label; their digests are free."""
+def test_keys_of_a_deleted_tenant_conflict_with_nothing(store: Store, wall: Wall) -> None:
+    """Two keys without labels do not collide, and their digests are free."""
     reconcile(store, wall, [ada(keyed(), keyed("app", APP))])
     ledger = Ledger(store, wall)
     ledger.settle(used("r", 1)).result(20)
@@ -204,8 +205,8 @@ def test_what_a_deleted_tenant_leaves_of_its_keys_is_nobodys(store: Store, wall:
     assert told(store, wall, ada(keyed())) == [("web", 3, "created")]
 
 
-def test_lists_show_the_beginning_of_a_declared_keys_digest(store: Store, wall: Wall) -> None:
-    """Nothing else was ever there; a person finds the key by it, or by all of the digest."""
+def test_lists_show_the_beginning_of_the_digest(store: Store, wall: Wall) -> None:
+    """The key itself was never stored. The digest finds the key, in full or by its beginning."""
     reconcile(store, wall, [ada(keyed())])
     digest = digest_of(WEB).hex()
     (key,) = list_keys(store)
@@ -214,14 +215,14 @@ def test_lists_show_the_beginning_of_a_declared_keys_digest(store: Store, wall: 
     assert find_key(store, f"{key.shown}…") == find_key(store, f"sha256:{digest}") == key
 
 
-def test_one_wrong_key_changes_nothing(store: Store, wall: Wall) -> None:
+def test_one_invalid_key_changes_nothing(store: Store, wall: Wall) -> None:
     """Neither tenants nor the keys before it."""
     create_tenant(store, wall, "eve")
     create_key(store, wall, 1)
     store_digest = bytes(store.query("select digest from keys")[0][0]).hex()
     taken = DeclaredKey(label="x", sha256=store_digest)
 
-    with pytest.raises(BadName, match=r"bob: key 'x': it is key 1 of eve \(''\)"):
+    with pytest.raises(BadName, match=r"bob: key 'x': the digest is that of key 1 of eve \(''\)"):
         reconcile(store, wall, [ada(keyed()), ada(taken, name="bob")])
     assert store.query("select name from tenants") == [("eve",)]
     assert len(list_keys(store)) == 1
@@ -230,18 +231,18 @@ def test_one_wrong_key_changes_nothing(store: Store, wall: Wall) -> None:
 @pytest.mark.parametrize(
     ("then", "what"),
     [
-        ([ada(keyed("new"))], r"new': it is key 1 of ada \('web'\)"),
-        ([ada(keyed("x"))], r"x': it is key 1 of ada \('web'\)"),
-        ([ada(keyed(key=APP), keyed("x"))], r"x': it is key 1 of ada \('web'\)"),
-        ([ada(keyed("app", APP)), ada(keyed(), name="bob")], "it is key 1"),
-        ([ada(keyed(expires=datetime(1970, 1, 1, tzinfo=UTC)))], "expires: it is past"),
+        ([ada(keyed("new"))], r"new': the digest is that of key 1 of ada \('web'\)"),
+        ([ada(keyed("x"))], r"x': the digest is that of key 1 of ada \('web'\)"),
+        ([ada(keyed(key=APP), keyed("x"))], r"x': the digest is that of key 1 of ada \('web'\)"),
+        ([ada(keyed("app", APP)), ada(keyed(), name="bob")], "the digest is that of key 1"),
+        ([ada(keyed(expires=datetime(1970, 1, 1, tzinfo=UTC)))], "expires: the time is past"),
         ([ada(keyed(expires=datetime(2100, 1, 1, tzinfo=UTC)))], "100 years"),
     ],
 )
-def test_what_cannot_become_of_a_key_leaves_it_as_it_was(
+def test_invalid_change_leaves_the_key_unchanged(
     store: Store, wall: Wall, then: list[DeclaredTenant], what: str
 ) -> None:
-    """A label is its identity; an end that is past is no end."""
+    """A label is the key's identity; a past expiry is invalid."""
     reconcile(store, wall, [ada(keyed())])
     before = list_keys(store)
 
@@ -250,45 +251,48 @@ def test_what_cannot_become_of_a_key_leaves_it_as_it_was(
     assert list_keys(store) == before
 
 
-def test_what_was_revoked_or_has_expired_stays_so(store: Store, wall: Wall) -> None:
-    """Putting an old line back must not open what was closed for a reason."""
+def test_revoked_or_expired_key_stays_closed(store: Store, wall: Wall) -> None:
+    """Restoring an old line of the file must not reopen a closed key."""
     reconcile(store, wall, [ada(keyed(), keyed("app", APP, expires=LATER))])
     reconcile(store, wall, [ada(keyed("app", APP, expires=LATER))])
     wall.ms = LATER_MS
 
-    with pytest.raises(BadName, match="key 'web': it is key 2, which was revoked"):
+    with pytest.raises(BadName, match="key 'web': the digest is that of revoked key 2"):
         reconcile(store, wall, [ada(keyed(), keyed("app", APP, expires=LATER))])
-    with pytest.raises(BadName, match="key 'app': it has expired"):
+    with pytest.raises(BadName, match="key 'app': the key has expired"):
         reconcile(store, wall, [ada(keyed("app", APP))])
-    with pytest.raises(BadName, match="key 'x': it is key 1, which has expired"):
+    with pytest.raises(BadName, match="key 'x': the digest is that of expired key 1"):
         reconcile(store, wall, [ada(keyed("x", APP))])
 
 
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        ([ada(keyed(), keyed(key=APP))], "ada: key 'web': the label is there twice"),
-        ([ada(keyed(), keyed("x"))], "ada: key 'x': it is ada: key 'web' too"),
-        ([ada(keyed()), ada(keyed("x"), name="bob")], "bob: key 'x': it is ada: key 'web' too"),
-        ([ada(keyed(sha256="a" * 64), keyed("x", sha256="A" * 64))], "too"),
-        ([ada(keyed(""))], "not empty"),
+        ([ada(keyed(), keyed(key=APP))], "ada: key 'web': the label is declared twice"),
+        ([ada(keyed(), keyed("x"))], "ada: key 'x': the same key is declared as ada: key 'web'"),
+        (
+            [ada(keyed()), ada(keyed("x"), name="bob")],
+            "bob: key 'x': the same key is declared as ada: key 'web'",
+        ),
+        ([ada(keyed(sha256="a" * 64), keyed("x", sha256="A" * 64))], "same key"),
+        ([ada(keyed(""))], "label is empty"),
         ([ada(keyed("a\nb"))], "printable"),
-        ([ada(DeclaredKey(label="x"))], "either sha256 or file"),
-        ([ada(keyed(file="/x"))], "either sha256 or file"),
-        ([ada(keyed(sha256=WEB))], "not 64 hexadecimal digits"),
-        ([ada(keyed(sha256="a b" + "0" * 61))], "not 64 hexadecimal digits"),
-        ([ada(DeclaredKey(label="x", file="keys/web"))], "no absolute path"),
-        ([ada(keyed(workspace="../x"))], "no workspace name"),
+        ([ada(DeclaredKey(label="x"))], "exactly one of sha256 and file"),
+        ([ada(keyed(file="/x"))], "exactly one of sha256 and file"),
+        ([ada(keyed(sha256=WEB))], "expected 64 hexadecimal digits"),
+        ([ada(keyed(sha256="a b" + "0" * 61))], "expected 64 hexadecimal digits"),
+        ([ada(DeclaredKey(label="x", file="keys/web"))], "expected an absolute path"),
+        ([ada(keyed(workspace="../x"))], "invalid workspace name"),
         ([ada(keyed(scopes=("admin",)))], "one or more of inference"),
         ([ada(keyed(scopes=()))], "one or more of inference"),
-        ([ada(keyed(requests_at_once=0))], "requests_at_once of 0"),
-        ([ada(*[keyed(str(n), str(n)) for n in range(10_001)])], "more than 10000 keys"),
+        ([ada(keyed(requests_at_once=0))], "requests_at_once out of range: 0"),
+        ([ada(*[keyed(str(n), str(n)) for n in range(10_001)])], "declared keys: limit 10000"),
     ],
 )
-def test_a_key_that_cannot_be_is_told_by_its_place(
+def test_invalid_key_is_named_by_tenant_and_label(
     store: Store, wall: Wall, wrong: list[DeclaredTenant], what: str
 ) -> None:
-    """Before anything is changed; what may be a key by mistake is never quoted."""
+    """Before any change; a digest is never quoted, as it may be a key by mistake."""
     with pytest.raises(BadName, match=what) as caught:
         reconcile(store, wall, wrong)
     assert "aaaa" not in caught.value.message

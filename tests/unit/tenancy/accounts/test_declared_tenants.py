@@ -25,13 +25,13 @@ BOB = DeclaredTenant(name="bob", floor_blocks=8, classes=("5m", "1h"), promised_
 
 
 def told(store: Store, wall: Wall, declared: Sequence[DeclaredTenant]) -> list[tuple[str, str]]:
-    """What a reload did."""
+    """Reconcile and return what changed."""
     changes = reconcile(store, wall, declared)
     return [(one.tenant, one.what) for one in changes if isinstance(one, TenantChange)]
 
 
-def test_what_is_declared_is_made(store: Store, wall: Wall) -> None:
-    """All that is set of it, and what is not said has its default."""
+def test_declared_tenant_is_created(store: Store, wall: Wall) -> None:
+    """With all its settings; omitted settings have their defaults."""
     changes = reconcile(store, wall, [BOB, ADA])
     ada, bob = list_tenant_records(store)
 
@@ -41,8 +41,8 @@ def test_what_is_declared_is_made(store: Store, wall: Wall) -> None:
     assert bob.policy == CachePolicy(floor_blocks=8, classes=("5m", "1h"), promised_blocks_max=4)
 
 
-def test_declaring_the_same_again_writes_nothing(store: Store, wall: Wall) -> None:
-    """A reload that changes nothing is no change of the registry."""
+def test_unchanged_declaration_writes_nothing(store: Store, wall: Wall) -> None:
+    """An unchanged reload does not change the registry's version."""
     reconcile(store, wall, [ADA, BOB])
     before = store.registry_version()
 
@@ -50,8 +50,7 @@ def test_declaring_the_same_again_writes_nothing(store: Store, wall: Wall) -> No
     assert store.registry_version() == before
 
 
-def test_a_changed_declaration_changes_all_of_it(store: Store, wall: Wall) -> None:
-    """What is said no longer goes back to its default."""
+def test_omitted_settings_return_to_defaults(store: Store, wall: Wall) -> None:
     reconcile(store, wall, [ADA])
 
     assert told(store, wall, [DeclaredTenant(name="ada", priority=1)]) == [("ada", "changed")]
@@ -60,8 +59,8 @@ def test_a_changed_declaration_changes_all_of_it(store: Store, wall: Wall) -> No
     assert found.limits == Limits()
 
 
-def test_what_is_declared_no_longer_is_suspended_and_kept(store: Store, wall: Wall) -> None:
-    """It may have leases that were promised and entries that are kept for ever."""
+def test_undeclared_tenant_is_suspended_not_deleted(store: Store, wall: Wall) -> None:
+    """It may have promised leases, and its entries stay forever."""
     reconcile(store, wall, [ADA, BOB])
 
     assert told(store, wall, [BOB]) == [("ada", "suspended")]
@@ -71,8 +70,8 @@ def test_what_is_declared_no_longer_is_suspended_and_kept(store: Store, wall: Wa
     assert told(store, wall, [BOB]) == []
 
 
-def test_what_is_declared_again_works_again(store: Store, wall: Wall) -> None:
-    """A line taken out by mistake and put back is as it was."""
+def test_redeclared_tenant_is_active_again(store: Store, wall: Wall) -> None:
+    """A line that was removed by mistake and restored has its old effect."""
     reconcile(store, wall, [ADA])
     before = find_tenant_record(store, "ada")
     reconcile(store, wall, [])
@@ -81,8 +80,8 @@ def test_what_is_declared_again_works_again(store: Store, wall: Wall) -> None:
     assert find_tenant_record(store, "ada") == before
 
 
-def test_a_tenant_made_by_hand_is_left_alone_or_adopted(store: Store, wall: Wall) -> None:
-    """The file says nothing about those that it never named."""
+def test_other_tenants_stay_until_declared(store: Store, wall: Wall) -> None:
+    """The file has no effect on tenants that it never named."""
     create_tenant(store, wall, "ada", CachePolicy(weight=7))
     create_tenant(store, wall, "eve")
 
@@ -91,8 +90,8 @@ def test_a_tenant_made_by_hand_is_left_alone_or_adopted(store: Store, wall: Wall
     assert find_tenant_record(store, "eve").tenant.status == "active"
 
 
-def test_a_reload_does_not_resume_what_an_operator_suspended(store: Store, wall: Wall) -> None:
-    """He had a reason, and the file says nothing of it."""
+def test_reload_does_not_resume_a_suspended_tenant(store: Store, wall: Wall) -> None:
+    """The operator had a reason that the file does not express."""
     reconcile(store, wall, [ADA])
     set_status(store, "ada", "suspended")
 
@@ -101,8 +100,8 @@ def test_a_reload_does_not_resume_what_an_operator_suspended(store: Store, wall:
     assert find_tenant_record(store, "ada").tenant.status == "suspended"
 
 
-def test_a_declared_tenant_is_changed_in_the_file_only(store: Store, wall: Wall) -> None:
-    """The next reload would take it back, and nobody would know why."""
+def test_declared_tenant_is_changed_in_the_file_only(store: Store, wall: Wall) -> None:
+    """The next reload would undo the change without a trace."""
     reconcile(store, wall, [ADA])
 
     with pytest.raises(BadName, match="configuration file"):
@@ -115,17 +114,23 @@ def test_a_declared_tenant_is_changed_in_the_file_only(store: Store, wall: Wall)
     ("wrong", "what"),
     [
         ([ADA, ADA], "declared twice"),
-        ([BOB, DeclaredTenant(name="../etc")], "no tenant name"),
-        ([BOB, DeclaredTenant(name="eve", floor_blocks=9, ceiling_blocks=8)], "eve: a ceiling"),
-        ([BOB, DeclaredTenant(name="eve", tier="A B")], "eve: 'A B' is no tier name"),
-        ([BOB, DeclaredTenant(name="eve", requests_per_minute=0)], "eve: requests_per_minute of 0"),
-        ([DeclaredTenant(name=f"t{n}") for n in range(10_001)], "more than 10000"),
+        ([BOB, DeclaredTenant(name="../etc")], "invalid tenant name"),
+        (
+            [BOB, DeclaredTenant(name="eve", floor_blocks=9, ceiling_blocks=8)],
+            "eve: ceiling_blocks",
+        ),
+        ([BOB, DeclaredTenant(name="eve", tier="A B")], "eve: invalid tier name: 'A B'"),
+        (
+            [BOB, DeclaredTenant(name="eve", requests_per_minute=0)],
+            "eve: requests_per_minute out of range: 0",
+        ),
+        ([DeclaredTenant(name=f"t{n}") for n in range(10_001)], "limit 10000"),
     ],
 )
-def test_what_cannot_be_changes_nothing(
+def test_invalid_declaration_changes_nothing(
     store: Store, wall: Wall, wrong: list[DeclaredTenant], what: str
 ) -> None:
-    """A file with one mistake in it is not half applied."""
+    """A file with one mistake is not half applied."""
     reconcile(store, wall, [ADA])
     before = list_tenant_records(store)
 

@@ -1,4 +1,4 @@
-"""Deleting a tenant: what goes, what stays, and under which name."""
+"""Deletion of a tenant: what goes, what stays, and under which name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONTENT = CachedContentRecord("c", 1, "lab", "m", "my secret plans", 10, 1, 1, 1
 
 
 def furnish(store: Store, wall: Wall) -> str:
-    """Ada, with one of everything there is; her key."""
+    """Create ada with a row in every table; return her key."""
     create_tenant(store, wall, "ada", limits=None)
     change_tenant(store, "ada", {"weight": 2, "requests_per_minute": 9, "tier": "gold"})
     key = create_key(store, wall, 1, label="ada's laptop")
@@ -53,26 +53,25 @@ def furnish(store: Store, wall: Wall) -> str:
 
 
 def everything(store: Store) -> str:
-    """Every column that could say who it was."""
+    """Return every column that could identify the tenant."""
     tables = ("tenants", "keys", "cached_contents", "named_requests", "budgets", "ledger")
     return repr([store.query(f"select * from {table}") for table in tables])
 
 
-def test_a_tenant_that_used_nothing_leaves_nothing(store: Store, wall: Wall) -> None:
-    """A typo need not stay in lists for ever. Its keys go with it."""
+def test_unused_tenant_is_deleted_completely(store: Store, wall: Wall) -> None:
+    """A mistyped tenant does not stay in lists. Its keys go with it."""
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
     pseudonym = delete_tenant(store, wall, "ada")
 
     assert (pseudonym, list_tenants(store), list_keys(store)) == (None, [], [])
     with pytest.raises(KeyRefused):
         KeyAuthenticator(store, wall, lambda: 0.0).authenticate(key)
-    with pytest.raises(BadName, match="no tenant"):
+    with pytest.raises(BadName, match="unknown tenant"):
         delete_tenant(store, wall, "ada")
 
 
-def test_money_rows_stay_under_a_pseudonym(store: Store, wall: Wall) -> None:
-    """What was charged was charged; who it was is not to be found any more, and the books are
-    right."""
+def test_ledger_rows_stay_under_a_pseudonym(store: Store, wall: Wall) -> None:
+    """Charges stay, the tenant cannot be identified, and the books are right."""
     key = furnish(store, wall)
     pseudonym = delete_tenant(store, wall, "ada")
 
@@ -89,8 +88,8 @@ def test_money_rows_stay_under_a_pseudonym(store: Store, wall: Wall) -> None:
         KeyAuthenticator(store, wall, lambda: 0.0).authenticate(key)
 
 
-def test_its_name_is_free_and_its_pseudonym_is_nobodys(store: Store, wall: Wall) -> None:
-    """Who comes next by that name is another; nobody comes back."""
+def test_name_is_free_and_pseudonym_is_reserved(store: Store, wall: Wall) -> None:
+    """A later tenant of that name is a different one; the pseudonym cannot be taken."""
     furnish(store, wall)
     delete_tenant(store, wall, "ada")
     again = create_tenant(store, wall, "ada")
@@ -108,8 +107,8 @@ def test_its_name_is_free_and_its_pseudonym_is_nobodys(store: Store, wall: Wall)
             attempt()
 
 
-def test_a_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall) -> None:
-    """What it holds will be an entry, and may be an answer that is kept."""
+def test_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall) -> None:
+    """Its hold becomes an entry, and may become a stored response."""
     furnish(store, wall)
     ledger = Ledger(store, wall)
     ledger.hold(Hold("s", 1, 1, "m", 1)).result(20)
@@ -122,8 +121,8 @@ def test_a_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall
     ledger.close()
 
 
-def test_what_others_need_is_not_deleted(store: Store, wall: Wall) -> None:
-    """A shared scope has an owner; a declared tenant is the file's."""
+def test_owner_or_declared_tenant_is_not_deleted(store: Store, wall: Wall) -> None:
+    """A shared scope needs its owner; a declared tenant belongs to the file."""
     create_tenant(store, wall, "ada")
     reconcile(store, wall, [DeclaredTenant(name="bob")])
     with store.change() as db:
@@ -135,9 +134,8 @@ def test_what_others_need_is_not_deleted(store: Store, wall: Wall) -> None:
         delete_tenant(store, wall, "bob")
 
 
-def test_a_deleted_tenants_number_is_nobodys(store: Store, wall: Wall) -> None:
-    """A cache, a receipt or a log may still say it: whoever comes next must not be taken for the
-    one that is gone, nor his key for another's."""
+def test_ids_of_deleted_tenants_are_not_reused(store: Store, wall: Wall) -> None:
+    """A cache, a receipt or a log may still contain the id of the deleted tenant or of its key."""
     create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
     delete_tenant(store, wall, "ada")
     next_tenant = create_tenant(store, wall, "eve").tenant_id

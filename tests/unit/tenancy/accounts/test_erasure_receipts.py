@@ -22,8 +22,7 @@ def receipt(number: int, tenant_id: int, at_ms: int = 0) -> ErasureReceipt:
     )
 
 
-def test_a_tenant_finds_its_own_receipts_newest_first(store: Store, wall: Wall) -> None:
-    """And nobody else's."""
+def test_lists_own_receipts_newest_first(store: Store, wall: Wall) -> None:
     ada = create_tenant(store, wall, "ada").tenant_id
     bob = create_tenant(store, wall, "bob").tenant_id
     for number, tenant_id in enumerate([ada, bob, ada]):
@@ -34,22 +33,22 @@ def test_a_tenant_finds_its_own_receipts_newest_first(store: Store, wall: Wall) 
     assert len(list_receipts(store, ada, limit=1)) == 1
 
 
-def test_a_digest_tells_sets_of_namespaces_apart(store: Store) -> None:
-    """The same for the same set in any order; another for any other, however it is cut."""
+def test_digest_identifies_a_set_of_namespaces(store: Store) -> None:
+    """The same set gives the same digest in any order; any other set differs, however it is
+    split."""
     digests = [digest_namespaces(names) for names in ([b"ab", b"c"], [b"a", b"bc"], [b"abc"], [])]
 
     assert digest_namespaces([b"c", b"ab"]) == digests[0]
     assert len(set(digests)) == 4
 
 
-def test_a_receipt_is_of_a_tenant_that_exists(store: Store) -> None:
-    """And the tenant stays for as long as there is one."""
+def test_receipt_requires_its_tenant(store: Store) -> None:
+    """The tenant stays for as long as a receipt refers to it."""
     with pytest.raises(StoreError):
         write_receipt(store, receipt(1, 99))
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1_001])
-def test_a_page_that_cannot_be_is_refused(store: Store, limit: int) -> None:
-    """Nobody reads a million receipts at once."""
-    with pytest.raises(BadName, match="between 1 and 1000"):
+def test_refuses_limit_out_of_range(store: Store, limit: int) -> None:
+    with pytest.raises(BadName, match="expected 1 to 1000"):
         list_receipts(store, 1, limit)

@@ -1,4 +1,4 @@
-"""Finding who a key is: by the whole of its digest, in the same time, in the line it belongs to."""
+"""`KeyIndex`: lookup by the whole digest, in constant time, with lines of rotated keys."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
 
-def test_an_unknown_key_is_compared_like_a_known_one(
+def test_unknown_key_takes_the_same_comparison(
     store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """T15: time must not tell which keys exist. One digest, one comparison of 32 bytes, always."""
+    """T15: time must not reveal which keys exist. One digest, one comparison of 32 bytes,
+    always."""
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
     ring = KeyIndex(load_keys(store))
     compared: list[tuple[int, int]] = []
@@ -36,9 +37,9 @@ def test_an_unknown_key_is_compared_like_a_known_one(
     assert compared == [(32, 32)] * 4
 
 
-def test_a_digest_that_begins_like_another_is_another(store: Store, wall: Wall) -> None:
-    """Declared digests come from whoever made the key, who may choose how they begin: neither its
-    coming nor its going must take away another's key."""
+def test_digests_with_a_common_beginning_are_distinct(store: Store, wall: Wall) -> None:
+    """The maker of a declared key may choose how its digest begins; adding or removing such a key
+    must not affect another one."""
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
     (facts,) = load_keys(store)
     near = replace(facts, digest=facts.digest[:-1] + bytes([facts.digest[-1] ^ 1]), key_id=2)
@@ -50,8 +51,8 @@ def test_a_digest_that_begins_like_another_is_another(store: Store, wall: Wall) 
     assert len(ring) == 1
 
 
-def test_keys_that_were_rotated_are_one_line(store: Store, wall: Wall) -> None:
-    """Named by its first; another key is another line."""
+def test_rotated_keys_share_a_line(store: Store, wall: Wall) -> None:
+    """Named by its first key; an unrelated key has its own line."""
     tenant_id = create_tenant(store, wall, "ada").tenant_id
     keys = [create_key(store, wall, tenant_id) for _ in range(2)]
     keys.append(rotate_key(store, wall, "1", 9)[0])

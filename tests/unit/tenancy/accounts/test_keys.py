@@ -1,4 +1,4 @@
-"""Keys: what opens, what does not, and what is never shown."""
+"""Keys: which authenticate, which do not, and what is never shown."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ def tenant_id(store: Store, wall: Wall) -> int:
 
 
 def code(store: Store, key: str, now_ms: int) -> str:
-    """Why a key does not open."""
+    """Return the code with which a key is refused."""
     with pytest.raises(KeyRefused) as caught:
         KeyIndex(load_keys(store)).find(key, now_ms)
     assert key not in str(caught.value) or len(key) < 4
     return caught.value.code
 
 
-def test_a_key_opens_for_whom_it_was_made(store: Store, wall: Wall, tenant_id: int) -> None:
+def test_key_authenticates_its_tenant_and_workspace(
+    store: Store, wall: Wall, tenant_id: int
+) -> None:
     """Two keys, two workspaces, one tenant."""
     first = create_key(store, wall, tenant_id)
     second = create_key(store, wall, tenant_id, workspace="lab")
@@ -51,17 +53,15 @@ def test_a_key_opens_for_whom_it_was_made(store: Store, wall: Wall, tenant_id: i
     assert ring.find(first, wall()).key_id != ring.find(second, wall()).key_id
 
 
-def test_a_key_has_256_random_bits_that_a_double_click_selects(
-    store: Store, wall: Wall, tenant_id: int
-) -> None:
-    """43 signs of base 62 after the prefix; none twice."""
+def test_key_has_256_random_bits_in_base_62(store: Store, wall: Wall, tenant_id: int) -> None:
+    """43 characters after the prefix, so a double click selects it; none twice."""
     keys = {create_key(store, wall, tenant_id) for _ in range(20)}
 
     assert len(keys) == 20
     assert all(re.fullmatch(r"tl-[0-9A-Za-z]{43}", key) for key in keys)
 
 
-def test_a_key_is_nowhere_in_the_database(tmp_path: Path, wall: Wall) -> None:
+def test_database_contains_no_key(tmp_path: Path, wall: Wall) -> None:
     """A stolen copy of the file opens nothing."""
     store = SqliteStore(tmp_path / "test.db")
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
@@ -73,7 +73,7 @@ def test_a_key_is_nowhere_in_the_database(tmp_path: Path, wall: Wall) -> None:
     assert digest_of(key) in content
 
 
-def test_lists_show_a_keys_beginning_and_no_more(store: Store, wall: Wall, tenant_id: int) -> None:
+def test_lists_show_only_the_beginning_of_a_key(store: Store, wall: Wall, tenant_id: int) -> None:
     """Enough to tell two keys apart, too little to use one."""
     key = create_key(store, wall, tenant_id, label="laptop")
     (shown,) = list_keys(store)
@@ -83,7 +83,7 @@ def test_lists_show_a_keys_beginning_and_no_more(store: Store, wall: Wall, tenan
     assert key not in repr(KeyIndex(load_keys(store)))
 
 
-def test_an_expired_key_stops_at_its_instant(store: Store, wall: Wall, tenant_id: int) -> None:
+def test_key_expires_at_its_instant(store: Store, wall: Wall, tenant_id: int) -> None:
     """Not a millisecond earlier or later."""
     key = create_key(store, wall, tenant_id, lives_ms=HOUR_MS)
     last_ms = wall() + HOUR_MS - 1
@@ -93,10 +93,7 @@ def test_an_expired_key_stops_at_its_instant(store: Store, wall: Wall, tenant_id
 
 
 @pytest.mark.parametrize("by", ["id", "beginning", "beginning…", "key"])
-def test_a_key_is_revoked_by_what_a_person_has(
-    store: Store, wall: Wall, tenant_id: int, by: str
-) -> None:
-    """Its id, its beginning as lists show it, or the key itself."""
+def test_revokes_by_id_beginning_or_key(store: Store, wall: Wall, tenant_id: int, by: str) -> None:
     create_key(store, wall, tenant_id)
     key = create_key(store, wall, tenant_id)
     which = {"id": "2", "beginning": key[:11], "beginning…": f"{key[:11]}…", "key": key}[by]
@@ -106,8 +103,8 @@ def test_a_key_is_revoked_by_what_a_person_has(
     assert code(store, key, wall()) == "key_revoked"
 
 
-def test_revoking_again_keeps_the_first_instant(store: Store, wall: Wall, tenant_id: int) -> None:
-    """When it stopped working is a fact."""
+def test_second_revocation_keeps_the_first_time(store: Store, wall: Wall, tenant_id: int) -> None:
+    """When the key stopped working is a fact."""
     create_key(store, wall, tenant_id)
     first = revoke_key(store, wall, "1")
     wall.ms += HOUR_MS
@@ -116,10 +113,8 @@ def test_revoking_again_keeps_the_first_instant(store: Store, wall: Wall, tenant
 
 
 @pytest.mark.parametrize("which", ["", "…", "7", "tl-", "tl-00000000", "' or 1=1 --"])
-def test_what_names_no_key_revokes_none(
-    store: Store, wall: Wall, tenant_id: int, which: str
-) -> None:
-    """A slip must not take a customer down."""
+def test_unknown_name_revokes_nothing(store: Store, wall: Wall, tenant_id: int, which: str) -> None:
+    """A typo must not lock a customer out."""
     create_key(store, wall, tenant_id)
 
     with pytest.raises(BadName, match="key list"):
@@ -131,14 +126,14 @@ def test_what_names_no_key_revokes_none(
     "key",
     ["", "x", "x" * 10_000, "tl-", "ключ", "\ud800", "a\nb", "\x00", "' or 1=1 --", "'; drop"],
 )
-def test_what_is_no_key_opens_nothing(store: Store, wall: Wall, tenant_id: int, key: str) -> None:
-    """C1, C5: whatever comes is hashed and compared, never interpreted."""
+def test_malformed_key_is_unknown(store: Store, wall: Wall, tenant_id: int, key: str) -> None:
+    """C1, C5: any text is hashed and compared, never interpreted."""
     create_key(store, wall, tenant_id)
 
     assert code(store, key, wall()) == "key_unknown"
 
 
-def test_a_key_that_differs_in_its_last_sign_is_another(
+def test_key_with_another_last_character_is_unknown(
     store: Store, wall: Wall, tenant_id: int
 ) -> None:
     """C6: no part of a key decides."""
@@ -163,28 +158,26 @@ def test_a_key_that_differs_in_its_last_sign_is_another(
         {"lives_ms": 2**62},
     ],
 )
-def test_a_key_that_cannot_be_is_not_made(
+def test_refuses_invalid_key_settings(
     store: Store, wall: Wall, tenant_id: int, wrong: dict[str, object]
 ) -> None:
-    """Told before anything is written."""
+    """Before anything is written."""
     with pytest.raises(BadName):
         create_key(store, wall, tenant_id, **wrong)  # type: ignore[arg-type]
     assert list_keys(store) == []
 
 
-def test_a_key_needs_a_tenant_that_exists(store: Store, wall: Wall) -> None:
-    """A key to nothing would be a key to whatever gets that id next."""
-    with pytest.raises(BadName, match="no tenant"):
+def test_refuses_key_for_unknown_tenant(store: Store, wall: Wall) -> None:
+    """Such a key would belong to the next tenant with that id."""
+    with pytest.raises(BadName, match="unknown tenant"):
         create_key(store, wall, 7)
 
 
 # --- scopes, limits, administrators --------------------------------------------------------------
 
 
-def test_a_key_has_the_scopes_and_limits_it_was_made_with(
-    store: Store, wall: Wall, tenant_id: int
-) -> None:
-    """A dashboard's key reads usage and cannot spend; a script's key can only so much."""
+def test_key_has_its_scopes_and_limits(store: Store, wall: Wall, tenant_id: int) -> None:
+    """A dashboard's key reads usage and cannot generate; a script's key has a bound."""
     limits = Limits(requests_per_minute=5)
     key = create_key(store, wall, tenant_id, scopes=["usage"], limits=limits)
     facts = KeyIndex(load_keys(store)).find(key, wall())
@@ -194,37 +187,35 @@ def test_a_key_has_the_scopes_and_limits_it_was_made_with(
 
 
 @pytest.mark.parametrize("scopes", [[], ["admin"], ["usage", "admin"], ["Usage"], ["usage cache"]])
-def test_scopes_that_cannot_be_make_no_key(
+def test_refuses_invalid_scopes(
     store: Store, wall: Wall, tenant_id: int, scopes: list[str]
 ) -> None:
-    """Least of all a tenant's key that administers."""
+    """Above all `admin` for a tenant's key."""
     with pytest.raises(BadName, match="inference, usage, cache"):
         create_key(store, wall, tenant_id, scopes=scopes)
     assert list_keys(store) == []
 
 
 @pytest.mark.parametrize("limit", [0, -1, 10**13])
-def test_limits_that_cannot_be_make_no_key(
-    store: Store, wall: Wall, tenant_id: int, limit: int
-) -> None:
-    """None is no limit; zero is a revoked key, and there is a word for that."""
-    with pytest.raises(BadName, match="tokens_per_minute of"):
+def test_refuses_invalid_limits(store: Store, wall: Wall, tenant_id: int, limit: int) -> None:
+    """None means no limit; a limit of zero would be a revoked key."""
+    with pytest.raises(BadName, match="tokens_per_minute out of range"):
         create_key(store, wall, tenant_id, limits=Limits(tokens_per_minute=limit))
 
 
-def test_an_administrators_key_belongs_to_no_tenant(store: Store, wall: Wall) -> None:
-    """It opens the admin API and nothing that is paid for."""
+def test_admin_key_has_no_tenant(store: Store, wall: Wall) -> None:
+    """It opens the admin API and no paid endpoint."""
     key = create_admin_key(store, wall, label="ops")
     facts = KeyIndex(load_keys(store)).find(key, wall())
 
     assert (facts.tenant_id, facts.scopes) == (0, frozenset({"admin"}))
     assert [(one.tenant, one.label) for one in list_keys(store)] == [(None, "ops")]
-    with pytest.raises(BadName, match="administrator"):
+    with pytest.raises(BadName, match="administrator's key"):
         change_key(store, "1", scopes=["inference"])
 
 
-def test_a_changed_key_keeps_what_was_not_named(store: Store, wall: Wall, tenant_id: int) -> None:
-    """Its secret above all: nobody has to hand out another one for a new limit."""
+def test_change_keeps_fields_not_named(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Above all its secret: a new limit does not need a new key."""
     key = create_key(store, wall, tenant_id, label="a", limits=Limits(requests_at_once=1))
     change_key(store, "1", limits=Limits(requests_per_minute=2))
     change_key(store, "1", scopes=["inference"])
@@ -237,10 +228,8 @@ def test_a_changed_key_keeps_what_was_not_named(store: Store, wall: Wall, tenant
 # --- rotation ------------------------------------------------------------------------------------
 
 
-def test_a_rotated_key_works_on_for_the_grace_and_no_longer(
-    store: Store, wall: Wall, tenant_id: int
-) -> None:
-    """Time to carry the new one to every machine."""
+def test_rotated_key_works_until_the_end_of_grace(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Time to distribute the new key."""
     old = create_key(store, wall, tenant_id, workspace="lab", label="a", scopes=["inference"])
     new, made, left = rotate_key(store, wall, "1", HOUR_MS)
     ring = KeyIndex(load_keys(store))
@@ -253,10 +242,8 @@ def test_a_rotated_key_works_on_for_the_grace_and_no_longer(
     assert (left.replaced_by, left.expires_ms) == (made.key_id, wall() + HOUR_MS)
 
 
-def test_a_rotated_key_lives_as_long_as_the_old_one_did(
-    store: Store, wall: Wall, tenant_id: int
-) -> None:
-    """Ninety days are ninety days again; the old one's end comes no later for a long grace."""
+def test_rotated_key_has_the_old_ones_lifetime(store: Store, wall: Wall, tenant_id: int) -> None:
+    """A grace does not extend the old key's expiry."""
     create_key(store, wall, tenant_id, lives_ms=3 * HOUR_MS)
     wall.ms += HOUR_MS
     _, made, left = rotate_key(store, wall, "1", 24 * HOUR_MS)
@@ -265,7 +252,7 @@ def test_a_rotated_key_lives_as_long_as_the_old_one_did(
     assert left.expires_ms == wall() + 2 * HOUR_MS
 
 
-def test_an_administrators_key_rotates_too(store: Store, wall: Wall) -> None:
+def test_admin_key_rotates(store: Store, wall: Wall) -> None:
     """At once, if it has leaked."""
     old = create_admin_key(store, wall)
     new, _, _ = rotate_key(store, wall, "1", 0)
@@ -274,8 +261,8 @@ def test_an_administrators_key_rotates_too(store: Store, wall: Wall) -> None:
     assert code(store, old, wall()) == "key_expired"
 
 
-def test_a_key_is_rotated_once_and_while_it_works(store: Store, wall: Wall, tenant_id: int) -> None:
-    """Two machines that rotate the same key must not both believe that theirs is the new one."""
+def test_key_is_rotated_once_and_only_while_live(store: Store, wall: Wall, tenant_id: int) -> None:
+    """Two concurrent rotations must not both succeed."""
     create_key(store, wall, tenant_id)
     create_key(store, wall, tenant_id)
     create_key(store, wall, tenant_id, lives_ms=HOUR_MS)
@@ -284,8 +271,8 @@ def test_a_key_is_rotated_once_and_while_it_works(store: Store, wall: Wall, tena
     wall.ms += HOUR_MS
 
     for which, hint in (
-        ("1", "rotate its successor, 4"),
-        *((one, "make a new one") for one in "23"),
+        ("1", "rotate its successor 4"),
+        *((one, "create a new one") for one in "23"),
     ):
         with pytest.raises(BadName, match=hint):
             rotate_key(store, wall, which, 0)
@@ -293,9 +280,7 @@ def test_a_key_is_rotated_once_and_while_it_works(store: Store, wall: Wall, tena
 
 
 @pytest.mark.parametrize("grace_ms", [-1, 2**62])
-def test_a_grace_that_cannot_be_rotates_nothing(
-    store: Store, wall: Wall, tenant_id: int, grace_ms: int
-) -> None:
+def test_refuses_invalid_grace(store: Store, wall: Wall, tenant_id: int, grace_ms: int) -> None:
     """A leaked key that works for a century was not rotated."""
     create_key(store, wall, tenant_id)
 

@@ -1,4 +1,4 @@
-"""Shared scopes: who is in which, and what cannot be."""
+"""Shared scopes: membership and what is refused."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Town:
         set_scope(self.store, self.wall, terms)
 
     def who(self, member: str) -> Identity:
-        """As a running server sees it a second later."""
+        """Return the member's scope as a running server sees it a second later."""
         self.clock.advance(1.0)
         return self.registry.authenticate(self.keys[member])
 
     def shared(self) -> dict[str, str]:
-        """Members by key with the scope each is in."""
+        """Return members by key with their scope."""
         found = {member: self.who(member).scope for member in self.keys}
         return {member: scope.name for member, scope in found.items() if scope is not None}
 
@@ -63,14 +63,14 @@ def town(store: Store, wall: Wall) -> Town:
     return Town(store, wall)
 
 
-def test_nothing_is_shared_unless_the_operator_says_so(town: Town) -> None:
-    """Off by default: two workspaces of one tenant share nothing either."""
+def test_nothing_is_shared_by_default(town: Town) -> None:
+    """Two workspaces of one tenant share nothing either."""
     assert town.shared() == {}
     assert list_scopes(town.store) == []
 
 
-def test_a_running_server_sees_who_shares_within_a_second(town: Town) -> None:
-    """A workspace, or all of a tenant's; made, changed and removed beside it."""
+def test_running_server_sees_membership_within_a_second(town: Town) -> None:
+    """One workspace or all of a tenant's; created, changed and removed by another process."""
     town.set()
     first = town.shared()
     town.set(ScopeTerms(name="ours", owner="ada", members=("eve/home",)))
@@ -82,8 +82,8 @@ def test_a_running_server_sees_who_shares_within_a_second(town: Town) -> None:
     assert town.shared() == {}
 
 
-def test_a_server_that_starts_later_knows_them_too(town: Town) -> None:
-    """Whether it followed the changes or read everything is the same."""
+def test_new_server_reads_existing_memberships(town: Town) -> None:
+    """Following changes and reading everything give the same result."""
     town.set()
     fresh = KeyAuthenticator(town.store, town.wall, town.clock)
 
@@ -91,8 +91,9 @@ def test_a_server_that_starts_later_knows_them_too(town: Town) -> None:
         assert fresh.authenticate(key).scope == town.who(member).scope
 
 
-def test_blocks_are_bounded_by_the_owners_policy(town: Town) -> None:
-    """Its quota holds them, whoever asked; what else a member may do stays its own."""
+def test_owners_policy_bounds_the_blocks(town: Town) -> None:
+    """The owner's quota holds them, whichever member requests; a member's other settings stay its
+    own."""
     town.set()
     bob, eve = town.who("bob/lab"), town.who("eve/lab")
 
@@ -102,8 +103,8 @@ def test_blocks_are_bounded_by_the_owners_policy(town: Town) -> None:
     assert eve.blocks_policy is eve.policy
 
 
-def test_without_its_owner_everybody_goes_on_alone(town: Town) -> None:
-    """Whoever is suspended pays for nothing more; when it is back, so is the scope."""
+def test_suspended_owner_suspends_the_scope(town: Town) -> None:
+    """A suspended owner pays for nothing; when it resumes, so does the scope."""
     town.set()
     set_status(town.store, "ada", "suspended")
     without = town.who("bob/lab").scope
@@ -113,9 +114,9 @@ def test_without_its_owner_everybody_goes_on_alone(town: Town) -> None:
     assert town.who("bob/lab").scope is not None
 
 
-def test_with_another_owner_it_is_another_scope(town: Town) -> None:
-    """Blocks are held in the owner's name: the new one's begin with none, under a number that was
-    never used, so that nothing of the old one is found."""
+def test_new_owner_makes_a_new_scope(town: Town) -> None:
+    """Blocks are held in the owner's name. The new scope has a number that was never used, so
+    nothing of the old scope is found."""
     town.set()
     before = find_scope(town.store, "ours")
     town.set(ScopeTerms(name="ours", owner="bob", members=OURS.members))
@@ -140,8 +141,8 @@ def test_with_another_owner_it_is_another_scope(town: Town) -> None:
         ("eve/lab", "eve"),
     ],
 )
-def test_a_workspace_is_in_one_scope_at_most(town: Town, members: tuple[str, ...]) -> None:
-    """Else where it reads from would be a matter of order. Nothing is changed."""
+def test_workspace_is_in_at_most_one_scope(town: Town, members: tuple[str, ...]) -> None:
+    """Otherwise its cache would depend on the order of rows. Nothing is changed."""
     town.set()
     before = town.shared()
 
@@ -165,25 +166,22 @@ def test_a_workspace_is_in_one_scope_at_most(town: Town, members: tuple[str, ...
         (ScopeTerms(name="x", owner="ada", members=("ada/scope:1",)), "bad_name"),
     ],
 )
-def test_what_cannot_be_is_refused_with_nothing_changed(
-    town: Town, terms: ScopeTerms, code: str
-) -> None:
-    """Paths, SQL and strangers included."""
+def test_refuses_invalid_scopes_unchanged(town: Town, terms: ScopeTerms, code: str) -> None:
+    """Paths, SQL and unknown tenants included."""
     with pytest.raises(BadName) as caught:
         town.set(terms)
     assert caught.value.code == code
     assert list_scopes(town.store) == []
 
 
-def test_a_scope_that_is_not_there_cannot_be_removed(town: Town) -> None:
-    """A typo is told, not done."""
+def test_refuses_to_remove_an_unknown_scope(town: Town) -> None:
     with pytest.raises(BadName) as caught:
         remove_scope(town.store, "ours")
     assert caught.value.code == "scope_unknown"
 
 
-def test_an_owner_cannot_be_deleted_and_a_member_leaves(town: Town) -> None:
-    """A scope without an owner would hold blocks that nobody pays for."""
+def test_owner_is_not_deleted_but_a_member_is(town: Town) -> None:
+    """A scope without an owner would hold blocks without a payer."""
     town.set()
     with pytest.raises(BadName) as caught:
         delete_tenant(town.store, lambda: 1, "ada")
@@ -197,14 +195,14 @@ def test_an_owner_cannot_be_deleted_and_a_member_leaves(town: Town) -> None:
 
 
 def told(town: Town, scopes: Sequence[ScopeTerms] | None) -> list[tuple[str, str]]:
-    """What a reload did."""
+    """Reconcile and return what changed."""
     changes = reconcile(town.store, town.wall, None, scopes)
     return [(one.scope, one.what) for one in changes if isinstance(one, ScopeChange)]
 
 
-def test_what_is_declared_is_made_and_what_is_no_longer_is_removed(town: Town) -> None:
-    """A file without any says nothing; an empty list says that there are none. What was made by
-    hand stays, and is the file's once it names it."""
+def test_reconciles_declared_scopes(town: Town) -> None:
+    """An absent list means no statement; an empty list means no scopes. Scopes made by command
+    stay, and belong to the file once it names them."""
     town.set(ScopeTerms(name="hand", owner="eve", members=("eve",)))
     first = told(town, [OURS])
     same = told(town, [OURS])
@@ -222,8 +220,8 @@ def test_what_is_declared_is_made_and_what_is_no_longer_is_removed(town: Town) -
     assert list_scopes(town.store) == []
 
 
-def test_a_workspace_moves_from_a_scope_to_another_in_one_reload(town: Town) -> None:
-    """Whichever of the two the file names first."""
+def test_reload_moves_a_workspace_between_scopes(town: Town) -> None:
+    """In either order of the file."""
     one = ScopeTerms(name="one", owner="ada", members=("bob/lab",))
     two = ScopeTerms(name="two", owner="ada", members=("eve/lab",))
     told(town, [one, two])
@@ -235,8 +233,8 @@ def test_a_workspace_moves_from_a_scope_to_another_in_one_reload(town: Town) -> 
     assert town.shared() == {"bob/lab": "two", "eve/lab": "one"}
 
 
-def test_a_reload_is_all_or_nothing(town: Town) -> None:
-    """A scope that names a stranger leaves tenants as they were, too."""
+def test_reload_is_all_or_nothing(town: Town) -> None:
+    """A scope with an unknown tenant leaves tenants unchanged, too."""
     wrong = ScopeTerms(name="ours", owner="ada", members=("nobody",))
 
     with pytest.raises(BadName):
@@ -244,8 +242,7 @@ def test_a_reload_is_all_or_nothing(town: Town) -> None:
     assert "zoe" not in [row[0] for row in town.store.query("select name from tenants")]
 
 
-def test_a_scope_may_be_declared_with_its_tenants(town: Town) -> None:
-    """One file makes both."""
+def test_scope_and_its_tenants_in_one_file(town: Town) -> None:
     declared = [DeclaredTenant(name="zoe")]
     changes = reconcile(
         town.store, town.wall, declared, [ScopeTerms(name="z", owner="zoe", members=("zoe",))]
@@ -255,8 +252,8 @@ def test_a_scope_may_be_declared_with_its_tenants(town: Town) -> None:
     assert find_scope(town.store, "z").owner == "zoe"
 
 
-def test_what_is_declared_twice_is_refused() -> None:
-    """Before anything is opened: `check-config` says so."""
+def test_refuses_duplicate_declarations() -> None:
+    """Before the database is opened, so `check-config` reports it."""
     with pytest.raises(BadName) as caught:
         check_scopes([OURS, OURS])
     assert caught.value.code == "name_taken"

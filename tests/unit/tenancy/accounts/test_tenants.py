@@ -1,4 +1,4 @@
-"""Tenants, and the identity behind a key, also while another process changes them."""
+"""Tenants and `KeyAuthenticator`, also while another process changes them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.unit.tenancy.storage.postgres_server import Server as PostgresServer
 
 
 class Server:
-    """A registry with a clock of its own, and a key of the tenant `ada`."""
+    """An authenticator with its own clock, and a key of the tenant `ada`."""
 
     def __init__(self, store: Store, wall: Wall) -> None:
         self.now_s = 0.0
@@ -53,7 +53,7 @@ class Server:
         self.registry = KeyAuthenticator(store, wall, lambda: self.now_s)
 
     def answer(self, key: str | None = None) -> str:
-        """The tenant's name, or why not, half a second later."""
+        """Return the tenant's name or the refusal's code, half a second later."""
         self.now_s += REFRESH_S
         try:
             return self.registry.authenticate(key or self.key).tenant.name
@@ -68,14 +68,14 @@ def server(store: Store, wall: Wall) -> Server:
 
 @pytest.fixture
 def other(store: Store) -> Iterator[Store]:
-    """The same file, as the command line opens it beside a running server."""
+    """The same database, as the command line opens it beside a running server."""
     other = store.another()
     yield other
     other.close()
 
 
-def test_an_identity_is_what_the_key_proves(store: Store, wall: Wall, server: Server) -> None:
-    """Tenant, workspace, key and policy; nothing a client says."""
+def test_identity_comes_from_the_key_alone(store: Store, wall: Wall, server: Server) -> None:
+    """Tenant, workspace, key and policy; nothing that a client sends."""
     policy = CachePolicy(floor_blocks=8, ceiling_blocks=64, weight=2.5, priority=3)
     tenant = create_tenant(store, wall, "bob", policy)
     key = create_key(store, wall, tenant.tenant_id, workspace="lab")
@@ -86,7 +86,7 @@ def test_an_identity_is_what_the_key_proves(store: Store, wall: Wall, server: Se
     assert (identity.policy, identity.scopes) == (policy, frozenset(SCOPES))
 
 
-def test_what_another_process_changes_is_seen_within_a_second(
+def test_sees_changes_of_another_process_within_a_second(
     other: Store, wall: Wall, server: Server
 ) -> None:
     """`trunkline key` and `trunkline tenant` work beside a running server."""
@@ -103,33 +103,29 @@ def test_what_another_process_changes_is_seen_within_a_second(
     assert answers == ["ada", "bob", "tenant_suspended", "ada", "key_revoked"]
 
 
-def test_what_the_same_process_changes_is_seen_too(
-    store: Store, wall: Wall, server: Server
-) -> None:
+def test_sees_changes_of_its_own_process(store: Store, wall: Wall, server: Server) -> None:
     """An embedder has one store for both."""
     set_status(store, "ada", "suspended")
 
     assert server.answer() == "tenant_suspended"
 
 
-def test_authentication_asks_the_database_at_most_twice_a_second(
-    store: Store, server: Server
-) -> None:
-    """A flood of requests is not a flood of queries: none at all between two looks."""
+def test_queries_at_most_twice_a_second(store: Store, server: Server) -> None:
+    """A flood of requests is not a flood of queries: none at all between two checks."""
     store.close()
     names = {server.registry.authenticate(server.key).tenant.name for _ in range(100)}
 
     assert names == {"ada"}
 
 
-def test_while_the_database_is_away_the_last_snapshot_stands(store: Store, server: Server) -> None:
-    """Nothing can be admitted then, for want of a hold; but no key is called wrong."""
+def test_keeps_the_last_snapshot_while_the_database_fails(store: Store, server: Server) -> None:
+    """No request is admitted then, as no hold can be written; but no key is called wrong."""
     store.close()
 
     assert server.answer() == "ada"
 
 
-def test_an_unchanged_registry_is_not_read_again(
+def test_unchanged_registry_is_not_read_again(
     store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ledger writes all the time; keys rarely change."""
@@ -146,10 +142,10 @@ def test_an_unchanged_registry_is_not_read_again(
     assert server.answer() == "ada"
 
 
-def test_only_what_changed_is_read_again(
+def test_reads_only_changed_rows(
     store: Store, other: Store, wall: Wall, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among a hundred thousand keys a new one must not stop everybody for half a second."""
+    """Among a hundred thousand keys a new one must not block for half a second."""
     monkeypatch.setattr(
         "tenancy.accounts.authentication.list_tenant_records", lambda store: pytest.fail("all read")
     )
@@ -164,10 +160,10 @@ def test_only_what_changed_is_read_again(
     assert server.answer(key) == "key_unknown"
 
 
-def test_a_deleted_tenants_key_does_not_open_the_next_ones_door(
+def test_deleted_tenants_key_does_not_authenticate_the_next_tenant(
     other: Store, wall: Wall, server: Server
 ) -> None:
-    """Neither its number nor its key is another's."""
+    """Neither its id nor its key is reused."""
     bob = create_tenant(other, wall, "bob")
     key = create_key(other, wall, bob.tenant_id)
     answers = [server.answer(key)]
@@ -180,10 +176,10 @@ def test_a_deleted_tenants_key_does_not_open_the_next_ones_door(
 
 
 @pytest.mark.parametrize("changes", [CHANGES_MAX, CHANGES_MAX + 1, 12_000])
-def test_many_changes_at_once_are_all_seen(
+def test_sees_many_changes_at_once(
     store: Store, other: Store, wall: Wall, server: Server, changes: int
 ) -> None:
-    """One by one, or everything anew; also when the oldest of them are remembered no more."""
+    """One by one or by a full read; also when the oldest changes are not recorded any more."""
     with other.change() as db:
         db.execute(
             "with recursive n (i) as (select 1 union all select i + 1 from n where i < ?)"
@@ -214,20 +210,20 @@ LOOKS = st.lists(st.booleans(), min_size=25, max_size=25)
 
 @given(changes=CHANGES, looks=LOOKS)
 @settings(max_examples=20, deadline=None)
-def test_a_registry_that_follows_is_one_that_was_just_read(
+def test_followed_registry_equals_a_fresh_one(
     changes: list[tuple[str, int]], looks: list[bool]
 ) -> None:
-    """After any changes by another process, however often it looked meanwhile."""
+    """After any changes by another process, with any checks between."""
     with new_store() as store:
         _check_followed(store, changes, looks)
 
 
 @given(changes=CHANGES, looks=LOOKS)
 @settings(max_examples=4, deadline=None)
-def test_a_registry_that_follows_a_server_is_one_that_was_just_read(
+def test_followed_registry_equals_a_fresh_one_on_a_server(
     postgres_server: PostgresServer, changes: list[tuple[str, int]], looks: list[bool]
 ) -> None:
-    """Its triggers are its own."""
+    """PostgreSQL has its own triggers."""
     with new_store(postgres_server) as store:
         _check_followed(store, changes, looks)
 
@@ -279,8 +275,8 @@ def _answers(registry: KeyAuthenticator, keys: list[str]) -> list[object]:
     return answers
 
 
-def test_a_policy_holds_from_the_next_look(other: Store, server: Server) -> None:
-    """A tenant that was given more does not wait for a restart."""
+def test_policy_applies_from_the_next_check(other: Store, server: Server) -> None:
+    """Without a restart."""
     change_tenant(other, "ada", {"weight": 7})
     server.answer()
 
@@ -288,8 +284,8 @@ def test_a_policy_holds_from_the_next_look(other: Store, server: Server) -> None
 
 
 @pytest.mark.parametrize("name", ["a", "a-b_c.d", "0", "x" * 64])
-def test_a_plain_name_is_a_tenants_name(store: Store, wall: Wall, name: str) -> None:
-    """What goes through labels, URLs and shells unquoted."""
+def test_accepts_plain_names(store: Store, wall: Wall, name: str) -> None:
+    """They appear in labels, URLs and shells without quotes."""
     assert create_tenant(store, wall, name).name == name
 
 
@@ -297,28 +293,28 @@ def test_a_plain_name_is_a_tenants_name(store: Store, wall: Wall, name: str) -> 
     "name",
     ["", "A", " a", "a b", "-a", ".", "..", "../a", "a/b", "x" * 65, "ä", "a\n", "a\x00", "'; --"],
 )
-def test_any_other_name_is_refused_with_the_rule(store: Store, wall: Wall, name: str) -> None:
-    """A tenant that is a path or SQL or half a log line."""
-    with pytest.raises(BadName, match="1 to 64 of a-z"):
+def test_refuses_other_names_with_the_rule(store: Store, wall: Wall, name: str) -> None:
+    """Such as a path, SQL or half a log line."""
+    with pytest.raises(BadName, match="1 to 64 characters of a-z"):
         create_tenant(store, wall, name)
     assert list_tenants(store) == []
 
 
-def test_a_name_is_taken_once(store: Store, wall: Wall) -> None:
-    """The first keeps its policy."""
+def test_refuses_a_taken_name(store: Store, wall: Wall) -> None:
+    """The first tenant keeps its policy."""
     create_tenant(store, wall, "ada", CachePolicy(weight=2))
 
-    with pytest.raises(BadName, match="already"):
+    with pytest.raises(BadName, match="taken"):
         create_tenant(store, wall, "ada")
     assert find_tenant(store, "ada")[1].weight == 2
 
 
-def test_an_unknown_tenant_is_answered_with_those_there_are(store: Store, wall: Wall) -> None:
-    """Most often it was a typo; a thousand names would not help."""
+def test_unknown_tenant_error_lists_known_names(store: Store, wall: Wall) -> None:
+    """Most often it is a typo; a thousand names would not help."""
     for number in range(12):
         create_tenant(store, wall, f"t{number:02}")
 
-    with pytest.raises(BadName, match=r"'t1' \(there are: t00, .*, t09 and 2 more\)"):
+    with pytest.raises(BadName, match=r"'t1' \(known: t00, .*, t09 and 2 more\)"):
         find_tenant(store, "t1")
 
 
@@ -337,10 +333,8 @@ def test_an_unknown_tenant_is_answered_with_those_there_are(store: Store, wall: 
         CachePolicy(priority=2**70),
     ],
 )
-def test_a_policy_that_cannot_be_changes_nothing(
-    store: Store, wall: Wall, wrong: CachePolicy
-) -> None:
-    """Absurd shares are told apart from small ones before they reach the engine."""
+def test_invalid_policy_changes_nothing(store: Store, wall: Wall, wrong: CachePolicy) -> None:
+    """Absurd values are refused before they reach the engine."""
     create_tenant(store, wall, "ada")
 
     with pytest.raises(BadName):
@@ -350,8 +344,8 @@ def test_a_policy_that_cannot_be_changes_nothing(
     assert [policy for _, policy in list_tenants(store)] == [CachePolicy()]
 
 
-def test_the_first_start_makes_the_default_tenant_and_one_key(store: Store, wall: Wall) -> None:
-    """Once: a second start, or a start with tenants, makes nothing."""
+def test_first_start_creates_default_tenant_and_key(store: Store, wall: Wall) -> None:
+    """Once: a second start, or a start with tenants, creates nothing."""
     key = bootstrap(store, wall)
     again = bootstrap(store, wall)
 
@@ -361,8 +355,8 @@ def test_the_first_start_makes_the_default_tenant_and_one_key(store: Store, wall
     assert identity.tenant.name == "default"
 
 
-def test_the_first_start_makes_one_administrators_key(store: Store, wall: Wall) -> None:
-    """Once: revoking it makes no other appear."""
+def test_first_start_creates_one_admin_key(store: Store, wall: Wall) -> None:
+    """Once: after its revocation no other appears."""
     key = bootstrap_admin(store, wall)
     revoke_key(store, wall, "1")
 
@@ -370,22 +364,21 @@ def test_the_first_start_makes_one_administrators_key(store: Store, wall: Wall) 
     assert bootstrap_admin(store, wall) is None
 
 
-def test_an_administrators_key_administers_and_nothing_else(
+def test_admin_key_and_tenant_key_are_not_interchangeable(
     store: Store, wall: Wall, server: Server
 ) -> None:
-    """And a tenant's key does not: neither door opens to the other's."""
     admin = create_admin_key(store, wall)
 
     assert server.answer(admin) == "scope_missing"
     assert server.registry.authenticate_admin(admin) == 2
-    with pytest.raises(KeyRefused, match="administrator"):
+    with pytest.raises(KeyRefused, match="'admin' scope"):
         server.registry.authenticate_admin(server.key)
 
 
-def test_limits_and_scopes_come_with_the_identity(
+def test_identity_has_limits_and_scopes(
     store: Store, other: Store, wall: Wall, server: Server
 ) -> None:
-    """Changed beside a running server, they hold from the next look."""
+    """Changed beside a running server, they apply from the next check."""
     change_tenant(other, "ada", {"requests_per_minute": 9, "tier": "gold"})
     change_key(other, "1", scopes=["usage"], limits=Limits(requests_at_once=1))
     server.answer()
@@ -396,8 +389,8 @@ def test_limits_and_scopes_come_with_the_identity(
     assert (who.tenant.tier, who.scopes) == ("gold", frozenset({"usage"}))
 
 
-def test_changes_made_at_once_do_not_undo_each_other(store: Store, wall: Wall) -> None:
-    """Each says what it changes; what it does not name is as the other left it."""
+def test_concurrent_changes_do_not_undo_each_other(store: Store, wall: Wall) -> None:
+    """A change writes only the fields that it names."""
     create_tenant(store, wall, "ada")
     with ThreadPoolExecutor(4) as pool:
         pool.map(
@@ -417,18 +410,18 @@ def test_changes_made_at_once_do_not_undo_each_other(store: Store, wall: Wall) -
         ({"floor_blocks": "1"}, "Expected `int`, got `str` - at `floor_blocks`"),
         ({"floor_blocks": True}, "Expected `int`"),
         ({"classes": "5m"}, "Expected `array "),
-        ({"classes": ["5m"] * 17}, "more than 16"),
-        ({"classes": ["a b"]}, "no retention class name"),
-        ({"promised_blocks_max": -1}, "promised blocks"),
-        ({"tier": ""}, "no tier name"),
-        ({"requests_per_minute": 0}, "not between 1 and"),
-        ({"tokens_per_minute": 10**30}, "not between 1 and"),
+        ({"classes": ["5m"] * 17}, "limit 16"),
+        ({"classes": ["a b"]}, "invalid retention class name"),
+        ({"promised_blocks_max": -1}, "promised_blocks_max"),
+        ({"tier": ""}, "invalid tier name"),
+        ({"requests_per_minute": 0}, "expected 1 to"),
+        ({"tokens_per_minute": 10**30}, "expected 1 to"),
     ],
 )
-def test_a_change_that_cannot_be_says_what_came_and_changes_nothing(
+def test_invalid_change_names_the_value_and_changes_nothing(
     store: Store, wall: Wall, changes: dict[str, object], what: str
 ) -> None:
-    """Also what else was named with it."""
+    """Valid fields of the same change are not applied either."""
     create_tenant(store, wall, "ada")
 
     with pytest.raises(BadName, match=what):
@@ -436,7 +429,7 @@ def test_a_change_that_cannot_be_says_what_came_and_changes_nothing(
     assert find_tenant_record(store, "ada").settings == TenantSettings()
 
 
-def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> None:
+def test_unwritable_database_raises_store_error(tmp_path: Path, wall: Wall) -> None:
     """One line instead of SQLite's own exception."""
     store = SqliteStore(tmp_path / "test.db")
     store.close()
@@ -445,8 +438,8 @@ def test_a_change_that_cannot_be_written_says_so(tmp_path: Path, wall: Wall) -> 
         pass
 
 
-def test_what_is_checked_is_so_until_it_is_written(store: Store, wall: Wall) -> None:
-    """Two that set a floor in the same instant, from two processes: the second sees the first's."""
+def test_check_holds_until_commit(store: Store, wall: Wall) -> None:
+    """Of two processes that set a floor at the same time, the second sees the first's."""
     for name in ("ada", "bob"):
         create_tenant(store, wall, name)
     seen: dict[str, list[int]] = {}
@@ -473,8 +466,8 @@ def test_what_is_checked_is_so_until_it_is_written(store: Store, wall: Wall) -> 
     assert seen == {"ada": [], "bob": [5]}
 
 
-def test_a_check_that_fails_changes_nothing(store: Store, wall: Wall) -> None:
-    """Neither a tenant that is there nor one that is to be made."""
+def test_failed_check_changes_nothing(store: Store, wall: Wall) -> None:
+    """Neither an existing tenant nor a new one."""
     create_tenant(store, wall, "ada", CachePolicy(floor_blocks=3))
 
     def refuse(tenants: Sequence[TenantRecord]) -> None:
