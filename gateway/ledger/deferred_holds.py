@@ -120,12 +120,12 @@ class DeferredHolds:
             return False
         if hold.input_tokens + hold.output_tokens > TOKENS_MAX:
             return False
-        return self._look() and not self._watch.is_bound(hold.tenant_id, hold.key_id)
+        return self._look() and not self._watch.has_budget(hold.tenant_id, hold.key_id)
 
     def _look(self) -> bool:
         """Is it known who has a budget?"""
         try:
-            if self._watch.look():
+            if self._watch.refresh():
                 self._hand_in_all()  # a budget that was set counts what runs, before what comes
         except StoreError:
             return False

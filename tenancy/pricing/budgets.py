@@ -1,11 +1,11 @@
-"""Budgets: how much a tenant or a key may spend in a day or a month, UTC.
+"""Budgets: how much a tenant or a key may spend in a UTC day or month.
 
-The most a request can cost is reserved with its hold, in the same transaction, and replaced by its
-charge when it is settled: spent + reserved never exceeds a hard budget, however many ask at once.
-A soft budget refuses nothing and shows when it is passed. A window is that of the instant a
-request is booked at. A key's budget is that of its line: of what it was rotated from and to. It
-knows no entries but their sums; `bookkeeping` calls it within its transactions, the command line
-and the admin API set and list.
+A hold reserves the maximum cost of its request in the same transaction; settlement replaces the
+reservation by the charge. So spent + reserved never exceeds a hard budget, however many requests
+run concurrently. A soft budget refuses nothing; the API shows when it is exceeded. A request counts
+in the window of the instant it is booked at. A key's budget is shared by its line: the keys it was
+rotated from and to. The module reads entries only as sums. `ledger.transactions` calls it within
+its transactions; the command line and the admin API set and list budgets.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from tenancy.types import DAY_MS, WallClock
 
 Window = Literal["day", "month"]
 MICROS_MAX = 10**18
+"""The largest budget, in micro-dollars."""
 KEY_ID_MAX = 2**63 - 1
 WINDOWS_AT_ONCE = 64
+"""Windows that one statement reads."""
 
 
 class Budget(Struct, frozen=True, forbid_unknown_fields=True):
-    """`key_id` 0: of the whole tenant. Amounts are micro-dollars; None is no limit."""
+    """A budget of a tenant (`key_id` 0) or of one of its keys. Amounts are micro-dollars; None is
+    no limit."""
 
     tenant_id: int
     window: Window
@@ -41,7 +44,7 @@ class Budget(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def scope(self) -> str:
-        """Whose it is."""
+        """The kind of its owner: "key" or "tenant"."""
         return "key" if self.key_id else "tenant"
 
 
@@ -57,11 +60,11 @@ class BudgetState(Struct, frozen=True):
 
 
 Budgets = dict[tuple[int, int], tuple[Budget, ...]]
-"""By tenant and key (0 for the tenant's own): what is set."""
+"""All budgets by tenant id and key id (0 for the tenant's own)."""
 
 
 def window_of(window: Window, at_ms: int) -> tuple[int, int]:
-    """When the window with this instant in it starts and ends: [start, end)."""
+    """Return the start and end of the window that contains an instant: [start, end), in ms."""
     return _window_of_day(window, min(max(at_ms, 0), LATEST_MS) // DAY_MS)
 
 
@@ -76,23 +79,28 @@ def _window_of_day(window: Window, number: int) -> tuple[int, int]:
 
 
 def set_budget(store: Store, budget: Budget) -> None:
-    """Set or change it; what the window has seen so far counts. One that limits nothing is taken
-    away. Raises BadPrice for what cannot be, BadName for a tenant that is deleted."""
+    """Set, change or remove a budget. Spending earlier in the window counts.
+
+    A budget without limits is removed. Raises BadPrice for invalid amounts or an unknown owner, and
+    BadName for a deleted tenant.
+    """
     hard, soft = budget.hard_micros, budget.soft_micros
     for name, value in (("hard", hard), ("soft", soft)):
         if value is not None and not 0 <= value <= MICROS_MAX:
-            message = f"A {name} budget of {value} is not between 0 and {MICROS_MAX} micro-dollars."
+            message = (
+                f"{name} budget out of range: {value}; expected 0 to {MICROS_MAX} micro-dollars."
+            )
             raise BadPrice("bad_budget", message)
     if not 0 <= budget.key_id <= KEY_ID_MAX:
-        raise BadPrice("bad_budget", f"The tenant has no key {budget.key_id}.")
+        raise BadPrice("bad_budget", f"Unknown key of this tenant: {budget.key_id}.")
     if hard is not None and soft is not None and soft > hard:
-        message = f"A soft budget of {soft} micro-dollars is above the hard one of {hard}."
+        message = f"soft budget above the hard one: {soft}; expected at most {hard} micro-dollars."
         raise BadPrice("bad_budget", message)
     who = (budget.tenant_id, budget.key_id, budget.window)
     with store.change() as db:
         _check_owner(db, budget)
         for key_id in _line_key_ids(db, budget):
-            # It may have been taken away and come back: the window is summed afresh.
+            # A removed budget may be set again, so its windows are summed anew.
             one = (budget.tenant_id, key_id, budget.window)
             _delete_windows(db, *one)
             db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', one)
@@ -101,7 +109,7 @@ def set_budget(store: Store, budget: Budget) -> None:
 
 
 def load_budgets(db: Transaction) -> Budgets:
-    """Those that hold for each tenant and key. O(budgets * keys of a tenant)."""
+    """Return the budgets that apply to each tenant and key. O(budgets * keys of a tenant)."""
     found: dict[tuple[int, int], tuple[Budget, ...]] = {}
     for one in list_budgets(db):
         for key_id in _line_key_ids(db, one):
@@ -111,7 +119,7 @@ def load_budgets(db: Transaction) -> Budgets:
 
 
 def list_budgets(db: Transaction) -> list[Budget]:
-    """All that are set."""
+    """Return all budgets."""
     return [
         Budget(tenant_id, window, hard, soft, key_id)
         for tenant_id, key_id, window, hard, soft in db.rows("select * from budgets")
@@ -121,7 +129,7 @@ def list_budgets(db: Transaction) -> list[Budget]:
 def budget_states(
     store: Store, clock: WallClock, tenant_id: int | None = None
 ) -> list[BudgetState]:
-    """Each budget in its present window, as of the last commit."""
+    """Return each budget in its present window, as of the last commit."""
     now_ms, states = clock(), []
     with store.snapshot() as db:
         for budget in list_budgets(db):
@@ -137,7 +145,7 @@ def budget_states(
 
 
 class Spending(Struct):
-    """A budget's window within a transaction. Sums are pico-dollars."""
+    """The sums of one budget's window within a transaction, in pico-dollars."""
 
     budget: Budget
     starts_ms: int
@@ -146,14 +154,14 @@ class Spending(Struct):
 
 
 _WindowKey = tuple[int, int, Window, int]
-"""Of a window: its budget's tenant, key and kind, and when it starts."""
+"""The key of a window: tenant id, key id and kind of its budget, and its start."""
 
 BudgetDay = tuple[int, int, int]
-"""A tenant, one of its keys, and the number of a day: of a request, and when it is booked."""
+"""A tenant id, a key id, and the number of the day at which a request is booked."""
 
 
 class BudgetWindows:
-    """The sums of windows within one transaction: read at once, and written at its end."""
+    """The windows that one transaction changes: read together, written together at its end."""
 
     def __init__(self, db: Transaction, budgets: Budgets) -> None:
         self._db = db
@@ -162,8 +170,10 @@ class BudgetWindows:
         self._of: dict[BudgetDay, list[Spending]] = {}
 
     def read(self, whose: Iterable[BudgetDay]) -> None:
-        """Know the windows of these, before anything that they sum has been written. One statement
-        for each 64 windows, and two for one that has no row."""
+        """Read the windows of these, before the transaction writes anything that they sum.
+
+        One statement for every 64 windows, and two for each window without a row.
+        """
         keys: dict[BudgetDay, list[_WindowKey]] = {}
         new: dict[_WindowKey, Budget] = {}
         for one in set(whose) - self._of.keys():
@@ -185,7 +195,7 @@ class BudgetWindows:
             self._of[one] = [self._windows[key] for key in its]
 
     def of(self, tenant_id: int, key_id: int, at_ms: int) -> Sequence[Spending]:
-        """Those with this instant."""
+        """Return the windows that contain this instant."""
         if not self._budgets:
             return ()
         whose = (tenant_id, key_id, at_ms // DAY_MS)
@@ -194,7 +204,7 @@ class BudgetWindows:
         return self._of[whose]
 
     def finish(self) -> None:
-        """Write them."""
+        """Write all windows."""
         if not self._windows:
             return
         rows = [
@@ -217,7 +227,7 @@ _WRITE_WINDOWS = (
 
 
 def find_exceeded(spending: Sequence[Spending], pico: int, at_ms: int) -> BudgetExceeded | None:
-    """Would reserving so much overspend one of these? Reserves nothing."""
+    """Return the refusal if reserving `pico` would exceed a hard budget. Reserves nothing."""
     for window in spending:
         budget = window.budget
         if budget.hard_micros is not None:
@@ -237,14 +247,14 @@ def find_exceeded(spending: Sequence[Spending], pico: int, at_ms: int) -> Budget
 
 
 def add_spending(spending: Sequence[Spending], *, spent: int, reserved: int) -> None:
-    """Add to the sums; either may be below zero."""
+    """Add to the sums of these windows; either amount may be negative."""
     for window in spending:
         window.spent += spent
         window.reserved += reserved
 
 
 def sum_window(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> tuple[int, int]:
-    """(spent, reserved) of a window, from entries' hourly sums and from open holds."""
+    """Return (spent, reserved) of a window, summed from hourly usage and open holds."""
     line = _line_key_ids(db, budget)
     places = ", ".join(f"?{number}" for number in range(4, 4 + len(line)))
     whose = f"tenant_id = ?1 and key_id in ({places})" if budget.key_id else "tenant_id = ?1"
@@ -263,7 +273,7 @@ def sum_window(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> t
 
 
 def _read_windows(db: Transaction, keys: Sequence[_WindowKey]) -> dict[_WindowKey, tuple[int, int]]:
-    """(spent, reserved) of those windows that have a row."""
+    """Return (spent, reserved) of the windows that have a row."""
     found: dict[_WindowKey, tuple[int, int]] = {}
     for first in range(0, len(keys), WINDOWS_AT_ONCE):
         asked = filled_up(keys[first : first + WINDOWS_AT_ONCE])
@@ -287,7 +297,7 @@ def _delete_windows(db: Transaction, tenant_id: int, key_id: int, window: str) -
 
 
 def _line_key_ids(db: Transaction, budget: Budget) -> list[int]:
-    """The budget's key, those it was rotated from and those it was rotated to; 0 for a tenant's."""
+    """Return the ids of the keys in the budget's line; [0] for a tenant's budget."""
     if not budget.key_id:
         return [0]
     rows = db.rows(
@@ -301,9 +311,9 @@ def _line_key_ids(db: Transaction, budget: Budget) -> list[int]:
 def _check_owner(db: Transaction, budget: Budget) -> None:
     names = db.rows("select name from tenants where tenant_id = ?", (budget.tenant_id,))
     if not names:
-        raise BadPrice("bad_budget", f"There is no tenant {budget.tenant_id}.")
+        raise BadPrice("bad_budget", f"Unknown tenant id: {budget.tenant_id}.")
     check_not_deleted(names[0][0])
     if budget.key_id:
         key = (budget.key_id, budget.tenant_id)
         if not db.rows("select 1 from keys where (key_id, tenant_id) = (?, ?)", key):
-            raise BadPrice("bad_budget", f"The tenant has no key {budget.key_id}.")
+            raise BadPrice("bad_budget", f"Unknown key of this tenant: {budget.key_id}.")

@@ -1,9 +1,10 @@
-"""What usage costs: rate cards and exact charges. Pure.
+"""Rate cards and exact charges, as pure functions.
 
-A price is whole micro-dollars per million tokens, and so is whole pico-dollars per token: tokens
-times price is an exact number of pico-dollars, and nothing is rounded before the invoice. (Storage
-alone is divided, by the seconds of an hour, and rounded down to the pico-dollar per booked row.)
-It knows no database and no clock; `rate_cards` keeps the cards, `bookkeeping` charges by them.
+A price is whole micro-dollars per million tokens, which equals whole pico-dollars per token: tokens
+times price is an exact number of pico-dollars, and nothing is rounded before the invoice. Only
+storage is divided, by the seconds of an hour, and rounded down to the pico-dollar per booked row.
+The module knows no database and no clock. `rate_cards` stores the cards; `ledger.transactions`
+charges by them.
 """
 
 from __future__ import annotations
@@ -19,18 +20,24 @@ from tenancy.types import FREE, UsageEntry
 
 PICO_PER_MICRO = 1_000_000
 PRICE_MAX = 10**12
-"""A dollar per token: beyond it a price is a slip of the unit."""
+"""A dollar per token. A higher price is a mistake of the unit."""
 
 CHARGE_MAX = 2**63 - 1
+"""The largest charge in pico-dollars (9.2 million dollars): a signed 64-bit integer."""
 SECONDS_PER_HOUR = 3_600
 LATEST_MS = 253_370_764_800_000
-"""The year 9999: the calendar ends there."""
+"""The year 9999, where the calendar of the standard library ends."""
 
 ANY = "*"
+"""Matches every model, tier or retention class."""
 CLASSES_MAX = 32
+"""The most retention classes that a card may price."""
 CHARGED = frozenset({"done", "cancelled", "interrupted"})
-"""Endings that are paid for: a whole answer, one that its client broke off, and of one that died
-with its server what had been delivered. Failures of ours are free, whatever they used."""
+"""Endings that are charged.
+
+They are complete responses, responses that the client cancelled, and what was delivered of a
+response whose server died. Failures are free, whatever they used.
+"""
 
 BreachCredit = Literal["none", "read_price", "write_price"]
 
@@ -39,13 +46,13 @@ _CURRENCY = re.compile(r"[A-Z]{3}")
 
 
 class RateCard(Struct, frozen=True, forbid_unknown_fields=True):
-    """Prices for one model (or "*") and one tier (or "*"), from an instant to another.
+    """Prices for one model (or "*") and one tier (or "*"), for a time range.
 
-    Prices are whole micro-dollars per million tokens; `storage` per million tokens held for an
-    hour. A class that `cache_write` does not name costs what "*" names there, else what input
-    costs; one that `storage` does not name costs what "*" names there, else nothing.
-    `minimum_charge` is micro-dollars for a request, where one is charged. `breach_credit`: what is
-    given back for tokens that were promised to a request and had to be computed again.
+    Prices are whole micro-dollars per million tokens; `storage` is per million tokens held for an
+    hour. A class without a price in `cache_write` costs the price of "*" there, else the input
+    price; in `storage`, the price of "*" there, else nothing. `minimum_charge`: micro-dollars per
+    request that used anything. `breach_credit`: the price that is credited for promised tokens that
+    had to be computed again.
     """
 
     name: str
@@ -65,15 +72,15 @@ class RateCard(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rate_card_id(self) -> str:
-        """As entries carry it."""
+        """The id that entries contain: name and version."""
         return self.name if self.name == FREE else f"{self.name}@{self.version}"
 
     def write_price(self, retention: str) -> int:
-        """For writing a token in a class."""
+        """Return the price of writing a token in a class, in pico-dollars."""
         return self.cache_write.get(retention, self.cache_write.get(ANY, self.input))
 
     def storage_price(self, retention: str) -> int:
-        """For holding a million tokens of a class for an hour."""
+        """Return the price of a million tokens of a class held for an hour, in micro-dollars."""
         return self.storage.get(retention, self.storage.get(ANY, 0))
 
 
@@ -81,8 +88,11 @@ FREE_CARD = RateCard(name=FREE)
 
 
 class LineItem(Struct, frozen=True):
-    """`tokens` of a component at `itemize` pico-dollars each. `component`: `input`, `output`,
-    `cache_read`, `cache_write:CLASS`, or `minimum` for what lifts a charge to it."""
+    """`tokens` of a component at `price` pico-dollars each.
+
+    `component`: `input`, `output`, `cache_read`, `cache_write:CLASS`, or `minimum` for the amount
+    that raises a charge to the minimum.
+    """
 
     component: str
     tokens: int
@@ -91,7 +101,7 @@ class LineItem(Struct, frozen=True):
 
 
 class Charge(Struct, frozen=True):
-    """What a request costs, with its parts: `pico` is their sum."""
+    """The charge of a request with its line items; `pico` is their sum."""
 
     rate_card_id: str
     currency: str
@@ -100,7 +110,10 @@ class Charge(Struct, frozen=True):
 
 
 def itemize(card: RateCard, usage: UsageEntry) -> Charge:
-    """The exact charge. Raises BadPrice for more than a charge can hold (9.2 million dollars)."""
+    """Return the exact charge with its line items.
+
+    Raises BadPrice if it exceeds `CHARGE_MAX` (9.2 million dollars).
+    """
     items: list[LineItem] = []
     if usage.ending in CHARGED:
         counts = {
@@ -119,7 +132,7 @@ def itemize(card: RateCard, usage: UsageEntry) -> Charge:
 
 
 def compute_charge(card: RateCard, usage: UsageEntry) -> int:
-    """The pico-dollars of `itemize`, which raises as this does, without its parts."""
+    """Return the pico-dollars of `itemize` without the items. Raises BadPrice as it does."""
     if usage.ending not in CHARGED:
         return 0
     tokens = usage.fresh_tokens + usage.cache_read_tokens + usage.output_tokens
@@ -132,14 +145,14 @@ def compute_charge(card: RateCard, usage: UsageEntry) -> int:
     if tokens:
         pico = max(pico, card.minimum_charge * PICO_PER_MICRO)
     if pico > CHARGE_MAX:
-        raise BadPrice("charge_too_large", "A single charge beyond 9.2 million dollars.")
+        raise BadPrice("charge_too_large", "The charge exceeds 9.2 million dollars.")
     return pico
 
 
 def compute_savings(card: RateCard, usage: UsageEntry) -> int:
-    """Pico-dollars by which the prompt was cheaper than if all of it had been plain input.
+    """Return by how many pico-dollars caching made the prompt cheaper than plain input.
 
-    Reads save and dear writes cost, so that a retention class that does not pay shows below zero.
+    Reads save and expensive writes cost, so a retention class that does not pay is below zero.
     """
     if usage.ending not in CHARGED:
         return 0
@@ -150,10 +163,11 @@ def compute_savings(card: RateCard, usage: UsageEntry) -> int:
 
 
 def compute_breach_credit(card: RateCard, usage: UsageEntry) -> int:
-    """Pico-dollars to be given back because a promise was not kept: for each token that was read by
-    contract and computed again its price by the card's policy, at most the request's charge.
+    """Return the pico-dollars to credit for a broken promise.
 
-    Where tokens of several classes were read, those of the dearest count as lost first.
+    Each token that the contract read and the engine computed again is credited by the card's
+    policy, up to the request's charge. With several classes, tokens of the most expensive count as
+    lost first.
     """
     lost = usage.recomputed_promised_tokens
     if card.breach_credit == "none" or not lost:
@@ -171,73 +185,77 @@ def compute_breach_credit(card: RateCard, usage: UsageEntry) -> int:
 
 
 def max_charge(card: RateCard, input_tokens: int, output_tokens: int) -> int:
-    """Pico-dollars that a request cannot exceed: each prompt token at the dearest thing that can
-    happen to it, and all the output it may have. Raises BadPrice as `itemize` does."""
+    """Return the pico-dollars that a request cannot exceed.
+
+    Each prompt token counts at the card's highest price for it, and the output at its maximum.
+    Raises BadPrice as `itemize` does.
+    """
     if card is FREE_CARD:
         return 0
     dearest = max(card.input, card.cache_read, *card.cache_write.values())
     pico = input_tokens * dearest + output_tokens * card.output
     pico = max(pico, card.minimum_charge * PICO_PER_MICRO)
     if pico > CHARGE_MAX:
-        raise BadPrice("charge_too_large", "This request could cost beyond 9.2 million dollars.")
+        raise BadPrice("charge_too_large", "The request could cost more than 9.2 million dollars.")
     return pico
 
 
 def storage_charge(card: RateCard, retention: str, token_seconds: int) -> int:
-    """Pico-dollars for holding tokens, rounded down once."""
+    """Return the pico-dollars for holding tokens, rounded down once."""
     return token_seconds * card.storage_price(retention) // SECONDS_PER_HOUR
 
 
 def format_dollars(pico: int) -> str:
-    """Exact: twelve decimals."""
+    """Format pico-dollars as dollars, exactly: twelve decimals."""
     whole, rest = divmod(abs(pico), 10**12)
     return f"{'-' if pico < 0 else ''}{whole}.{rest:012}"
 
 
 def write_tokens_by_class(usage: UsageEntry) -> Mapping[str, int]:
-    """Written tokens by class; where the classes are not known, all under "*"."""
+    """Return the written tokens by class; all under "*" if the classes are not known."""
     if usage.write or not usage.cache_write_tokens:
         return usage.write
     return {ANY: usage.cache_write_tokens}
 
 
 def check_card(card: RateCard) -> None:
-    """Raises BadPrice for what cannot be, saying what came and what would be right."""
+    """Raise BadPrice if a field of the card is invalid."""
     if not _NAME.fullmatch(card.name):
         raise _invalid(
-            "name", f"{card.name[:80]!r} is no name: use 1 to 64 of a-z, 0-9, -, _ and ."
+            "name",
+            f"invalid name: {card.name[:80]!r}; expected 1 to 64 of a-z, 0-9, -, _ and .",
         )
     if card.name == FREE:
-        raise _invalid("name", f"{FREE!r} is what holds where there is no card; name it otherwise")
+        raise _invalid("name", f"reserved name: {FREE!r}; expected another name")
     if not 0 < len(card.model) <= 256 or not card.model.isprintable():
-        raise _invalid("model", f"{card.model[:80]!r} is no model; name one, or write * for all")
+        raise _invalid("model", f"invalid model: {card.model[:80]!r}; expected a model name or *")
     if card.tier != ANY and not _NAME.fullmatch(card.tier):
-        raise _invalid(
-            "tier", f"{card.tier[:80]!r} is no tenant's tier; name one, or write * for all"
-        )
+        raise _invalid("tier", f"invalid tier: {card.tier[:80]!r}; expected a tier name or *")
     if not _CURRENCY.fullmatch(card.currency):
-        raise _invalid("currency", f"{card.currency[:80]!r} is no currency code such as USD")
+        raise _invalid(
+            "currency", f"invalid currency: {card.currency[:80]!r}; expected a code such as USD"
+        )
     prices = {name: getattr(card, name) for name in ("input", "output", "cache_read")}
     for group in ("cache_write", "storage"):
         classes: dict[str, int] = getattr(card, group)
         if len(classes) > CLASSES_MAX:
-            raise _invalid(group, f"{len(classes)} classes are more than {CLASSES_MAX}")
+            raise _invalid(group, f"too many classes: {len(classes)}; limit {CLASSES_MAX}")
         prices |= {f"{group}.{name}": value for name, value in classes.items()}
     for name, value in prices.items():
         if not 0 <= value <= PRICE_MAX:
-            hint = f"is not between 0 and {PRICE_MAX} micro-dollars per million tokens"
-            raise _invalid(name, f"a price of {value} {hint}")
+            hint = f"expected 0 to {PRICE_MAX} micro-dollars per million tokens"
+            raise _invalid(name, f"price out of range: {value}; {hint}")
     if not 0 <= card.minimum_charge <= PRICE_MAX:
-        hint = f"is not between 0 and {PRICE_MAX} micro-dollars"
-        raise _invalid("minimum_charge", f"{card.minimum_charge} {hint}")
+        hint = f"expected 0 to {PRICE_MAX} micro-dollars"
+        raise _invalid("minimum_charge", f"out of range: {card.minimum_charge}; {hint}")
     for what, at_ms in (
         ("valid_from_ms", card.valid_from_ms),
         ("valid_until_ms", card.valid_until_ms or 0),
     ):
         if not 0 <= at_ms <= LATEST_MS:
-            raise _invalid(what, f"{at_ms} ms is no time between 1970 and the year 9999")
+            raise _invalid(what, f"out of range: {at_ms} ms; expected a time between 1970 and 9999")
     if card.valid_until_ms is not None and card.valid_until_ms <= card.valid_from_ms:
-        raise _invalid("valid_until_ms", "a card has to end after it begins")
+        raise _invalid("valid_until_ms", "expected a time after valid_from_ms")
 
 
 def _invalid(field: str, message: str) -> BadPrice:

@@ -1,8 +1,8 @@
-"""Rate cards in the database: added, never edited, found by the instant of a request.
+"""Rate cards in the database: added, never edited, selected by a request's admission time.
 
-A card's newest version holds from its `valid_from_ms` on and ends what was before it. Two cards of
-different names may not hold for the same model, tier and instant. It knows no entries; `ledger`
-asks it for prices, the command line and the admin API add to it.
+The newest version of a card applies from its `valid_from_ms` on and ends the version before it. Two
+cards of different names may not apply to the same model, tier and instant. The module reads no
+entries. `ledger.transactions` looks up prices; the command line and the admin API add cards.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from tenancy.storage.interface import Row, Store
 from tenancy.types import WallClock, format_utc
 
 CARDS_MAX = 10_000
+"""The most versions of cards in a database."""
 _FIELDS = "name, version, model, tier, currency, valid_from_ms, valid_until_ms, prices"
 
 
 class _Prices(Struct, frozen=True):
+    """The JSON column of a card's prices."""
+
     input: int
     output: int
     cache_read: int
@@ -30,7 +33,7 @@ class _Prices(Struct, frozen=True):
 
 
 class RateCards:
-    """All cards, in memory. Immutable."""
+    """All cards in memory. Immutable."""
 
     def __init__(self, cards: list[RateCard]) -> None:
         self._by_id = {card.rate_card_id: card for card in cards}
@@ -40,8 +43,11 @@ class RateCards:
             self._by_scope.setdefault(scope, []).append((versions[0].name, versions))
 
     def in_force(self, model: str, tier: str, at_ms: int) -> RateCard:
-        """The card for a request that begins then: one for this model before one for all, then one
-        for this tier before one for all; the free card if there is none. O(versions)."""
+        """Return the card for a request that begins at `at_ms`. O(versions).
+
+        A card for the model comes before one for all models, then a card for the tier before one
+        for all. Without a match, the free card.
+        """
         if not self._by_scope:
             return FREE_CARD
         for scope in ((model, tier), (model, ANY), (ANY, tier), (ANY, ANY)):
@@ -52,32 +58,36 @@ class RateCards:
         return FREE_CARD
 
     def card(self, rate_card_id: str) -> RateCard:
-        """The card of an entry. O(1)."""
+        """Return the card of an entry by its id. O(1)."""
         return self._by_id.get(rate_card_id, FREE_CARD)
 
 
 def load_cards(store: Store) -> list[RateCard]:
-    """All versions of all cards, in the order of name and version."""
+    """Return all versions of all cards, by name and version."""
     return [read_card(row) for row in store.query(f"{SELECT_CARDS} order by name, version")]
 
 
 def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
-    """Keep a card, as the next version of its name. Returns it with its number.
+    """Add a card as the next version of its name. Returns it with its version.
 
-    `valid_from_ms` 0 is now. A version never reaches into the past: what was charged stays
-    charged. Raises BadPrice, with nothing changed.
+    `valid_from_ms` 0 means now. A version never reaches into the past, so past charges stay. Raises
+    BadPrice, with nothing changed.
     """
     now_ms = clock()
     if not card.valid_from_ms:
         card = structs.replace(card, valid_from_ms=now_ms)
     check_card(card)
     if card.valid_from_ms < now_ms:
-        raise BadPrice("rate_card_in_the_past", "valid_from_ms: a card cannot begin in the past.")
+        raise BadPrice(
+            "rate_card_in_the_past", "valid_from_ms is in the past; expected now or later."
+        )
     with store.change() as db:
-        have = [read_card(row) for row in db.rows(SELECT_CARDS)]
-        if len(have) >= CARDS_MAX:
-            raise BadPrice("too_many_rate_cards", f"There are {CARDS_MAX} versions already.")
-        own = [one for one in have if one.name == card.name]
+        existing = [read_card(row) for row in db.rows(SELECT_CARDS)]
+        if len(existing) >= CARDS_MAX:
+            raise BadPrice(
+                "too_many_rate_cards", f"Too many rate card versions: limit {CARDS_MAX}."
+            )
+        own = [one for one in existing if one.name == card.name]
         if own and (own[0].model, own[0].tier, own[0].currency) != (
             card.model,
             card.tier,
@@ -86,10 +96,10 @@ def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
             raise BadPrice(
                 "rate_card_scope",
                 f"{card.name} is for model {own[0].model} and tier {own[0].tier} in"
-                f" {own[0].currency}; a new version cannot change that, a new name can.",
+                f" {own[0].currency}; expected the same, or a new name.",
             )
         card = structs.replace(card, version=1 + max((one.version for one in own), default=0))
-        _check_overlaps(have, card)
+        _check_overlaps(existing, card)
         prices = {name: getattr(card, name) for name in _Prices.__struct_fields__}
         db.execute(
             f"insert into rate_cards ({_FIELDS}, created_ms) values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -104,7 +114,10 @@ def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
 
 
 def is_tier_free(store: Store, clock: WallClock, tier: str) -> bool:
-    """Do cards hold now, and none for this tier? Whoever has it is charged nothing. O(cards)."""
+    """Return whether cards are in force now and none of them applies to this tier. O(cards).
+
+    A tenant of such a tier is charged nothing, which is often a mistake.
+    """
     now_ms, chains = clock(), _versions_by_name(load_cards(store)).values()
     held = [card for versions in chains if (card := _version_at(versions, now_ms))]
     return bool(held) and not any(card.tier in (ANY, tier) for card in held)
@@ -114,7 +127,7 @@ SELECT_CARDS = f"select {_FIELDS} from rate_cards"
 
 
 def read_card(row: Row) -> RateCard:
-    """Of a row of `SELECT_CARDS`."""
+    """Decode a row of `SELECT_CARDS`."""
     name, version, model, tier, currency, valid_from_ms, valid_until_ms, prices = row
     return RateCard(
         name=name,
@@ -129,7 +142,7 @@ def read_card(row: Row) -> RateCard:
 
 
 def _versions_by_name(cards: list[RateCard]) -> dict[str, list[RateCard]]:
-    """Versions of each name, the oldest first."""
+    """Return the versions of each name, oldest first."""
     chains: dict[str, list[RateCard]] = {}
     for card in sorted(cards, key=lambda card: card.version):
         chains.setdefault(card.name, []).append(card)
@@ -137,7 +150,7 @@ def _versions_by_name(cards: list[RateCard]) -> dict[str, list[RateCard]]:
 
 
 def _version_at(versions: list[RateCard], at_ms: int) -> RateCard | None:
-    """The newest version that has begun, unless it has ended."""
+    """Return the newest version that has begun, unless it has ended."""
     for card in reversed(versions):
         if card.valid_from_ms <= at_ms:
             is_over = card.valid_until_ms is not None and card.valid_until_ms <= at_ms
@@ -145,19 +158,21 @@ def _version_at(versions: list[RateCard], at_ms: int) -> RateCard | None:
     return None
 
 
-def _check_overlaps(have: list[RateCard], card: RateCard) -> None:
-    """No instant may have two prices. Cards begin and end at known instants, so looking at these
-    is looking at all."""
+def _check_overlaps(existing: list[RateCard], card: RateCard) -> None:
+    """Raise BadPrice if another card applies to the same model, tier and instant.
+
+    Cards begin and end only at the instants checked here, so the check covers every instant.
+    """
     scope = (card.model, card.tier)
-    chains = _versions_by_name([one for one in have if (one.model, one.tier) == scope] + [card])
-    mine = chains.pop(card.name)
+    chains = _versions_by_name([one for one in existing if (one.model, one.tier) == scope] + [card])
+    own_versions = chains.pop(card.name)
     for name, versions in chains.items():
-        for at_ms in {one.valid_from_ms for one in (*mine, *versions)}:
-            own, other = _version_at(mine, at_ms), _version_at(versions, at_ms)
+        for at_ms in {one.valid_from_ms for one in (*own_versions, *versions)}:
+            own, other = _version_at(own_versions, at_ms), _version_at(versions, at_ms)
             if own is card and other is not None:
                 raise BadPrice(
                     "rate_cards_overlap",
-                    f"From {at_ms} ms ({format_utc(at_ms)}) on {name}@{other.version} holds for"
-                    f" model {card.model} and tier {card.tier} too; end it first with a version"
-                    " that has a valid_until_ms, or begin later.",
+                    f"{name}@{other.version} also applies to model {card.model} and tier"
+                    f" {card.tier} from {at_ms} ms ({format_utc(at_ms)}); end it by a version with"
+                    " valid_until_ms, or begin later.",
                 )

@@ -1,4 +1,4 @@
-"""A hard budget is a wall: spent and reserved never pass it, however many ask at once."""
+"""Hard budgets: spent and reserved never exceed them, however many requests run at once."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def is_held(ledger: Ledger, what: Hold) -> bool:
 
 
 def sums(store: Store, wall: Wall) -> list[tuple[int, int]]:
-    """(spent, reserved) in micro-dollars, by budget."""
+    """Return (spent, reserved) in micro-dollars, by budget."""
     states = budget_states(store, wall)
     return [(state.spent_pico // 10**6, state.reserved_pico // 10**6) for state in states]
 
 
-def test_a_hold_reserves_and_its_settlement_charges_the_truth(
+def test_hold_reserves_and_settlement_charges_actual_usage(
     store: Store, ledger: Ledger, wall: Wall
 ) -> None:
-    """What was reserved too much is there again for the next."""
+    """The unused part of the reservation is free again."""
     set_budget(store, Budget(1, "day", hard_micros=15))
     first = is_held(ledger, hold("a", wall()))
     second = is_held(ledger, hold("b", wall()))
@@ -88,10 +88,8 @@ def test_a_hold_reserves_and_its_settlement_charges_the_truth(
     assert sums(store, wall) == [(4, 10)]
 
 
-def test_a_refusal_says_whose_budget_and_until_when(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """A client can wait for the window, an operator can see the sums."""
+def test_refusal_names_budget_and_window_end(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Clients wait for the window; operators read the sums."""
     set_budget(store, Budget(1, "month", hard_micros=5))
     with pytest.raises(BudgetExceeded) as caught:
         ledger.hold(hold("a", wall())).result(PATIENCE_S)
@@ -104,23 +102,21 @@ def test_a_refusal_says_whose_budget_and_until_when(
     assert ledger.open_holds() == 0
 
 
-def test_a_refusal_says_how_long_to_wait(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """Until the window ends, where the next one would take the request."""
+def test_refusal_has_retry_time(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Until the window ends, unless no window would admit the request."""
     set_budget(store, Budget(1, "day", hard_micros=15))
     assert is_held(ledger, hold("a", wall()))
     with pytest.raises(BudgetExceeded) as caught:
         ledger.hold(hold("b", wall())).result(PATIENCE_S)
 
     assert caught.value.retry_after_s == (DAY_MS - wall()) / 1000
-    assert "the next day (UTC) will have it" in caught.value.message
+    assert "retry in the next day (UTC)" in caught.value.message
     with pytest.raises(BudgetExceeded, match="more than the whole budget of this tenant for a day"):
         ledger.hold(hold("c", wall(), 16)).result(PATIENCE_S)
 
 
-def test_a_rotated_keys_budget_holds_for_the_new_one_too(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """Else a new key would be new money: the old and the new one spend from one budget."""
+def test_rotated_keys_share_a_budget(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A new key must not be new money."""
     set_budget(store, Budget(1, "day", hard_micros=25, key_id=1))
     assert is_held(ledger, hold("a", wall(), 10, 1))
     new_id = rotate_key(store, wall, "1", DAY_MS)[1].key_id
@@ -144,8 +140,8 @@ def test_a_rotated_keys_budget_holds_for_the_new_one_too(
     assert not is_held(ledger, hold("g", wall(), 10, newer_id))
 
 
-def test_a_refused_request_id_may_come_again(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """Nothing of a refusal is kept, in the batch or in the file."""
+def test_refused_request_id_is_free(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A refusal leaves nothing, in the batch or in the file."""
     set_budget(store, Budget(1, "day", hard_micros=5))
     refused = is_held(ledger, hold("a", wall()))
     set_budget(store, Budget(1, "day", hard_micros=50))
@@ -154,8 +150,8 @@ def test_a_refused_request_id_may_come_again(store: Store, ledger: Ledger, wall:
     assert is_held(ledger, hold("a", wall()))
 
 
-def test_a_key_and_its_tenant_are_both_walls(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """What a key may spend counts against its tenant, not against another key."""
+def test_key_and_tenant_budgets_both_apply(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A key's spending counts against its tenant, not against another key."""
     set_budget(store, Budget(1, "day", hard_micros=25))
     set_budget(store, Budget(1, "day", hard_micros=10, key_id=1))
     held = [
@@ -169,8 +165,8 @@ def test_a_key_and_its_tenant_are_both_walls(store: Store, ledger: Ledger, wall:
     assert sums(store, wall) == [(0, 20), (0, 10)]
 
 
-def test_a_window_ends_and_the_next_one_is_empty(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """What still runs belongs to the window it began in."""
+def test_next_window_starts_empty(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A running request belongs to the window it began in."""
     set_budget(store, Budget(1, "day", hard_micros=10))
     held = is_held(ledger, hold("a", wall()))
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
@@ -182,10 +178,8 @@ def test_a_window_ends_and_the_next_one_is_empty(store: Store, ledger: Ledger, w
     assert sums(store, wall) == [(0, 10)]
 
 
-def test_a_clock_that_goes_back_finds_its_window_as_it_was(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """L9: setting the clock back is no way to spend a day's budget twice."""
+def test_clock_set_back_finds_its_old_window(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """L9: setting the clock back must not allow to spend a budget twice."""
     set_budget(store, Budget(1, "day", hard_micros=10))
     before = is_held(ledger, hold("a", wall()))
     wall.ms += DAY_MS
@@ -196,10 +190,8 @@ def test_a_clock_that_goes_back_finds_its_window_as_it_was(
     assert (before, during, after) == (True, True, False)
 
 
-def test_a_budget_that_comes_later_counts_what_was_spent_before(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """In the same window, by entries and by holds that are open."""
+def test_new_budget_counts_earlier_spending(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """In the same window, entries and open holds."""
     ledger.hold(hold("a", wall())).result(PATIENCE_S)
     ledger.hold(hold("b", wall())).result(PATIENCE_S)
     ledger.settle(entry("a", wall(), 7)).result(PATIENCE_S)
@@ -210,10 +202,10 @@ def test_a_budget_that_comes_later_counts_what_was_spent_before(
     assert is_held(ledger, hold("c", wall(), 3))
 
 
-def test_what_runs_when_a_budget_comes_is_counted_and_not_refused(
+def test_new_budget_counts_running_requests_and_refuses_none(
     store: Store, ledger: Ledger, wall: Wall
 ) -> None:
-    """Its hold may be handed in after the budget was set, and again after a death."""
+    """Their holds may be written after the budget was set, and again after a crash."""
     set_budget(store, Budget(1, "day", hard_micros=15))
     late = structs.replace(hold("a", wall(), 20), is_running=True)
     answers = [is_held(ledger, late), is_held(ledger, late), is_held(ledger, hold("b", wall(), 1))]
@@ -225,8 +217,7 @@ def test_what_runs_when_a_budget_comes_is_counted_and_not_refused(
     assert is_held(ledger, hold("b", wall(), 1))
 
 
-def test_a_soft_budget_refuses_nothing_and_shows(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """It is for warnings."""
+def test_soft_budget_refuses_nothing(store: Store, ledger: Ledger, wall: Wall) -> None:
     set_budget(store, Budget(1, "day", soft_micros=5))
     held = is_held(ledger, hold("a", wall()))
     ledger.settle(entry("a", wall(), 6)).result(PATIENCE_S)
@@ -237,10 +228,8 @@ def test_a_soft_budget_refuses_nothing_and_shows(store: Store, ledger: Ledger, w
     assert budget_states(store, wall, 2) == []
 
 
-def test_holds_of_a_dead_process_give_back_what_they_reserved(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """A crash must not eat a budget."""
+def test_dead_process_frees_its_reservations(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A crash must not use up a budget."""
     set_budget(store, Budget(1, "day", hard_micros=10))
     ledger.hold(hold("a", wall())).result(PATIENCE_S)
     ledger.close()
@@ -251,8 +240,7 @@ def test_holds_of_a_dead_process_give_back_what_they_reserved(
     assert sums(store, wall) == [(0, 0)]
 
 
-def test_a_failure_costs_a_budget_nothing(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """It is not charged, so it is not spent."""
+def test_failure_spends_nothing(store: Store, ledger: Ledger, wall: Wall) -> None:
     set_budget(store, Budget(1, "day", hard_micros=10))
     ledger.hold(hold("a", wall())).result(PATIENCE_S)
     failed = UsageEntry("a", 1, 1, "m", "failed", wall(), wall(), 9, 0, 0, 9, 0, 0)
@@ -261,8 +249,8 @@ def test_a_failure_costs_a_budget_nothing(store: Store, ledger: Ledger, wall: Wa
     assert sums(store, wall) == [(0, 0)]
 
 
-def test_a_thousand_at_once_do_not_pass_the_wall(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """L4, with threads: exactly as many as fit are taken."""
+def test_concurrent_holds_never_exceed_the_budget(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """L4, with threads: exactly as many as fit are admitted."""
     set_budget(store, Budget(1, "day", hard_micros=375))
     with ThreadPoolExecutor(16) as pool:
         futures = list(pool.map(lambda n: ledger.hold(hold(str(n), wall(), 3)), range(1000)))
@@ -272,10 +260,8 @@ def test_a_thousand_at_once_do_not_pass_the_wall(store: Store, ledger: Ledger, w
     assert sums(store, wall) == [(0, 375)]
 
 
-def test_a_tenant_that_never_ran_can_go_with_its_budget(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """A setting is no use of anything."""
+def test_unused_tenant_is_deleted_with_its_budget(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """A budget is a setting and no usage."""
     bob = create_tenant(store, wall, "bob")
     set_budget(store, Budget(bob.tenant_id, "day", hard_micros=375))
     budget_states(store, wall)
@@ -296,7 +282,7 @@ def test_a_tenant_that_never_ran_can_go_with_its_budget(
         Budget(1, "day", hard_micros=1, key_id=2**63),
     ],
 )
-def test_a_budget_that_cannot_be_is_refused(store: Store, ledger: Ledger, budget: Budget) -> None:
+def test_refuses_invalid_budgets(store: Store, ledger: Ledger, budget: Budget) -> None:
     """With a code, and nothing changed."""
     with pytest.raises(BadPrice) as caught:
         set_budget(store, budget)
@@ -305,8 +291,8 @@ def test_a_budget_that_cannot_be_is_refused(store: Store, ledger: Ledger, budget
     assert store.query("select count(*) from budgets") == [(0,)]
 
 
-def test_windows_are_the_calendars() -> None:
-    """UTC, half-open, through leap years and the end of the calendar."""
+def test_windows_follow_the_utc_calendar() -> None:
+    """Half-open, through leap years, to the end of the calendar."""
 
     def ms(year: int, month: int, day: int) -> int:
         return int(datetime(year, month, day, tzinfo=UTC).timestamp()) * 1000
@@ -319,10 +305,10 @@ def test_windows_are_the_calendars() -> None:
 
 
 class Spending(RuleBasedStateMachine):
-    """A tenant and a key with budgets against sums of fractions."""
+    """A state machine: a tenant and a key with budgets against sums of fractions."""
 
     def __init__(self, store: Store | None = None) -> None:
-        """`store`: a new file where none is given."""
+        """Use `store`, or a new file."""
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.wall = Wall()
@@ -398,7 +384,7 @@ class Spending(RuleBasedStateMachine):
         return self.spent.get(day, Fraction(0)) + sum(held, Fraction(0))
 
     @invariant()
-    def the_sums_are_the_models(self) -> None:
+    def sums_match_the_model(self) -> None:
         states = budget_states(self.store, self.wall)
         assert len(states) == sum(hard is not None for hard in self.hard.values())
         for state in states:
@@ -414,9 +400,7 @@ class Spending(RuleBasedStateMachine):
 TestSpending = Spending.TestCase
 
 
-def test_budgets_on_a_server_are_the_model_too(postgres_server: Server) -> None:
-    """The same sums, whichever database adds them."""
-
+def test_budgets_on_a_server_match_the_model(postgres_server: Server) -> None:
     class OnServer(Spending):
         def __init__(self) -> None:
             address = postgres_server.address(postgres_server.database())

@@ -1,4 +1,4 @@
-"""Charges are exact: against fractions, to the pico-dollar."""
+"""Charges against exact fractions, to the pico-dollar."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ usages = st.builds(used, counts, counts, classes, counts)
 
 
 def in_fractions(card: RateCard, usage: UsageEntry) -> Fraction:
-    """Dollars, by the words of a price list and no integers of ours."""
+    """Return dollars by the words of a price list, without our integers."""
     per_token = {
         name: Fraction(getattr(card, name), 10**6) / 10**6
         for name in ("input", "output", "cache_read")
@@ -93,8 +93,8 @@ def in_fractions(card: RateCard, usage: UsageEntry) -> Fraction:
 
 
 @given(cards, usages)
-def test_a_charge_is_what_fractions_say(card: RateCard, usage: UsageEntry) -> None:
-    """No rounding, ever: the pico-dollar is exact."""
+def test_charge_equals_exact_fractions(card: RateCard, usage: UsageEntry) -> None:
+    """Nothing is rounded."""
     charge = itemize(card, usage)
 
     assert Fraction(charge.pico, 10**12) == in_fractions(card, usage)
@@ -102,16 +102,14 @@ def test_a_charge_is_what_fractions_say(card: RateCard, usage: UsageEntry) -> No
 
 
 @given(cards, usages)
-def test_nothing_costs_more_than_the_most_it_can(card: RateCard, usage: UsageEntry) -> None:
-    """What is reserved with a hold bounds its charge, so that a budget is a wall."""
+def test_max_charge_bounds_every_charge(card: RateCard, usage: UsageEntry) -> None:
+    """A hold's reservation bounds its charge, so a hard budget is never exceeded."""
     assert itemize(card, usage).pico <= max_charge(card, usage.prompt_tokens, usage.output_tokens)
 
 
 @given(cards, usages)
-def test_savings_are_the_difference_to_a_server_without_a_cache(
-    card: RateCard, usage: UsageEntry
-) -> None:
-    """Below zero where writing cost more than reading saved."""
+def test_savings_are_the_difference_to_plain_input(card: RateCard, usage: UsageEntry) -> None:
+    """Below zero where writes cost more than reads saved."""
     plain = structs.replace(card, minimum_charge=0)
     without = used(fresh=usage.prompt_tokens, output=usage.output_tokens)
 
@@ -120,41 +118,40 @@ def test_savings_are_the_difference_to_a_server_without_a_cache(
 
 @pytest.mark.parametrize("ending", ["failed", "not_durable", "engine_lost"])
 def test_failures_are_free(ending: str) -> None:
-    """Whoever got no answer pays nothing, the minimum included."""
+    """The minimum charge included."""
     charge = itemize(CARD, used(100, 100, {"5m": 5}, 100, ending))
 
     assert (charge.pico, charge.items) == (0, ())
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "interrupted"])
-def test_half_an_answer_is_paid_for(ending: str) -> None:
-    """Or leaving before the last byte would be a discount, and a crash one too."""
+def test_partial_responses_are_charged(ending: str) -> None:
+    """Otherwise a disconnect before the last byte would be a discount."""
     assert itemize(CARD, used(10, ending=ending)).pico == 30_000_000
     assert {"done", ending} < CHARGED
 
 
-def test_a_small_charge_is_lifted_to_the_minimum_and_says_so() -> None:
-    """The line item shows what the tokens alone came to."""
+def test_minimum_charge_has_a_line_item() -> None:
+    """The other items show the charge for tokens alone."""
     charge = itemize(CARD, used(1))
 
     assert charge.pico == 10_000_000
     assert [item.component for item in charge.items] == ["input", "minimum"]
 
 
-def test_a_request_that_used_nothing_costs_nothing() -> None:
-    """A minimum is for requests that ran."""
+def test_request_without_usage_is_free() -> None:
+    """The minimum applies to requests that ran."""
     assert itemize(CARD, used(ending="cancelled")).pico == 0
 
 
-def test_without_a_card_everything_is_free() -> None:
-    """The default is stated, not implied."""
+def test_free_card_charges_nothing() -> None:
     charge = itemize(FREE_CARD, used(10**6, 10**6, {"5m": 10}, 10**6))
 
     assert (charge.pico, charge.rate_card_id) == (0, "free")
 
 
-def test_unknown_classes_of_writes_cost_what_the_star_says() -> None:
-    """An entry from before classes were kept is priced too."""
+def test_unknown_write_classes_cost_the_star_price() -> None:
+    """Entries without classes are priced too."""
     usage = structs.replace(used(0, 0, {"x": 5}), write={})
     star = structs.replace(CARD, cache_write={"*": 7}, minimum_charge=0)
 
@@ -164,15 +161,14 @@ def test_unknown_classes_of_writes_cost_what_the_star_says() -> None:
 
 @given(st.integers(0, 10**12))
 def test_storage_is_rounded_down_once(token_seconds: int) -> None:
-    """Never against the tenant, and never by a whole pico-dollar."""
+    """By less than a pico-dollar, in the tenant's favour."""
     exact = Fraction(token_seconds * CARD.storage["1h"], 3600)
 
     assert 0 <= exact - storage_charge(CARD, "1h", token_seconds) < 1
     assert storage_charge(CARD, "5m", token_seconds) == 0
 
 
-def test_a_charge_that_no_number_holds_is_refused() -> None:
-    """It fails with a word, not by wrapping around."""
+def test_refuses_charges_beyond_64_bits() -> None:
     dear = structs.replace(CARD, output=PRICE_MAX)
 
     for ask in (lambda: max_charge(dear, 1, 10**8), lambda: itemize(dear, used(output=10**8))):
@@ -200,7 +196,7 @@ def test_a_charge_that_no_number_holds_is_refused() -> None:
         ({"storage": {str(n): 1 for n in range(40)}}, "storage"),
     ],
 )
-def test_a_card_that_cannot_be_names_its_fault(change: dict[str, object], word: str) -> None:
+def test_invalid_card_names_its_field(change: dict[str, object], word: str) -> None:
     """Negative and absurd prices never reach a charge."""
     with pytest.raises(BadPrice, match=f"^{word}: ") as caught:
         check_card(structs.replace(CARD, **change))

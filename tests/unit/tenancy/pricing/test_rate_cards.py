@@ -1,4 +1,4 @@
-"""The card in force at the time of the request wins; none is ever edited."""
+"""Selection of the rate card in force; cards are never edited."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def code_of(store: Store, wall: Wall, card: RateCard) -> str:
     return caught.value.code
 
 
-def test_what_was_added_is_what_is_read(store: Store, wall: Wall) -> None:
-    """Field for field, with its number, from now on."""
+def test_added_card_is_read_back(store: Store, wall: Wall) -> None:
+    """Field for field, with its version."""
     added = add_card(store, wall, CARD)
 
     assert added == structs.replace(CARD, version=1, valid_from_ms=wall())
     assert load_cards(store) == [added]
 
 
-def test_a_new_version_takes_over_from_its_instant(store: Store, wall: Wall) -> None:
-    """And the old one still prices what began before."""
+def test_new_version_applies_from_its_start(store: Store, wall: Wall) -> None:
+    """Requests that began before keep the old version."""
     first = add_card(store, wall, CARD)
     later_ms = wall() + 1000
     second = add_card(store, wall, structs.replace(CARD, input=5, valid_from_ms=later_ms))
@@ -43,8 +43,7 @@ def test_a_new_version_takes_over_from_its_instant(store: Store, wall: Wall) -> 
     assert book.card("std@1") == first
 
 
-def test_a_card_that_has_ended_leaves_nothing_behind(store: Store, wall: Wall) -> None:
-    """An older version does not come back to life when the newer one ends."""
+def test_ended_version_reveals_no_older_one(store: Store, wall: Wall) -> None:
     add_card(store, wall, CARD)
     add_card(store, wall, structs.replace(CARD, valid_until_ms=wall() + 10))
     book = RateCards(load_cards(store))
@@ -54,8 +53,8 @@ def test_a_card_that_has_ended_leaves_nothing_behind(store: Store, wall: Wall) -
     assert book.in_force("m", "t", wall() - 1) == FREE_CARD
 
 
-def test_the_narrower_card_wins(store: Store, wall: Wall) -> None:
-    """Model before tier, and a card for all is the last."""
+def test_most_specific_card_wins(store: Store, wall: Wall) -> None:
+    """Model before tier; a card for everything is the last."""
     for name, model, tier in (
         ("all", "*", "*"),
         ("gold", "*", "gold"),
@@ -72,8 +71,8 @@ def test_the_narrower_card_wins(store: Store, wall: Wall) -> None:
     assert (winner("y", "gold"), winner("y", "x")) == ("gold", "all")
 
 
-def test_two_cards_for_one_instant_are_refused(store: Store, wall: Wall) -> None:
-    """Or a charge would depend on the order of rows."""
+def test_refuses_overlapping_cards(store: Store, wall: Wall) -> None:
+    """Otherwise a charge would depend on the order of rows."""
     add_card(store, wall, CARD)
     other = structs.replace(CARD, name="other")
     codes = [
@@ -90,10 +89,8 @@ def test_two_cards_for_one_instant_are_refused(store: Store, wall: Wall) -> None
     assert len(load_cards(store)) == 3
 
 
-def test_a_card_that_ends_before_the_next_one_begins_is_no_overlap(
-    store: Store, wall: Wall
-) -> None:
-    """Prices for a season."""
+def test_consecutive_cards_do_not_overlap(store: Store, wall: Wall) -> None:
+    """Seasonal prices."""
     later = structs.replace(CARD, name="later", valid_from_ms=wall() + 100)
     add_card(store, wall, later)
     codes = [code_of(store, wall, structs.replace(CARD, valid_until_ms=wall() + 101))]
@@ -102,15 +99,13 @@ def test_a_card_that_ends_before_the_next_one_begins_is_no_overlap(
     assert codes == ["rate_cards_overlap"]
 
 
-def test_the_past_is_not_repriced(store: Store, wall: Wall) -> None:
-    """What was charged stays charged."""
+def test_refuses_cards_in_the_past(store: Store, wall: Wall) -> None:
     assert code_of(store, wall, structs.replace(CARD, valid_from_ms=wall() - 1)) == (
         "rate_card_in_the_past"
     )
 
 
-def test_a_name_keeps_its_scope(store: Store, wall: Wall) -> None:
-    """Or its history would be of two different things."""
+def test_name_keeps_its_model_tier_and_currency(store: Store, wall: Wall) -> None:
     add_card(store, wall, CARD)
 
     for change in ({"model": "m"}, {"tier": "gold"}, {"currency": "EUR"}):
@@ -118,8 +113,8 @@ def test_a_name_keeps_its_scope(store: Store, wall: Wall) -> None:
 
 
 @pytest.mark.parametrize("statement", ["delete from rate_cards", "update rate_cards set tier = 1"])
-def test_no_program_edits_a_card(store: Store, wall: Wall, statement: str) -> None:
-    """The file itself says no."""
+def test_database_refuses_edits_of_cards(store: Store, wall: Wall, statement: str) -> None:
+    """By a trigger."""
     add_card(store, wall, CARD)
 
     with pytest.raises(ConstraintBroken), store.change() as db:
@@ -132,10 +127,8 @@ spans = st.lists(
 
 
 @given(spans, st.integers(0, 45))
-def test_the_newest_version_that_has_begun_decides(
-    versions: list[tuple[int, int | None]], at_ms: int
-) -> None:
-    """Against the sentence itself."""
+def test_newest_begun_version_applies(versions: list[tuple[int, int | None]], at_ms: int) -> None:
+    """Against the rule itself, over random versions."""
     cards = [
         RateCard(
             "std",
