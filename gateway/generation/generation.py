@@ -357,11 +357,11 @@ class Generation:
         """
         last = deltas[-1]
         assert isinstance(last, End), "a complete answer ends with its usage"
-        keeping: ReplayRecord | None = None
+        record: ReplayRecord | None = None
         if self._idempotent is not None:
             head = self._head(is_stream=self._state.is_stream)
-            keeping = self._idempotent.to_store(head, self._gateway.wall())
-        settled = hold.settle("done", last.usage, output.first_token_s, keeping)
+            record = self._idempotent.to_store(head, self._gateway.wall())
+        settled = hold.settle("done", last.usage, output.first_token_s, record)
         outcome.record_usage(output)
         return settled
 

@@ -39,7 +39,7 @@ def _progress(record: UsageRecord) -> Progress:
         fresh_tokens=record.fresh,
         output_tokens=record.out,
         physical_cached_tokens=record.physical_cached,
-        recomputed_promised_tokens=record.breached_tokens,
+        breached_tokens=record.breached_tokens,
     )
 
 
@@ -95,7 +95,7 @@ class LedgerReservation:
         ending: str,
         record: UsageRecord,
         first_token_s: float | None = None,
-        keeping: ReplayRecord | None = None,
+        replay: ReplayRecord | None = None,
     ) -> asyncio.Future[None]:
         """Hand in the entry, and of a named request what is to be kept; a second call changes
         nothing.
@@ -129,11 +129,11 @@ class LedgerReservation:
             workspace=hold.workspace,
             tier=hold.tier,
             dialect=hold.dialect,
-            recomputed_promised_tokens=record.breached_tokens,
+            breached_tokens=record.breached_tokens,
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
         )
-        item = entry if hold.claim is None else NamedEntry(entry, keeping)
+        item = entry if hold.claim is None else NamedEntry(entry, replay)
         return self._ledger.write(item)
 
 

@@ -157,9 +157,9 @@ class KeyAuthenticator:
             # While the file is checked after an error, the last snapshot stays in use. No request
             # is admitted then, because no hold can be written.
             with suppress(StoreError):
-                update = _read_update(self._store, self._version)
-                if update is not None:
-                    self._take(update)
+                changed = _read_update(self._store, self._version)
+                if changed is not None:
+                    self._take(changed)
 
     def _take(self, update: _RegistryUpdate) -> None:
         self._identities.clear()

@@ -1,7 +1,8 @@
-"""Credits and debits on ledger entries: how a charge is corrected without changing its entry.
+"""Adjustments: credits and debits that correct a ledger entry's charge without changing the entry.
 
-Append-only, chained like entries, once per adjustment id for ever. It changes what is billed, not
-what a budget's window has seen. The command line calls it, beside a running server too.
+Adjustments are append-only, chained like entries, and unique by id forever. They change what is
+billed, not what a budget's window has counted. The command line books them, also beside a running
+server; `ledger.writer` books the credits of broken promises.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from tenancy.storage.interface import Store, Transaction, Value
 from tenancy.types import DAY_MS, UsageEntry, WallClock
 
 REASON_CHARS_MAX = 500
+"""The most characters of a reason."""
 BREACH = "breach:"
-"""Begins the ids of what the ledger itself credits; nobody else may use it."""
+"""The prefix of the ids of credits that the ledger itself books; reserved."""
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Adjustment(Struct, frozen=True, forbid_unknown_fields=True):
-    """`amount_pico` below zero is a credit to the tenant, above it a debit."""
+    """A correction of one entry. `amount_pico` below zero is a credit to the tenant, above zero a
+    debit."""
 
     adjustment_id: str
     request_id: str
@@ -42,10 +45,10 @@ class Adjustment(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def adjust(store: Store, clock: WallClock, adjustment: Adjustment) -> bool:
-    """Book it on the first day that is not closed. False if it was booked before, word for word.
+    """Book an adjustment on the first open day. Returns False if the same one was booked before.
 
-    Raises BadPrice with nothing written: for an id that was used for something else, an entry that
-    is not there, or credits that exceed what the entry was charged.
+    Raises BadPrice with nothing written: the id was used for another adjustment, the entry does not
+    exist, or credits would exceed the entry's charge.
     """
     _check(adjustment)
     with store.change() as db:
@@ -53,34 +56,32 @@ def adjust(store: Store, clock: WallClock, adjustment: Adjustment) -> bool:
 
 
 def book(db: Transaction, now_ms: int, adjustment: Adjustment) -> bool:
-    """As `adjust`, within the caller's transaction."""
-    same = db.rows(
+    """Book an adjustment within the caller's transaction; see `adjust`."""
+    existing = db.rows(
         "select request_id, amount_pico, reason from adjustments where adjustment_id = ?",
         (adjustment.adjustment_id,),
     )
-    if same:
-        if same[0] != (adjustment.request_id, adjustment.amount_pico, adjustment.reason):
-            raise BadPrice(
-                "adjustment_id_used", "This adjustment id was used for another adjustment."
-            )
+    if existing:
+        if existing[0] != (adjustment.request_id, adjustment.amount_pico, adjustment.reason):
+            raise BadPrice("adjustment_id_used", "Adjustment id was used for another adjustment.")
         return False
     entry = db.rows(
         "select tenant_id, key_id, model, charge_pico from ledger where request_id = ?",
         (adjustment.request_id,),
     )
     if not entry:
-        raise BadPrice("entry_unknown", "There is no ledger entry of this request id.")
+        raise BadPrice("entry_unknown", "Unknown request id: it has no ledger entry.")
     tenant_id, key_id, model, charge = entry[0]
-    before = db.rows(
+    earlier = db.rows(
         "select amount_pico from adjustments where request_id = ?",
         (adjustment.request_id,),
     )
-    left = charge + sum(row[0] for row in before)
+    left = charge + sum(row[0] for row in earlier)
     if left + adjustment.amount_pico < 0:
         raise BadPrice(
             "credit_exceeds_charge",
-            f"A credit of {format_dollars(-adjustment.amount_pico)} dollars is more than the"
-            f" {format_dollars(left)} that are left of this entry's charge.",
+            f"Credit exceeds the charge: {format_dollars(-adjustment.amount_pico)} dollars;"
+            f" expected at most {format_dollars(left)}.",
         )
     booked_ms = max(now_ms, read_open_from_ms(db))
     row: tuple[Value, ...] = (
@@ -112,7 +113,7 @@ def book(db: Transaction, now_ms: int, adjustment: Adjustment) -> bool:
 ADJUSTMENT_FIELDS = (
     *("adjustment_id", "request_id", "tenant_id", "amount_pico", "reason", "made_ms", "booked_ms"),
 )
-"""Columns of `adjustments`, but for `number` and `chain`."""
+"""Columns of `adjustments` except `number` and `chain`."""
 
 
 _SUM_TABLES = (("usage_hours", "hour_ms", HOUR_MS), ("usage_days", "day_ms", DAY_MS))
@@ -120,24 +121,31 @@ _SUM_TABLES = (("usage_hours", "hour_ms", HOUR_MS), ("usage_days", "day_ms", DAY
 
 def _check(adjustment: Adjustment) -> None:
     if not _ID.fullmatch(adjustment.adjustment_id):
-        raise BadPrice("bad_adjustment", "An adjustment id is 1 to 128 of A-Z, a-z, 0-9 and ._:-")
+        raise BadPrice(
+            "bad_adjustment", "Invalid adjustment id; expected 1 to 128 of A-Z, a-z, 0-9 and ._:-"
+        )
     if adjustment.adjustment_id.startswith(BREACH):
-        raise BadPrice("bad_adjustment", f"Ids that begin with {BREACH} are the ledger's own.")
+        raise BadPrice("bad_adjustment", f"Ids that begin with {BREACH} are reserved.")
     if not 0 < abs(adjustment.amount_pico) <= CHARGE_MAX:
         raise BadPrice(
-            "bad_adjustment", "An amount must be above zero and below 9.2 million dollars."
+            "bad_adjustment", "Amount out of range; expected above 0 and below 9.2 million dollars."
         )
     reason = adjustment.reason
     if not reason.strip() or len(reason) > REASON_CHARS_MAX or not reason.isprintable():
-        raise BadPrice("bad_adjustment", f"A reason is 1 to {REASON_CHARS_MAX} printable signs.")
+        raise BadPrice(
+            "bad_adjustment",
+            f"Invalid reason; expected 1 to {REASON_CHARS_MAX} printable characters.",
+        )
 
 
 def credit_breaches(db: Transaction, now_ms: int, breached: Iterable[UsageEntry]) -> None:
-    """Book what is owed for these entries, which met a broken promise, within the caller's
-    transaction, after the entries. Again changes nothing. O(cards + breaches)."""
+    """Book the credits for entries with broken promises, within the caller's transaction.
+
+    The entries must be written already. A repeated call changes nothing. O(cards + breaches).
+    """
     cards = RateCards([read_card(row) for row in db.rows(SELECT_CARDS)])
     for one in breached:
-        # As it was written, with its card and its charge.
+        # The stored entry has its rate card and its charge.
         rows = db.rows(
             f"select {', '.join(ENTRY_FIELDS)} from ledger where request_id = ?",
             (one.request_id,),
@@ -149,7 +157,7 @@ def credit_breaches(db: Transaction, now_ms: int, breached: Iterable[UsageEntry]
 
 
 def credit_of(card: RateCard, entry: UsageEntry) -> Adjustment | None:
-    """The adjustment that this entry's breach asks for; None where nothing is owed."""
+    """Return the credit that an entry's broken promises require, or None."""
     pico = compute_breach_credit(card, entry)
     if not pico:
         return None

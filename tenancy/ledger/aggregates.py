@@ -1,9 +1,9 @@
-"""Sums of entries by the hour and the day that they are booked in, and by the engine's life.
+"""Sums of entries by hour and day of booking, and by engine epoch.
 
-A transaction adds what its entries come to in one place, `recent_sums`: a row for each tenant,
-hour, key, model and life. Now and then these rows are moved to where they stay, `usage_hours`,
-`usage_days` and `epoch_sums`; who asks adds up both. It knows no prices and no chain; `entries`
-writes here, `ledger_writer` moves, `usage` and whoever else asks for sums reads.
+A transaction adds its entries to one table, `recent_sums`, with a row per tenant, hour, key, model
+and epoch. From time to time these rows are folded into the permanent tables `usage_hours`,
+`usage_days` and `epoch_sums`; queries add up both. The module knows no prices and no chain.
+`entries` adds here, `writer` folds, and `accounting.usage` and other queries read.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from tenancy.types import DAY_MS, UsageEntry
 
 HOUR_MS = 3_600_000
 FOLD_ROWS_MAX = 200
-"""Rows in one transaction: nobody waits long behind it."""
+"""Rows folded in one transaction, so that other transactions wait only briefly."""
 
 
 _NO_TIMES = (0, 0, 0, 0)
+"""TTFT columns of an entry without a time to first token."""
 
 
 class HourlySums:
-    """What the entries of one transaction add, in few writes."""
+    """The sums that the entries of one transaction add, written in few statements."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, int, int, str, str], list[UsageEntry]] = {}
 
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
-        """One more."""
+        """Add an entry."""
         hour_ms = booked_ms - booked_ms % HOUR_MS
         which = (entry.tenant_id, hour_ms, entry.key_id, entry.model, entry.epoch)
         entries = self._of.get(which)
@@ -40,7 +41,7 @@ class HourlySums:
             entries.append(entry)
 
     def write(self, db: Transaction) -> None:
-        """A row for each kind of them."""
+        """Write one row for each tenant, hour, key, model and epoch."""
         rows: list[tuple[Value, ...]] = []
         for which, entries in self._of.items():
             if len(entries) == 1:
@@ -53,7 +54,7 @@ class HourlySums:
 
 
 def sums_of(entry: UsageEntry) -> list[int]:
-    """What an entry adds to its hour, in the order of `HOUR_SUMS`."""
+    """Return what an entry adds to its hour, in the order of `HOUR_SUMS`."""
     charge, saved, ttft_ms = entry.charge_pico, entry.saved_pico, entry.ttft_ms
     is_hit = entry.cache_read_tokens > 0
     if ttft_ms is None:
@@ -72,7 +73,10 @@ def sums_of(entry: UsageEntry) -> list[int]:
 
 
 def fold_recent_sums(db: Transaction) -> bool:
-    """Some recent sums go where they stay; are there more? Changes no answer to any question."""
+    """Fold up to `FOLD_ROWS_MAX` recent rows. Returns whether there may be more.
+
+    Query results do not change.
+    """
     some = db.rows(f"select {_GROUP} from recent_sums order by {_GROUP} limit {FOLD_ROWS_MAX}")
     if some:
         for sql in _FOLD:
@@ -81,7 +85,7 @@ def fold_recent_sums(db: Transaction) -> bool:
 
 
 def max_of(table: str, name: str) -> str:
-    """Of the row's value and the one that would have been inserted."""
+    """Return the SQL for the greater of the row's value and the inserted one."""
     mine, new = f"{table}.{name}", f"excluded.{name}"
     return f"case when {mine} >= {new} then {mine} else {new} end"
 
@@ -131,8 +135,11 @@ ENTRY_SUMS = (
     "coalesce(sum(ttft_ms) filter (where cache_read_tokens = 0), 0)",
     *(f"sum({name}_pico {part} {PICO_PER_MICRO})" for name in ("charge", "saved") for part in "/%"),
 )
-"""What entries add to `HOUR_SUMS`, in that order, by the database itself; but what they saved is
-cut where there it is rounded down."""
+"""SQL sums over entries in the order of `HOUR_SUMS`.
+
+`saved` is divided towards zero here and rounded down in Python; the two parts add up to the same
+amount.
+"""
 
 EPOCH_TOTALS = (
     "(select epoch, sum(entries) as entries,"
@@ -141,4 +148,4 @@ EPOCH_TOTALS = (
     f" select epoch, requests, {', '.join(_EPOCH_SUMS)}, last_ended_ms from recent_sums"
     " where epoch <> '') as parts group by epoch) as epoch_sums"
 )
-"""To be read from: a row for each life of the engine."""
+"""A subquery with one row per engine epoch."""

@@ -1,9 +1,10 @@
-"""The entry as the ledger has it: a row, chained to the one before it, and added to its sums.
+"""Ledger entries as rows: each is chained to the one before and added to its hour's sums.
 
     chain of an entry = SHA-256(chain of the entry before ‖ MessagePack of the row without it)
 
-It knows no prices, no budgets and no holds: entries come priced. `bookkeeping` writes them, on a
-`EntryAppender` for each transaction; `audit` computes the same again, and questions read rows back.
+The module knows no prices, no budgets and no holds: entries come priced. `transactions` writes them
+with one `EntryAppender` per transaction; `accounting.audit` recomputes the chain, and queries read
+rows back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tenancy.storage.interface import Transaction, Value, marks
 from tenancy.types import DAY_MS, UsageEntry
 
 NO_CHAIN = b""
+"""The chain before the first entry."""
 _NO_COUNTS = "{}"
 _PACKED = msgspec.msgpack.Encoder().encode
 _SORTED = msgspec.json.Encoder(order="sorted").encode
@@ -32,16 +34,20 @@ ENTRY_FIELDS = (
     *("dialect", "recomputed_promised_tokens", "ttft_ms", "epoch", "rate_card_id"),
     *("charge_pico", "saved_pico", "booked_ms"),
 )
-"""Columns of the ledger, but for `entry_id` and `chain`: the fields of a `UsageEntry`, in their
-order, and when it is booked."""
+"""Columns of the ledger except `entry_id` and `chain`.
+
+They are the fields of `UsageEntry` in their order, and then `booked_ms`.
+"""
 
 
 class EntryAppender:
-    """The entries that one transaction adds: their chain, and their hours' sums in few writes."""
+    """The entries that one transaction appends: their chain, and their sums in few writes."""
 
     def __init__(self, db: Transaction, chain: bytes, sealed_hour_ms: int) -> None:
-        """`chain`: of the last entry that there is. `sealed_hour_ms`: of the last seal. Both move
-        on."""
+        """Append after the entry with this `chain`.
+
+        `sealed_hour_ms`: the hour of the last seal. Both attributes advance.
+        """
         self._db = db
         self.chain = chain
         self.sealed_hour_ms = sealed_hour_ms
@@ -50,7 +56,7 @@ class EntryAppender:
         self._sums = HourlySums()
 
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
-        """One that is not there yet."""
+        """Append an entry whose request id has no entry yet."""
         row = entry_row(entry, booked_ms)
         self.chain = next_chain(self.chain, row)
         row.append(self.chain)
@@ -60,7 +66,7 @@ class EntryAppender:
         self._sums.add(entry, booked_ms)
 
     def finish(self) -> None:
-        """Write them and their sums, and seal the chain once an hour."""
+        """Write the entries and their sums, and seal the chain once an hour."""
         if not self._rows:
             return
         self._db.execute_many(_INSERT_ENTRIES, self._rows)
@@ -71,7 +77,7 @@ class EntryAppender:
 
 
 def entry_row(entry: UsageEntry, booked_ms: int) -> list[Value]:
-    """Its columns, in the order of `ENTRY_FIELDS`."""
+    """Return an entry's columns in the order of `ENTRY_FIELDS`."""
     row: list[Value] = list(structs.astuple(entry))
     row[_READS] = _counts(entry.read) if entry.read else _NO_COUNTS
     row[_WRITES] = _counts(entry.write) if entry.write else _NO_COUNTS
@@ -80,7 +86,7 @@ def entry_row(entry: UsageEntry, booked_ms: int) -> list[Value]:
 
 
 def entry_of(row: Sequence[Any]) -> UsageEntry:
-    """The entry of a row of `ENTRY_FIELDS`."""
+    """Decode a row of `ENTRY_FIELDS`."""
     fields = list(row[:-1])
     for column in (_READS, _WRITES):
         fields[column] = _COUNTS(fields[column])
@@ -88,17 +94,17 @@ def entry_of(row: Sequence[Any]) -> UsageEntry:
 
 
 def next_chain(before: bytes, row: Sequence[object]) -> bytes:
-    """The chain of a row behind another."""
+    """Return the chain of a row that follows one with the chain `before`."""
     return hashlib.sha256(before + _PACKED(row)).digest()
 
 
 def read_open_from_ms(db: Transaction) -> int:
-    """The first instant of a day that is not closed."""
+    """Return the first instant of the first open day."""
     return read_number(db, "select coalesce(max(day) + 1, 0) from closes") * DAY_MS
 
 
 def read_number(db: Transaction, sql: str) -> int:
-    """The only value of the only row."""
+    """Return the only value of the only row."""
     return int(db.rows(sql)[0][0])
 
 
@@ -107,7 +113,7 @@ def _counts(detail: Mapping[str, int]) -> str:
 
 
 def hour_of(at_ms: int) -> int:
-    """When its hour began."""
+    """Return the start of the hour of an instant, in milliseconds."""
     return at_ms // HOUR_MS * HOUR_MS
 
 

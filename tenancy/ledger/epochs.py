@@ -1,9 +1,9 @@
-"""Lives of a ledger: a new one begins where a restored database has taken its place.
+"""Ledger epochs: a new one begins when a restored database has taken the ledger's place.
 
-Within an epoch no sum ever falls. A backup that is put back has fewer entries than were told of
-before; its sums are those of another epoch, and say so. Who restores says it (`backups`, or the
-command that marks it); beside a file a point is kept that the server knew last, so that a file
-which was exchanged behind our back is found at the next start. It knows no prices and no tenants.
+Within an epoch no total ever falls. A restored backup has fewer entries than were reported before,
+so its totals belong to another epoch. `accounting.backups` begins one at a restore. Beside a
+database file the server also keeps the last point that it knew, so the next start detects a file
+that was replaced by other means. The module knows no prices and no tenants.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from tenancy.types import WallClock
 
 
 class LedgerEpoch(Struct, frozen=True):
-    """From the entry after `entry_id` on, behind whose `chain`. `reason`: `begun`, `restored`,
-    `marked` by hand, or `found` at a start."""
+    """An epoch of the ledger, which begins after `entry_id`, whose chain is `chain`.
+
+    `reason`: `begun`, `restored`, `marked` by command, or `found` at a start.
+    """
 
     number: int
     begun_ms: int
@@ -29,7 +31,7 @@ class LedgerEpoch(Struct, frozen=True):
 
 
 class KnownPoint(Struct, frozen=True):
-    """The last entry that a server knew, of which epoch, and when. `chain` in hex."""
+    """The last entry that a server knew, its epoch, and when. `chain` in hexadecimal."""
 
     epoch: int
     entry_id: int
@@ -38,18 +40,21 @@ class KnownPoint(Struct, frozen=True):
 
 
 def list_ledger_epochs(store: Store) -> list[LedgerEpoch]:
-    """All, the first one first."""
+    """Return all epochs, oldest first."""
     return [LedgerEpoch(*row) for row in store.query(f"{_SELECT} order by number")]
 
 
 def ledger_epoch(store: Store) -> LedgerEpoch:
-    """The present one."""
+    """Return the present epoch."""
     return LedgerEpoch(*store.query(_LATEST)[0])
 
 
 def begin_ledger_epoch(db: Transaction, now_ms: int, reason: str, *, above: int = 0) -> LedgerEpoch:
-    """A new one, within the caller's transaction, behind what is there. Its number is above that of
-    any before, and `above` another: two histories never share one."""
+    """Begin a new epoch after the last entry, within the caller's transaction.
+
+    Its number exceeds that of every earlier epoch and `above`, so two histories never share a
+    number.
+    """
     latest = db.rows(_LATEST)[0][0]
     entry_id, chain = _last_entry(db.rows(_LAST_ENTRY))
     epoch = LedgerEpoch(max(latest, above) + 1, now_ms, reason, entry_id, chain)
@@ -62,8 +67,10 @@ def begin_ledger_epoch(db: Transaction, now_ms: int, reason: str, *, above: int 
 
 
 def detect_replacement(store: Store, clock: WallClock) -> LedgerEpoch | None:
-    """At a start: if what was known of this ledger is not in it, it is another one, and a new epoch
-    begins. Raises StoreError."""
+    """Begin a new epoch if the known point is not part of this ledger; called at a start.
+
+    Returns the new epoch, or None. Raises StoreError.
+    """
     known = decode_known_point(store.recall())
     if known is None:
         return None
@@ -75,18 +82,18 @@ def detect_replacement(store: Store, clock: WallClock) -> LedgerEpoch | None:
 
 
 def has_entry(store: Store, entry_id: int, chain: str) -> bool:
-    """Is this point part of its history? The point before all entries is part of each."""
+    """Return whether this point is part of the ledger's history. Entry 0 always is."""
     rows = store.query("select chain from ledger where entry_id = ?", (entry_id,))
     return bytes(rows[0][0]).hex() == chain if rows else entry_id == 0
 
 
 def has_history(store: Store) -> bool:
-    """Has anything been booked yet? Raises StoreError."""
+    """Return whether the ledger has any entry. Raises StoreError."""
     return bool(store.query(_LAST_ENTRY))
 
 
 def decode_known_point(kept: bytes | None) -> KnownPoint | None:
-    """What was kept beside the database; None for nothing, and for what cannot be read."""
+    """Decode the point kept beside the database; None if it is missing or unreadable."""
     if kept is not None:
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(kept, type=KnownPoint)
@@ -94,9 +101,10 @@ def decode_known_point(kept: bytes | None) -> KnownPoint | None:
 
 
 def save_known_point(store: Store, clock: WallClock) -> None:
-    """Keep the last entry that is committed, beside the database, where there is a place for it. A
-    defence and no promise: where it cannot be written now, the next time will do. Raises
-    StoreError."""
+    """Save the last committed entry beside the database, if the store is local.
+
+    Best effort: after a failed write the next call tries again. Raises StoreError.
+    """
     if not store.is_near:
         return
     entry_id, chain = _last_entry(store.query(_LAST_ENTRY))

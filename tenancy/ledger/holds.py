@@ -1,8 +1,8 @@
-"""What is known of the request ids of one transaction: which are held, which have their entry.
+"""The holds and entries of the request ids of one transaction.
 
-It is asked for once, changed in memory as items come, and written once: what a batch holds and
-settles never reaches the table. It knows no prices and no budgets; `bookkeeping` plays its items on
-it.
+They are read once, changed in memory as items are applied, and written once, so a request that is
+held and settled in one batch never reaches the table. The module knows no prices and no budgets;
+`transactions` applies its items to it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from functools import cache
 from tenancy.storage.interface import Transaction, Value, filled_up, marks
 
 HeldTerms = tuple[str, int, int]
-"""Of a hold: its rate card's id, the pico-dollars it reserves, the instant it is booked at."""
+"""Terms of a hold: rate card id, reserved pico-dollars, and the instant it is booked at (ms)."""
 
 IDS_AT_ONCE = 128
+"""Request ids that one statement reads."""
 
 
 class Holds:
-    """As they are within a transaction that alone writes."""
+    """Open holds and settled ids within a transaction that holds the write lock."""
 
     def __init__(self, db: Transaction, request_ids: Sequence[str]) -> None:
-        """One statement for each 128 ids."""
+        """Read the holds and entries of these ids, with one statement for every 128."""
         self._db = db
         self._held: dict[str, HeldTerms] = {}
         self._settled: set[str] = set()
@@ -37,20 +38,20 @@ class Holds:
                     self._held[request_id] = card_id, pico, booked_ms
 
     def is_used(self, request_id: str) -> bool:
-        """By a hold or an entry."""
+        """Return whether a hold or an entry has this id."""
         return request_id in self._held or request_id in self._settled
 
-    def held(self, request_id: str) -> HeldTerms | None:
-        """What its open hold says."""
+    def find(self, request_id: str) -> HeldTerms | None:
+        """Return the terms of the id's open hold, or None."""
         return self._held.get(request_id)
 
-    def make(self, request_id: str, held: HeldTerms, row: tuple[Value, ...]) -> None:
-        """Hold an id that is not used. `row`: of `HOLD_FIELDS`."""
+    def add(self, request_id: str, held: HeldTerms, row: tuple[Value, ...]) -> None:
+        """Add a hold on an unused id. `row`: the columns of `HOLD_FIELDS`."""
         self._made[request_id] = row
         self._held[request_id] = held
 
     def settle(self, request_id: str) -> bool:
-        """Release its hold, if there is one. False for an id that has its entry already."""
+        """Release the id's hold, if any. Returns False if the id has an entry already."""
         if self._held.pop(request_id, None) is not None:
             if self._made.pop(request_id, None) is None:
                 self._released.append((request_id,))
@@ -60,7 +61,7 @@ class Holds:
         return True
 
     def finish(self) -> None:
-        """Write them."""
+        """Write the changes."""
         if self._released:
             self._db.execute_many("delete from holds where request_id = ?", self._released)
         if self._made:

@@ -1,11 +1,10 @@
-"""Requests that their clients have named, so that sending one again is not another request: which
-of them run, and what was answered, for a time.
+"""Idempotency keys: which named requests run, and the stored responses of those that ended.
 
-A name (`Idempotency-Key`) belongs to its tenant. It is claimed in the transaction that writes the
-hold; the answer is kept in the one that writes the entry, or the name is free again. Answers are
-content: they have a table of their own, are bytes to it, and go with their tenant's cache. It knows
-no HTTP; `bookkeeping` claims and settles those of a batch together,
-`gateway.generation.idempotency` finds.
+A name (the `Idempotency-Key` header) belongs to its tenant. It is claimed in the transaction that
+writes the hold; the transaction that writes the entry stores the response or frees the name.
+Responses are content: they have their own table, are opaque bytes here, and are erased with the
+tenant's cache. The module knows no HTTP. `transactions` claims and settles the names of a batch
+together; `gateway.generation.idempotency` looks them up.
 """
 
 from __future__ import annotations
@@ -23,12 +22,15 @@ from tenancy.storage.interface import Store, Transaction, Value, filled_up, mark
 T = TypeVar("T")
 
 SWEPT_AT_ONCE = 200
-"""Names that one transaction lets go of: nobody waits long behind it."""
+"""Names that one transaction sweeps, so that other transactions wait only briefly."""
 
 
 class Claim(Struct, frozen=True):
-    """What a request is called, and what it is. `digest`: of all that makes it this request and no
-    other. `names_max`: how many names its tenant may have at once."""
+    """A request's claim on a name.
+
+    `digest`: the digest of everything that identifies the request. `names_max`: how many names the
+    tenant may have at once.
+    """
 
     name: str
     digest: bytes
@@ -36,15 +38,18 @@ class Claim(Struct, frozen=True):
 
 
 class StoredResponse(Struct, frozen=True):
-    """A whole answer. `head` and `body` are the gateway's."""
+    """A complete stored response. `head` and `body` have the gateway's encoding."""
 
     head: str
     body: bytes
 
 
 class ReplayRecord(Struct, frozen=True):
-    """What becomes of a named request that was answered. `answer`: None for one that is too large.
-    `bytes_max`: what the bodies of its tenant may come to."""
+    """What is stored for replays of a named request that was answered.
+
+    `until_ms`: its expiry. `bytes_max`: bound on the tenant's stored bodies. `answer`: None if the
+    response is too large to store.
+    """
 
     until_ms: int
     bytes_max: int
@@ -52,8 +57,10 @@ class ReplayRecord(Struct, frozen=True):
 
 
 def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> StoredResponse | None:
-    """What was answered to this request; None where its name is free. O(log names). Raises
-    NameInUse for all that is neither, and StoreError."""
+    """Return the stored response of this request, or None if its name is free. O(log names).
+
+    Raises IdempotencyConflict if the name is neither free nor replayable, and StoreError.
+    """
     rows = store.query(
         "select digest, until_ms, head, body from named_requests where tenant_id = ? and name = ?"
         " and (until_ms is null or until_ms > ?)",
@@ -68,16 +75,16 @@ def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> StoredRespo
     if body is None:
         raise IdempotencyConflict(
             "idempotency_result_gone",
-            "This request was answered, and the answer was too large to be kept. It will not run a"
-            " second time under this Idempotency-Key; use another to have it run again.",
+            "The response to this Idempotency-Key was too large to store. The request does not run"
+            " again under the same key; expected another key.",
         )
     return StoredResponse(head, bytes(body))
 
 
 @dataclass(slots=True)
 class _NameRow:
-    """As it is within a transaction. `size`: of its answer's body. `answer`: one that is not
-    written yet."""
+    """A name within the transaction. `size`: bytes of its stored body. `answer`: not written
+    yet."""
 
     tenant_id: int
     name: str
@@ -89,17 +96,22 @@ class _NameRow:
 
 
 class IdempotencyNames:
-    """The names that some requests claim or settle, within a transaction that alone writes: read at
-    once, changed in memory as items come, and written at once."""
+    """The names that requests of one transaction claim or settle.
+
+    They are read together, changed in memory as items are applied, and written together, while the
+    transaction holds the write lock.
+    """
 
     def __init__(
         self, db: Transaction, claimed: Collection[tuple[int, str]], ended: Collection[str]
     ) -> None:
-        """`claimed`: tenants and names. `ended`: request ids. A statement for each 64 or 128 of
-        them, and one for the sums of their tenants."""
-        self._is_asked = bool(claimed or ended)
-        if not self._is_asked:
-            return  # nearly always: nobody asks for a name, then
+        """Read the names. `claimed`: tenant ids and names. `ended`: request ids.
+
+        One statement for every 64 names or 128 ids, and one for the sums of their tenants.
+        """
+        self._has_names = bool(claimed or ended)
+        if not self._has_names:
+            return  # most batches name no request
         self._db = db
         self._by_name: dict[tuple[int, str], _NameRow] = {}
         self._by_request: dict[str, _NameRow] = {}
@@ -122,10 +134,10 @@ class IdempotencyNames:
                     self._active.add(tenant_id)
 
     def refusal(self, tenant_id: int, claim: Claim, now_ms: int) -> IdempotencyConflict | None:
-        """Why a hold may not have the name now. What has expired under it goes."""
+        """Return why a hold may not claim the name now, or None. An expired name is released."""
         found = self._by_name.get((tenant_id, claim.name))
         if found is not None and (found.until_ms is None or found.until_ms > now_ms):
-            # One that ended a moment ago is for who looks again.
+            # A request that has just ended is found by the client's next attempt.
             return _conflict(claim, found.digest, is_running=True)
         if found is not None:
             self._release(found)
@@ -133,14 +145,17 @@ class IdempotencyNames:
         if names >= claim.names_max:
             return IdempotencyConflict(
                 "idempotency_room_full",
-                f"{names} Idempotency-Keys are in use; at most {claim.names_max} are kept at once."
-                " Send it without one, or later.",
+                f"Too many Idempotency-Keys in use: {names}; limit {claim.names_max}. Retry later"
+                " or without a key.",
             )
         return None
 
     def take(self, tenant_id: int, workspace: str, request_id: str, claim: Claim) -> None:
-        """The name is this request's, which runs from now on: after a `refusal` that was none. Of a
-        tenant that was suspended or deleted since the request came nothing is kept."""
+        """Claim the name for a request, after `refusal` returned None.
+
+        Nothing is stored if the tenant was suspended or deleted since the request was
+        authenticated.
+        """
         if tenant_id not in self._active:
             return
         self._put(_NameRow(tenant_id, claim.name, claim.digest, None, request_id))
@@ -148,8 +163,10 @@ class IdempotencyNames:
         self._count(tenant_id, 1, 0)
 
     def settle(self, request_id: str, keeping: ReplayRecord | None) -> None:
-        """It has ended: answered, or its name is free. Again it changes nothing, and nothing is
-        kept of what was forgotten while it ran."""
+        """Store the response of an ended request, or free its name.
+
+        A repeated call changes nothing, and nothing is stored for a name that was erased meanwhile.
+        """
         found = self._by_request.get(request_id)
         if found is None or found.until_ms is not None:
             return
@@ -164,8 +181,8 @@ class IdempotencyNames:
         self._kept[request_id] = found
 
     def finish(self) -> None:
-        """Write them."""
-        if not self._is_asked:
+        """Write the changes."""
+        if not self._has_names:
             return
         self._db.execute_many("delete from named_requests where request_id = ?", self._released)
         self._db.execute_many(_INSERT_NAMES, list(self._made.values()))
@@ -191,7 +208,7 @@ class IdempotencyNames:
         self._by_name[one.tenant_id, one.name] = one
 
     def _release(self, one: _NameRow) -> None:
-        """Its name is free."""
+        """Free a name."""
         del self._by_name[one.tenant_id, one.name], self._by_request[one.request_id]
         self._kept.pop(one.request_id, None)
         if self._made.pop(one.request_id, None) is None:
@@ -221,15 +238,17 @@ _WRITE_SUMS = (
 
 
 def _chunks(asked: Collection[T], count: int) -> Iterator[list[T]]:
-    """So many at once, of lengths that are few."""
+    """Yield chunks of up to `count` items, padded to few different lengths."""
     rest = list(asked)
     for first in range(0, len(rest), count):
         yield filled_up(rest[first : first + count])
 
 
 def forget(db: Transaction, tenant_id: int, workspace: str | None = None) -> None:
-    """A tenant's names and answers, or its workspace's, go at once; what runs is not kept later.
-    O(its names)."""
+    """Delete the names and responses of a tenant, or of one workspace. O(names).
+
+    Requests that still run are not stored at their end.
+    """
     _subtract_sums(
         db,
         db.rows(
@@ -241,42 +260,43 @@ def forget(db: Transaction, tenant_id: int, workspace: str | None = None) -> Non
 
 
 def forget_answers(store: Store, tenant_id: int, workspace: str | None = None) -> None:
-    """`forget` in a transaction of its own. Raises StoreError."""
+    """Call `forget` in its own transaction. Raises StoreError."""
     with store.change() as db:
         forget(db, tenant_id, workspace)
 
 
 def sweep(store: Store, now_ms: int) -> bool:
-    """Let go of some that have expired; is there more? One small transaction. Raises StoreError."""
+    """Delete some expired names in one small transaction. Returns whether there may be more. Raises
+    StoreError."""
     with store.change() as db:
-        gone = db.rows(
+        deleted = db.rows(
             "delete from named_requests where request_id in (select request_id from named_requests"
             f" where until_ms <= ? order by until_ms limit ?) {_RETURNING}",
             (now_ms, SWEPT_AT_ONCE),
         )
-        _subtract_sums(db, gone)
-    return len(gone) == SWEPT_AT_ONCE
+        _subtract_sums(db, deleted)
+    return len(deleted) == SWEPT_AT_ONCE
 
 
 def _conflict(claim: Claim, digest: bytes, *, is_running: bool) -> IdempotencyConflict | None:
     if digest != claim.digest:
         return IdempotencyConflict(
             "idempotency_key_reused",
-            "This Idempotency-Key was used for another request. The same key is for the same"
-            " request only: its path, its body and its workspace.",
+            "This Idempotency-Key was used for another request; expected the same path, body and"
+            " workspace.",
         )
     if is_running:
         return IdempotencyConflict(
             "idempotency_in_flight",
-            "The request with this Idempotency-Key is still running. Try again in a moment.",
+            "The request with this Idempotency-Key is still running; retry in a moment.",
         )
     return None
 
 
-def _subtract_sums(db: Transaction, gone: list[tuple[int, int]]) -> None:
+def _subtract_sums(db: Transaction, deleted: list[tuple[int, int]]) -> None:
     names: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
-    for tenant_id, size in gone:
+    for tenant_id, size in deleted:
         names[tenant_id] += 1
         sizes[tenant_id] += size
     db.execute_many(

@@ -1,10 +1,10 @@
-"""The ledger: one entry per request id, for ever, durable before anybody is told.
+"""The ledger in a thread: one durable entry per request id, forever.
 
 A hold is written when a request is admitted and settled into an entry when it ends, however it
-ends. Totals are sums of entries, never counters. Here `ledger_writer` runs in a thread of this
-process: what arrives while it waits for the disk shares the next transaction and one fsync (group
-commit). It knows no event loop: whoever brought an item is told on the writer's thread.
-Embedders, commands and tests keep it; `trunkline serve` has the writer in a process of its own.
+ends. Totals are sums of entries, never counters. `LedgerWriter` runs in a thread of this process;
+items that arrive while it waits for the disk share the next transaction and one fsync (group
+commit). The module knows no event loop: futures complete on the writer's thread. Embedders,
+commands and tests use it; `trunkline serve` runs the writer in a process (`ledger.process`).
 """
 
 from __future__ import annotations
@@ -24,35 +24,38 @@ from tenancy.types import UsageEntry, WallClock
 __all__ = ["EngineTotals", "Hold", "Ledger", "NamedEntry", "StorageReading"]
 
 Batch = list[tuple[Item, Future[None]]]
+"""Items with the futures of their results."""
 
 
 class Ledger:
-    """The one writer over a store, in a thread. Thread-safe."""
+    """The only writer of a store, in a thread. Thread-safe."""
 
     def __init__(self, store: Store, clock: WallClock) -> None:
-        """Close what a dead process left open, then take items. `found_epoch` and `interrupted`
-        are the writer's. `is_well`: it could write what came last.
+        """Close the holds of dead processes, then accept items.
 
-        Raises StoreError if another process is writing, whose open holds are not ours to close,
-        and if the file cannot be written.
+        `found_epoch` and `interrupted` are those of `LedgerWriter`. `is_well`: whether the last
+        batch was written. Raises StoreError if another process writes the store or it cannot be
+        written.
         """
         self._store = store
         self._writer = LedgerWriter(store, clock)
         self.found_epoch, self.interrupted = self._writer.found_epoch, self._writer.interrupted
         self._inbox: queue.SimpleQueue[tuple[Item, Future[None]] | None] = queue.SimpleQueue()
-        self._door = threading.Lock()
-        self._is_closed = False  # nothing more is taken
-        self._is_over = False  # the thread has seen the end of its inbox
+        self._inbox_lock = threading.Lock()
+        self._is_closed = False  # no item is accepted any more
+        self._inbox_ended = False  # the thread has seen the end of its inbox
         self.is_well = True
         self._thread = threading.Thread(target=self._main, name="ledger", daemon=True)
         self._thread.start()
 
     def write(self, item: Item) -> Future[None]:
-        """Make it durable. The future, which nobody can cancel, raises what the writer answers:
-        LedgerUnavailable if it is not durable."""
+        """Make an item durable. The future raises the writer's refusal, if any.
+
+        LedgerUnavailable means that the item is not durable. The future cannot be cancelled.
+        """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        with self._door:
+        with self._inbox_lock:
             if not self._is_closed:
                 self._inbox.put((item, future))
                 return future
@@ -60,31 +63,36 @@ class Ledger:
         return future
 
     def hold(self, hold: Hold) -> Future[None]:
-        """Write a hold and reserve the most it can cost.
+        """Write a hold and reserve its maximum cost.
 
-        The future raises BudgetExceeded if that does not fit, LedgerUnavailable if it is not
-        durable, or if the request id was used before, NameInUse if the name it claims is not free;
+        The future raises BudgetExceeded if a budget does not cover it, IdempotencyConflict if its
+        name is taken, and LedgerUnavailable if it is not durable or the request id was used before;
         nothing is written then.
         """
         return self.write(hold)
 
     def settle(self, entry: UsageEntry | NamedEntry) -> Future[None]:
-        """Turn a hold into its entry, at the prices of its hold. Settling one request id again
-        changes nothing. The future raises LedgerUnavailable if it is not durable."""
+        """Settle a hold into its entry, at the prices of the hold.
+
+        Settling a request id again changes nothing. The future raises LedgerUnavailable if the
+        entry is not durable.
+        """
         return self.write(entry)
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
-        """Keep how far requests have come, by request id, for a death before they are settled.
-        Nobody is told: what could not be written is written by a later note, or not at all."""
+        """Note the progress of requests by id, in case this process dies before they settle.
+
+        There is no result: a note that could not be written is replaced by a later one, or lost.
+        """
         self.write(ProgressNote(reached))
 
     def open_holds(self) -> int:
-        """Requests admitted and not settled."""
+        """Return the number of requests that are admitted and not settled."""
         return int(self._store.query("select count(*) from holds")[0][0])
 
     def close(self) -> None:
-        """Write what has been handed in, then stop. Safe to call twice."""
-        with self._door:
+        """Write what was handed in, then stop. Safe to call twice."""
+        with self._inbox_lock:
             was_closed, self._is_closed = self._is_closed, True
             if not was_closed:
                 self._inbox.put(None)
@@ -96,15 +104,18 @@ class Ledger:
 
     def _main(self) -> None:
         try:
-            while not self._is_over:
+            while not self._inbox_ended:
                 self._write(self._next_batch())
                 self._writer.look_after()
         finally:
             self._refuse_rest()
 
     def _next_batch(self) -> Batch:
-        """Wait for one item and take what else is there. Waiting for more would only add latency:
-        while a commit waits for the disk, the next batch gathers by itself."""
+        """Wait for one item and take all that are queued.
+
+        Waiting longer would only add latency: while a commit waits for the disk, the next batch
+        gathers.
+        """
         batch: Batch = []
         item = self._inbox.get()
         while item is not None:
@@ -112,11 +123,11 @@ class Ledger:
             if len(batch) == BATCH_MAX or self._inbox.empty():
                 return batch
             item = self._inbox.get()
-        self._is_over = True
+        self._inbox_ended = True
         return batch
 
     def _write(self, batch: Batch) -> None:
-        """Everybody is told once, whatever happens."""
+        """Write a batch and complete each future exactly once."""
         if not batch:
             return
         try:
@@ -132,8 +143,8 @@ class Ledger:
                 future.set_exception(refusal)
 
     def _refuse_rest(self) -> None:
-        """The thread has ended: whoever still waits is told, and nobody waits from now on."""
-        with self._door:
+        """Fail the queued items after the thread has ended, and accept no more."""
+        with self._inbox_lock:
             self._is_closed = True
             while not self._inbox.empty():
                 item = self._inbox.get()
@@ -142,6 +153,6 @@ class Ledger:
 
 
 def _fail(batch: Batch, code: str) -> None:
-    message = "The ledger could not be written (the writer has stopped)."
+    message = "The ledger could not be written: the writer has stopped."
     for _, future in batch:
         future.set_exception(LedgerUnavailable(code, message))

@@ -1,8 +1,8 @@
-"""How far open requests have come: what each is settled to if its server dies now.
+"""Progress of open requests: what each is settled to if its server dies now.
 
-Kept in the hold itself, so that it goes when the hold is settled, in the same transaction. Who
-notes progress counts only what the engine computed and the client's socket took. It knows no
-prices; `bookkeeping` writes it, `ledger` closes dead holds by it.
+Progress is stored in the hold, so settlement deletes it in the same transaction. The gateway counts
+only what the engine computed and the client's socket accepted. The module knows no prices.
+`transactions` writes progress; `writer` closes dead holds by it.
 """
 
 from __future__ import annotations
@@ -22,39 +22,45 @@ OPEN_HOLDS = (
     " epoch, case when request_id in (select request_id from named_requests) then null"
     " else progress end from holds"
 )
-"""What `interrupted` needs of each. A client that has named its request will send it again, and
-pays then: never twice under one name."""
+"""The columns of open holds that `interrupted` needs.
+
+The progress of a named request is left out: its client sends it again and pays then, never twice
+under one name.
+"""
 
 Count = Annotated[int, Meta(ge=0)]
+"""A count of tokens, at least 0."""
 
 
 class Progress(Struct, frozen=True, array_like=True):
-    """What one request has used so far: an entry's counts, of which the sums are left out."""
+    """The usage of one request so far: the counts of an entry, without sums."""
 
     read: dict[str, Count] = {}
     write: dict[str, Count] = {}
     fresh_tokens: Count = 0
     output_tokens: Count = 0
     physical_cached_tokens: Count = 0
-    recomputed_promised_tokens: Count = 0
+    breached_tokens: Count = 0
 
 
 class ProgressNote(Struct, frozen=True, tag="progress"):
-    """How far some requests have come since the note before, by request id."""
+    """Progress of requests since the last note, by request id."""
 
     reached: Mapping[str, Progress]
 
 
 def write_progress(db: Transaction, reached: Mapping[str, Progress]) -> None:
-    """Keep it in their holds, all at once; nothing for those that have none."""
+    """Store progress in the requests' holds, all in one statement; ids without a hold are
+    ignored."""
     rows = [(msgspec.msgpack.encode(one), request_id) for request_id, one in reached.items()]
     db.execute_many("update holds set progress = ? where request_id = ?", rows)
 
 
 def interrupted(hold: Row, now_ms: int) -> UsageEntry:
-    """The entry of a hold (of `OPEN_HOLDS`) whose server died: what was noted of it, or nothing.
+    """Return the entry of a hold whose server died, from a row of `OPEN_HOLDS`.
 
-    It ends when it is closed: what the engine had counted by then was asked for before.
+    Its usage is the noted progress, or nothing. It ends when it is closed, as the engine's counts
+    were queried before that.
     """
     request_id, _, tenant_id, key_id, model, started_ms, workspace, tier, dialect, epoch = hold[:-1]
     done = _decode(hold[-1])
@@ -78,13 +84,13 @@ def interrupted(hold: Row, now_ms: int) -> UsageEntry:
         workspace=workspace,
         tier=tier,
         dialect=dialect,
-        recomputed_promised_tokens=done.recomputed_promised_tokens,
+        recomputed_promised_tokens=done.breached_tokens,
         epoch=epoch,
     )
 
 
 def _decode(blob: bytes | None) -> Progress:
-    """What cannot be read is nothing: a start must not fail by it."""
+    """Decode progress; an unreadable blob is no progress, so a start does not fail."""
     if blob is not None:
         with suppress(msgspec.MsgspecError):
             return msgspec.msgpack.decode(bytes(blob), type=Progress)

@@ -1,8 +1,8 @@
-"""What a hold, its progress, an entry and a storage reading change, within one transaction.
+"""What holds, progress notes, entries and storage readings change, within one transaction.
 
-An entry is priced by its hold's rate card, chained to the one before, added to its hour's sums and
-to its budgets, and its hold goes: all of it or nothing. It opens no transaction and starts no
-thread; `ledger` calls it on the writer's connection, with prices and budgets that it keeps here.
+An entry is priced by its hold's rate card, chained to the entry before, and added to its hour's
+sums and to its budgets, and its hold is deleted: all or nothing. The module opens no transaction
+and starts no thread. `writer` calls it on its connection, with the prices and budgets cached here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from tenancy.types import DAY_MS, FREE, UsageEntry
 
 
 class Hold(Struct, frozen=True, tag="hold"):
-    """A request that has been admitted and not settled, with the most it can use.
+    """An admitted request that is not settled yet, with the maximum usage it may have.
 
-    `input_tokens`: of all its prompts. `output_tokens`: all it may be answered. `claim`: on the
-    name that its client gave it; no hold is written for one that somebody else has. `is_running`:
-    it was admitted when no budget bound it; one that was set since counts it and cannot refuse it.
+    `input_tokens`: of all its prompts. `output_tokens`: the maximum output. `claim`: the claim on
+    its idempotency key; a hold whose key is taken is refused. `is_running`: the request was
+    admitted while no budget applied to it; a budget set since then counts it and does not refuse
+    it.
     """
 
     request_id: str
@@ -55,15 +56,17 @@ class Hold(Struct, frozen=True, tag="hold"):
 
 
 class NamedEntry(Struct, frozen=True, tag="named_entry"):
-    """The entry of a request that its client has named. Without a `keeping` its name is free: it
-    was not answered, and sending it again is no repetition."""
+    """The entry of a request with an idempotency key.
+
+    Without a `replay` the key is free again: there is no response, so a retry is a new request.
+    """
 
     entry: UsageEntry
-    keeping: ReplayRecord | None = None
+    replay: ReplayRecord | None = None
 
 
 class StorageReading(Struct, frozen=True, tag="storage"):
-    """Tokens times seconds that a tenant has held in a class since the reading before."""
+    """Tokens times seconds that a tenant held in a class since the last reading."""
 
     tenant_id: int
     retention: str
@@ -74,8 +77,10 @@ class StorageReading(Struct, frozen=True, tag="storage"):
 
 
 class EngineTotals(Struct, frozen=True, tag="engine"):
-    """What the engine has counted since its life `epoch` began, and what the gateway's metrics
-    have since then. `is_ended`: it will count no more, and this is its last word."""
+    """The engine's counters since its start (`epoch`), and the gateway metrics' since then.
+
+    `is_ended`: the engine has stopped, so these are its final counts.
+    """
 
     epoch: str
     at_ms: int
@@ -89,21 +94,24 @@ class EngineTotals(Struct, frozen=True, tag="engine"):
 
 
 Item = Hold | UsageEntry | NamedEntry | StorageReading | EngineTotals | ProgressNote
+"""Anything that the ledger writes."""
 
 
 def entry_in(item: Item) -> UsageEntry | None:
-    """The entry that an item is, or has."""
+    """Return the entry that an item is or contains, or None."""
     if isinstance(item, UsageEntry):
         return item
     return item.entry if isinstance(item, NamedEntry) else None
 
 
 class LedgerTransactions:
-    """Prices and budgets as the file has them, and how items are written by them."""
+    """Cached prices and budgets, and the writing of items by them."""
 
     def __init__(self, writer_id: int = 0) -> None:
-        """`writer_id`: who keeps its holds. `breached`: entries of the last batch that met a broken
-        promise."""
+        """Write holds under `writer_id`.
+
+        `breached`: the entries of the last batch with broken promises.
+        """
         self.writer_id = writer_id
         self.cards = RateCards([])
         self.budgets: Budgets = {}
@@ -111,34 +119,34 @@ class LedgerTransactions:
         self.open_from_ms = 0
         self.chain, self.sealed_hour_ms = NO_CHAIN, -1
         self._version = -1
-        self._as_of: object = None
-        self._is_current = False  # what is known here, within the transaction
+        self._committed_as_of: object = None
+        self._is_current = False  # whether the caches match this transaction
 
     def apply(self, db: Transaction, items: Sequence[Item]) -> list[TenancyError | None]:
-        """Write items in order. For each its refusal, for which nothing was written, or None.
+        """Write items in order. Returns, for each, its refusal (nothing was written) or None.
 
-        What they need to know is read at once, and what they change is written at once. Raises
-        StoreError, ConstraintBroken for an impossible item.
+        Reads everything that the items need at once, and writes all changes at once. Raises
+        StoreError, and ConstraintBroken for an impossible item.
         """
         batch = _Batch(db, self, items)
         self.breached = batch.breached
-        self._is_current = self._as_of is not None and self._as_of == db.as_of
-        self._as_of = None
-        if batch.is_progress:
+        self._is_current = self._committed_as_of is not None and self._committed_as_of == db.as_of
+        self._committed_as_of = None
+        if batch.is_only_progress:
             write_progress(db, batch.reached)
             return [None] * len(items)
         if not self._is_current:
             self._read(db)
-        answers = batch.play()
+        answers = batch.apply()
         if batch.reached:
-            write_progress(db, batch.reached)  # in holds that may have come with it
+            write_progress(db, batch.reached)  # after the holds of the same batch
         return answers
 
-    def keep(self, db: Transaction) -> None:
-        """It has been committed, with whatever else was done in it: what is known here holds until
-        somebody else changes something."""
+    def mark_committed(self, db: Transaction) -> None:
+        """Mark the transaction as committed, so the caches stay valid until another writer
+        commits."""
         if self._is_current:
-            self._as_of = db.as_of
+            self._committed_as_of = db.as_of
 
     def _read(self, db: Transaction) -> None:
         version, open_day, chain, sealed_hour_ms = db.rows(_LEDGER_STATE)[0]
@@ -153,14 +161,16 @@ class LedgerTransactions:
 
 
 class _Batch:
-    """The items of one transaction, played in memory between what is read and what is written."""
+    """The items of one transaction, applied in memory between reading and writing."""
 
-    def __init__(self, db: Transaction, books: LedgerTransactions, items: Sequence[Item]) -> None:
-        """Looked through once: an answer alone waits for all of this. `reached`: the last that is
-        noted of each request; one that is settled needs none. `is_progress`: there is nothing
-        else."""
+    def __init__(self, db: Transaction, state: LedgerTransactions, items: Sequence[Item]) -> None:
+        """Look through the items once; a single response waits for all of this.
+
+        `reached`: the last progress noted of each request that is not settled in the batch.
+        `is_only_progress`: the batch contains only progress notes.
+        """
         self._db = db
-        self._books = books
+        self._state = state
         self._items = items
         self.reached: dict[str, Progress] = {}
         self.breached: list[UsageEntry] = []
@@ -184,43 +194,43 @@ class _Batch:
                 self.reached.update(item.reached)
             else:
                 others += 1
-        self.is_progress = not self._ids and not others
+        self.is_only_progress = not self._ids and not others
 
-    def play(self) -> list[TenancyError | None]:
-        """See `LedgerTransactions.apply`."""
-        db, books = self._db, self._books
-        self._page = EntryAppender(db, books.chain, books.sealed_hour_ms)
+    def apply(self) -> list[TenancyError | None]:
+        """Apply the items; see `LedgerTransactions.apply`."""
+        db, state = self._db, self._state
+        self._entries = EntryAppender(db, state.chain, state.sealed_hour_ms)
         self._holds = Holds(db, self._ids)
         self._names = IdempotencyNames(db, self._claimed, self._ended)
-        self._windows = BudgetWindows(db, books.budgets)
-        if books.budgets:
+        self._windows = BudgetWindows(db, state.budgets)
+        if state.budgets:
             requests = (one if isinstance(one, Hold) else entry_in(one) for one in self._items)
-            self._windows.read([self._whose(one) for one in requests if one is not None])
-        answers = [self._play(item) for item in self._items]
+            self._windows.read([self._budget_day(one) for one in requests if one is not None])
+        answers = [self._apply_item(item) for item in self._items]
         self._holds.finish()
         self._names.finish()
-        self._page.finish()
+        self._entries.finish()
         self._windows.finish()
-        books.chain, books.sealed_hour_ms = self._page.chain, self._page.sealed_hour_ms
+        state.chain, state.sealed_hour_ms = self._entries.chain, self._entries.sealed_hour_ms
         return answers
 
-    def _play(self, item: Item) -> TenancyError | None:
+    def _apply_item(self, item: Item) -> TenancyError | None:
         if isinstance(item, UsageEntry):
             self._settle(item)
         elif isinstance(item, Hold):
             return self._hold(item)
         elif isinstance(item, NamedEntry):
             self._settle(item.entry)
-            self._names.settle(item.entry.request_id, item.keeping)
+            self._names.settle(item.entry.request_id, item.replay)
         elif isinstance(item, StorageReading):
             self._store_reading(item)
         elif isinstance(item, EngineTotals):
             self._db.execute_many(_WRITE_EPOCH, [structs.astuple(item)])
-        return None  # what is noted of progress is written together
+        return None  # progress notes are written together by `apply`
 
     def _hold(self, hold: Hold) -> TenancyError | None:
-        card = self._books.cards.in_force(hold.model, hold.tier, hold.started_ms)
-        booked_ms = max(hold.started_ms, self._books.open_from_ms)
+        card = self._state.cards.in_force(hold.model, hold.tier, hold.started_ms)
+        booked_ms = max(hold.started_ms, self._state.open_from_ms)
         try:
             pico = max_charge(card, hold.input_tokens, hold.output_tokens)
         except TenancyError as error:
@@ -236,15 +246,15 @@ class _Batch:
             return refused
         if self._holds.is_used(hold.request_id):
             if hold.is_running:
-                return None  # it was sent again
-            return LedgerUnavailable("duplicate_request", "This request id was used before.")
+                return None  # a repeated hold
+            return LedgerUnavailable("duplicate_request", "Duplicate request id.")
         card_id, tokens = card.rate_card_id, hold.input_tokens + hold.output_tokens
         row = (
             *(hold.request_id, hold.tenant_id, hold.key_id, hold.model, hold.started_ms),
             *(hold.workspace, hold.tier, hold.dialect, hold.epoch),
-            *(card_id, tokens, pico, booked_ms, self._books.writer_id),
+            *(card_id, tokens, pico, booked_ms, self._state.writer_id),
         )
-        self._holds.make(hold.request_id, (card_id, pico, booked_ms), row)
+        self._holds.add(hold.request_id, (card_id, pico, booked_ms), row)
         if claim is not None:
             self._names.take(hold.tenant_id, hold.workspace, hold.request_id, claim)
         add_spending(spending, spent=0, reserved=pico)
@@ -255,37 +265,40 @@ class _Batch:
             _check_class_sums(entry)
         if entry.recomputed_promised_tokens:
             self.breached.append(entry)
-        books = self._books
-        held = self._holds.held(entry.request_id)
+        state = self._state
+        held = self._holds.find(entry.request_id)
         if held is not None:
             card_id, reserved, booked_ms = held
-            card = books.cards.card(card_id)
+            card = state.cards.card(card_id)
         else:
             reserved, booked_ms = 0, entry.started_ms
-            card = books.cards.in_force(entry.model, entry.tier, entry.started_ms)
-        if booked_ms < books.open_from_ms:
-            booked_ms = books.open_from_ms
+            card = state.cards.in_force(entry.model, entry.tier, entry.started_ms)
+        if booked_ms < state.open_from_ms:
+            booked_ms = state.open_from_ms
         if card is not FREE_CARD or entry.rate_card_id != FREE or entry.charge_pico:
             entry = _priced(card, entry)
         spent = 0
         if self._holds.settle(entry.request_id):
-            self._page.add(entry, booked_ms)
+            self._entries.add(entry, booked_ms)
             spent = entry.charge_pico
-        if books.budgets:
+        if state.budgets:
             whose = self._windows.of(entry.tenant_id, entry.key_id, booked_ms)
             add_spending(whose, spent=spent, reserved=-reserved)
 
     def _store_reading(self, reading: StorageReading) -> None:
-        booked_ms = max(reading.at_ms, self._books.open_from_ms)
-        card = self._books.cards.in_force(reading.model, reading.tier, booked_ms)
+        booked_ms = max(reading.at_ms, self._state.open_from_ms)
+        card = self._state.cards.in_force(reading.model, reading.tier, booked_ms)
         whose = (reading.tenant_id, hour_of(booked_ms), reading.model, reading.retention)
         row = (*whose, card.rate_card_id, reading.token_seconds)
         self._db.execute_many(_ADD_STORAGE, [row])
 
-    def _whose(self, item: Hold | UsageEntry) -> BudgetDay:
-        """Whose budgets it moves, and on which day: almost always, and else they are read then."""
-        held = self._holds.held(item.request_id)
-        booked_ms = max(item.started_ms if held is None else held[2], self._books.open_from_ms)
+    def _budget_day(self, item: Hold | UsageEntry) -> BudgetDay:
+        """Return tenant, key and day whose budgets the item will most likely change.
+
+        If the guess is wrong, those windows are read when they are needed.
+        """
+        held = self._holds.find(item.request_id)
+        booked_ms = max(item.started_ms if held is None else held[2], self._state.open_from_ms)
         return item.tenant_id, item.key_id, booked_ms // DAY_MS
 
 
@@ -303,10 +316,10 @@ def _priced(card: RateCard, entry: UsageEntry) -> UsageEntry:
 
 
 def _check_class_sums(entry: UsageEntry) -> None:
-    """Where classes are known they make up the sum."""
+    """Raise LedgerUnavailable if tokens by class do not add up to their sum."""
     fits = _adds_up(entry.read, entry.cache_read_tokens)
     if not fits or not _adds_up(entry.write, entry.cache_write_tokens):
-        message = "Tokens by retention class do not make up their sum."
+        message = "Tokens by retention class do not add up to their sum."
         raise LedgerUnavailable("impossible_entry", message)
 
 

@@ -1,9 +1,9 @@
-"""The ledger's writer: items in, durable or refused when `write` returns. One over a database file.
+"""The ledger's writer: each item is durable or refused when `write` returns.
 
-On a start, holds that a dead process left open become entries `interrupted` of what was noted of
-them last. When the disk fails, nobody is told that anything was written; the file is closed, opened
-and checked before the next entry. It knows no thread, no queue and no socket: `ledger` keeps one in
-a thread, `ledger_child` in a process of its own.
+At a start, holds that a dead process left open become `interrupted` entries with the progress noted
+last. After a disk error no item is confirmed; the file is closed, reopened and checked before the
+next entry. A database file has one writer. The module knows no thread, no queue and no socket:
+`ledger` runs it in a thread, `process` in a process.
 """
 
 from __future__ import annotations
@@ -32,19 +32,24 @@ BATCH_MAX = 128
 """Items in one transaction."""
 
 ATTEMPTS = 3
+"""Attempts of a transaction that conflicts or loses its connection."""
 NOT_DURABLE = "not_durable"
-"""Of a LedgerUnavailable: the database failed, and it may or may not be there."""
+"""Code of a LedgerUnavailable after a database failure: the item may or may not be stored."""
 
 KEEP_POINT_MS = 60_000
-"""How often it is noted beside the database how far this ledger has come, while it goes on."""
+"""Interval at which the last known entry is saved beside the database."""
 
 Answers = list[TenancyError | None]
-"""For each item why it was refused, with nothing of it written; None for what is durable."""
+"""For each item its refusal, with nothing written; None if the item is durable."""
 
 
 class LedgerWriter:
-    """Belongs to one thread. `found_epoch`: begun because another database is in this one's place;
-    `interrupted`: how many holds were open; `writer_id`: whose they are from now on."""
+    """The writer of one store. Belongs to one thread.
+
+    `found_epoch`: the epoch that began because the database was replaced, or None. `interrupted`:
+    how many open holds were closed at the start. `writer_id`: the id under which this writer keeps
+    holds.
+    """
 
     def __init__(
         self,
@@ -55,20 +60,19 @@ class LedgerWriter:
         successor_of: int = 0,
         patience_s: float = 0.0,
     ) -> None:
-        """Close what the dead left open, then take items. `living`: requests that go on, though the
-        writer `successor_of` is dead that wrote their holds: they are this one's now.
-        `patience_s`: how long another may still be at its end.
+        """Close the holds of dead writers, then accept items.
 
-        Raises StoreError if another process is writing, whose open holds are not ours to close,
-        and if the database cannot be written.
+        `living`: requests that continue although their writer `successor_of` died; this writer
+        takes over their holds. `patience_s`: how long to wait for another writer to finish. Raises
+        StoreError if another process writes the database or it cannot be written.
         """
         self._store = store
         self._clock = clock
         self.writer_id = store.claim(successor_of, patience_s)
-        self._books = LedgerTransactions(self.writer_id)
-        self._doubtful: set[str] = set()  # holds that were refused and may be there
-        self._is_damaged = False  # the disk has failed us; check before going on
-        self._has_recent = False  # there may be sums to be moved
+        self._transactions = LedgerTransactions(self.writer_id)
+        self._doubtful: set[str] = set()  # refused holds that may be stored
+        self._is_damaged = False  # after a disk error: check before writing
+        self._has_recent = False  # there may be sums to fold
         is_over = cache(store.is_over)
 
         def is_dead(request_id: str, writer_id: int) -> bool:
@@ -79,23 +83,23 @@ class LedgerWriter:
         try:
             self.found_epoch = detect_replacement(store, clock)
             self.interrupted = self._close_holds(is_dead)
-            self._move_all_sums()
-            self._keep_point()
+            self._fold_all_sums()
+            self._save_point()
         except BaseException:
             store.disclaim()
             raise
 
     def write(self, items: Sequence[Item]) -> Answers:
-        """One transaction for all, in order; when it fails nobody is told that anything was
-        written. At most `BATCH_MAX` at once, or others wait long for the database.
+        """Write items in one transaction, in order; if it fails, no item is confirmed.
 
-        `BudgetExceeded`, `IdempotencyConflict`, `BadPrice` and `LedgerUnavailable` are returned as
-        answers; an exception is a mistake of ours.
+        The caller passes at most `BATCH_MAX` items, so that other writers wait only briefly.
+        Refusals (`BudgetExceeded`, `IdempotencyConflict`, `BadPrice`, `LedgerUnavailable`) are
+        returned; an exception is a mistake of ours.
         """
         try:
             return self._commit(items)
         except (ConstraintBroken, LedgerUnavailable) as error:
-            if len(items) > 1:  # one impossible entry must not take the others with it
+            if len(items) > 1:  # one impossible entry must not fail the others
                 return [answer for item in items for answer in self.write([item])]
             return [_not_written("impossible_entry", error)]
         except StoreBusy as error:
@@ -103,28 +107,27 @@ class LedgerWriter:
         except StoreError as error:
             self._is_damaged = True
             holds = [item for item in items if isinstance(item, Hold)]
-            # What runs already will have its entry, whether its hold is there or not.
+            # A running request gets its entry, with or without a stored hold.
             self._doubtful.update(hold.request_id for hold in holds if not hold.is_running)
             return [_not_written(NOT_DURABLE, error) for _ in items]
 
     def look_after(self) -> None:
-        """What is done now and then, when everybody has been told: a point is kept, and recent sums
-        are moved."""
-        if abs(self._clock() - self._kept_ms) >= KEEP_POINT_MS:
+        """Run periodic maintenance after a batch is answered: save the known point, fold sums."""
+        if abs(self._clock() - self._point_saved_ms) >= KEEP_POINT_MS:
             self._has_recent = True
-            self._keep_point()
+            self._save_point()
         if self._has_recent:
-            self._has_recent = self._move_sums()
+            self._has_recent = self._fold_sums()
 
     def abandon(self) -> None:
-        """Nobody will settle what is open here: it is closed now, and not at the next start. Raises
+        """Close the open holds of this writer now, as no caller will settle them. Raises
         StoreError."""
         self._close_holds(lambda _, writer_id: writer_id == self.writer_id)
 
     def close(self) -> None:
-        """Another may write from now on. Once."""
-        self._move_all_sums()
-        self._keep_point()
+        """Release the database for the next writer. Call once."""
+        self._fold_all_sums()
+        self._save_point()
         self._store.disclaim()
 
     def _commit(self, items: Sequence[Item]) -> Answers:
@@ -142,34 +145,33 @@ class LedgerWriter:
 
     def _apply(self, items: Sequence[Item]) -> Answers:
         with self._store.change() as db:
-            answers = self._books.apply(db, items)
-            if self._books.breached:
-                credit_breaches(db, self._clock(), self._books.breached)
-        self._books.keep(db)
+            answers = self._transactions.apply(db, items)
+            if self._transactions.breached:
+                credit_breaches(db, self._clock(), self._transactions.breached)
+        self._transactions.mark_committed(db)
         return answers
 
-    def _keep_point(self) -> None:
-        """What another database in this one's place would not have."""
-        self._kept_ms = self._clock()
+    def _save_point(self) -> None:
+        """Save the point by which a replaced database is detected."""
+        self._point_saved_ms = self._clock()
         with suppress(StoreError):
             save_known_point(self._store, self._clock)
 
-    def _move_all_sums(self) -> None:
-        while self._move_sums():
+    def _fold_all_sums(self) -> None:
+        while self._fold_sums():
             pass
 
-    def _move_sums(self) -> bool:
-        """A minute's sums go where they stay, some at a time. Are there more?"""
+    def _fold_sums(self) -> bool:
+        """Fold some recent sums. Returns whether there may be more."""
         with suppress(StoreError), self._store.change() as db:
             return fold_recent_sums(db)
         return False
 
     def _close_holds(self, is_dead: Callable[[str, int], bool]) -> int:
-        """Those of which it is true, by request id and writer, are settled to what was noted of
-        them."""
+        """Settle the holds for which `is_dead(request_id, writer_id)` is true to their progress."""
         now_ms = self._clock()
         rows = self._store.query(OPEN_HOLDS)
-        # Named or not: what was not answered leaves its name to be used again.
+        # Named or not: a request without a response frees its name.
         dead = [NamedEntry(interrupted(row, now_ms)) for row in rows if is_dead(row[0], row[1])]
         if dead:
             self._apply(dead)
@@ -177,10 +179,10 @@ class LedgerWriter:
 
 
 def is_written(answer: TenancyError | None) -> bool:
-    """Could the database take it, wanted or refused?"""
+    """Return whether the database took the item, as an entry or as a refusal."""
     return not (isinstance(answer, LedgerUnavailable) and answer.code == NOT_DURABLE)
 
 
 def _not_written(code: str, error: Exception) -> LedgerUnavailable:
-    """The message names the kind of error, never a value."""
+    """Return the refusal; its message names the kind of error and contains no value."""
     return LedgerUnavailable(code, f"The ledger could not be written ({type(error).__name__}).")

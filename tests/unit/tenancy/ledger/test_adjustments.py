@@ -1,4 +1,4 @@
-"""Corrections are entries of their own: once, in words, never more than was charged."""
+"""Adjustments: booked once, with a reason, never beyond the charge."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def code_of(store: Store, wall: Wall, adjustment: Adjustment) -> str:
     return caught.value.code
 
 
-def test_a_credit_is_booked_once(books: Store, wall: Wall) -> None:
-    """However often it is sent; and a tenant's sum shows it beside the charge."""
+def test_credit_is_booked_once(books: Store, wall: Wall) -> None:
+    """However often it is sent; usage shows it beside the charge."""
     answers = [adjust(books, wall, credit()), adjust(books, wall, credit())]
 
     assert answers == [True, False]
@@ -52,16 +52,15 @@ def test_a_credit_is_booked_once(books: Store, wall: Wall) -> None:
     assert (piece.charge_pico, piece.adjusted_pico) == (CHARGE, -5)
 
 
-def test_an_id_is_for_one_adjustment(books: Store, wall: Wall) -> None:
-    """A second meaning would be lost in silence."""
+def test_id_cannot_be_reused_for_another_adjustment(books: Store, wall: Wall) -> None:
     adjust(books, wall, credit())
 
     assert code_of(books, wall, credit(6)) == "adjustment_id_used"
     assert code_of(books, wall, credit(reason="another")) == "adjustment_id_used"
 
 
-def test_credits_never_exceed_what_was_charged(books: Store, wall: Wall) -> None:
-    """To the pico-dollar, all of them together, debits included."""
+def test_credits_never_exceed_the_charge(books: Store, wall: Wall) -> None:
+    """To the pico-dollar, all credits and debits together."""
     adjust(books, wall, credit(CHARGE - 1))
     too_much = code_of(books, wall, credit(2, "y"))
     adjust(books, wall, Adjustment("z", "a", 4, "counted twice"))
@@ -71,8 +70,8 @@ def test_credits_never_exceed_what_was_charged(books: Store, wall: Wall) -> None
     assert usage(books)[0].adjusted_pico == -CHARGE
 
 
-def test_late_corrections_go_to_the_next_open_day(books: Store, wall: Wall) -> None:
-    """A closed day stays as it was reported, whatever the clock says."""
+def test_late_adjustments_are_booked_on_the_next_open_day(books: Store, wall: Wall) -> None:
+    """A closed day stays as reported, whatever the clock says."""
     wall.ms += 2 * DAY_MS
     close_days(books, wall)
     wall.ms -= 2 * DAY_MS
@@ -95,7 +94,7 @@ def test_late_corrections_go_to_the_next_open_day(books: Store, wall: Wall) -> N
         (Adjustment("x", "a", -1, "r" * 501), "bad_adjustment"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_refuses_invalid_adjustments(
     books: Store, wall: Wall, adjustment: Adjustment, code: str
 ) -> None:
     """With nothing written."""
@@ -106,8 +105,8 @@ def test_what_cannot_be_is_refused(
 @pytest.mark.parametrize(
     "statement", ["delete from adjustments", "update adjustments set amount_pico = 1"]
 )
-def test_no_program_edits_an_adjustment(books: Store, wall: Wall, statement: str) -> None:
-    """The file itself says no."""
+def test_database_refuses_edits_of_adjustments(books: Store, wall: Wall, statement: str) -> None:
+    """By a trigger."""
     adjust(books, wall, credit())
 
     with pytest.raises(ConstraintBroken), books.change() as db:

@@ -1,4 +1,4 @@
-"""Sums that are added to in one place and kept in others: the same to whoever asks."""
+"""Sums in `recent_sums` and in their permanent tables give the same answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACES = ("usage_hours", "usage_days", "epoch_sums", "recent_sums")
 
 
 def some_entries(random: Random, count: int) -> list[UsageEntry]:
-    """Of two tenants, over three days and two lives of the engine."""
+    """Return entries of two tenants, over three days and two engine epochs."""
     return [
         structs.replace(
             used(str(number), random.randrange(3 * DAY_MS)),
@@ -47,7 +47,7 @@ def some_entries(random: Random, count: int) -> list[UsageEntry]:
 
 
 def answers(store: Store) -> list[object]:
-    """All that is asked of sums."""
+    """Return the results of every query over sums."""
     asked = [usage(store, by=by) for by in GROUPS]
     parts = [
         usage(store, tenant="ada", since_ms=HOUR_MS // 2, until_ms=2 * DAY_MS + 5, by=by)
@@ -56,8 +56,8 @@ def answers(store: Store) -> list[object]:
     return [*asked, *parts, reconcile(store), check_books(store)]
 
 
-def test_moving_sums_changes_no_answer(store: Store, wall: Wall) -> None:
-    """Before, in between and after, whoever asks and whatever is booked meanwhile."""
+def test_folding_changes_no_query_result(store: Store, wall: Wall) -> None:
+    """Before, between and after, with entries booked meanwhile."""
     for name in ("ada", "bob"):
         create_tenant(store, wall, name)
     add_card(store, wall, RateCard("std", input=3_000, output=900_000, cache_read=300))
@@ -80,8 +80,8 @@ def test_moving_sums_changes_no_answer(store: Store, wall: Wall) -> None:
     assert (places["recent_sums"], places["epoch_sums"]) == (0, 2)
 
 
-def test_many_sums_are_moved_some_at_a_time(store: Store, wall: Wall) -> None:
-    """Whoever has thousands of keys does not wait for all of them at once."""
+def test_folds_a_bounded_number_of_rows(store: Store, wall: Wall) -> None:
+    """A tenant with thousands of keys must not block others."""
     create_tenant(store, wall, "ada")
     count = 2 * FOLD_ROWS_MAX + 50
     sent = [structs.replace(used(str(key), wall()), key_id=key) for key in range(count)]
@@ -98,8 +98,8 @@ def test_many_sums_are_moved_some_at_a_time(store: Store, wall: Wall) -> None:
     assert check_books(store) == []
 
 
-def test_a_writer_moves_them_each_minute_and_at_its_end(store: Store, wall: Wall) -> None:
-    """So that they stay few, and what lies in the file for years is in its place."""
+def test_writer_folds_each_minute_and_at_its_end(store: Store, wall: Wall) -> None:
+    """So recent rows stay few and old rows are in their place."""
     create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     left: list[int] = []

@@ -1,4 +1,4 @@
-"""A promise that was broken is credited: exactly, once, whatever happens in between."""
+"""Credits of broken promises: exact, and once, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def entry(
     output: int = 100,
     ending: str = "done",
 ) -> UsageEntry:
-    """It read by contract, and `lost` of it had to be computed again."""
+    """Return an entry that read by contract, of which `lost` tokens were computed again."""
     found = {"1h": 100} if read is None else read
     total = sum(found.values())
     return UsageEntry(
@@ -68,7 +68,7 @@ def entry(
 
 @contextmanager
 def opened(kept: Store, wall: Wall, card: RateCard = CARD) -> Iterator[tuple[Store, Ledger]]:
-    """A ledger with a tenant and this card; again, if it was there. `kept`: stays open."""
+    """Yield a ledger with a tenant and this card. `kept`: a store that stays open."""
     store = kept.another()
     if not load_cards(store):
         create_tenant(store, wall, "ada")
@@ -80,12 +80,12 @@ def opened(kept: Store, wall: Wall, card: RateCard = CARD) -> Iterator[tuple[Sto
 
 
 def credits(store: Store) -> dict[str, int]:
-    """By adjustment id."""
+    """Return credits by adjustment id."""
     return dict(store.query("select adjustment_id, amount_pico from adjustments"))
 
 
-def test_a_breach_is_credited_beside_its_entry(store: Store, wall: Wall) -> None:
-    """What writing the lost tokens costs in their class, on the bill of its hour, with a reason."""
+def test_breach_is_credited_with_its_entry(store: Store, wall: Wall) -> None:
+    """The write price of the lost tokens, in the entry's hour, with a reason."""
     with opened(store, wall) as (_, ledger):
         ledger.settle(entry()).result(20)
         ledger.settle(entry("b", lost=0)).result(20)
@@ -99,8 +99,8 @@ def test_a_breach_is_credited_beside_its_entry(store: Store, wall: Wall) -> None
         assert check_books(store) == []
 
 
-def test_a_breach_is_credited_once(store: Store, wall: Wall) -> None:
-    """Settled again, over a restart, after the price has changed, on a closed day."""
+def test_breach_is_credited_once(store: Store, wall: Wall) -> None:
+    """Settled again, after a restart, after a price change, and on a closed day."""
     with opened(store, wall) as (_, ledger):
         ledger.hold(Hold("a", 1, 1, "m", 1_000_000, 200, 200)).result(20)
         for again in [ledger.settle(entry()), ledger.settle(entry())]:
@@ -116,8 +116,8 @@ def test_a_breach_is_credited_once(store: Store, wall: Wall) -> None:
         assert check_books(store) == []
 
 
-def test_nothing_is_credited_unless_the_card_says_so(store: Store, wall: Wall) -> None:
-    """Off by default: cards from before there were credits mean none."""
+def test_no_credit_without_a_policy(store: Store, wall: Wall) -> None:
+    """The default of cards."""
     with opened(store, wall, RateCard("std", input=3, cache_read=1)) as (_, ledger):
         ledger.settle(entry()).result(20)
 
@@ -125,8 +125,8 @@ def test_nothing_is_credited_unless_the_card_says_so(store: Store, wall: Wall) -
         assert [card.breach_credit for card in load_cards(store)] == ["none"]
 
 
-def test_a_failure_of_ours_costs_nothing_and_is_credited_nothing(store: Store, wall: Wall) -> None:
-    """What was not charged cannot be given back."""
+def test_failures_get_no_credit(store: Store, wall: Wall) -> None:
+    """They were not charged."""
     with opened(store, wall) as (_, ledger):
         ledger.settle(entry(ending="failed")).result(20)
 
@@ -134,8 +134,8 @@ def test_a_failure_of_ours_costs_nothing_and_is_credited_nothing(store: Store, w
         assert check_books(store) == []
 
 
-def test_the_ids_of_breaches_are_the_ledgers_own(store: Store, wall: Wall) -> None:
-    """An adjustment by hand under such an id would stand in the way of an entry."""
+def test_breach_ids_are_reserved(store: Store, wall: Wall) -> None:
+    """A manual adjustment under such an id would block the credit."""
     with opened(store, wall) as (_, ledger):
         ledger.settle(entry("b", lost=0)).result(20)
 
@@ -154,8 +154,8 @@ def test_the_ids_of_breaches_are_the_ledgers_own(store: Store, wall: Wall) -> No
         "update adjustments set adjustment_id = 'x'",
     ],
 )
-def test_a_credit_that_is_missing_or_wrong_is_found(store: Store, wall: Wall, damage: str) -> None:
-    """The books are checked from entries and cards up."""
+def test_audit_finds_missing_or_wrong_credits(store: Store, wall: Wall, damage: str) -> None:
+    """It recomputes them from entries and cards."""
     with opened(store, wall) as (_, ledger):
         ledger.settle(entry()).result(20)
         where = "" if store.is_near else " on adjustments"
@@ -176,7 +176,7 @@ def test_a_credit_that_is_missing_or_wrong_is_found(store: Store, wall: Wall, da
     part=st.fractions(0, 1),
 )
 @settings(max_examples=150)
-def test_a_credit_is_exact(
+def test_credit_equals_exact_fractions(
     policy: BreachCredit,
     prices: tuple[int, ...],
     minimum: int,
@@ -184,7 +184,7 @@ def test_a_credit_is_exact(
     output: int,
     part: Fraction,
 ) -> None:
-    """Against fractions: each lost token at its price, the dearest first, at most the charge."""
+    """Each lost token at its price, the most expensive first, up to the charge."""
     card = RateCard(
         "std",
         input=prices[0],
@@ -216,15 +216,15 @@ AGAIN = st.lists(st.integers(0, 7), max_size=6)
 
 @given(lost=LOST, again=AGAIN)
 @settings(max_examples=15, deadline=None)
-def test_credits_are_the_sum_of_breaches(lost: list[int], again: list[int]) -> None:
-    """However entries are batched, repeated and interrupted by a restart."""
+def test_credits_match_breaches_over_any_batches(lost: list[int], again: list[int]) -> None:
+    """However entries are batched, repeated and interrupted by restarts."""
     with new_store() as store:
         check_credits(store, lost, again)
 
 
 @given(lost=LOST, again=AGAIN)
 @settings(max_examples=4, deadline=None)
-def test_credits_are_the_sum_of_breaches_on_a_server_too(
+def test_credits_match_breaches_on_a_server(
     postgres_server: Server, lost: list[int], again: list[int]
 ) -> None:
     """There a batch is written in few statements."""

@@ -1,4 +1,4 @@
-"""What the entries of one transaction add up to: their chain, their sums, their seal."""
+"""Entries of a transaction: chain, sums and seal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.tenancy.conftest import Wall, used
 
 
 def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """A row that is changed, taken out or put between breaks every chain behind it."""
+    """A changed, removed or inserted row breaks every later chain."""
     for name in "abc":
         ledger.settle(used(name, wall())).result(20)
     rows = store.query(f"select {', '.join(ENTRY_FIELDS)}, chain from ledger order by entry_id")
@@ -26,9 +26,7 @@ def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
     assert list(rows[0][:-1]) == entry_row(used("a", wall()), wall())
 
 
-def test_settling_again_leaves_the_chain_and_the_sums(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
+def test_settling_again_keeps_chain_and_sums(store: Store, ledger: Ledger, wall: Wall) -> None:
     """In one batch or in two."""
     sent = [ledger.settle(used(name, wall())) for name in "aabab"]
     for future in sent:
@@ -38,8 +36,8 @@ def test_settling_again_leaves_the_chain_and_the_sums(
     assert store.query(f"select requests, prompt_tokens from {HOURS}") == [(2, 20)]
 
 
-def test_the_chain_is_sealed_once_an_hour(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """By the hours that come, whichever way the clock is set."""
+def test_chain_is_sealed_once_an_hour(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """In booking order, even if the clock is set back."""
     for number, hours in enumerate((1, 0, 0, 500, 0, -500)):
         wall.ms += hours * HOUR_MS
         ledger.settle(used(str(number), wall())).result(20)

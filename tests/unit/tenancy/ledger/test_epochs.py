@@ -1,4 +1,4 @@
-"""Lives of a ledger: sums never fall within one, and an exchanged database begins the next."""
+"""Ledger epochs: totals never fall within one, and a replaced database begins the next."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 20
 
 
 class Life:
-    """A ledger in a file that is opened and closed, copied and put back."""
+    """A ledger file that is opened and closed, copied and restored."""
 
     def __init__(self, folder: Path, wall: Wall) -> None:
         self.path = folder / "test.db"
@@ -38,8 +38,10 @@ class Life:
         store.close()
 
     def run(self, *request_ids: str, is_killed: bool = False) -> tuple[int, int]:
-        """One life of a server: the epoch it found, and its entries then. One that is killed
-        leaves what was known at its last minute."""
+        """Run one server life. Returns the epoch it found and the entries then.
+
+        A killed one leaves the point known at its last minute.
+        """
         store = SqliteStore(self.path)
         ledger = Ledger(store, self.wall)
         known = self.known.read_bytes()
@@ -71,16 +73,16 @@ def life(tmp_path: Path, wall: Wall) -> Life:
     return Life(tmp_path, wall)
 
 
-def test_a_ledger_has_one_epoch_over_restarts_and_crashes(life: Life) -> None:
-    """L8: nothing is lost by them, so nothing falls."""
+def test_restarts_and_crashes_keep_the_epoch(life: Life) -> None:
+    """L8: they lose nothing, so no total falls."""
     found = [life.run("1-1"), life.run("1-2", is_killed=True), life.run("1-3"), life.run()]
 
     assert found == [(1, 1), (1, 2), (1, 3), (1, 3)]
     assert life.epochs() == [(1, "begun", 0)]
 
 
-def test_a_ledger_has_a_history_from_its_first_entry_on(store: Store, wall: Wall) -> None:
-    """What was written down before this gateway, another one had to answer."""
+def test_history_begins_with_the_first_entry(store: Store, wall: Wall) -> None:
+    """Entries that another gateway wrote count."""
     create_tenant(store, wall, "ada")
     before = has_history(store)
     ledger = Ledger(store, wall)
@@ -90,8 +92,7 @@ def test_a_ledger_has_a_history_from_its_first_entry_on(store: Store, wall: Wall
     assert (before, has_history(store)) == (False, True)
 
 
-def test_a_file_that_was_put_back_by_hand_is_found(life: Life) -> None:
-    """Whoever copies an old file over a newer one does not have to tell us."""
+def test_detects_a_file_restored_by_hand(life: Life) -> None:
     life.run("1-1")
     old = life.copy("old.db")
     life.run("1-2", "1-3")
@@ -102,8 +103,8 @@ def test_a_file_that_was_put_back_by_hand_is_found(life: Life) -> None:
     assert life.epochs() == [(1, "begun", 0), (2, "found", 1)]
 
 
-def test_histories_that_part_have_numbers_of_their_own(life: Life) -> None:
-    """The same backup put back twice is two histories."""
+def test_diverging_histories_have_different_numbers(life: Life) -> None:
+    """The same backup restored twice makes two histories."""
     life.run("1-1")
     old = life.copy("old.db")
     for _ in range(2):
@@ -119,8 +120,7 @@ def test_histories_that_part_have_numbers_of_their_own(life: Life) -> None:
     assert life.run() == (5, 2), "another epoch was here in between"
 
 
-def test_an_empty_file_in_the_ledgers_place_is_found(life: Life) -> None:
-    """Nothing of what was known is in it."""
+def test_detects_an_empty_replacement(life: Life) -> None:
     life.run("1-1")
     life.path.unlink()
 
@@ -128,8 +128,8 @@ def test_an_empty_file_in_the_ledgers_place_is_found(life: Life) -> None:
 
 
 @pytest.mark.parametrize("known", [None, b"", b"{}", b"\xff", b'{"epoch": "1"}'])
-def test_what_is_not_known_is_no_alarm(life: Life, known: bytes | None) -> None:
-    """Half a note, or none: from the start of this server on it is kept again."""
+def test_missing_or_unreadable_point_is_no_alarm(life: Life, known: bytes | None) -> None:
+    """It is saved again from this start on."""
     life.run("1-1")
     life.known.unlink()
     if known is not None:
@@ -139,8 +139,8 @@ def test_what_is_not_known_is_no_alarm(life: Life, known: bytes | None) -> None:
     assert b'"entry_id":2' in life.known.read_bytes()
 
 
-def test_a_point_is_kept_each_minute_of_a_server_that_writes(tmp_path: Path, wall: Wall) -> None:
-    """One that is killed after days must not have known its first day only."""
+def test_saves_the_point_each_minute(tmp_path: Path, wall: Wall) -> None:
+    """A server killed after days must not have saved its first day only."""
     store = SqliteStore(tmp_path / "test.db")
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
@@ -161,8 +161,8 @@ def test_a_point_is_kept_each_minute_of_a_server_that_writes(tmp_path: Path, wal
     assert known.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_disk_that_keeps_no_point_stops_no_ledger(tmp_path: Path, wall: Wall) -> None:
-    """It is a defence and no promise."""
+def test_failure_to_save_the_point_is_tolerated(tmp_path: Path, wall: Wall) -> None:
+    """Saving it is best effort."""
     (tmp_path / "test.db.known").mkdir()
     store = SqliteStore(tmp_path / "test.db")
     create_tenant(store, wall, "ada")
@@ -175,8 +175,8 @@ def test_a_disk_that_keeps_no_point_stops_no_ledger(tmp_path: Path, wall: Wall) 
     assert found == [(1,)]
 
 
-def test_epochs_begin_behind_what_is_there_and_stay(store: Store, wall: Wall) -> None:
-    """On either kind of database; the books say if one does not fit."""
+def test_epochs_begin_after_the_last_entry(store: Store, wall: Wall) -> None:
+    """The audit finds one that does not fit."""
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
     ledger.settle(entry("1-1")).result(PATIENCE_S)
@@ -193,8 +193,7 @@ def test_epochs_begin_behind_what_is_there_and_stay(store: Store, wall: Wall) ->
             db.execute(sql)
 
 
-def test_an_epoch_that_does_not_fit_its_entry_is_found(store: Store, wall: Wall) -> None:
-    """Whoever writes one by hand cannot know the chain."""
+def test_audit_finds_an_epoch_with_a_wrong_chain(store: Store, wall: Wall) -> None:
     create_tenant(store, wall, "ada")
     with store.change() as db:
         db.execute("insert into ledger_epochs values (2, 0, 'marked', 7, ?)", (b"x",))

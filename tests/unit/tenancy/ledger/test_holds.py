@@ -1,4 +1,4 @@
-"""One transaction's request ids: what came before in it counts as if it had been written."""
+"""Items of one transaction see the effects of earlier items in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ada(store: Store, wall: Wall) -> None:
 
 
 def apply(store: Store, items: Sequence[Item]) -> list[TenancyError | None]:
-    """All in one transaction."""
+    """Apply items in one transaction."""
     with store.change() as db:
         return LedgerTransactions().apply(db, items)
 
@@ -43,8 +43,8 @@ def request_ids(store: Store, table: str) -> list[str]:
     return [row[0] for row in store.query(f"select request_id from {table} order by 1")]
 
 
-def test_a_hold_and_its_entry_may_share_a_transaction(store: Store, wall: Wall) -> None:
-    """Whoever breaks off at once does."""
+def test_hold_and_entry_may_share_a_transaction(store: Store, wall: Wall) -> None:
+    """As after an immediate disconnect."""
     answers = apply(store, [hold("a", wall()), used("a", wall()), hold("a", wall())])
 
     assert codes(answers) == ["", "", "duplicate_request"]
@@ -52,8 +52,8 @@ def test_a_hold_and_its_entry_may_share_a_transaction(store: Store, wall: Wall) 
     assert request_ids(store, "holds") == []
 
 
-def test_an_id_is_used_once_within_a_transaction(store: Store, wall: Wall) -> None:
-    """By whichever hold came first; an entry comes first too."""
+def test_request_id_is_used_once_within_a_transaction(store: Store, wall: Wall) -> None:
+    """By the first hold or entry."""
     answers = apply(
         store, [hold("a", wall()), hold("a", wall()), used("b", wall()), hold("b", wall())]
     )
@@ -62,10 +62,8 @@ def test_an_id_is_used_once_within_a_transaction(store: Store, wall: Wall) -> No
     assert request_ids(store, "holds") == ["a"]
 
 
-def test_what_was_released_may_be_reserved_in_the_same_transaction(
-    store: Store, wall: Wall
-) -> None:
-    """Items take effect in their order: a budget for one request runs one after another."""
+def test_released_budget_is_available_in_the_same_transaction(store: Store, wall: Wall) -> None:
+    """Items apply in order: a budget for one request admits one after another."""
     add_card(store, wall, RateCard("std", output=PICO_PER_MICRO))
     set_budget(store, Budget(1, "day", hard_micros=8))
     apply(store, [hold("a", wall())])
@@ -77,9 +75,8 @@ def test_what_was_released_may_be_reserved_in_the_same_transaction(
     assert (state.spent_pico, state.reserved_pico) == (0, 5 * PICO_PER_MICRO)
 
 
-def test_an_entry_belongs_to_its_holds_day_in_one_transaction_too(store: Store, wall: Wall) -> None:
-    """What was reserved in a window is taken from that one, whatever the entry says of its
-    start and its key."""
+def test_entry_is_booked_in_its_holds_window(store: Store, wall: Wall) -> None:
+    """The reservation is released in that window, whatever start and key the entry has."""
     add_card(store, wall, RateCard("std", output=PICO_PER_MICRO))
     set_budget(store, Budget(1, "day", hard_micros=8))
     entry = structs.replace(used("a", wall() + DAY_MS), key_id=2)
@@ -89,8 +86,8 @@ def test_an_entry_belongs_to_its_holds_day_in_one_transaction_too(store: Store, 
     assert (state.spent_pico, state.reserved_pico) == (4 * PICO_PER_MICRO, 0)
 
 
-def test_any_number_of_ids_is_asked_for(store: Store, wall: Wall) -> None:
-    """A start closes whatever a dead process left, at once."""
+def test_reads_any_number_of_ids(store: Store, wall: Wall) -> None:
+    """A start closes all holds of a dead process at once."""
     names = [f"{number:03}" for number in range(2 * IDS_AT_ONCE + 3)]
     apply(store, [hold(name, wall()) for name in names])
     apply(store, [used(name, wall()) for name in names[1:]])
@@ -99,14 +96,13 @@ def test_any_number_of_ids_is_asked_for(store: Store, wall: Wall) -> None:
     assert request_ids(store, "holds") == names[:1]
 
 
-def test_the_database_itself_keeps_ids_apart(store: Store, wall: Wall) -> None:
-    """Two that are made past each other are one too many."""
+def test_database_refuses_duplicate_ids(store: Store, wall: Wall) -> None:
     row = ("a", 1, 1, "m", 1, "default", "standard", "", "", "free", 0, 0, 0, 0)
 
     def make_unasked() -> None:
         with store.change() as db:
             holds = Holds(db, [])
-            holds.make("a", ("free", 0, 0), row)
+            holds.add("a", ("free", 0, 0), row)
             holds.finish()
 
     make_unasked()

@@ -1,4 +1,4 @@
-"""A request that is sent twice under one name runs once, and is answered as long as was said."""
+"""Idempotency keys: a repeated request runs once, and its response is replayed until it expires."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def entry(request_id: str, ending: str = "done", tenant_id: int = 1) -> UsageEnt
     return UsageEntry(request_id, tenant_id, 1, "m", ending, 1, 2, 4, 0, 0, 4, 3, 0)
 
 
-def keeping(
+def replay_record(
     at_ms: int, answer: StoredResponse | None = ANSWER, bytes_max: int = ROOM
 ) -> ReplayRecord:
     return ReplayRecord(at_ms + KEPT_MS, bytes_max, answer)
@@ -81,7 +81,7 @@ def refusal(future: Future[None]) -> str:
 def found(
     store: Store, asked: Claim, at_ms: int, tenant_id: int = 1
 ) -> StoredResponse | str | None:
-    """What is kept, or why nothing may be."""
+    """Return the stored response, or the refusal's code."""
     try:
         return find(store, tenant_id, asked, at_ms)
     except IdempotencyConflict as error:
@@ -90,15 +90,15 @@ def found(
 
 def answered(ledger: Ledger, request_id: str, asked: Claim, at_ms: int) -> None:
     done(ledger.hold(hold(request_id, asked, at_ms)))
-    done(ledger.settle(NamedEntry(entry(request_id), keeping(at_ms))))
+    done(ledger.settle(NamedEntry(entry(request_id), replay_record(at_ms))))
 
 
 def names(store: Store) -> list[str]:
     return [row[0] for row in store.query("select name from named_requests order by name")]
 
 
-def test_an_answer_is_found_until_its_time_is_over(store: Store, ledger: Ledger) -> None:
-    """By the same tenant, for the same request; then the name is free."""
+def test_response_is_found_until_it_expires(store: Store, ledger: Ledger) -> None:
+    """By the same tenant for the same request; then the name is free."""
     create_tenant(store, lambda: 1, "bob")
     answered(ledger, "a", claim(), 10)
 
@@ -109,8 +109,8 @@ def test_an_answer_is_found_until_its_time_is_over(store: Store, ledger: Ledger)
     assert found(store, claim(body="two"), 10) == "idempotency_key_reused"
 
 
-def test_what_runs_is_not_run_again(store: Store, ledger: Ledger) -> None:
-    """Not by who looks first, and not by who does not."""
+def test_running_request_is_not_run_again(store: Store, ledger: Ledger) -> None:
+    """Whether or not the caller looks it up first."""
     done(ledger.hold(hold("a", claim(), 10)))
 
     assert found(store, claim(), 10) == "idempotency_in_flight"
@@ -121,11 +121,10 @@ def test_what_runs_is_not_run_again(store: Store, ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("leave", ["suspended", "deleted"])
-def test_of_a_tenant_that_left_since_the_request_came_nothing_is_kept(
+def test_stores_nothing_for_a_suspended_or_deleted_tenant(
     store: Store, ledger: Ledger, leave: str
 ) -> None:
-    """What let it in had looked before; its answer would lie there until its time is over. It runs
-    to its end, and is charged."""
+    """The tenant left after authentication; its request ends and is charged."""
     answered(ledger, "a", claim("first"), 10)
     if leave == "suspended":
         set_status(store, "ada", "suspended")
@@ -143,8 +142,8 @@ def test_of_a_tenant_that_left_since_the_request_came_nothing_is_kept(
     assert check_books(store) == []
 
 
-def test_of_many_at_once_one_runs(ledger: Ledger) -> None:
-    """They may share a transaction, too."""
+def test_one_of_many_concurrent_requests_runs(ledger: Ledger) -> None:
+    """They may share a transaction."""
     futures = [ledger.hold(hold(f"r{number}", claim(), 10)) for number in range(100)]
     errors = [future.exception(PATIENCE_S) for future in futures]
 
@@ -152,8 +151,8 @@ def test_of_many_at_once_one_runs(ledger: Ledger) -> None:
     assert ledger.open_holds() == 1
 
 
-def test_in_one_batch_a_name_goes_from_hand_to_hand(store: Store) -> None:
-    """Taken, refused to the next, freed by a failure, taken again, answered: as one by one."""
+def test_claims_apply_in_order_within_a_batch(store: Store) -> None:
+    """Taken, refused, freed by a failure, taken again, answered."""
     create_tenant(store, lambda: 1, "ada")
     items: list[Item] = [
         hold("a", claim(), 10),
@@ -161,7 +160,7 @@ def test_in_one_batch_a_name_goes_from_hand_to_hand(store: Store) -> None:
         hold("c", claim(body="two"), 10),
         NamedEntry(entry("a", "failed")),
         hold("d", claim(body="two"), 10),
-        NamedEntry(entry("d"), keeping(10)),
+        NamedEntry(entry("d"), replay_record(10)),
         hold("e", claim(), 10),
         hold("f", claim("other", names_max=1), 10),
     ]
@@ -183,8 +182,8 @@ ENDED = st.tuples(st.just("end"), st.integers(0, 9), st.sampled_from([None, 0, 5
 
 @given(steps=st.lists(st.one_of(SENT, ENDED), max_size=14), step_ms=st.sampled_from([1, 60, 101]))
 @settings(max_examples=20)
-def test_many_at_once_are_as_one_by_one(steps: list[tuple[Any, ...]], step_ms: int) -> None:
-    """Whatever the batches, the same is refused, kept and counted."""
+def test_batches_equal_single_items(steps: list[tuple[Any, ...]], step_ms: int) -> None:
+    """The same is refused, stored and counted, however items are batched."""
     items: list[Item] = []
     for number, step in enumerate(steps):
         at_ms = 10 + number * step_ms
@@ -195,7 +194,9 @@ def test_many_at_once_are_as_one_by_one(steps: list[tuple[Any, ...]], step_ms: i
             case _, int(which), size:
                 holds = [item for item in items if isinstance(item, Hold)] or [hold("no", None, 1)]
                 ended = holds[which % len(holds)]
-                answer = None if size is None else keeping(at_ms, StoredResponse("h", b"." * size))
+                answer = (
+                    None if size is None else replay_record(at_ms, StoredResponse("h", b"." * size))
+                )
                 done_now = entry(ended.request_id, tenant_id=ended.tenant_id)
                 items.append(NamedEntry(done_now, answer))
             case _:
@@ -216,8 +217,7 @@ def test_many_at_once_are_as_one_by_one(steps: list[tuple[Any, ...]], step_ms: i
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
-def test_what_was_not_answered_may_be_sent_again(store: Store, ledger: Ledger) -> None:
-    """A failure is no answer: the name is free."""
+def test_failed_request_frees_its_name(store: Store, ledger: Ledger) -> None:
     done(ledger.hold(hold("a", claim(), 10)))
     done(ledger.settle(NamedEntry(entry("a", "failed"))))
 
@@ -226,8 +226,8 @@ def test_what_was_not_answered_may_be_sent_again(store: Store, ledger: Ledger) -
     assert found(store, claim(), 10) == ANSWER
 
 
-def test_a_dead_server_leaves_no_name_behind(store: Store, wall: Wall, ledger: Ledger) -> None:
-    """What it ran is closed, and may be sent again; what it answered is still there."""
+def test_restart_frees_names_of_running_requests(store: Store, wall: Wall, ledger: Ledger) -> None:
+    """Their holds are closed; stored responses stay."""
     answered(ledger, "a", claim("kept"), 10)
     done(ledger.hold(hold("b", claim("lost"), 10)))
     ledger.close()
@@ -239,15 +239,14 @@ def test_a_dead_server_leaves_no_name_behind(store: Store, wall: Wall, ledger: L
     assert found(store, claim("lost"), 10) is None
 
 
-def test_an_answer_without_room_is_not_run_twice_either(store: Store, ledger: Ledger) -> None:
-    """One too large of itself, and one that finds its tenant's room taken, keep their names only:
-    who was charged once is not charged again without having said so."""
+def test_response_without_room_keeps_its_name_only(store: Store, ledger: Ledger) -> None:
+    """A response too large, or beyond the tenant's room: a retry is not charged a second time."""
     done(ledger.hold(hold("a", claim("a"), 10)))
-    done(ledger.settle(NamedEntry(entry("a"), keeping(10, None))))
+    done(ledger.settle(NamedEntry(entry("a"), replay_record(10, None))))
     done(ledger.hold(hold("b", claim("b"), 10)))
-    done(ledger.settle(NamedEntry(entry("b"), keeping(10, ANSWER, bytes_max=4))))
+    done(ledger.settle(NamedEntry(entry("b"), replay_record(10, ANSWER, bytes_max=4))))
     done(ledger.hold(hold("c", claim("c"), 10)))
-    done(ledger.settle(NamedEntry(entry("c"), keeping(10, ANSWER, bytes_max=7))))
+    done(ledger.settle(NamedEntry(entry("c"), replay_record(10, ANSWER, bytes_max=7))))
 
     assert found(store, claim("a"), 11) == "idempotency_result_gone"
     assert found(store, claim("b"), 11) == ANSWER
@@ -255,8 +254,8 @@ def test_an_answer_without_room_is_not_run_twice_either(store: Store, ledger: Le
     assert found(store, claim("c"), 10 + KEPT_MS) is None
 
 
-def test_names_are_counted(store: Store, ledger: Ledger) -> None:
-    """One that has expired makes room for itself, others when they are swept."""
+def test_names_are_counted_per_tenant(store: Store, ledger: Ledger) -> None:
+    """An expired name makes room for its own reuse, others when they are swept."""
     for name in "ab":
         answered(ledger, name, claim(name), 10)
     late = 10 + KEPT_MS
@@ -270,12 +269,12 @@ def test_names_are_counted(store: Store, ledger: Ledger) -> None:
     assert names(store) == ["a", "c"]
 
 
-def test_a_sweep_takes_a_few_at_a_time(store: Store, ledger: Ledger) -> None:
-    """Nobody's commit waits for a million of them."""
+def test_sweep_is_bounded(store: Store, ledger: Ledger) -> None:
+    """A million expired names must not block a commit."""
     futures = []
     for number in range(SWEPT_AT_ONCE + 1):
         futures.append(ledger.hold(hold(f"r{number}", claim(f"n{number}", names_max=999), 10)))
-        futures.append(ledger.settle(NamedEntry(entry(f"r{number}"), keeping(10))))
+        futures.append(ledger.settle(NamedEntry(entry(f"r{number}"), replay_record(10))))
     for future in futures:
         done(future)
 
@@ -285,22 +284,22 @@ def test_a_sweep_takes_a_few_at_a_time(store: Store, ledger: Ledger) -> None:
     assert names(store) == []
 
 
-def test_what_is_forgotten_while_it_runs_is_not_kept(store: Store, ledger: Ledger) -> None:
-    """An erasure holds for what comes after it, and leaves other workspaces alone."""
+def test_erasure_covers_running_requests(store: Store, ledger: Ledger) -> None:
+    """Other workspaces keep their responses."""
     done(ledger.hold(hold("a", claim("a"), 10)))
     done(ledger.hold(hold("b", claim("b"), 10, workspace="lab")))
     with store.change() as db:
         forget(db, 1, "default")
     for request_id in "ab":
-        done(ledger.settle(NamedEntry(entry(request_id), keeping(10))))
+        done(ledger.settle(NamedEntry(entry(request_id), replay_record(10))))
 
     assert names(store) == ["b"]
     assert found(store, claim("a"), 10) is None
     assert found(store, claim("b"), 10) == ANSWER
 
 
-def test_suspending_a_tenant_forgets_its_answers(store: Store, ledger: Ledger) -> None:
-    """They are content, and nobody may ask for them while it is."""
+def test_suspension_deletes_stored_responses(store: Store, ledger: Ledger) -> None:
+    """They are content, and the tenant cannot request them."""
     answered(ledger, "a", claim(), 10)
     set_status(store, "ada", "suspended")
     set_status(store, "ada", "active")
@@ -308,17 +307,17 @@ def test_suspending_a_tenant_forgets_its_answers(store: Store, ledger: Ledger) -
     assert found(store, claim(), 10) is None
 
 
-def test_a_hold_that_is_refused_claims_nothing(store: Store, ledger: Ledger) -> None:
-    """The same request id twice is somebody's mistake, and takes no name."""
+def test_refused_hold_claims_no_name(store: Store, ledger: Ledger) -> None:
+    """Such as one with a duplicate request id."""
     done(ledger.hold(hold("a", claim("a"), 10)))
-    with pytest.raises(Exception, match="used before"):
+    with pytest.raises(Exception, match="Duplicate request id"):
         done(ledger.hold(hold("a", claim("b"), 10)))
 
     assert names(store) == ["a"]
 
 
 class Named(Struct):
-    """What a model remembers of a name."""
+    """The model's state of a name."""
 
     digest: bytes
     request_id: str
@@ -327,8 +326,10 @@ class Named(Struct):
 
 
 class Clients(RuleBasedStateMachine):
-    """Two tenants' clients that send, send again, wait, fail and see servers die, against a
-    dictionary: whatever happens, a name's request is charged once while its name is known."""
+    """A state machine of two tenants' clients: send, retry, wait, fail, and server deaths.
+
+    A request is charged once for as long as its name is known.
+    """
 
     def __init__(self, store: Store | None = None) -> None:
         super().__init__()
@@ -375,7 +376,9 @@ class Clients(RuleBasedStateMachine):
         request_id = sorted(self.running)[which % len(self.running)]
         tenant_id, name = self.running.pop(request_id)
         answer = None if size is None else StoredResponse("h", request_id.encode() + b"." * size)
-        item = NamedEntry(entry(request_id, tenant_id=tenant_id), keeping(self.wall(), answer))
+        item = NamedEntry(
+            entry(request_id, tenant_id=tenant_id), replay_record(self.wall(), answer)
+        )
         for _ in range(1 + twice):
             done(self.ledger.settle(item))
         self.charged.add(request_id)
@@ -424,7 +427,7 @@ class Clients(RuleBasedStateMachine):
             self.free(request_id)
 
     @invariant()
-    def the_books_are_right(self) -> None:
+    def books_are_right(self) -> None:
         rows = self.store.query("select request_id from ledger where ending = 'done'")
         sums = self.store.query(
             "select tenant_id, count(*), sum(coalesce(length(body), 0)) from named_requests"
@@ -447,8 +450,8 @@ Clients.TestCase.settings = settings(max_examples=40, stateful_step_count=40, de
 TestClients = Clients.TestCase
 
 
-def test_names_on_a_server_are_the_model_too(postgres_server: Server) -> None:
-    """The same clients, with round trips between."""
+def test_names_on_a_server_match_the_model(postgres_server: Server) -> None:
+    """With round trips between."""
 
     class OnServer(Clients):
         def __init__(self) -> None:
@@ -459,15 +462,15 @@ def test_names_on_a_server_are_the_model_too(postgres_server: Server) -> None:
     run_state_machine_as_test(OnServer, settings=few)
 
 
-def test_two_servers_over_one_database_run_it_once(postgres: PostgresStore) -> None:
-    """Whoever is asked second finds the claim of the first, and then its answer."""
+def test_two_gateways_over_one_database_run_it_once(postgres: PostgresStore) -> None:
+    """The second finds the first one's claim, and then its response."""
     create_tenant(postgres, lambda: 1, "ada")
     other = postgres.another()
     one, two = Ledger(postgres, lambda: 10), Ledger(other, lambda: 10)
     try:
         done(one.hold(hold("a", claim(), 10)))
         running = refusal(two.hold(hold("b", claim(), 10)))
-        done(one.settle(NamedEntry(entry("a"), keeping(10))))
+        done(one.settle(NamedEntry(entry("a"), replay_record(10))))
 
         assert running == "idempotency_in_flight"
         assert found(other, claim(), 10) == ANSWER

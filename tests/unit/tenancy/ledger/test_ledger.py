@@ -1,4 +1,4 @@
-"""One hold, one entry, whatever is sent twice, fails, or is left open."""
+"""`Ledger`: one hold, one entry, with repeated, failing and abandoned requests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def entry(request_id: str, prompt: int = 10, output: int = 3, ended_ms: int = 20
 
 
 def entries(store: Store) -> dict[str, UsageEntry]:
-    """What the file holds, by request id."""
+    """Return the file's entries by request id."""
     rows = entries_of(store, None, 0, None, 0, 100_000)
     found = {entry.request_id: entry for _, _, _, entry in rows}
     assert len(found) == len(rows)
@@ -96,7 +96,7 @@ def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
 def failing(
     store: Store, error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Every commit fails, as a disk would make it."""
+    """Make every commit fail as a disk error would."""
 
     class Broken:
         def __enter__(self) -> Transaction:
@@ -110,8 +110,8 @@ def failing(
         yield
 
 
-def test_a_settled_hold_is_one_entry_and_no_hold(store: Store, ledger: Ledger) -> None:
-    """Field for field what was handed in."""
+def test_settlement_replaces_hold_by_entry(store: Store, ledger: Ledger) -> None:
+    """Field for field."""
     done(ledger.hold(hold("a")))
     held = ledger.open_holds()
     done(ledger.settle(entry("a")))
@@ -121,15 +121,15 @@ def test_a_settled_hold_is_one_entry_and_no_hold(store: Store, ledger: Ledger) -
 
 
 def test_settling_again_changes_nothing(store: Store, ledger: Ledger) -> None:
-    """L1: a retry after an answer that was lost on the way must not charge twice."""
+    """L1: a retry after a lost response must not charge twice."""
     done(ledger.settle(entry("a")))
     done(ledger.settle(entry("a", output=99)))
 
     assert entries(store) == {"a": entry("a")}
 
 
-def test_a_request_id_is_used_once(store: Store, ledger: Ledger) -> None:
-    """A second hold on it would run a request that is never charged."""
+def test_refuses_a_second_hold_on_an_id(store: Store, ledger: Ledger) -> None:
+    """Its request would never be charged."""
     done(ledger.hold(hold("a")))
     second = refusal(ledger.hold(hold("a")))
     done(ledger.settle(entry("a")))
@@ -139,8 +139,8 @@ def test_a_request_id_is_used_once(store: Store, ledger: Ledger) -> None:
     assert ledger.open_holds() == 0
 
 
-def test_holds_of_a_dead_process_are_closed_uncharged(store: Store, wall: Wall) -> None:
-    """L3: whoever got no whole answer pays nothing, and the hold does not stay for ever."""
+def test_start_closes_dead_holds_uncharged(store: Store, wall: Wall) -> None:
+    """L3: a request without a complete response pays nothing, and its hold goes."""
     create_tenant(store, wall, "ada")
     with store.change() as db:
         db.execute(OPEN_HOLD)
@@ -155,8 +155,8 @@ def test_holds_of_a_dead_process_are_closed_uncharged(store: Store, wall: Wall) 
     assert (found.prompt_tokens, found.output_tokens) == (0, 0)
 
 
-def test_two_servers_do_not_share_a_file(tmp_path: Path, wall: Wall) -> None:
-    """The second would take the first one's open holds for a dead process's and close them."""
+def test_refuses_a_second_writer_of_a_file(tmp_path: Path, wall: Wall) -> None:
+    """It would close the first one's open holds."""
     store, beside = SqliteStore(tmp_path / "test.db"), SqliteStore(tmp_path / "test.db")
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
@@ -171,8 +171,8 @@ def test_two_servers_do_not_share_a_file(tmp_path: Path, wall: Wall) -> None:
     assert held == 1
 
 
-def test_a_closed_ledger_lets_the_next_one_in(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """A restart does not wait for anything."""
+def test_next_writer_opens_after_close(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Without waiting."""
     ledger.close()
     ledger.close()
     Ledger(store, wall).close()
@@ -180,8 +180,7 @@ def test_a_closed_ledger_lets_the_next_one_in(store: Store, ledger: Ledger, wall
     assert refusal(ledger.hold(hold("a"))) == "closed"
 
 
-def test_what_was_handed_in_is_written_before_closing(store: Store, wall: Wall) -> None:
-    """Shutting down in the middle of a burst loses nothing."""
+def test_close_writes_what_was_handed_in(store: Store, wall: Wall) -> None:
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
     futures = [ledger.settle(entry(str(number))) for number in range(500)]
@@ -191,8 +190,8 @@ def test_what_was_handed_in_is_written_before_closing(store: Store, wall: Wall) 
     assert len(entries(store)) == 500
 
 
-def test_an_impossible_entry_does_not_take_others_with_it(store: Store, ledger: Ledger) -> None:
-    """Batches are an economy of ours; nobody else's request may fail for it."""
+def test_impossible_entry_fails_alone(store: Store, ledger: Ledger) -> None:
+    """Other requests of its batch must not fail."""
     wrong = structs.replace(entry("wrong"), fresh_tokens=1)
     stranger = structs.replace(entry("stranger"), tenant_id=99)
     sent = [ledger.settle(entry(str(number))) for number in range(20)]
@@ -208,10 +207,10 @@ def test_an_impossible_entry_does_not_take_others_with_it(store: Store, ledger: 
 @pytest.mark.parametrize(
     "error", [StoreBusy("not_written", "others"), BROKEN], ids=["busy", "broken"]
 )
-def test_while_the_disk_fails_nothing_is_promised(
+def test_disk_failure_confirms_nothing(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, error: StoreError
 ) -> None:
-    """L10: fail closed, and go on when the disk does."""
+    """L10: fail closed, and continue when the disk does."""
     with failing(store, lambda: error, monkeypatch):
         codes = [refusal(ledger.hold(hold("a"))), refusal(ledger.settle(entry("b")))]
     done(ledger.settle(entry("c")))
@@ -220,10 +219,10 @@ def test_while_the_disk_fails_nothing_is_promised(
     assert set(entries(store)) == {"c"}
 
 
-def test_after_a_failed_fsync_the_file_is_checked_before_the_next_entry(
+def test_checks_the_file_after_a_failed_fsync(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that failed to reach the disk may look clean; what is in memory is not believed."""
+    """A page that did not reach the disk may look clean in memory."""
     opened: list[int] = []
     reopen = store.reopen
 
@@ -240,10 +239,10 @@ def test_after_a_failed_fsync_the_file_is_checked_before_the_next_entry(
     assert opened == [1]
 
 
-def test_a_file_that_is_damaged_takes_no_entry(
+def test_damaged_file_accepts_no_entry(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it is whole again every request is refused, and the writer lives."""
+    """Requests are refused until it is whole again; the writer keeps running."""
 
     def damaged() -> None:
         raise StoreError("damaged", "test")
@@ -258,10 +257,10 @@ def test_a_file_that_is_damaged_takes_no_entry(
     assert codes == ["not_durable"] * 2
 
 
-def test_a_start_that_fails_leaves_the_lock_to_the_next(
+def test_failed_start_releases_the_lock(
     store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk at the start must not need a new process afterwards."""
+    """After a full disk, the same process can start again."""
     create_tenant(store, wall, "ada")
     with store.change() as db:
         db.execute(OPEN_HOLD)
@@ -273,10 +272,9 @@ def test_a_start_that_fails_leaves_the_lock_to_the_next(
     assert ledger.interrupted == 1
 
 
-def test_who_queued_behind_a_dying_writer_is_told(
+def test_writer_death_fails_queued_items(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those it had not taken yet, too."""
     entered, go = threading.Event(), threading.Event()
 
     def die() -> Exception:
@@ -295,10 +293,10 @@ def test_who_queued_behind_a_dying_writer_is_told(
     assert codes == ["failed", "closed", "closed"]
 
 
-def test_nobody_waits_for_a_writer_that_has_died(
+def test_dead_writer_fails_later_items(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mistake of ours ends the writer; every waiter is told, those who come later too."""
+    """A bug ends the writer; current and later callers get an error."""
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     with failing(store, ZeroDivisionError, monkeypatch):
         first = refusal(ledger.hold(hold("a")))
@@ -307,8 +305,7 @@ def test_nobody_waits_for_a_writer_that_has_died(
     assert (first, refusal(ledger.hold(hold("b")))) == ("failed", "closed")
 
 
-def test_totals_are_what_usage_says(store: Store, ledger: Ledger) -> None:
-    """The ledger's own door to the sums."""
+def test_usage_sums_the_entries(store: Store, ledger: Ledger) -> None:
     for number in range(3):
         done(ledger.settle(entry(f"a{number}", 10, 5)))
 
@@ -317,8 +314,8 @@ def test_totals_are_what_usage_says(store: Store, ledger: Ledger) -> None:
     assert usage(store, tenant="nobody") == usage(store, since_ms=11) == []
 
 
-def test_a_full_disk_loses_nothing_that_was_confirmed(tmp_path: Path) -> None:
-    """A real limit of the operating system on the file's size, not a fake of ours."""
+def test_full_disk_loses_no_confirmed_entry(tmp_path: Path) -> None:
+    """With the operating system's file size limit, not a fake."""
     child = subprocess.run(
         [sys.executable, "-m", "tests.crash.ledger_child", str(tmp_path / "test.db"), "400"],
         capture_output=True,
@@ -341,10 +338,10 @@ def test_a_full_disk_loses_nothing_that_was_confirmed(tmp_path: Path) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """A ledger against a dictionary: sends in any order, twice, with restarts in between."""
+    """A state machine of a ledger against a dictionary, with repeats and restarts."""
 
     def __init__(self, store: Store | None = None) -> None:
-        """`store`: a new file where none is given."""
+        """Use `store`, or a new file."""
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.wall = Wall()
@@ -399,7 +396,7 @@ class Life(RuleBasedStateMachine):
         self.held.clear()
 
     @invariant()
-    def the_file_is_the_model(self) -> None:
+    def file_matches_the_model(self) -> None:
         assert entries(self.store) == self.settled
         assert self.ledger.open_holds() == len(self.held)
         total = sum(one.output_tokens for one in self.settled.values())
@@ -414,8 +411,8 @@ class Life(RuleBasedStateMachine):
 TestLife = Life.TestCase
 
 
-def test_a_ledger_on_a_server_is_the_model_too(postgres_server: Server) -> None:
-    """The same life, with round trips between."""
+def test_ledger_on_a_server_matches_the_model(postgres_server: Server) -> None:
+    """With round trips between."""
 
     class OnServer(Life):
         def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""What open requests had come to when their server died: the last note, once, at their price."""
+"""Progress: an open request is settled to its last note, once, at its price, when its server
+dies."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ CHARGE = 4 * 1 + 6 * 3 + 10 * 2 + 3 * 10
 
 
 def held(store: Store, wall: Wall, *request_ids: str) -> Ledger:
-    """A ledger with a priced hold each, on a budget."""
+    """Open a ledger with priced holds on a budget."""
     create_tenant(store, wall, "ada")
     add_card(store, wall, CARD)
     set_budget(store, Budget(1, "day", hard_micros=10**9))
@@ -42,18 +43,18 @@ def held(store: Store, wall: Wall, *request_ids: str) -> Ledger:
 
 
 def entries(store: Store) -> dict[str, UsageEntry]:
-    """By request id."""
+    """Return entries by request id."""
     return {one.request_id: one for _, _, _, one in entries_of(store, None, 0, None, 0, 1_000)}
 
 
 def restart(ledger: Ledger, store: Store, wall: Wall) -> None:
-    """What was handed in is written, and what is open then is closed by the next one."""
+    """Close the ledger, and start another that closes the open holds."""
     ledger.close()
     Ledger(store, wall).close()
 
 
-def test_a_dead_hold_is_settled_to_its_last_note(store: Store, wall: Wall) -> None:
-    """L3: every count as it was noted, at the price of its admission, in its budget; once."""
+def test_dead_hold_is_settled_to_its_last_note(store: Store, wall: Wall) -> None:
+    """L3: every count as noted, at the price of its admission, in its budget; once."""
     ledger = held(store, wall, "a")
     ledger.note_progress({"a": Progress({"1h": 4}, {"5m": 6}, 10, 2, 5)})
     ledger.note_progress({"a": PROGRESS})
@@ -88,8 +89,8 @@ def test_a_dead_hold_is_settled_to_its_last_note(store: Store, wall: Wall) -> No
     assert check_books(store) == []
 
 
-def test_without_a_note_a_dead_hold_costs_nothing(store: Store, wall: Wall) -> None:
-    """Nothing was delivered, as far as anybody knows."""
+def test_dead_hold_without_a_note_is_free(store: Store, wall: Wall) -> None:
+    """Nothing is known to be delivered."""
     restart(held(store, wall, "a"), store, wall)
 
     found = entries(store)["a"]
@@ -97,9 +98,8 @@ def test_without_a_note_a_dead_hold_costs_nothing(store: Store, wall: Wall) -> N
 
 
 @pytest.mark.parametrize("when", ["before", "at once", "after"])
-def test_a_settled_request_is_what_it_was_settled_to(store: Store, wall: Wall, when: str) -> None:
-    """A note goes with its hold, whichever transaction it comes in; one that comes late, and one
-    for nobody, are nothing."""
+def test_settlement_overrides_progress(store: Store, wall: Wall, when: str) -> None:
+    """In any order of transactions; a late note and one for an unknown id have no effect."""
     ledger = held(store, wall, "1-1")
     if when != "after":
         ledger.note_progress({"1-1": PROGRESS, "nobody": PROGRESS})
@@ -116,8 +116,8 @@ def test_a_settled_request_is_what_it_was_settled_to(store: Store, wall: Wall, w
     assert check_books(store) == []
 
 
-def test_a_request_with_a_name_is_paid_for_when_it_is_sent_again(store: Store, wall: Wall) -> None:
-    """L11: never a second charge under one name."""
+def test_named_dead_request_is_free(store: Store, wall: Wall) -> None:
+    """L11: its client sends it again and pays once."""
     ledger = held(store, wall)
     claim = Claim("n", bytes(32), 10)
     ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100, claim=claim)).result(PATIENCE_S)
@@ -129,8 +129,8 @@ def test_a_request_with_a_name_is_paid_for_when_it_is_sent_again(store: Store, w
 
 
 @pytest.mark.parametrize("count", [1, 3, 200])
-def test_any_number_is_noted_at_once(store: Store, wall: Wall, count: int) -> None:
-    """Each finds its own."""
+def test_writes_any_number_of_notes(store: Store, wall: Wall, count: int) -> None:
+    """Each to its own hold."""
     ledger = held(store, wall, *(str(number) for number in range(count)))
     ledger.note_progress({str(n): Progress(output_tokens=n + 1) for n in range(count)})
     restart(ledger, store, wall)
@@ -140,8 +140,8 @@ def test_any_number_is_noted_at_once(store: Store, wall: Wall, count: int) -> No
 
 
 @pytest.mark.parametrize("blob", [b"", b"\x93\x01", b"\x93\x80\x80\xff", b"\xc1"])
-def test_a_note_that_cannot_be_read_stops_no_start(store: Store, wall: Wall, blob: bytes) -> None:
-    """A byte that has turned over costs us one answer, and not the service."""
+def test_unreadable_note_does_not_fail_a_start(store: Store, wall: Wall, blob: bytes) -> None:
+    """It costs us one response, not the service."""
     ledger = held(store, wall, "a")
     with store.change() as db:
         db.execute("update holds set progress = ?", (blob,))
@@ -150,8 +150,8 @@ def test_a_note_that_cannot_be_read_stops_no_start(store: Store, wall: Wall, blo
     assert entries(store)["a"].charge_pico == 0
 
 
-def test_a_broken_promise_that_was_noted_is_credited(store: Store, wall: Wall) -> None:
-    """As of any entry: once, and never more than it was charged."""
+def test_noted_breach_is_credited(store: Store, wall: Wall) -> None:
+    """As for any entry: once, up to the charge."""
     create_tenant(store, wall, "ada")
     add_card(store, wall, RateCard("std", output=10, cache_read=1, breach_credit="read_price"))
     ledger = Ledger(store, wall)
@@ -163,11 +163,11 @@ def test_a_broken_promise_that_was_noted_is_credited(store: Store, wall: Wall) -
     assert check_books(store) == []
 
 
-def test_a_note_that_cannot_be_written_harms_nobody(
+def test_failed_note_does_no_harm(
     tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream goes on, and its settlement says whether the disk is well; nor does one that comes
-    when the ledger is closed."""
+    """The stream goes on, and its settlement shows whether the disk is well. The same after
+    close."""
 
     def busy() -> None:
         raise StoreBusy("not_written", "the disk")
@@ -177,7 +177,7 @@ def test_a_note_that_cannot_be_written_harms_nobody(
     with monkeypatch.context() as patch:
         patch.setattr(store, "change", busy)
         ledger.note_progress({"1-1": PROGRESS})
-        with pytest.raises(LedgerUnavailable):  # and the note before it has been tried too
+        with pytest.raises(LedgerUnavailable):  # so the note before it was tried too
             ledger.settle(entry("1-2")).result(PATIENCE_S)
     ledger.settle(entry("1-2")).result(PATIENCE_S)
     restart(ledger, store, wall)

@@ -1,4 +1,4 @@
-"""What one transaction writes: holds, entries at their holds' prices, storage, counts."""
+"""What one transaction writes: holds, priced entries, storage and engine counts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ def entries(store: Store) -> list[UsageEntry]:
     return [entry for *_, entry in entries_of(store, None, 0, None, 0, 1000)]
 
 
-def test_an_entry_is_priced_and_keeps_all_its_detail(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """Field for field, with the money filled in."""
+def test_entry_is_priced_and_keeps_its_fields(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """With the money filled in."""
     card = add_card(store, wall, CARD)
     sent = used("a", wall())
     ledger.settle(sent).result(20)
@@ -48,10 +46,8 @@ def test_an_entry_is_priced_and_keeps_all_its_detail(
     ]
 
 
-def test_the_price_at_the_time_of_the_request_wins(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """Also over a restart, and when the answer ends long after the price has changed."""
+def test_price_at_admission_applies(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """After a restart, and when the response ends long after a price change."""
     add_card(store, wall, CARD)
     ledger.hold(Hold("a", 1, 1, "m", wall(), 10, 4)).result(20)
     began_ms, wall.ms = wall.ms, wall.ms + 1000
@@ -65,7 +61,7 @@ def test_the_price_at_the_time_of_the_request_wins(
 @pytest.mark.parametrize(
     "change", [{"read": {"5m": 4}}, {"write": {"5m": 4, "1h": -1}}, {"read": {"a": -1, "b": 6}}]
 )
-def test_detail_that_does_not_make_up_its_sum_is_refused(
+def test_refuses_class_sums_that_do_not_add_up(
     store: Store, ledger: Ledger, wall: Wall, change: dict[str, dict[str, int]]
 ) -> None:
     """L6: every token is in one class, and priced once."""
@@ -77,10 +73,7 @@ def test_detail_that_does_not_make_up_its_sum_is_refused(
     assert entries(store) == []
 
 
-def test_a_request_that_could_cost_too_much_is_not_admitted(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """Where no number could hold its charge, it never runs."""
+def test_refuses_a_hold_beyond_the_largest_charge(store: Store, ledger: Ledger, wall: Wall) -> None:
     add_card(store, wall, structs.replace(CARD, output=PRICE_MAX))
     with pytest.raises(BadPrice):
         ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)).result(20)
@@ -88,8 +81,8 @@ def test_a_request_that_could_cost_too_much_is_not_admitted(
     assert ledger.open_holds() == 0
 
 
-def test_progress_is_noted_in_a_hold_of_its_own_batch(store: Store, wall: Wall) -> None:
-    """A stream's first note may bring its hold along; what is settled in the batch needs none."""
+def test_progress_applies_to_holds_of_the_same_batch(store: Store, wall: Wall) -> None:
+    """A stream's first note may share its hold's batch; settled requests need none."""
     create_tenant(store, wall, "ada")
     noted = ProgressNote({"a": Progress(output_tokens=3), "b": Progress(output_tokens=5)})
     held = [Hold(name, 1, 1, "m", wall()) for name in "ab"]
@@ -105,7 +98,7 @@ def test_progress_is_noted_in_a_hold_of_its_own_batch(store: Store, wall: Wall) 
 
 
 def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """Whole token-seconds; a new price begins a new sum."""
+    """In whole token-seconds; a new price begins a new sum."""
     add_card(store, wall, CARD)
     for seconds in (5, 7):
         ledger.write(StorageReading(1, "1h", seconds, wall(), "m")).result(20)
@@ -121,8 +114,8 @@ def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, 
     ]
 
 
-def test_what_the_engine_counts_only_grows(store: Store, ledger: Ledger) -> None:
-    """Notes may come late or twice."""
+def test_engine_totals_never_fall(store: Store, ledger: Ledger) -> None:
+    """Readings may come late or twice."""
     for totals in (
         EngineTotals("e1", 10, 5, 3, 1, 5, 3, 1),
         EngineTotals("e1", 20, 9, 4, 2, 9, 4, 2, is_ended=True),
@@ -134,8 +127,8 @@ def test_what_the_engine_counts_only_grows(store: Store, ledger: Ledger) -> None
     assert row == (9, 4, 1)
 
 
-def test_cards_of_other_names_stay_apart(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """A card that another process adds is seen by the next request."""
+def test_sees_cards_of_another_process(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """From the next request."""
     ledger.settle(used("a", wall())).result(20)
     beside = store.another()
     add_card(beside, wall, structs.replace(CARD, tier="gold"))
@@ -146,9 +139,8 @@ def test_cards_of_other_names_stay_apart(store: Store, ledger: Ledger, wall: Wal
     assert [entry.rate_card_id for entry in entries(store)] == ["free", "std@1"]
 
 
-def test_what_is_undone_is_not_built_upon(store: Store, wall: Wall) -> None:
-    """The chain goes on behind what is there, whatever this writer thought it had written, and
-    whatever another has written meanwhile."""
+def test_rolled_back_chain_is_not_continued(store: Store, wall: Wall) -> None:
+    """The chain continues from the stored entries, also after another writer's."""
     create_tenant(store, wall, "ada")
     books, others = LedgerTransactions(), LedgerTransactions()
 
@@ -157,7 +149,7 @@ def test_what_is_undone_is_not_built_upon(store: Store, wall: Wall) -> None:
             books.apply(db, [used(request_id, wall())])
             if fails:
                 raise BadName("any", "any")
-        books.keep(db)
+        books.mark_committed(db)
 
     write(books, "a")
     with pytest.raises(BadName):
@@ -171,8 +163,8 @@ def test_what_is_undone_is_not_built_upon(store: Store, wall: Wall) -> None:
     assert check_books(store) == []
 
 
-def test_what_is_known_of_the_books_is_forgotten_when_they_change(store: Store, wall: Wall) -> None:
-    """By another program: a price, a budget and a close hold for whatever is written after them."""
+def test_caches_are_dropped_when_the_database_changes(store: Store, wall: Wall) -> None:
+    """Another program's price, budget or close applies to every later item."""
     create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     writer.write([used("a", wall())])
@@ -181,7 +173,7 @@ def test_what_is_known_of_the_books_is_forgotten_when_they_change(store: Store, 
         add_card(other, wall, CARD)
         set_budget(other, Budget(1, "day", hard_micros=1))
         close_days(other, wall)
-    writer.write([ProgressNote({"a": Progress()})])  # which needs to know none of it
+    writer.write([ProgressNote({"a": Progress()})])  # which reads no caches
     refused = writer.write([used("b", wall()), Hold("c", 1, 1, "m", wall(), 10**6, 10**6)])
     refused += writer.write([structs.replace(used("d", wall() - DAY_MS), ended_ms=wall())])
     writer.close()

@@ -1,4 +1,4 @@
-"""What the writer does on its caller's thread; `test_ledger` tries all that both its shells do."""
+"""`LedgerWriter` on its caller's thread; `test_ledger` covers the thread around it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def hold(request_id: str) -> Hold:
 
 
 def write(writer: LedgerWriter, *items: Item) -> None:
-    """All of them, and none is refused."""
+    """Write items and check that none is refused."""
     assert writer.write(items) == [None] * len(items)
 
 
 def endings(store: Store) -> dict[str, tuple[str, int]]:
-    """(ending, output tokens) of each entry."""
+    """Return (ending, output tokens) of each entry."""
     rows = store.query("select request_id, ending, output_tokens from ledger")
     return {request_id: (ending, tokens) for request_id, ending, tokens in rows}
 
@@ -41,7 +41,7 @@ def holds(store: Store) -> set[str]:
 
 
 def dies(store: Store) -> None:
-    """The process of a writer over this store, with all that only it had."""
+    """Simulate the death of the store's writer process, with its in-memory state."""
     if isinstance(store, PostgresStore):
         assert store._writer is not None
         store._writer.close()
@@ -50,8 +50,8 @@ def dies(store: Store) -> None:
         store.disclaim()
 
 
-def test_each_item_has_its_answer_in_order(store: Store, wall: Wall) -> None:
-    """Whoever sends many at once tells the answers apart by their places."""
+def test_answers_are_in_item_order(store: Store, wall: Wall) -> None:
+    """Callers match answers to items by position."""
     create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     wrong = structs.replace(used("wrong", 10), fresh_tokens=1)
@@ -63,11 +63,11 @@ def test_each_item_has_its_answer_in_order(store: Store, wall: Wall) -> None:
     assert set(endings(store)) == {"a", "b"}
 
 
-def test_after_a_failed_commit_only_what_was_refused_is_closed(
+def test_failed_commit_closes_only_refused_holds(
     store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hold may be there although its commit failed. Whoever was refused for it settles nothing;
-    what runs already does, and must not find itself settled."""
+    """A hold may be stored although its commit failed. A refused request does not settle it; a
+    running one does, and must not find it closed."""
     create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     write(writer, hold("refused"), structs.replace(hold("runs"), is_running=True))
@@ -86,9 +86,8 @@ def test_after_a_failed_commit_only_what_was_refused_is_closed(
     assert endings(store) == {"refused": ("interrupted", 0), "runs": ("done", 4)}
 
 
-def test_a_successor_closes_what_is_dead_and_nothing_that_lives(store: Store, wall: Wall) -> None:
-    """The writer dies, its gateway does not: what runs is settled by what it comes to, and what was
-    refused when the writer died is not left open."""
+def test_successor_closes_only_dead_holds(store: Store, wall: Wall) -> None:
+    """Requests that the gateway still runs settle later; refused ones must not stay open."""
     create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     write(writer, *map(hold, ("lives", "refused")))
@@ -105,10 +104,8 @@ def test_a_successor_closes_what_is_dead_and_nothing_that_lives(store: Store, wa
     assert endings(store) == {"refused": ("interrupted", 7), "lives": ("done", 4)}
 
 
-def test_what_a_successor_took_over_is_nobody_elses_to_close(
-    postgres: PostgresStore, wall: Wall
-) -> None:
-    """Another gateway that starts over the same server sees that they are somebody's."""
+def test_holds_taken_over_are_not_closed_by_others(postgres: PostgresStore, wall: Wall) -> None:
+    """Another gateway over the same server sees their writer."""
     create_tenant(postgres, wall, "ada")
     writer = LedgerWriter(postgres, wall)
     write(writer, hold("lives"))
@@ -124,11 +121,10 @@ def test_what_a_successor_took_over_is_nobody_elses_to_close(
     assert endings(postgres) == {"lives": ("done", 4)}
 
 
-def test_what_a_dead_writer_had_sent_is_over_before_its_successor_looks(
+def test_successor_waits_for_the_dead_writers_transaction(
     postgres: PostgresStore, wall: Wall
 ) -> None:
-    """Its last transaction may still be running on the server: a hold that came of it afterwards
-    would be open for ever."""
+    """A hold committed afterwards would stay open forever."""
     create_tenant(postgres, wall, "ada")
     writer = LedgerWriter(postgres, wall)
     connection = postgres._writer
@@ -149,10 +145,8 @@ def test_what_a_dead_writer_had_sent_is_over_before_its_successor_looks(
     assert set(endings(postgres)) == {"next"}
 
 
-def test_a_successor_of_one_that_nobody_knows_begins_anew(
-    postgres: PostgresStore, wall: Wall
-) -> None:
-    """Another database may have been put in the place of the one that it wrote to."""
+def test_successor_of_an_unknown_writer_starts_fresh(postgres: PostgresStore, wall: Wall) -> None:
+    """The database may have been replaced."""
     create_tenant(postgres, wall, "ada")
     writer = LedgerWriter(postgres, wall, successor_of=12_345)
     write(writer, hold("a"), used("a", 10))
@@ -161,8 +155,8 @@ def test_a_successor_of_one_that_nobody_knows_begins_anew(
     assert 0 < writer.writer_id != 12_345
 
 
-def test_what_is_abandoned_is_closed_at_once(store: Store, wall: Wall) -> None:
-    """Whoever would have settled it is gone: a server that starts meanwhile need not know of it."""
+def test_abandoned_holds_are_closed_at_once(store: Store, wall: Wall) -> None:
+    """A server that starts meanwhile does not see them."""
     create_tenant(store, wall, "ada")
     with closing(store.another()) as beside:
         other = LedgerWriter(beside, wall) if not store.is_near else None
@@ -181,8 +175,8 @@ def test_what_is_abandoned_is_closed_at_once(store: Store, wall: Wall) -> None:
     assert left == (set() if store.is_near else {"others"})
 
 
-def test_who_is_patient_waits_for_the_end_of_the_one_before(tmp_path: Path, wall: Wall) -> None:
-    """A gateway that was killed has a writer that finishes; the next one is not refused for it."""
+def test_patient_writer_waits_for_the_previous_one(tmp_path: Path, wall: Wall) -> None:
+    """A killed gateway's writer finishes first; the next gateway is not refused for it."""
     first, second = SqliteStore(tmp_path / "test.db"), SqliteStore(tmp_path / "test.db")
     create_tenant(first, wall, "ada")
     writer = LedgerWriter(first, wall)
@@ -198,8 +192,8 @@ def test_who_is_patient_waits_for_the_end_of_the_one_before(tmp_path: Path, wall
     assert writer.writer_id == 0
 
 
-def test_a_point_is_kept_now_and_then(tmp_path: Path, wall: Wall) -> None:
-    """Not at each commit: it costs two syncs."""
+def test_saves_the_point_at_intervals(tmp_path: Path, wall: Wall) -> None:
+    """Not at each commit, as it costs two syncs."""
     with closing(SqliteStore(tmp_path / "test.db")) as store:
         create_tenant(store, wall, "ada")
         writer = LedgerWriter(store, wall)
@@ -215,7 +209,7 @@ def test_a_point_is_kept_now_and_then(tmp_path: Path, wall: Wall) -> None:
     assert begun == soon != later
 
 
-def test_the_message_of_a_refusal_has_no_value_in_it(store: Store, wall: Wall) -> None:
+def test_refusal_message_contains_no_value(store: Store, wall: Wall) -> None:
     """It may reach a log."""
     create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
