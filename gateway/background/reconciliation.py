@@ -92,7 +92,7 @@ class Reconciler:
         except StoreError:
             return True  # it is told elsewhere that the file cannot be read
         self._gateway.telemetry.ledger_epoch.set(life.number)
-        if epoch is None or not epoch.is_apart:
+        if epoch is None or not epoch.has_mismatch:
             return True
         facts = {"epoch": epoch.epoch, "state": epoch.state}
         for name in ("ledger", "engine", "metrics"):

@@ -234,7 +234,7 @@ def _reconcile(
         rows.append({**row, "ledger_epoch": life})
     if not rows:
         return CommandResult("no engine has been counted yet", [])
-    return tabled(rows, 1 if any(epoch.is_apart for epoch in epochs) else 0)
+    return tabled(rows, 1 if any(epoch.has_mismatch for epoch in epochs) else 0)
 
 
 # --- exports -------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class LedgerReservation:
             workspace=hold.workspace,
             tier=hold.tier,
             dialect=hold.dialect,
-            breached_tokens=record.breached_tokens,
+            recomputed_promised_tokens=record.breached_tokens,
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
         )

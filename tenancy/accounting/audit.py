@@ -1,8 +1,8 @@
-"""Are the books right? Every sum against its entries, every chain, every close, every charge.
+"""Audit of the books: every sum, chain, close, charge, seal, budget and epoch, from the entries up.
 
-It reads, in pages and by days, so that it needs no more memory for more entries, and changes
-nothing; the command line calls it, beside a running server too. A finding is a sentence that says
-where and by how much.
+It reads in pages and by days, so its memory does not grow with the ledger, and changes nothing. The
+command line calls it, also beside a running server. A finding is a sentence that says where a value
+is wrong and by how much.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import DAY_MS
 
 FINDINGS_MAX = 100
+"""The most findings that one audit returns."""
 _PAGE = 2_000
 
 Progress = Callable[[int, int], None]
-"""Told how many have been looked at, of how many."""
+"""A callback that receives how many entries are checked, and of how many."""
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """Nobody asks how far it is."""
+    """Do nothing: the default progress callback."""
 
 
 def check_books(store: Store, progress: Progress = ignore_progress) -> list[str]:
-    """What is wrong, at most 100 findings; nothing if all is right. `progress`: of entries.
-    O(entries), one snapshot."""
+    """Return up to `FINDINGS_MAX` findings; an empty list means that the books are right.
+
+    `progress` is called with counts of entries. O(entries), in one snapshot.
+    """
     with store.snapshot() as db:
         return findings_in(db, progress)
 
 
 def findings_in(db: Transaction, progress: Progress = ignore_progress) -> list[str]:
-    """The same within the caller's transaction."""
+    """Audit within the caller's transaction; see `check_books`."""
     checks = (
         lambda db: _entries(db, progress),
         _hours,
@@ -60,8 +63,8 @@ def findings_in(db: Transaction, progress: Progress = ignore_progress) -> list[s
 
 
 def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
-    """Chains, charges, and detail."""
-    book = RateCards([read_card(row) for row in db.rows(SELECT_CARDS)])
+    """Check chains, charges, token sums by class and breach credits."""
+    cards = RateCards([read_card(row) for row in db.rows(SELECT_CARDS)])
     last = db.rows("select max(entry_id) from ledger")[0][0]
     before, after = b"", 0
     while page := db.rows(
@@ -71,55 +74,55 @@ def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
     ):
         for entry_id, chain, *row in page:
             if next_chain(before, row) != chain:
-                yield f"entry {entry_id} is not what was chained to the one before it"
+                yield f"entry {entry_id} does not match its chain"
             before = chain
             entry = entry_of(row)
-            card = book.card(entry.rate_card_id)
+            card = cards.card(entry.rate_card_id)
             if (compute_charge(card, entry), compute_savings(card, entry)) != (
                 entry.charge_pico,
                 entry.saved_pico,
             ):
-                yield f"entry {entry_id} is not charged by its card {entry.rate_card_id}"
+                yield f"entry {entry_id} is not charged by its rate card {entry.rate_card_id}"
             for name, detail, total in (
                 ("read", entry.read, entry.cache_read_tokens),
                 ("written", entry.write, entry.cache_write_tokens),
             ):
                 if detail and sum(detail.values()) != total:
-                    yield f"entry {entry_id}: tokens {name} by class are not their sum"
+                    yield f"entry {entry_id}: tokens {name} by class do not add up to their sum"
             yield from _breach_credits(db, credit_of(card, entry), entry_id)
         after = page[-1][0]
         progress(after, last)
 
 
-def _breach_credits(db: Transaction, owed: Adjustment | None, entry_id: int) -> Iterator[str]:
-    """A promise that was broken is credited as the entry's card says."""
-    if owed is None:
+def _breach_credits(db: Transaction, credit: Adjustment | None, entry_id: int) -> Iterator[str]:
+    """Check that a broken promise is credited as the entry's card says."""
+    if credit is None:
         return
     found = db.rows(
         "select request_id, amount_pico from adjustments where adjustment_id = ?",
-        (owed.adjustment_id,),
+        (credit.adjustment_id,),
     )
-    if found != [(owed.request_id, owed.amount_pico)]:
-        yield f"the breach of entry {entry_id} is not credited with {-owed.amount_pico}"
+    if found != [(credit.request_id, credit.amount_pico)]:
+        yield f"the breach of entry {entry_id} is not credited with {-credit.amount_pico}"
 
 
 def _hours(db: Transaction) -> Iterator[str]:
-    """Sums by hour against entries, day by day: a day's hours fit into memory."""
+    """Check hourly sums against entries, day by day, as one day's hours fit into memory."""
     seen = 0
     for (day_ms,) in db.rows(f"select distinct hour_ms / {DAY_MS} * {DAY_MS} from {HOURS}"):
         day = (day_ms, day_ms + DAY_MS)
-        meant = {row[:4]: _join_money(row[4:]) for row in db.rows(_OF_ENTRIES, day)}
-        seen += sum(sums[0] for sums in meant.values())
+        expected_sums = {row[:4]: _join_money(row[4:]) for row in db.rows(_OF_ENTRIES, day)}
+        seen += sum(sums[0] for sums in expected_sums.values())
         for row in db.rows(_OF_HOURS, day):
             where = "tenant {}, hour {}, key {}, model {}".format(*row[:4])
-            should = meant.pop(row[:4], (0,) * len(_SUMMED))
-            for name, has, entries in zip(_SUMMED, _join_money(row[4:]), should, strict=True):
-                if has != entries:
-                    yield f"{where}: {name} is {has}, and its entries' sum {entries}"
-        for tenant_id, hour_ms, _, _ in meant:
-            yield f"tenant {tenant_id}, hour {hour_ms}: there is no sum of its entries"
+            expected = expected_sums.pop(row[:4], (0,) * len(_SUMMED))
+            for name, actual, entries in zip(_SUMMED, _join_money(row[4:]), expected, strict=True):
+                if actual != entries:
+                    yield f"{where}: {name} is {actual}; its entries sum to {entries}"
+        for tenant_id, hour_ms, _, _ in expected_sums:
+            yield f"tenant {tenant_id}, hour {hour_ms}: its entries have no sum"
     if missing := db.rows("select count(*) from ledger")[0][0] - seen:
-        yield f"{missing} entries are of days that have no sums"
+        yield f"{missing} entries are in days without sums"
 
 
 _SUMMED = (*HOUR_SUMS[:-4], "charge_pico", "saved_pico")
@@ -135,7 +138,7 @@ _OF_ENTRIES, _OF_HOURS = (
 
 
 def _join_money(sums: Row) -> tuple[int, ...]:
-    """Its two parts are one amount."""
+    """Join the micro-dollar and remainder columns of charge and savings."""
     *counts, charge_micros, charge_rest, saved_micros, saved_rest = sums
     charged = charge_micros * PICO_PER_MICRO + charge_rest
     return (*counts, charged, saved_micros * PICO_PER_MICRO + saved_rest)
@@ -148,7 +151,7 @@ def _adjustments(db: Transaction) -> Iterator[str]:
     while page := db.rows(sql, (after, _PAGE)):
         for number, chain, *row in page:
             if next_chain(before, row) != chain:
-                yield f"adjustment {number} is not what was chained to the one before it"
+                yield f"adjustment {number} does not match its chain"
             before = chain
             total += row[ADJUSTMENT_FIELDS.index("amount_pico")]
         after = page[-1][0]
@@ -157,7 +160,7 @@ def _adjustments(db: Transaction) -> Iterator[str]:
         " from usage_hours",
     )[0]
     if whole * PICO_PER_MICRO + rest != total:
-        yield "the hours' adjustments are not the sum of the adjustments"
+        yield "hourly adjustments do not add up to the adjustments"
 
 
 def _closes(db: Transaction) -> Iterator[str]:
@@ -168,7 +171,7 @@ def _closes(db: Transaction) -> Iterator[str]:
         " from closes order by day",
     ):
         if totals_of(db, day, before) != (tuple(totals), digest):
-            yield f"day {day} is not what was closed"
+            yield f"day {day} does not match its close"
         before = digest
 
 
@@ -177,22 +180,23 @@ def _seals(db: Transaction) -> Iterator[str]:
         "select number, seals.entry_id from seals left join ledger using (entry_id)"
         " where ledger.chain is distinct from seals.chain",
     ):
-        yield f"seal {number} does not fit entry {entry_id}"
+        yield f"seal {number} does not match entry {entry_id}"
 
 
 def _budgets(db: Transaction) -> Iterator[str]:
-    """Windows of budgets that are set; those of days that are closed may hold late entries."""
+    """Check the windows of present budgets. Windows of closed days may count late entries."""
     budgets = {(one.tenant_id, one.key_id, one.window): one for one in list_budgets(db)}
     for tenant_id, key_id, window, start_ms, *sums in db.rows("select * from budget_windows"):
         one = budgets.get((tenant_id, key_id, window))
         if one is not None:
             spent = sums[0] * PICO_PER_MICRO + sums[1]
             reserved = sums[2] * PICO_PER_MICRO + sums[3]
-            meant = sum_window(db, one, *window_of(one.window, start_ms))
-            if (spent, reserved) != meant:
+            expected_sums = sum_window(db, one, *window_of(one.window, start_ms))
+            if (spent, reserved) != expected_sums:
                 yield (
                     f"the {window} budget of tenant {tenant_id}, key {key_id}, from {start_ms}:"
-                    f" {spent} spent and {reserved} reserved, and entries and holds say {meant}"
+                    f" {spent} spent and {reserved} reserved; entries and holds sum to"
+                    f" {expected_sums}"
                 )
 
 
@@ -202,20 +206,20 @@ def _epochs(db: Transaction) -> Iterator[str]:
         " sum(physical_cached_tokens), sum(output_tokens), max(ended_ms) from ledger"
         " where epoch <> '' group by epoch",
     ):
-        yield f"the sums of epoch {epoch} are {sums}, and not its entries' sums"
+        yield f"the sums of epoch {epoch} are {sums}, which differ from its entries' sums"
 
 
 def _ledger_epochs(db: Transaction) -> Iterator[str]:
-    """Each begins behind an entry that is there."""
+    """Check that each ledger epoch begins after an existing entry."""
     for epoch, entry_id in db.rows(
         "select number, one.entry_id from ledger_epochs as one left join ledger using (entry_id)"
         " where one.entry_id > 0 and ledger.chain is distinct from one.chain",
     ):
-        yield f"epoch {epoch} of the ledger does not fit entry {entry_id}"
+        yield f"ledger epoch {epoch} does not match entry {entry_id}"
 
 
 def _days(db: Transaction) -> Iterator[str]:
-    """Sums by day against the sums by hour, which `_hours` has compared with entries."""
+    """Check daily sums against hourly sums, which `_hours` compares with entries."""
     names = (*HOUR_SUMS, "adjusted_micros", "adjusted_rest")
     days = f"select tenant_id, day_ms, key_id, model, {', '.join(names)} from usage_days"
     hours = (
@@ -225,4 +229,4 @@ def _days(db: Transaction) -> Iterator[str]:
     for sql in (f"{days} except {hours}", f"select * from ({hours}) as summed except {days}"):
         for tenant_id, day_ms, key_id, model, *_ in db.rows(sql):
             where = f"tenant {tenant_id}, day {day_ms}, key {key_id}, model {model}"
-            yield f"{where}: the sums of the day are not those of its hours"
+            yield f"{where}: the day's sums differ from those of its hours"

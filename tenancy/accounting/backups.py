@@ -1,9 +1,9 @@
-"""Copies of a ledger in a file: one beside a running server, and one put in its place.
+"""Backups of a ledger file beside a running server, and their restore.
 
-A backup is whole or not there, and as of one commit. What is restored is looked through first: it
-has to be a sound database of ours whose books are right; then it takes the place of the one that is
-there at once, and begins a new epoch of the ledger. On a server that is `pg_dump`'s work. The
-command line calls it.
+A backup is complete or absent, and as of one commit. A restore checks the backup first: it must be
+a sound ledger database whose books are right. Then it replaces the present database atomically and
+begins a new ledger epoch. On a PostgreSQL server `pg_dump` does this. The command line calls the
+module.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from tenancy.storage.sqlite import SqliteStore, claimed, is_patient, recalled
 from tenancy.types import WallClock
 
 _COMPANION_SUFFIXES = ("-wal", "-shm", "-journal")
+"""Suffixes of the files that SQLite keeps beside a database."""
 
 
 class MissingEntries(Struct, frozen=True):
-    """Entries of the ledger that was there which the restored one has not, and when they were made.
-    `entries`: None where nobody can say, as are the times."""
+    """Entries of the replaced ledger that the restored one lacks, and when they were booked.
+
+    `entries` and the times are None if they cannot be determined.
+    """
 
     entries: int | None = None
     since_ms: int | None = None
@@ -43,7 +46,7 @@ class MissingEntries(Struct, frozen=True):
 
 
 class Restored(Struct, frozen=True):
-    """What took the ledger's place. `kept`: where the one that was there is now."""
+    """The result of a restore. `kept`: the path of the replaced database, if there was one."""
 
     epoch: LedgerEpoch
     missing: MissingEntries
@@ -51,13 +54,14 @@ class Restored(Struct, frozen=True):
 
 
 def backup(path: Path, target: Path) -> int:
-    """Copy the database, as of one commit, while others write. Returns the copy's bytes.
+    """Copy the database as of one commit, while others write. Returns the size of the copy in
+    bytes.
 
-    O(size). Makes `target`, for its owner alone, and nothing else. Raises StoreError, also where
-    there is something already.
+    O(size). Creates `target`, readable by its owner only. Raises StoreError, also if `target`
+    exists.
     """
     if target.exists():
-        raise StoreError("target_exists", f"{target} is there already: name another file.")
+        raise StoreError("target_exists", f"File exists: {target}; expected a new file.")
     with written_whole(target, mode=0o600) as part:
         _copy(path, part)
     return target.stat().st_size
@@ -66,22 +70,22 @@ def backup(path: Path, target: Path) -> int:
 def restore(
     source: Path, path: Path, clock: WallClock, progress: Progress = ignore_progress
 ) -> Restored:
-    """Put a backup in the place of the database, with a new epoch of its ledger.
+    """Replace the database by a backup and begin a new ledger epoch.
 
-    O(size), and the check of its books, of which `progress` is told. What was there is kept beside
-    it. Raises StoreError with nothing changed: if a server runs, or if the file is not a whole and
-    right ledger of ours.
+    O(size), plus the audit of the backup, which reports to `progress`. The replaced database is
+    kept beside it. Raises StoreError with nothing changed if a server uses the database or the
+    backup is not a complete and correct ledger.
     """
     if not source.is_file():
-        raise StoreError("unusable", f"{source} is no file.")
+        raise StoreError("unusable", f"Not a file: {source}.")
     with claimed(path):
         with written_whole(path, mode=0o600) as part:
             _copy(source, part)
             _check_has_schema(part, source)
             with closing(_open_checked(part, source, progress)) as store:
-                before, missing = _count_missing(path, store)
+                old_epoch, missing = _count_missing(path, store)
                 with store.change() as db:
-                    epoch = begin_ledger_epoch(db, clock(), "restored", above=before)
+                    epoch = begin_ledger_epoch(db, clock(), "restored", above=old_epoch)
             _make_single_file(part)
             kept = _set_aside(path)
         with closing(SqliteStore(path)) as store:
@@ -90,8 +94,10 @@ def restore(
 
 
 def mark_restored(store: Store, clock: WallClock) -> LedgerEpoch:
-    """Begin a new epoch: the database was restored by other means. Raises StoreError, also where a
-    server keeps the file."""
+    """Begin a new ledger epoch, after the database was restored by other means.
+
+    Raises StoreError, also if a server uses the file.
+    """
     store.claim()
     try:
         known = decode_known_point(store.recall())
@@ -105,7 +111,7 @@ def mark_restored(store: Store, clock: WallClock) -> LedgerEpoch:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """All pages as of one commit. A reader stops nobody, however long it takes."""
+    """Copy all pages as of one commit. A reader blocks no writer, however long the copy takes."""
     try:
         with (
             closing(apsw.Connection(str(source), flags=apsw.SQLITE_OPEN_READONLY)) as there,
@@ -115,37 +121,41 @@ def _copy(source: Path, target: Path) -> None:
             with here.backup("main", there, "main") as pages:
                 pages.step(-1)
     except apsw.NotADBError as error:
-        raise StoreError("unusable", f"{source} is no database.") from error
+        raise StoreError("unusable", f"Not a database: {source}.") from error
     except apsw.Error as error:
-        raise StoreError("unusable", f"{source} cannot be copied: {error}.") from error
+        raise StoreError("unusable", f"Cannot copy {source}: {error}.") from error
     _make_single_file(target)
 
 
 def _make_single_file(path: Path) -> None:
-    """One file, with nothing beside it, and on the disk. Raises StoreError, StoreBusy where another
-    program has it open."""
+    """Write the journal back, so the database is one file on disk.
+
+    Raises StoreError, and StoreBusy if another program has it open.
+    """
     try:
         with closing(apsw.Connection(str(path))) as connection:
             connection.set_busy_handler(is_patient)
             mode = connection.execute("pragma journal_mode=delete").fetchall()
     except (apsw.BusyError, apsw.LockedError) as error:
-        raise StoreBusy("in_use", f"{path} is in use by another program.") from error
+        raise StoreBusy("in_use", f"Database is in use by another program: {path}.") from error
     except apsw.Error as error:
-        raise StoreError("unusable", f"{path} cannot be used: {error}.") from error
-    assert mode == [("delete",)], "it cannot be left only while others have it"
+        raise StoreError("unusable", f"Cannot use {path}: {error}.") from error
+    assert mode == [("delete",)], "only another open connection keeps the mode"
     synced(path)
 
 
 def _set_aside(path: Path) -> Path | None:
-    """A second name for what is there, whole: the first one is about to be another's. What is
-    damaged keeps what lies beside it."""
+    """Link the present database to a second name, before the first name is replaced.
+
+    A damaged database keeps its journal files.
+    """
     if path.exists():
         try:
             _make_single_file(path)
         except StoreBusy:
             raise
         except StoreError:
-            pass  # that may be why it is replaced
+            pass  # a damaged database may be replaced
     kept = path.with_name(f"{path.name}.replaced")
     for suffix in ("", *_COMPANION_SUFFIXES):
         _companion(kept, suffix).unlink(missing_ok=True)
@@ -163,15 +173,17 @@ def _companion(path: Path, suffix: str) -> Path:
 
 
 def _check_has_schema(path: Path, source: Path) -> None:
-    """What has no schema would be opened as a new ledger: an empty file, where copying one to its
-    place had failed. Raises StoreError, naming the source."""
+    """Raise StoreError, naming the source, if the file has no schema.
+
+    An empty file, as left by a failed copy, would otherwise be opened as a new ledger.
+    """
     with closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)) as connection:
         if connection.execute("pragma user_version").fetchall() == [(0,)]:
-            raise StoreError("not_ours", f"{source} has no ledger in it.")
+            raise StoreError("not_ours", f"Not a ledger: {source}.")
 
 
 def _open_checked(path: Path, source: Path, progress: Progress) -> SqliteStore:
-    """Sound, ours, of no later version, and right. Raises StoreError, naming the source."""
+    """Open a backup and audit it. Raises StoreError, naming the source, if it is not usable."""
     try:
         store = SqliteStore(path)
     except StoreError as error:
@@ -184,13 +196,15 @@ def _open_checked(path: Path, source: Path, progress: Progress) -> SqliteStore:
         raise
     if findings:
         store.close()
-        raise StoreError("damaged", f"{source} is not restored: {findings[0]}.")
+        raise StoreError("damaged", f"Backup is damaged: {source}: {findings[0]}.")
     return store
 
 
 def _count_missing(path: Path, backup: Store) -> tuple[int, MissingEntries]:
-    """The epoch of the ledger that is there now, and what of it the backup has not. It may be
-    damaged, which is why it is replaced: then what was last known of it must do."""
+    """Return the present ledger's epoch and the entries that the backup lacks.
+
+    A damaged database cannot be counted; then the last known point is used.
+    """
     entry_id, chain = 0, ""
     for row in backup.query("select entry_id, chain from ledger order by entry_id desc limit 1"):
         entry_id, chain = row[0], bytes(row[1]).hex()

@@ -1,8 +1,8 @@
-"""The daily close: a day's entries are counted, summed, hashed, and final.
+"""The daily close: a day's entries are counted, summed and hashed, and the day becomes final.
 
-After it the file itself refuses entries in the day; what comes late is booked on the next open
-day. Days are UTC. A day can be closed once it is over and nothing of it still runs. The command
-line calls it, beside a running server too.
+Afterwards the database refuses entries in the day; late ones are booked on the next open day. Days
+are UTC. A day can be closed once it is over and none of its requests runs. The command line calls
+it, also beside a running server.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import DAY_MS, WallClock
 
 DAYS_PER_CLOSE_MAX = 3_700
+"""The most days that one call closes."""
 TRIES_MAX = 3
+"""How often days are counted again because new rows came."""
 _PAGE = 50_000
 
 
 class ClosedDay(Struct, frozen=True):
     """A closed day with its control totals. Money is pico-dollars.
 
-    `digest`: SHA-256 over the digest of the close before, the day's chains in ledger order, those
-    of its adjustments, and these totals. Keep it elsewhere: it proves what the day held.
+    `digest`: SHA-256 over the digest of the close before, the day's chains in ledger order, the
+    chains of its adjustments, and these totals. A copy stored elsewhere proves what the day
+    contained.
     """
 
     day: str
@@ -50,60 +53,64 @@ class ClosedDay(Struct, frozen=True):
 def close_days(
     store: Store, clock: WallClock, through: str | None = None, *, despite_counts: bool = False
 ) -> list[ClosedDay]:
-    """Close every open day up to this one (default: yesterday), the oldest first. Returns them.
+    """Close every open day up to `through` (default: yesterday), oldest first. Returns them.
 
-    The first day is that of the first entry. O(entries of the days), while others write; then one
-    transaction, O(days), in which nothing of the days may have come meanwhile, or they are counted
-    again. Raises BooksClosed with nothing closed: for a day that is not over, is closed already, or
-    in which a request still runs; where the engine counted otherwise, unless `despite_counts`; and
-    where something comes each time.
+    The first day is that of the first entry. Counting is O(entries of the days), while others
+    write; then one transaction of O(days) checks that no row of the days came meanwhile, or they
+    are counted again. Raises CloseRefused with nothing closed: if a day is not over, is closed
+    already, or has a running request; if the engine's counts differ, unless `despite_counts`; and
+    if rows come at every try.
     """
     now_ms = clock()
     today = now_ms // DAY_MS
     last = today - 1 if through is None else _day_number(through)
     if last >= today:
-        raise CloseRefused("day_not_over", f"{_day_name(last)} is not over yet (UTC).")
+        raise CloseRefused("day_not_over", f"Day is not over yet (UTC): {_day_name(last)}.")
     for _ in range(TRIES_MAX):
         with store.snapshot() as db:
             closed = _last_closed(db)
             if closed is not None and last <= closed:
                 if through is None:
                     return []
-                raise CloseRefused("day_closed", f"{_day_name(last)} is closed already.")
+                raise CloseRefused("day_closed", f"Day is already closed: {_day_name(last)}.")
             _check_running(db, last)
             first = _first_day(db) if closed is None else closed + 1
             if first is None:
                 return []
             if last - first >= DAYS_PER_CLOSE_MAX:
-                raise CloseRefused("too_many_days", f"More than {DAYS_PER_CLOSE_MAX} days at once.")
+                raise CloseRefused(
+                    "too_many_days", f"Too many days: limit {DAYS_PER_CLOSE_MAX} per close."
+                )
             period = (first * DAY_MS, (last + 1) * DAY_MS)
             if not despite_counts:
                 _check_counts(db, *period)
-            seen = _last_ids(db)
+            last_ids = _last_ids(db)
             rows, storage = _count_days(db, first, last), _storage_token_seconds(db, period)
         with store.change() as db:
             _check_running(db, last)
             if not despite_counts:
                 _check_counts(db, *period)
-            is_same = _last_closed(db) == closed and _storage_token_seconds(db, period) == storage
-            if is_same and not _has_newer(db, seen, period):
+            is_unchanged = (
+                _last_closed(db) == closed and _storage_token_seconds(db, period) == storage
+            )
+            if is_unchanged and not _has_newer(db, last_ids, period):
                 return [_close(db, row, now_ms) for row in rows]
-    raise CloseRefused("days_change", "Entries of these days still come; try again.")
+    raise CloseRefused("days_change", "Entries of these days still arrive; try again.")
 
 
 def list_closes(store: Store, count: int = 400) -> list[ClosedDay]:
-    """The latest closed days, the oldest first."""
+    """Return the latest closed days, oldest first."""
     rows = store.query(f"{_SELECT} order by day desc limit ?", (count,))
     return [_closed_day(row) for row in reversed(rows)]
 
 
 def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
-    """A day's control totals, in the order of the table, and its digest behind another."""
+    """Return a day's control totals in column order, and its digest after the digest `before`."""
     period = (day * DAY_MS, (day + 1) * DAY_MS)
-    seen = hashlib.sha256(before)
+    last_ids = hashlib.sha256(before)
     entries, sums, charge = 0, [0, 0, 0, 0], 0
     for chain, *tokens, pico in _entries(db, period):
-        seen.update(chain)
+        last_ids.update(chain)
         entries += 1
         charge += pico
         sums = [total + more for total, more in zip(sums, tokens, strict=True)]
@@ -113,34 +120,35 @@ def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
         period,
     )
     for chain, _ in adjusted:
-        seen.update(chain)
+        last_ids.update(chain)
     totals: Row = (
         *(entries, *sums, str(charge), len(adjusted)),
         *(str(sum(amount for _, amount in adjusted)), _storage_token_seconds(db, period)),
     )
-    seen.update(repr((day, *totals)).encode())
-    return totals, seen.digest()
+    last_ids.update(repr((day, *totals)).encode())
+    return totals, last_ids.digest()
 
 
 def _check_running(db: Transaction, last: int) -> None:
+    """Raise CloseRefused if a request of these days still runs."""
     if db.rows("select 1 from holds where booked_ms < ? limit 1", ((last + 1) * DAY_MS,)):
-        message = f"Requests that began on {_day_name(last)} or before still run; try again."
+        message = f"Requests admitted on {_day_name(last)} or before still run; try again."
         raise CloseRefused("requests_running", message)
 
 
 def _check_counts(db: Transaction, since_ms: int, until_ms: int) -> None:
-    """An alarm stops what would make its days final."""
+    """Raise CloseRefused if the engine and the ledger counted differently in these days."""
     for epoch in reconcile_in(db):
-        if epoch.is_apart and epoch.first_seen_ms < until_ms and epoch.last_seen_ms >= since_ms:
+        if epoch.has_mismatch and epoch.first_seen_ms < until_ms and epoch.last_seen_ms >= since_ms:
             raise CloseRefused(
                 "counts_apart",
-                f"The engine's life {epoch.epoch} has counted other tokens than the ledger (see"
-                " trunkline reconcile). Once that is explained: --despite-counts.",
+                f"Engine epoch {epoch.epoch} and the ledger counted different tokens; see trunkline"
+                " reconcile. To close nevertheless: --despite-counts.",
             )
 
 
 def _last_ids(db: Transaction) -> tuple[int, int]:
-    """The last entry, and the last adjustment."""
+    """Return the ids of the last entry and the last adjustment."""
     return (
         read_number(db, "select coalesce(max(entry_id), 0) from ledger"),
         read_number(db, "select coalesce(max(number), 0) from adjustments"),
@@ -148,7 +156,7 @@ def _last_ids(db: Transaction) -> tuple[int, int]:
 
 
 def _has_newer(db: Transaction, ends: tuple[int, int], period: tuple[int, int]) -> bool:
-    """Is anything of the days behind what was the last?"""
+    """Return whether the period has entries or adjustments after these ids."""
     return any(
         db.rows(
             f"select 1 from {table} where {name} > ? and booked_ms >= ? and booked_ms < ? limit 1",
@@ -161,13 +169,13 @@ def _has_newer(db: Transaction, ends: tuple[int, int], period: tuple[int, int]) 
 
 
 def _storage_token_seconds(db: Transaction, period: tuple[int, int]) -> int:
-    """Token seconds, which only grow."""
+    """Return the token-seconds stored in the period; they only grow."""
     sql = "select coalesce(sum(token_seconds), 0) from storage_hours"
     return int(db.rows(f"{sql} where {_IN_PERIOD.format('hour_ms')}", period)[0][0])
 
 
 def _count_days(db: Transaction, first: int, last: int) -> list[Row]:
-    """The days' rows, but for when they are closed, and by which life of the ledger."""
+    """Return the days' rows, without the time of the close and the ledger epoch."""
     found = db.rows("select digest from closes order by day desc limit 1")
     before = found[0][0] if found else b""
     rows: list[Row] = []
@@ -178,8 +186,10 @@ def _count_days(db: Transaction, first: int, last: int) -> list[Row]:
 
 
 def _entries(db: Transaction, period: tuple[int, int]) -> Iterator[Row]:
-    """In pages: a day may have more than fit into memory. Its entries lie together, so that those
-    between its first and its last are read in the ledger's order."""
+    """Yield the period's entries in ledger order, in pages, as a day may not fit into memory.
+
+    Entries of a day have ids close together, so only those between the first and last are read.
+    """
     ends = db.rows(
         "select min(entry_id), max(entry_id) from ledger"
         f" where {_IN_PERIOD.format('booked_ms')} group by tenant_id",
@@ -200,7 +210,7 @@ def _entries(db: Transaction, period: tuple[int, int]) -> Iterator[Row]:
 
 
 _IN_PERIOD = "tenant_id in (select tenant_id from tenants) and {0} >= ? and {0} < ?"
-"""By tenants, so that an index finds them."""
+"""Lists the tenants, so that the database uses an index."""
 
 
 def _close(db: Transaction, row: Row, now_ms: int) -> ClosedDay:
@@ -244,7 +254,7 @@ def _day_number(name: str) -> int:
     try:
         day = date.fromisoformat(name)
     except ValueError as error:
-        message = f"{name[:40]!r} is no day; write it like 2026-11-21."
+        message = f"Invalid day: {name[:40]!r}; expected YYYY-MM-DD."
         raise CloseRefused("bad_day", message) from error
     return (day - date(1970, 1, 1)).days
 

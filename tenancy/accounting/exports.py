@@ -1,8 +1,8 @@
-"""The ledger for other programs: entries as CSV or Parquet, usage as CloudEvents.
+"""Exports of the ledger: entries as CSV or Parquet, usage as CloudEvents.
 
-Rows come in pages, so that an export of millions holds few of them; ids are made of request ids,
-so that whoever receives something twice can tell. It writes nothing to the ledger and sends
-nothing; the command line calls it. Cost rows are in `cost_rows`.
+Rows come in pages, so an export of millions keeps few in memory. Ids derive from request ids, so a
+receiver can detect duplicates. The module writes nothing to the ledger and sends nothing; the
+command line calls it. `focus_export` has the cost rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry, format_utc
 
 PAGE = 2_000
+"""Entries that one query reads."""
 EVENT_TYPE = "llm.tokens"
+"""The CloudEvents type of usage events."""
 ENTRY_COLUMNS = (
     *("entry_id", "booked", "tenant"),
     *(name for name in UsageEntry.__struct_fields__ if name not in ("started_ms", "ended_ms")),
     *("started", "ended"),
 )
+"""The columns of an entry export."""
 
 Rows = Iterator[dict[str, object]]
 
@@ -38,7 +41,8 @@ Rows = Iterator[dict[str, object]]
 def pages(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> Iterator[tuple[int, int, str, UsageEntry]]:
-    """All entries booked in a period, in ledger order: (entry id, booked at, tenant, entry)."""
+    """Yield all entries booked in a period, in ledger order: (entry id, booked at, tenant,
+    entry)."""
     after, last = span_of(store, tenant, since_ms, until_ms)
     while page := entries_of(store, tenant, since_ms, until_ms, after, PAGE, last):
         yield from page
@@ -46,7 +50,7 @@ def pages(
 
 
 def entry_rows(store: Store, tenant: str | None, since_ms: int, until_ms: int | None) -> Rows:
-    """One row for each entry, in `ENTRY_COLUMNS`. Money is whole pico-dollars."""
+    """Yield one row per entry, with `ENTRY_COLUMNS`. Money is whole pico-dollars."""
     for entry_id, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
         row: dict[str, object] = structs.asdict(entry)
         started, ended = format_utc(row.pop("started_ms")), format_utc(row.pop("ended_ms"))
@@ -64,10 +68,10 @@ def entry_rows(store: Store, tenant: str | None, since_ms: int, until_ms: int | 
 def cloud_events(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None, source: str
 ) -> Iterator[bytes]:
-    """CloudEvents 1.0 as JSON lines: one for each component of an entry that has tokens.
+    """Yield CloudEvents 1.0 as JSON lines, one for each component of an entry that has tokens.
 
-    `source` and `id` together are unique, for ever; a meter sums `data.tokens` by `data.type`, and
-    one that bills leaves out what is not `data.charged`: tokens of failures of ours.
+    `source` and `id` together are unique forever. A meter sums `data.tokens` by `data.type`; a
+    billing meter counts only events with `data.charged`, as failures are free.
     """
     for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
         for component, tokens in components(entry).items():
@@ -94,7 +98,7 @@ def cloud_events(
 
 
 def components(entry: UsageEntry) -> dict[str, int]:
-    """Tokens by what they are priced as, without those that are none. Their sum is all tokens."""
+    """Return tokens by priced component, without zeros. Their sum is all tokens of the entry."""
     counts = {
         "input": entry.fresh_tokens,
         "cache_read": entry.cache_read_tokens,
@@ -105,7 +109,7 @@ def components(entry: UsageEntry) -> dict[str, int]:
 
 
 def as_csv(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Iterator[bytes]:
-    """UTF-8 lines ended by CRLF, the first with the columns' names."""
+    """Yield UTF-8 chunks of CSV with CRLF line ends and a header line."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     writer.writerow(columns)
@@ -119,13 +123,15 @@ def as_csv(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Iter
 
 
 def write_parquet(columns: Sequence[str], rows: Rows, path: Path) -> int:
-    """A Parquet file; whole, or not there. Returns how many rows. Raises TenancyError without
-    pyarrow, and OSError."""
+    """Write a Parquet file, complete or not at all. Returns the number of rows.
+
+    Raises TenancyError if pyarrow is missing, and OSError.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        message = "Parquet needs the extra `exports`: pip install 'trunkline[exports]'"
+        message = "Parquet requires the extra `exports`: pip install 'trunkline[exports]'"
         raise TenancyError("no_parquet", message) from error
     schema = pyarrow.schema([(name, _parquet_type(pyarrow, name)) for name in columns])
     written = 0
@@ -166,7 +172,7 @@ _NUMBER = re.compile(r"-[0-9]+(\.[0-9]+)?", re.ASCII)
 
 
 def _cell(value: object) -> object:
-    """A spreadsheet takes what begins with these signs for a formula, unless it is a number."""
+    """Return a CSV cell. Text that a spreadsheet would run as a formula is quoted."""
     is_risky = isinstance(value, str) and value[:1] in _FORMULA_CHARS
     if is_risky and not _NUMBER.fullmatch(str(value)):
         return f"'{value}"

@@ -1,8 +1,9 @@
-"""Costs in the shape of FOCUS 1.2: one row per tenant, key, model, component and hour.
+"""Costs in the format of FOCUS 1.2: one row per tenant, key, model, component and hour.
 
-FOCUS is the FinOps Foundation's common form of cloud bills. Here are the columns of it that mean
-something for tokens, and five of our own (`x_`). The sum of BilledCost is what the ledger charged,
-with adjustments and storage, to the pico-dollar. It knows no file formats; `exports` has those.
+FOCUS is the FinOps Foundation's common format of cloud bills. The rows have its columns that apply
+to tokens, and five of our own (`x_`). The sum of BilledCost is what the ledger charged, with
+adjustments and storage, to the pico-dollar. The module knows no file formats; `exports` writes
+files.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ COLUMNS = (
     *("ServiceName", "SkuId", "SkuMeter", "SkuPriceId", "SubAccountId", "SubAccountName", "Tags"),
     *("x_Requests", "x_UncachedCost", "x_CacheSavings", "x_BilledPico", "x_RateCard"),
 )
+"""The columns of a row."""
 
 
 class HeldStorage(Struct, frozen=True):
-    """What was held in a class, and what that costs."""
+    """Token-seconds held in a retention class, and their charge."""
 
     retention: str
     token_seconds: int
@@ -49,6 +51,8 @@ class HeldStorage(Struct, frozen=True):
 
 
 class _Group(Struct, frozen=True):
+    """The key of a usage row."""
+
     tenant: str
     tenant_id: int
     key_id: int
@@ -59,7 +63,7 @@ class _Group(Struct, frozen=True):
 
 
 class _Sum(Struct):
-    """`priced`: of the tokens, those that were charged for."""
+    """Sums of a row. `priced`: the tokens that were charged."""
 
     tokens: int = 0
     priced: int = 0
@@ -71,22 +75,24 @@ class _Sum(Struct):
 def cost_rows(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None, account: str
 ) -> Rows:
-    """What was booked in a period, in `COLUMNS`. `account`: whose bill it is. O(entries) time,
-    memory for one row per tenant, key, model, component and hour."""
-    book = RateCards(load_cards(store))
-    for group, total in _sum_entries(store, book, tenant, since_ms, until_ms).items():
-        card = book.card(group.rate_card_id)
+    """Yield the rows booked in a period, with `COLUMNS`. `account`: the billing account.
+
+    O(entries) time; memory for one row per tenant, key, model, component and hour.
+    """
+    cards = RateCards(load_cards(store))
+    for group, total in _sum_entries(store, cards, tenant, since_ms, until_ms).items():
+        card = cards.card(group.rate_card_id)
         yield _usage_row(account, card, group, total)
-    yield from _adjustment_rows(store, book, tenant, since_ms, until_ms, account)
-    yield from _storage_rows(store, book, tenant, since_ms, until_ms, account)
+    yield from _adjustment_rows(store, cards, tenant, since_ms, until_ms, account)
+    yield from _storage_rows(store, cards, tenant, since_ms, until_ms, account)
 
 
 def _sum_entries(
-    store: Store, book: RateCards, tenant: str | None, since_ms: int, until_ms: int | None
+    store: Store, cards: RateCards, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> dict[_Group, _Sum]:
     sums: dict[_Group, _Sum] = {}
     for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
-        card = book.card(entry.rate_card_id)
+        card = cards.card(entry.rate_card_id)
         hour_ms = booked_ms // HOUR_MS * HOUR_MS
         charged = itemize(card, entry)
         tokens = {
@@ -118,13 +124,13 @@ def _sum_entries(
 
 def _adjustment_rows(
     store: Store,
-    book: RateCards,
+    cards: RateCards,
     tenant: str | None,
     since_ms: int,
     until_ms: int | None,
     account: str,
 ) -> Rows:
-    """Corrections, each by itself."""
+    """Yield one row per adjustment."""
     for name, reason, amount, booked_ms, entry_ms, *entry in store.query(
         "select name, reason, amount_pico, a.booked_ms, ledger.booked_ms, ledger.tenant_id,"
         " key_id, model, rate_card_id, request_id from adjustments as a"
@@ -141,8 +147,8 @@ def _adjustment_rows(
         category = "Credit" if amount < 0 else "Adjustment"
         total = _Sum(pico=amount, uncached=amount, requests=1)
         text = f"{reason} (request {request_id})"
-        card = book.card(rate_card_id)
-        # As the specification has it: of a month that was invoiced before.
+        card = cards.card(rate_card_id)
+        # FOCUS: a correction refers to a month that was invoiced before.
         is_late = window_of("month", booked_ms) != window_of("month", entry_ms)
         charge_class = "Correction" if is_late else None
         yield _row(account, card, group, total, category, charge_class, text)
@@ -151,13 +157,16 @@ def _adjustment_rows(
 def storage(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> list[HeldStorage]:
-    """What was held by class, in the hours that begin in a period; each hour at the price it was
-    booked at, so that the sum is that of the cost rows. O(tenants * hours * classes)."""
-    book = RateCards(load_cards(store))
+    """Return held storage by class, for the hours that begin in the period.
+
+    Each hour has the price it was booked at, so the sum equals that of the cost rows. O(tenants *
+    hours * classes).
+    """
+    cards = RateCards(load_cards(store))
     found: dict[str, HeldStorage] = {}
     for _, _, _, _, name, card_id, seconds in _storage_hours(store, tenant, since_ms, until_ms):
         before = found.get(name, HeldStorage(name, 0, 0))
-        pico = storage_charge(book.card(card_id), name, seconds)
+        pico = storage_charge(cards.card(card_id), name, seconds)
         found[name] = HeldStorage(name, before.token_seconds + seconds, before.pico + pico)
     return [found[name] for name in sorted(found)]
 
@@ -165,21 +174,24 @@ def storage(
 def storage_by_tenant(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> dict[str, int]:
-    """What storage cost each tenant that has to pay for any, in pico-dollars; see `storage`. The
-    database adds up each hour's whole and its rest, rounded down. O(hours * prices) in there."""
-    asked = (tenant, since_ms, until_ms)
-    kinds = store.query(f"select distinct class, rate_card_id {_STORAGE_HOURS}", asked)
-    book = RateCards(load_cards(store))
+    """Return the storage charge in pico-dollars of each tenant with a price; see `storage`.
+
+    The database sums each hour's whole quotient and its rounded-down remainder. O(hours * prices)
+    there.
+    """
+    values = (tenant, since_ms, until_ms)
+    kinds = store.query(f"select distinct class, rate_card_id {_STORAGE_HOURS}", values)
+    cards = RateCards(load_cards(store))
     found: dict[str, int] = {}
     for retention, card_id in kinds:
-        rate = book.card(card_id).storage_price(retention)
+        rate = cards.card(card_id).storage_price(retention)
         if rate:
             for name, hours, rest in store.query(
                 f"select name, sum(token_seconds / {SECONDS_PER_HOUR}),"
                 f" sum(token_seconds % {SECONDS_PER_HOUR} * ?4 / {SECONDS_PER_HOUR})"
                 f" {_STORAGE_HOURS}"
                 " and class = ?5 and rate_card_id = ?6 group by name",
-                (*asked, rate, retention, card_id),
+                (*values, rate, retention, card_id),
             ):
                 found[name] = found.get(name, 0) + hours * rate + rest
     return found
@@ -195,8 +207,10 @@ _STORAGE_HOURS = (
 def _storage_hours(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> list[Row]:
-    """(tenant, its id, hour, model, class, card, token-seconds). An hour belongs to the period its
-    beginning is in."""
+    """Return (tenant, its id, hour, model, class, card, token-seconds) rows.
+
+    An hour belongs to the period in which it begins.
+    """
     return store.query(
         "select name, tenant_id, hour_ms, model, class, rate_card_id, token_seconds"
         f" {_STORAGE_HOURS} order by name, hour_ms, class",
@@ -206,16 +220,16 @@ def _storage_hours(
 
 def _storage_rows(
     store: Store,
-    book: RateCards,
+    cards: RateCards,
     tenant: str | None,
     since_ms: int,
     until_ms: int | None,
     account: str,
 ) -> Iterator[dict[str, object]]:
-    """Storage by class."""
+    """Yield storage rows by class."""
     rows = _storage_hours(store, tenant, since_ms, until_ms)
     for name, tenant_id, hour_ms, model, retention, rate_card_id, token_seconds in rows:
-        card = book.card(rate_card_id)
+        card = cards.card(rate_card_id)
         component = f"storage:{retention}"
         group = _Group(name, tenant_id, 0, model, component, hour_ms, rate_card_id)
         pico = storage_charge(card, retention, token_seconds)
@@ -223,7 +237,7 @@ def _storage_rows(
 
 
 def _usage_row(account: str, card: RateCard, group: _Group, total: _Sum) -> dict[str, object]:
-    """A row of usage: with what was consumed, and with what was charged for, at which price."""
+    """Return a usage row with consumed quantity, priced quantity and unit price."""
     kind, _, retention = group.component.partition(":")
     row = _row(account, card, group, total, "Usage", None, group.component)
     measured: tuple[object, ...]
@@ -232,7 +246,7 @@ def _usage_row(account: str, card: RateCard, group: _Group, total: _Sum) -> dict
             hours = Decimal(total.tokens) / SECONDS_PER_HOUR
             each = format_dollars(card.storage_price(retention))
             measured = (total.tokens, "token-seconds", each, f"{hours:.12f}", "token-hours")
-        case "minimum":  # each request is lifted by another amount: so many times a dollar
+        case "minimum":  # amounts differ per request: quantity in dollars
             cost = format_dollars(total.pico)
             measured = (total.requests, "requests", format_dollars(10**12), cost, card.currency)
         case _:
@@ -303,7 +317,7 @@ _QUANTITY_COLUMNS = (
     "PricingQuantity",
     "PricingUnit",
 )
-"""Of usage alone. A unit's price times the quantity that was charged for is the cost."""
+"""Columns of usage rows only. Unit price times priced quantity is the cost."""
 
 
 def _token_price(card: RateCard, kind: str, retention: str) -> int:

@@ -1,8 +1,8 @@
-"""Three counts of the same tokens: the ledger's, the engine's own, and the gateway's metrics.
+"""Reconciliation of three counts of the same tokens: ledger, engine and gateway metrics.
 
-They are kept by different code, so that a mistake in one is seen as a difference. Each life of the
-engine (an epoch) is compared by itself, because the engine counts from zero in each. It changes
-nothing; the command line and the gateway's minute watch call it.
+Different code keeps each count, so a mistake in one shows as a difference. Each engine process (an
+epoch) is compared separately, as its counters start at zero. The module changes nothing. The
+command line and `gateway.background.reconciliation` call it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from tenancy.ledger.aggregates import EPOCH_TOTALS
 from tenancy.storage.interface import Row, Store, Transaction
 
 State = Literal["final", "running", "pending", "died"]
-"""`final`: the engine has told its last count. `running`: it lives, nothing runs and it was asked
-since. `pending`: something runs, or it has not been asked since, or it is no more known than that
-it may live, behind another gateway. `died`: it ended without a last word, so what it counted in its
-last moments is not known."""
+"""The state of an engine epoch's counts.
+
+`final`: the engine reported its last counts. `running`: it runs, it is idle, and its counters were
+read since the last request. `pending`: requests run, or the counters were not read since, or the
+epoch may run behind another gateway. `died`: it ended without last counts, so those of its last
+moments are unknown.
+"""
 
 EPOCHS_MAX = 100
+"""The most epochs that one reconciliation returns."""
 FRESH_WITHIN_MS = 150_000
-"""Whatever lives is noted every minute."""
+"""A running engine's counts are stored every minute; an older record is not fresh."""
 
 
 class Counts(Struct, frozen=True):
-    """Prompt tokens, those of them found in the cache, and output tokens."""
+    """Prompt tokens, cached ones among them, and output tokens."""
 
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
 
     def minus(self, other: Counts) -> Counts:
-        """The difference, each by itself."""
+        """Return the differences."""
         return Counts(
             self.prompt_tokens - other.prompt_tokens,
             self.cached_tokens - other.cached_tokens,
@@ -42,10 +46,11 @@ class Counts(Struct, frozen=True):
 
 
 NO_COUNTS = Counts(0, 0, 0)
+"""All counts zero."""
 
 
 class Epoch(Struct, frozen=True):
-    """One life of the engine in three counts."""
+    """An engine epoch with its three counts."""
 
     epoch: str
     state: State
@@ -57,43 +62,46 @@ class Epoch(Struct, frozen=True):
     metrics: Counts
 
     @property
-    def is_apart(self) -> bool:
-        """Do the counts differ although nothing explains it?"""
+    def has_mismatch(self) -> bool:
+        """Whether the counts differ without an explanation."""
         known = self.state in ("final", "running")
         return known and not (self.ledger == self.engine == self.metrics)
 
 
 def reconcile(store: Store, now_ms: int | None = None) -> list[Epoch]:
-    """The latest epochs, the newest first. `now_ms`: without it none but the newest may live.
-    O(epochs), not entries. Raises StoreError."""
+    """Return the latest epochs, newest first. O(epochs), not entries. Raises StoreError.
+
+    Without `now_ms`, only the newest epoch may be running.
+    """
     with store.snapshot() as db:
         return reconcile_in(db, now_ms)
 
 
 def reconcile_living(store: Store, epoch: str) -> Epoch | None:
-    """One that is known to live; None before it was noted. Raises StoreError."""
+    """Return an epoch that is known to run, or None before its counts were stored. Raises
+    StoreError."""
     rows = store.query(f"{_EPOCHS} where e.epoch = ?", (epoch,))
-    return _epoch(rows[0], lives=True, is_known=True) if rows else None
+    return _epoch(rows[0], is_alive=True, is_known=True) if rows else None
 
 
 def reconcile_in(db: Transaction, now_ms: int | None = None) -> list[Epoch]:
-    """`reconcile` within a transaction."""
+    """Reconcile within the caller's transaction; see `reconcile`."""
     rows = db.rows(
         f"{_EPOCHS} order by first_seen_ms desc, last_seen_ms desc limit ?", (EPOCHS_MAX,)
     )
     found = []
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         is_fresh = now_ms is not None and row[2] > now_ms - FRESH_WITHIN_MS
-        found.append(_epoch(row, lives=place == 0 or is_fresh, is_known=place == 0))
+        found.append(_epoch(row, is_alive=position == 0 or is_fresh, is_known=position == 0))
     return found
 
 
-def _epoch(row: Row, *, lives: bool, is_known: bool) -> Epoch:
+def _epoch(row: Row, *, is_alive: bool, is_known: bool) -> Epoch:
     epoch, first_ms, last_ms, is_ended, *counts = row
     entries, last_entry_ms, holds = counts[6], counts[10], counts[11]
     is_settled = is_known and not holds and last_entry_ms <= last_ms
     state: State = "running" if is_settled else "pending"
-    if is_ended or not lives:
+    if is_ended or not is_alive:
         state = "final" if is_ended else "died"
     return Epoch(
         epoch=epoch,

@@ -1,9 +1,8 @@
-"""Questions about usage: sums of entries by tenant, key, model and time.
+"""Usage queries: sums of entries by tenant, key, model and time.
 
-Whole days and hours come from their sums, which are written with the entries; only the pieces of
-an hour at the ends of a period are summed entry by entry. So a question over ten million entries
-looks at thousands of rows. It writes nothing; the command line, the admin API and self-service call
-it.
+Whole days and hours come from sums that are written with the entries; only the partial hours at the
+ends of a period are summed from entries. So a query over ten million entries reads thousands of
+rows. The module writes nothing. The command line, the admin API and self-service call it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ from tenancy.storage.interface import Row, Store, Value
 from tenancy.types import DAY_MS, UsageEntry
 
 UsageGroup = Literal["tenant", "key", "model", "hour", "day"]
+"""A column to group by."""
 
 
 class UsageTotal(Struct, frozen=True):
     """A sum of ledger entries. Money is pico-dollars; `charge_pico` is before adjustments.
 
-    `hits`: requests that read the cache. `ttft_*`: how many told their time to the first token,
-    and its sum, for those that did and those that did not. `key_id`, `model` and `from_ms` (of the
-    hour or day) are set where it was asked for by them.
+    `hits`: requests that read the cache. `ttft_*`: how many requests reported a time to first
+    token, and its sum, for hits and misses. `key_id`, `model` and `from_ms` (the start of the hour
+    or day) are set if the query groups by them.
     """
 
     tenant: str
@@ -64,6 +64,8 @@ _GROUPS: dict[UsageGroup, str] = {
 
 
 class _Level(Struct, frozen=True):
+    """A table of sums, its time column and the length of its periods."""
+
     table: str
     since: str
     length_ms: int
@@ -85,26 +87,31 @@ def usage(
     until_ms: int | None = None,
     by: Sequence[UsageGroup] = (),
 ) -> list[UsageTotal]:
-    """Sums of what was booked in [since_ms, until_ms), by tenant and whatever `by` names, in that
-    order. O(days * keys * models) of the tenants asked for, or hours where it is by hour."""
+    """Return sums of what was booked in [since_ms, until_ms), by tenant and the groups of `by`.
+
+    O(days * keys * models) of the tenants, or hours if `by` names the hour.
+    """
     groups: list[UsageGroup] = ["tenant", *(name for name in by if name != "tenant")]
     end_ms = 2**62 if until_ms is None else max(until_ms, since_ms)
     sums: dict[Row, list[int]] = {}
     levels = _LEVELS if "hour" in groups else (_DAYS, *_LEVELS)
     for level, first_ms, after_ms in _split_period(since_ms, end_ms, levels):
-        asked = (tenant, key_id, model, first_ms, after_ms)
+        values = (tenant, key_id, model, first_ms, after_ms)
         if level is None:
-            _add_partial_hour(store, sums, groups, asked)
+            _add_partial_hour(store, sums, groups, values)
         else:
-            _add_level(store, sums, groups, level, asked)
+            _add_level(store, sums, groups, level, values)
     return [_total(groups, group, sums[group]) for group in sorted(sums)]
 
 
 def span_of(
     store: Store, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> tuple[int, int]:
-    """Before the first entry of a period, and its last: what was booked at about the same time has
-    ids that lie together. O(entries of the period), or O(1) for all time."""
+    """Return the id before a period's first entry, and the id of its last one.
+
+    Entries booked at about the same time have ids close together. O(entries of the period), or O(1)
+    for all time.
+    """
     if since_ms <= 0 and until_ms is None:
         return 0, _LAST
     first, last = store.query(
@@ -125,8 +132,11 @@ def entries_of(
     count: int,
     last: int = _LAST,
 ) -> list[tuple[int, int, str, UsageEntry]]:
-    """Up to `count` entries of a period behind entry id `after`, up to `last`, in ledger order:
-    (entry id, booked at, tenant, entry). O(entries between the two, up to the count)."""
+    """Return up to `count` entries of a period with ids above `after`, up to `last`, in ledger
+    order.
+
+    Each is (entry id, booked at, tenant, entry). O(entries between the two ids, up to the count).
+    """
     rows = store.query(
         f"select entry_id, booked_ms, name, {_ENTRIES} from ledger join tenants using (tenant_id)"
         " where entry_id > ?1 and entry_id <= ?6 and (cast(?2 as text) is null or name = ?2)"
@@ -147,7 +157,7 @@ _WHERE = (
 def _split_period(
     since_ms: int, end_ms: int, levels: Sequence[_Level]
 ) -> Iterator[tuple[_Level | None, int, int]]:
-    """A period as whole days, whole hours and pieces of hours: (which, from, to), none empty.
+    """Split a period into whole days, whole hours and partial hours: (level, from, to), none empty.
 
     since  |  hours  |      whole days      | hours | end        and the same within the ends
     """
@@ -172,10 +182,13 @@ def _add_level(
     sums: dict[Row, list[int]],
     groups: Sequence[UsageGroup],
     level: _Level,
-    asked: Sequence[Value],
+    values: Sequence[Value],
 ) -> None:
-    """Whole hours or days, from their sums, recent ones too: as of one commit, in one statement. (A
-    union that is summed as one would be put in order first, which takes twice as long.)"""
+    """Add whole hours or days from their sums and the recent ones, in one statement.
+
+    One statement reads one commit. Summing the union as a whole would sort it first, which takes
+    twice as long, so each part is summed.
+    """
     parts = []
     for table, since, columns in (
         (level.table, level.since, _SUMS),
@@ -187,14 +200,14 @@ def _add_level(
             f" join tenants using (tenant_id) where {_WHERE} and {since} >= ?4 and {since} < ?5"
             f" group by {', '.join(str(1 + i) for i in range(len(groups)))}"
         )
-    for row in store.query(" union all ".join(parts), asked):
+    for row in store.query(" union all ".join(parts), values):
         _add(sums, row[: len(groups)], row[len(groups) :])
 
 
 def _add_partial_hour(
-    store: Store, sums: dict[Row, list[int]], groups: Sequence[UsageGroup], asked: Sequence[Value]
+    store: Store, sums: dict[Row, list[int]], groups: Sequence[UsageGroup], values: Sequence[Value]
 ) -> None:
-    """A piece of an hour, from its entries and adjustments."""
+    """Add a partial hour from its entries and adjustments."""
     hour = f"booked_ms / {HOUR_MS} * {HOUR_MS}"
     names = [_GROUPS[name].replace("hour_ms", hour) for name in groups]
     by = ", ".join(str(1 + i) for i in range(len(groups)))
@@ -203,7 +216,7 @@ def _add_partial_hour(
         f"select {', '.join(names)}, {', '.join(ENTRY_SUMS)} from ledger"
         f" join tenants using (tenant_id) where {where} group by {by}"
     )
-    for row in store.query(sql, asked):
+    for row in store.query(sql, values):
         _add(sums, row[: len(groups)], (*row[len(groups) :], 0, 0))
     names = [name.replace("booked_ms", "a.booked_ms") for name in names]
     where = where.replace("tenant_id", "a.tenant_id", 1).replace("booked_ms", "a.booked_ms")
@@ -214,13 +227,15 @@ def _add_partial_hour(
         f" where {where} group by {by}"
     )
     nothing = [0] * len(HOUR_SUMS)
-    for row in store.query(sql, asked):
+    for row in store.query(sql, values):
         _add(sums, row[: len(groups)], (*nothing, *row[len(groups) :]))
 
 
 def _add(sums: dict[Row, list[int]], group: Row, more: Sequence[int]) -> None:
-    have = sums.get(group)
-    sums[group] = list(more) if have is None else list(map(sum, zip(have, more, strict=True)))
+    sums_so_far = sums.get(group)
+    sums[group] = (
+        list(more) if sums_so_far is None else list(map(sum, zip(sums_so_far, more, strict=True)))
+    )
 
 
 def _total(groups: Sequence[UsageGroup], group: Row, row: Sequence[int]) -> UsageTotal:

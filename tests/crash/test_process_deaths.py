@@ -73,7 +73,7 @@ class Place:
         with closing(self.look()) as store:
             assert store.query("select count(*) from holds") == [(0,)]
             assert check_books(store) == []
-            assert [life.epoch for life in reconcile(store) if life.is_apart] == []
+            assert [life.epoch for life in reconcile(store) if life.has_mismatch] == []
 
     def events(self) -> list[str]:
         """Of the server's log, as far as its lines are whole."""

@@ -56,7 +56,7 @@ def price(data: Path, name: str, output: int) -> None:
 def faults(data: Path) -> tuple[list[str], list[str]]:
     """Of the books by themselves, and of the engine's lives that do not fit them."""
     with closing(SqliteStore(data / "trunkline.db")) as store:
-        apart = [life.epoch for life in reconcile(store) if life.is_apart]
+        apart = [life.epoch for life in reconcile(store) if life.has_mismatch]
         return check_books(store), apart
 
 

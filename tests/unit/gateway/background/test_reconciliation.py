@@ -36,7 +36,7 @@ async def test_all_kinds_of_answers_are_counted_alike(gateway: GatewayFixture) -
 
     assert epoch.ledger == epoch.engine == epoch.metrics
     assert epoch.ledger.cached_tokens > 0
-    assert (epoch.state, epoch.is_apart, epoch.entries) == ("running", False, 4)
+    assert (epoch.state, epoch.has_mismatch, epoch.entries) == ("running", False, 4)
 
 
 async def test_a_client_that_leaves_is_counted_alike(gateway: GatewayFixture) -> None:
@@ -112,7 +112,7 @@ async def test_what_the_engine_has_begun_has_a_hold_when_it_is_compared(
     await asking[0]
 
     assert epoch.engine.prompt_tokens > epoch.ledger.prompt_tokens
-    assert (epoch.state, epoch.is_apart) == ("pending", False)
+    assert (epoch.state, epoch.has_mismatch) == ("pending", False)
 
 
 async def test_a_life_of_the_engine_is_known_from_its_beginning(gateway: GatewayFixture) -> None:
@@ -142,7 +142,7 @@ async def test_the_last_note_is_final(gateway: GatewayFixture) -> None:
     await gateway.gateway._reckoning.close()
     (epoch,) = reconcile(gateway.store)
 
-    assert (epoch.state, epoch.is_apart) == ("final", False)
+    assert (epoch.state, epoch.has_mismatch) == ("final", False)
     assert epoch.engine.output_tokens == 8
 
 

@@ -213,7 +213,7 @@ def test_an_entry_is_credited_once(priced: Run, books: Books) -> None:
 
     assert (first[1], second[1]) == ("adjustment x booked\n", "adjustment x was there\n")
     more = told(priced, *arguments[:3], "5", "--id", "y", "--reason", "r")
-    assert "5.000000000000 dollars is more than" in more
+    assert "Credit exceeds the charge: 5.000000000000 dollars" in more
     assert "pico" in told(priced, *arguments[:3], "1e-13", "--id", "y", "--reason", "r")
 
 
@@ -239,7 +239,7 @@ def test_days_are_closed_and_listed(priced: Run, books: Books) -> None:
     assert isinstance(day["charge_pico"], str)
     assert data_of(priced, "close", "--list") == [day]
     assert priced("close")[1] == "nothing to close\n"
-    assert "closed already" in told(priced, "close", "--through", day["day"])
+    assert "already closed" in told(priced, "close", "--through", day["day"])
     assert "no day" in told(priced, "close", "--through", "x")
 
 

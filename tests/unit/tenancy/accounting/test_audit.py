@@ -1,4 +1,4 @@
-"""The books are checked from the entries up; each kind of damage is found."""
+"""The audit finds each kind of damage, and nothing in correct books."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def entry(request_id: str, at_ms: int) -> UsageEntry:
 
 @pytest.fixture
 def books(store: Store, wall: Wall) -> Iterator[Store]:
-    """Two days with all there can be, the first one closed."""
+    """A ledger of two days with every kind of row, the first day closed."""
     create_tenant(store, wall, "ada")
     add_card(store, wall, RateCard("std", input=1_000_000, cache_read=7, cache_write={"1h": 9}))
     set_budget(store, Budget(1, "month", hard_micros=10**6))
@@ -64,14 +64,13 @@ def books(store: Store, wall: Wall) -> Iterator[Store]:
     ledger.close()
 
 
-def test_books_that_are_right_have_no_findings(books: Store) -> None:
+def test_correct_books_have_no_findings(books: Store) -> None:
     """Entries, sums, chains, a close, an adjustment, a budget with an open hold."""
     assert check_books(books) == []
 
 
-def test_the_database_sums_entries_as_we_do(store: Store, wall: Wall) -> None:
-    """Whatever there is in them: hits and misses, with a time and without, and writes so dear that
-    they saved less than nothing."""
+def test_sql_sums_equal_python_sums(store: Store, wall: Wall) -> None:
+    """For hits and misses, with and without TTFT, and with savings below zero."""
     create_tenant(store, wall, "ada")
     add_card(store, wall, RateCard("dear", input=1, cache_read=3, cache_write={"1h": 7_000_003}))
     ledger = Ledger(store, wall)
@@ -114,7 +113,8 @@ DAMAGE = {
 
 
 def _of_postgres(statement: str) -> str:
-    """The same where triggers are a table's, and JSON and bytes are written otherwise."""
+    """Translate the statement: PostgreSQL has triggers per table and other JSON and byte
+    literals."""
     if found := re.search(r"drop trigger (\w+)_(stay|never_change)", statement):
         table = found[1].replace("ledger_entries", "ledger")
         return f"drop trigger {found[1]}_{found[2]} on {table}"
@@ -124,8 +124,8 @@ def _of_postgres(statement: str) -> str:
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_found(books: Store, what: str) -> None:
-    """By whoever has the file and knows SQL."""
+def test_finds_damage(books: Store, what: str) -> None:
+    """By any program with access to the file."""
     with books.change() as db:
         for statement in DAMAGE[what].split(";"):
             db.execute(statement if books.is_near else _of_postgres(statement))
@@ -133,8 +133,8 @@ def test_damage_is_found(books: Store, what: str) -> None:
     assert check_books(books)
 
 
-def test_a_page_of_findings_is_enough(books: Store) -> None:
-    """A broken chain breaks all behind it."""
+def test_findings_are_bounded(books: Store) -> None:
+    """A broken chain breaks all later ones."""
     with books.change() as db:
         db.execute("insert into tenants (name, status, created_ms) values ('bob', 'active', 0)")
         for number in range(200):

@@ -1,4 +1,4 @@
-"""A copy beside a running server is whole; one put back is right, alone, and another epoch."""
+"""Backups beside a running server, and restores that begin a new epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture
 def path(tmp_path: Path, wall: Wall) -> Path:
-    """Of a ledger with two entries."""
+    """The path of a ledger with two entries."""
     store = SqliteStore(tmp_path / "data" / "test.db")
     create_tenant(store, wall, "ada")
     store.close()
@@ -40,7 +40,7 @@ def path(tmp_path: Path, wall: Wall) -> Path:
 
 
 def settle(path: Path, wall: Wall, *request_ids: str) -> None:
-    """One life of a server."""
+    """Settle entries during one server life."""
     store = SqliteStore(path)
     ledger = Ledger(store, wall)
     for request_id in request_ids:
@@ -50,7 +50,7 @@ def settle(path: Path, wall: Wall, *request_ids: str) -> None:
 
 
 def ids(path: Path) -> list[str]:
-    """What a ledger holds; its books are right."""
+    """Return a ledger's request ids, after an audit."""
     store = SqliteStore(path)
     assert check_books(store) == []
     found = [row[0] for row in store.query("select request_id from ledger order by entry_id")]
@@ -59,7 +59,7 @@ def ids(path: Path) -> list[str]:
 
 
 def refusal(source: Path, path: Path, wall: Wall) -> str:
-    """Of a restore, with nothing changed."""
+    """Return the code with which a restore is refused, and check that nothing changed."""
     before = ids(path)
     with pytest.raises(StoreError) as caught:
         restore(source, path, wall)
@@ -68,8 +68,8 @@ def refusal(source: Path, path: Path, wall: Wall) -> str:
     return caught.value.code
 
 
-def test_a_backup_beside_a_server_that_writes_is_whole(path: Path, wall: Wall) -> None:
-    """As of one commit, in one file, for its owner alone; the server waits for nobody."""
+def test_backup_beside_a_writing_server_is_complete(path: Path, wall: Wall) -> None:
+    """As of one commit, in one file, readable by its owner only; the server does not wait."""
     store = SqliteStore(path)
     ledger = Ledger(store, wall)
     has_ended = threading.Event()
@@ -97,16 +97,16 @@ def test_a_backup_beside_a_server_that_writes_is_whole(path: Path, wall: Wall) -
     assert lengths[0] >= 2
 
 
-def test_a_backup_takes_nobodys_place(path: Path) -> None:
-    """The ledger's least of all."""
-    with pytest.raises(StoreError, match="name another file"):
+def test_backup_refuses_an_existing_target(path: Path) -> None:
+    """Above all the ledger itself."""
+    with pytest.raises(StoreError, match="File exists"):
         backup(path, path)
     with pytest.raises(OSError, match="No such file"):
         backup(path, path.parent / "nowhere" / "b.db")
 
 
-def test_what_is_restored_is_another_epoch_and_says_what_is_missing(path: Path, wall: Wall) -> None:
-    """L8. What was there is kept, with what it had."""
+def test_restore_begins_an_epoch_and_reports_missing_entries(path: Path, wall: Wall) -> None:
+    """L8. The replaced database is kept with its entries."""
     backup(path, path.parent / "b.db")
     wall.ms += DAY_MS
     settle(path, wall, "1-3", "1-4")
@@ -124,16 +124,14 @@ def test_what_is_restored_is_another_epoch_and_says_what_is_missing(path: Path, 
     assert reasons == ["begun", "restored"], "it is not found once more at the start"
 
 
-def test_the_same_backup_again_is_an_epoch_of_its_own(path: Path, wall: Wall) -> None:
-    """Numbers tell histories apart."""
+def test_second_restore_begins_another_epoch(path: Path, wall: Wall) -> None:
     backup(path, path.parent / "b.db")
     numbers = [restore(path.parent / "b.db", path, wall).epoch.number for _ in range(3)]
 
     assert numbers == [2, 3, 4]
 
 
-def test_a_request_that_ran_at_the_backup_is_closed_as_it_was_then(path: Path, wall: Wall) -> None:
-    """Its hold is in the copy, with what was noted of it."""
+def test_open_hold_in_a_backup_is_closed_by_its_progress(path: Path, wall: Wall) -> None:
     store = SqliteStore(path)
     ledger = Ledger(store, wall)
     ledger.hold(Hold("1-9", 1, 1, "m", wall(), 9, 9)).result(PATIENCE_S)
@@ -152,8 +150,8 @@ def test_a_request_that_ran_at_the_backup_is_closed_as_it_was_then(path: Path, w
     assert found == [("interrupted", 4)]
 
 
-def test_into_an_empty_place_a_backup_is_restored_too(path: Path, wall: Wall) -> None:
-    """On another machine, after the first one burnt."""
+def test_restores_where_no_database_is(path: Path, wall: Wall) -> None:
+    """As on a new machine."""
     backup(path, path.parent / "b.db")
     elsewhere = path.parent / "new" / "test.db"
     elsewhere.parent.mkdir()
@@ -164,8 +162,8 @@ def test_into_an_empty_place_a_backup_is_restored_too(path: Path, wall: Wall) ->
     assert ids(elsewhere) == ["1-1", "1-2"]
 
 
-def test_a_damaged_ledger_is_replaced(path: Path, wall: Wall) -> None:
-    """That is what backups are for; what was last known of it says how far it had come."""
+def test_replaces_a_damaged_ledger(path: Path, wall: Wall) -> None:
+    """The last known point says how far it had come."""
     backup(path, path.parent / "b.db")
     wall.ms += DAY_MS
     settle(path, wall, "1-3")
@@ -177,10 +175,10 @@ def test_a_damaged_ledger_is_replaced(path: Path, wall: Wall) -> None:
     assert ids(path) == ["1-1", "1-2"]
 
 
-def test_a_ledger_that_is_no_continuation_of_the_backup_is_said_to_be_none(
+def test_reports_a_ledger_that_does_not_continue_the_backup(
     path: Path, wall: Wall, tmp_path: Path
 ) -> None:
-    """Which entries are missing cannot be told then."""
+    """The missing entries cannot be determined then."""
     other = tmp_path / "other.db"
     store = SqliteStore(other)
     create_tenant(store, wall, "bob")
@@ -192,8 +190,8 @@ def test_a_ledger_that_is_no_continuation_of_the_backup_is_said_to_be_none(
     assert ids(path) == ["1-7", "1-8", "1-9"]
 
 
-def test_what_is_no_right_ledger_of_ours_is_not_restored(path: Path, wall: Wall) -> None:
-    """Each said by its own code, and the ledger stays as it was."""
+def test_refuses_invalid_backups(path: Path, wall: Wall) -> None:
+    """Each with its own code; the ledger is unchanged."""
     folder = path.parent
     (folder / "text").write_text("no database" * 1_000)
     (folder / "empty").touch()
@@ -229,8 +227,8 @@ def test_what_is_no_right_ledger_of_ours_is_not_restored(path: Path, wall: Wall)
     assert found["torn"] in ("unusable", "damaged")
 
 
-def test_nothing_is_restored_under_a_server(path: Path, wall: Wall) -> None:
-    """It would write on into the file that was replaced, for nobody."""
+def test_refuses_to_restore_under_a_server(path: Path, wall: Wall) -> None:
+    """It would continue to write the replaced file."""
     backup(path, path.parent / "b.db")
     store = SqliteStore(path)
     ledger = Ledger(store, wall)
@@ -244,8 +242,8 @@ def test_nothing_is_restored_under_a_server(path: Path, wall: Wall) -> None:
         one.close()
 
 
-def test_nothing_is_restored_under_a_command_that_is_still_at_work(path: Path, wall: Wall) -> None:
-    """What it writes must not end up in a file that nobody reads."""
+def test_refuses_to_restore_during_a_transaction(path: Path, wall: Wall) -> None:
+    """Its changes would end in the replaced file."""
     backup(path, path.parent / "b.db")
     store = SqliteStore(path)
     with store.change() as db:
@@ -258,8 +256,8 @@ def test_nothing_is_restored_under_a_command_that_is_still_at_work(path: Path, w
     assert ids(path) == ["1-1", "1-2"]
 
 
-def test_a_database_that_was_restored_by_other_means_is_marked(store: Store, wall: Wall) -> None:
-    """`pg_restore`, a file system's snapshot: on either kind."""
+def test_marks_a_database_restored_by_other_means(store: Store, wall: Wall) -> None:
+    """By `pg_restore` or a file system snapshot, on either database."""
     create_tenant(store, wall, "ada")
     marked = mark_restored(store, wall)
     again = mark_restored(store, wall)
@@ -268,10 +266,10 @@ def test_a_database_that_was_restored_by_other_means_is_marked(store: Store, wal
 
 
 @pytest.mark.slow
-def test_killed_at_any_call_a_restore_leaves_the_one_or_the_other(
+def test_restore_killed_at_any_call_leaves_either_database(
     path: Path, wall: Wall, tmp_path: Path
 ) -> None:
-    """Whole and right, and no server finds an old log beside a new file."""
+    """Complete and correct; no server finds an old journal beside a new file."""
     backup(path, tmp_path / "b.db")
     settle(path, wall, "1-3")
     program = (

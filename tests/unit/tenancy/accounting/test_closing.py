@@ -1,4 +1,4 @@
-"""A closed day is final: counted, summed, hashed, and refused by the file from then on."""
+"""The daily close: counted, summed, hashed and final."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def booked(store: Store) -> list[tuple[str, int]]:
     return [tuple(row) for row in store.query("select request_id, booked_ms from ledger")]
 
 
-def test_a_close_has_the_days_sums(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """Control totals that any program can compute from the entries again."""
+def test_close_has_the_days_totals(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Any program can recompute them from the entries."""
     for number in range(3):
         done(ledger.settle(entry(str(number), wall() + number)))
     adjust(store, wall, Adjustment("x", "1", -9, "an outage"))
@@ -70,10 +70,10 @@ def test_a_close_has_the_days_sums(store: Store, ledger: Ledger, wall: Wall) -> 
     assert list_closes(store) == [day]
 
 
-def test_what_comes_late_is_booked_on_the_next_open_day(
+def test_late_entry_is_booked_on_the_next_open_day(
     store: Store, ledger: Ledger, wall: Wall
 ) -> None:
-    """It is charged, by the price of its time; only its period moves."""
+    """At the price of its admission; only its period moves."""
     done(ledger.settle(entry("a", wall())))
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
     (closed,) = close_days(store, wall)
@@ -87,10 +87,8 @@ def test_what_comes_late_is_booked_on_the_next_open_day(
     assert after.charge_pico == closed.charge_pico
 
 
-def test_a_clock_that_goes_back_moves_nothing_that_is_closed(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """L9: holds and entries of a wrong time go to the first open day."""
+def test_clock_set_back_changes_no_closed_day(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """L9: holds and entries with a wrong time go to the first open day."""
     done(ledger.settle(entry("a", wall())))
     wall.ms += 3 * DAY_MS
     before = close_days(store, wall)
@@ -107,7 +105,7 @@ def test_a_clock_that_goes_back_moves_nothing_that_is_closed(
 def at_each_change(
     store: Store, monkeypatch: pytest.MonkeyPatch, what: Callable[[int], None]
 ) -> None:
-    """Done before each of its transactions, which are numbered."""
+    """Call `what` before each transaction, with its number."""
     change, count = store.change, itertools.count(1)
 
     def changed() -> AbstractContextManager[Transaction]:
@@ -117,11 +115,11 @@ def at_each_change(
     monkeypatch.setattr(store, "change", changed)
 
 
-def test_others_write_while_a_day_is_counted(
+def test_writers_continue_while_a_day_is_counted(
     store: Store, ledger: Ledger, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A day may have millions of entries: nobody waits for more than the lines of the close, and
-    what came meanwhile is counted too."""
+    """A day may have millions of entries: writers wait for the close's rows only, and what came
+    meanwhile is counted too."""
     for number in range(9):
         done(ledger.settle(entry(str(number), wall())))
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
@@ -142,10 +140,10 @@ def test_others_write_while_a_day_is_counted(
     assert check_books(store) == []
 
 
-def test_a_day_that_grows_all_the_time_stays_open(
+def test_day_that_keeps_growing_stays_open(
     store: Store, ledger: Ledger, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Entries, adjustments or storage: whatever it is, it is asked for again."""
+    """Entries, adjustments or storage at every try."""
     done(ledger.settle(entry("a", wall())))
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
 
@@ -167,8 +165,8 @@ def test_a_day_that_grows_all_the_time_stays_open(
     assert [day.entries for day in close_days(store, wall)] == [2]
 
 
-def test_a_day_in_which_something_runs_stays_open(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """So its reservation and its charge are of one window."""
+def test_day_with_a_running_request_stays_open(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """So its reservation and its charge share a window."""
     done(ledger.hold(Hold("a", 1, 1, "m", wall())))
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
     running = code_of(store, wall)
@@ -178,10 +176,8 @@ def test_a_day_in_which_something_runs_stays_open(store: Store, ledger: Ledger, 
     assert (running, day.entries) == ("requests_running", 1)
 
 
-def test_closing_again_says_so_and_changes_nothing(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """For a job that runs every hour, nothing to do is no error; for a day by name it is."""
+def test_closing_again_changes_nothing(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """For an hourly job, nothing to do is no error; for a day by name it is."""
     done(ledger.settle(entry("a", wall())))
     wall.ms += DAY_MS
     days = close_days(store, wall)
@@ -192,13 +188,12 @@ def test_closing_again_says_so_and_changes_nothing(
 
 
 @pytest.mark.parametrize("day", ["yesterday", "1970-13-01", "", "'; --"])
-def test_a_day_that_is_none_is_refused(store: Store, wall: Wall, day: str) -> None:
-    """And so is one that is not over."""
+def test_refuses_invalid_and_unfinished_days(store: Store, wall: Wall, day: str) -> None:
     assert code_of(store, wall, day) == "bad_day"
     assert code_of(store, wall, "1970-01-01") == "day_not_over"
 
 
-def test_an_empty_ledger_has_nothing_to_close(store: Store, wall: Wall) -> None:
+def test_empty_ledger_closes_nothing(store: Store, wall: Wall) -> None:
     """The first day is that of the first entry."""
     wall.ms += 500 * DAY_MS
 
@@ -206,7 +201,7 @@ def test_an_empty_ledger_has_nothing_to_close(store: Store, wall: Wall) -> None:
 
 
 def test_each_close_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """Days with the same totals do not have the same digest."""
+    """Days with equal totals have different digests."""
     wall.ms += 3 * DAY_MS
     done(ledger.settle(entry("a", 0)))
     days = close_days(store, wall)
@@ -214,8 +209,8 @@ def test_each_close_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
     assert len({day.digest for day in days}) == 3
 
 
-def test_the_file_itself_refuses_what_is_closed(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """Whatever program writes."""
+def test_database_refuses_rows_in_closed_days(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """From any program."""
     done(ledger.settle(entry("a", wall())))
     wall.ms += DAY_MS
     close_days(store, wall)
@@ -231,10 +226,8 @@ def test_the_file_itself_refuses_what_is_closed(store: Store, ledger: Ledger, wa
             db.execute(statement)
 
 
-def test_a_hold_that_no_close_saw_cannot_reach_into_a_closed_day(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """An impossible entry is refused; the day stays as it was."""
+def test_hold_cannot_settle_into_a_closed_day(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """The impossible entry is refused; the day is unchanged."""
     done(ledger.settle(entry("a", wall())))
     wall.ms += DAY_MS
     close_days(store, wall)
@@ -244,10 +237,8 @@ def test_a_hold_that_no_close_saw_cannot_reach_into_a_closed_day(
     assert len(booked(store)) == 1
 
 
-def test_a_day_in_which_the_engine_counted_otherwise_stays_open(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """An alarm stops the close of its days, until somebody has explained it; not of those after."""
+def test_day_with_a_count_mismatch_stays_open(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Until an operator has explained it; later days close."""
     done(ledger.settle(replace(entry("a", wall()), epoch="e1")))
     done(ledger.write(EngineTotals("e1", wall(), 11, 0, 4, 11, 0, 4, is_ended=True)))
     wall.ms += DAY_MS

@@ -1,4 +1,4 @@
-"""What leaves the ledger is what is in it: token for token, pico-dollar for pico-dollar."""
+"""Exports contain the ledger's entries, token for token and pico-dollar for pico-dollar."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_csv_has_every_entry_with_every_field(store: Store) -> None:
     assert (rows[0]["ttft_ms"], rows[1]["ttft_ms"]) == ("", "1")
 
 
-def test_no_cell_is_a_formula(store: Store) -> None:
+def test_csv_has_no_formulas(store: Store) -> None:
     """A spreadsheet that opens the file runs nothing."""
     rows = read_csv(b"".join(as_csv(ENTRY_COLUMNS, entry_rows(store, None, 0, None))))
 
@@ -107,15 +107,15 @@ def test_no_cell_is_a_formula(store: Store) -> None:
         ("\n=1", "'\n=1"),
     ],
 )
-def test_a_credit_is_a_number_and_no_formula(value: str, cell: str) -> None:
-    """The sum of a column must be the bill: amounts below zero stay amounts."""
+def test_negative_numbers_are_not_quoted(value: str, cell: str) -> None:
+    """A column's sum must be the bill."""
     (row,) = read_csv(b"".join(as_csv(["x"], [{"x": value}])))
 
     assert row["x"] == cell
 
 
-def test_a_period_and_a_tenant_select(store: Store) -> None:
-    """Half-open; by the instant an entry is booked at."""
+def test_selects_by_period_and_tenant(store: Store) -> None:
+    """Half-open, by the instant of booking."""
     rows = list(entry_rows(store, "ada", 2_000, 6_000))
 
     assert [row["request_id"] for row in rows] == ["r2", "r4"]
@@ -123,7 +123,7 @@ def test_a_period_and_a_tenant_select(store: Store) -> None:
 
 
 def test_parquet_has_the_same_rows(store: Store, tmp_path: Path) -> None:
-    """Read back by pyarrow, with whole numbers as such."""
+    """Read back by pyarrow, with integers as such."""
     path = tmp_path / "out.parquet"
     written = write_parquet(ENTRY_COLUMNS, entry_rows(store, None, 0, None), path)
     table = parquet.read_table(path)
@@ -134,9 +134,7 @@ def test_parquet_has_the_same_rows(store: Store, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir() if "parquet" in file.name] == ["out.parquet"]
 
 
-def test_a_parquet_file_is_whole_or_not_there(store: Store, tmp_path: Path) -> None:
-    """An export that breaks off leaves nothing to be mistaken for one."""
-
+def test_failed_parquet_export_leaves_no_file(store: Store, tmp_path: Path) -> None:
     def broken() -> Iterator[dict[str, object]]:
         yield from entry_rows(store, None, 0, None)
         raise OSError("no space left")
@@ -147,10 +145,9 @@ def test_a_parquet_file_is_whole_or_not_there(store: Store, tmp_path: Path) -> N
     assert not [file for file in tmp_path.iterdir() if "parquet" in file.name]
 
 
-def test_without_pyarrow_the_extra_is_named(
+def test_missing_pyarrow_names_the_extra(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a stack trace."""
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -163,8 +160,8 @@ def test_without_pyarrow_the_extra_is_named(
         write_parquet(ENTRY_COLUMNS, iter(()), tmp_path / "out.parquet")
 
 
-def test_events_are_cloud_events_and_their_tokens_add_up(store: Store) -> None:
-    """What a meter sums by type is what the entries hold."""
+def test_cloud_events_add_up_to_the_entries(store: Store) -> None:
+    """Summed by type."""
     events = [json.loads(line) for line in cloud_events(store, None, 0, None, "urn:here")]
     sums: dict[str, int] = {}
     for event in events:
@@ -187,7 +184,7 @@ def test_events_are_cloud_events_and_their_tokens_add_up(store: Store) -> None:
 
 
 def test_events_of_failures_are_not_charged(store: Store, wall: Wall) -> None:
-    """A meter that bills by them must not bill what the ledger does not."""
+    """A billing meter must not bill what the ledger does not."""
     ledger = Ledger(store, wall)
     for number, ending in enumerate(("failed", "cancelled", "interrupted"), COUNT):
         ledger.settle(structs.replace(entry(number), ending=ending)).result(20)
@@ -201,20 +198,19 @@ def test_events_of_failures_are_not_charged(store: Store, wall: Wall) -> None:
     }
 
 
-def test_exporting_again_gives_the_same_ids(store: Store) -> None:
-    """Whoever got half of it can take it all again."""
+def test_repeated_export_has_the_same_ids(store: Store) -> None:
+    """A receiver of half of it can take it all again."""
     first = list(cloud_events(store, None, 0, None, "urn:here"))
 
     assert list(cloud_events(store, None, 0, None, "urn:here")) == first
 
 
-def test_components_make_up_all_tokens() -> None:
+def test_components_add_up_to_all_tokens() -> None:
     """Each token once."""
     one = entry(5)
 
     assert sum(components(one).values()) == one.prompt_tokens + one.output_tokens
 
 
-def test_instants_are_iso_to_the_millisecond() -> None:
-    """In UTC."""
+def test_times_are_iso_8601_in_utc() -> None:
     assert format_utc(1_700_000_000_007) == "2023-11-14T22:13:20.007Z"

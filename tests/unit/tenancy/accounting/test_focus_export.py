@@ -1,4 +1,4 @@
-"""A cost table whose sum is the bill, to the pico-dollar."""
+"""FOCUS rows whose sum is the bill, to the pico-dollar."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def store(store: Store, wall: Wall) -> Store:
     return store
 
 
-def test_the_rows_add_up_to_the_bill(store: Store) -> None:
-    """Charges, adjustments and storage; and uncached less billed is what was saved."""
+def test_rows_add_up_to_the_bill(store: Store) -> None:
+    """Charges, adjustments and storage; uncached cost less billed cost is the savings."""
     rows = list(cost_rows(store, None, 0, None, "acme"))
     totals = usage(store)
     charged = sum(total.charge_pico + total.adjusted_pico for total in totals)
@@ -88,8 +88,8 @@ def test_the_rows_add_up_to_the_bill(store: Store) -> None:
     assert sum(int(str(row["x_BilledPico"])) for row in rows) == charged + held
 
 
-def test_storage_is_told_by_class_as_it_is_billed(store: Store) -> None:
-    """Of one tenant or all, in the hours of a period."""
+def test_storage_by_class_equals_the_bill(store: Store) -> None:
+    """For one tenant or all, in the hours of a period."""
     mine = storage(store, "ada", 0, None)
 
     assert mine == [HeldStorage("1h", 12_345, storage_charge(CARD, "1h", 12_345))]
@@ -100,8 +100,8 @@ def test_storage_is_told_by_class_as_it_is_billed(store: Store) -> None:
     assert storage_by_tenant(store, "bob", 0, None) == {}
 
 
-def test_a_tenants_storage_is_the_sum_of_its_hours(store: Store, wall: Wall) -> None:
-    """Each hour is rounded down by itself, whoever adds them up."""
+def test_storage_by_tenant_rounds_each_hour(store: Store, wall: Wall) -> None:
+    """Whether Python or the database adds the hours."""
     hours = [1, 2**40 + 7, 3_599, 3_601, 0, 12_345]
     ledger = Ledger(store, wall)
     for number, seconds in enumerate(hours):
@@ -113,8 +113,8 @@ def test_a_tenants_storage_is_the_sum_of_its_hours(store: Store, wall: Wall) -> 
     assert storage_by_tenant(store, None, HOUR_MS, None) == {"bob": sum(charges[1:])}
 
 
-def test_tokens_in_the_rows_are_the_tokens_in_the_ledger(store: Store) -> None:
-    """Each one once, failures too, though they cost nothing."""
+def test_row_tokens_equal_ledger_tokens(store: Store) -> None:
+    """Each once, free failures included."""
     rows = [row for row in cost_rows(store, "ada", 0, None, "acme") if row["ConsumedQuantity"]]
     (total,) = usage(store, tenant="ada")
     counted = sum(
@@ -124,9 +124,9 @@ def test_tokens_in_the_rows_are_the_tokens_in_the_ledger(store: Store) -> None:
     assert counted == total.prompt_tokens + total.output_tokens
 
 
-def test_a_unit_price_times_the_quantity_is_the_cost(store: Store) -> None:
-    """As the specification demands of every row of usage; storage but for what is rounded down.
-    Tokens of a failure are consumed and not charged for."""
+def test_unit_price_times_quantity_is_the_cost(store: Store) -> None:
+    """FOCUS requires it of every usage row (storage is rounded down). Tokens of failures are
+    consumed and not priced."""
     rows = [row for row in cost_rows(store, None, 0, None, "acme") if row["PricingUnit"]]
     apart = {}
     for row in rows:
@@ -145,8 +145,8 @@ def test_a_unit_price_times_the_quantity_is_the_cost(store: Store) -> None:
     assert int(str(failure["ConsumedQuantity"])) - int(str(failure["PricingQuantity"])) == 4
 
 
-def test_a_correction_is_of_a_month_that_was_invoiced(store: Store, wall: Wall) -> None:
-    """What is given back in the same month is a credit without a class."""
+def test_correction_refers_to_an_invoiced_month(store: Store, wall: Wall) -> None:
+    """A credit in the same month has no charge class."""
     wall.ms = 31 * 24 * HOUR_MS
     adjust(store, wall, Adjustment("y", "r7", 5, "of January, in February"))
     rows = [row for row in cost_rows(store, None, 0, None, "acme") if not row["PricingUnit"]]
@@ -157,7 +157,7 @@ def test_a_correction_is_of_a_month_that_was_invoiced(store: Store, wall: Wall) 
     ]
 
 
-def test_every_row_has_every_column_and_its_category(store: Store) -> None:
+def test_rows_have_every_column_and_a_category(store: Store) -> None:
     """The names are the specification's."""
     rows = list(cost_rows(store, None, 0, None, "acme"))
 
@@ -168,8 +168,8 @@ def test_every_row_has_every_column_and_its_category(store: Store) -> None:
     assert credit["ConsumedQuantity"] is None
 
 
-def test_a_row_is_an_hour_of_a_key_and_a_component(store: Store) -> None:
-    """And names the price it was charged by."""
+def test_row_groups_by_hour_key_and_component(store: Store) -> None:
+    """With the rate card it was charged by."""
     row = next(
         row
         for row in cost_rows(store, "bob", 0, None, "acme")
@@ -189,12 +189,11 @@ def test_a_row_is_an_hour_of_a_key_and_a_component(store: Store) -> None:
 
 @given(st.integers(-(10**20), 10**20))
 def test_dollars_are_exact(pico: int) -> None:
-    """Twelve decimals, below zero too."""
+    """Twelve decimals, also below zero."""
     assert Decimal(format_dollars(pico)) == Decimal(pico).scaleb(-12)
 
 
-def test_an_amount_reads_as_dollars() -> None:
-    """With its sign before it."""
+def test_formats_dollars_with_sign() -> None:
     assert [format_dollars(pico) for pico in (0, 1, -1_500_000_000_000, 10**12)] == [
         "0.000000000000",
         "0.000000000001",

@@ -1,4 +1,4 @@
-"""A ledger moved from a file to a server is the same ledger, and goes on there."""
+"""A ledger moved from a file to a server is the same ledger."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
-    """With some of everything there can be: two days, the first one closed, two epochs, a request
-    that ran when its server died, and tenants that are gone with and without a trace."""
+    """A ledger with every kind of row: two days, the first one closed, two epochs, a request that
+    ran when its server died, and deleted tenants with and without ledger rows."""
     with closing(SqliteStore(path)) as store:
         for name in ("ada", "bob", "gone", "left"):
             create_tenant(store, wall, name)
@@ -94,7 +94,7 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
 
 
 def tables_of(store: SqliteStore | PostgresStore) -> dict[str, set[str]]:
-    """Their columns."""
+    """Return the columns of each table."""
     if isinstance(store, SqliteStore):
         names = store.query("select name from sqlite_schema where type = 'table'")
         return {
@@ -109,8 +109,8 @@ def tables_of(store: SqliteStore | PostgresStore) -> dict[str, set[str]]:
     return found
 
 
-def test_every_table_is_moved_or_counted_anew(file: SqliteStore, postgres: PostgresStore) -> None:
-    """One that comes later must not be forgotten; and both databases have the same columns."""
+def test_every_table_is_moved_or_counted(file: SqliteStore, postgres: PostgresStore) -> None:
+    """A new table must not be forgotten; both databases have the same columns."""
     here, there = tables_of(file), tables_of(postgres)
 
     assert set(here) | set(there) == {*TABLES, *COUNTED}
@@ -119,11 +119,11 @@ def test_every_table_is_moved_or_counted_anew(file: SqliteStore, postgres: Postg
     assert untried == {"recent_sums"}, "a server that ends has moved them"
 
 
-def test_what_is_moved_is_the_same_ledger_and_goes_on(
+def test_moved_ledger_is_equal_and_continues(
     file: SqliteStore, postgres: PostgresStore, wall: Wall
 ) -> None:
-    """Keys open, sums and chains are right, no number is given twice, and the request that ran is
-    closed by what had been noted."""
+    """Keys authenticate, sums and chains are right, no id is reused, and the request that ran is
+    closed by its progress."""
     key = create_key(file, wall, 2)
     before = usage(file)
     done = move(file, postgres)
@@ -152,10 +152,8 @@ SIGNS = "".join(map(chr, range(1, 128))) + "ü→𝄞"
 WEIGHTS = (1e-9, 1e-5, 0.0001, 1 / 3, 0.1, 1.0, 2.5, 7.0, 123_456.789, 1e6)
 
 
-def test_all_that_a_row_can_hold_is_moved(
-    file: SqliteStore, postgres: PostgresStore, wall: Wall
-) -> None:
-    """Signs that end a line or a field, numbers as they are written, and more pages than one."""
+def test_moves_every_kind_of_value(file: SqliteStore, postgres: PostgresStore, wall: Wall) -> None:
+    """Characters that end a line or a field, every form of number, and more than one page."""
     create_key(file, wall, 1, label="\\N")
     for number, weight in enumerate(WEIGHTS):
         create_tenant(file, wall, f"t{number}", CachePolicy(weight=weight))
@@ -185,8 +183,8 @@ def test_all_that_a_row_can_hold_is_moved(
     assert parts == {"checked": (8, 8), "written": all_rows, "read back": all_rows}
 
 
-def test_a_move_that_was_killed_is_run_again(file: SqliteStore, postgres: PostgresStore) -> None:
-    """Before its commit it never happened; after it there is nothing left to do."""
+def test_killed_move_can_run_again(file: SqliteStore, postgres: PostgresStore) -> None:
+    """Before its commit it never happened; after it there is nothing to do."""
 
     def killed(stage: Stage, done: int, total: int) -> None:
         if stage == "read back":
@@ -203,11 +201,10 @@ def test_a_move_that_was_killed_is_run_again(file: SqliteStore, postgres: Postgr
     assert (first.charge_pico, first.chain) == (second.charge_pico, second.chain)
 
 
-def test_what_was_moved_is_compared_while_others_write(
+def test_compares_outside_a_write_transaction(
     file: SqliteStore, postgres: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Millions of rows are read in the file first: a transaction that writes would end meanwhile,
-    for it has nothing to do."""
+    """Reading millions of rows from the file would time out an idle write transaction."""
 
     def refuse() -> None:
         raise AssertionError("nothing is written")
@@ -218,10 +215,9 @@ def test_what_was_moved_is_compared_while_others_write(
     assert move(file, postgres).was_there
 
 
-def test_another_ledger_is_not_written_over(
+def test_refuses_a_target_with_another_ledger(
     file: SqliteStore, postgres: PostgresStore, wall: Wall
 ) -> None:
-    """Nor mixed with this one."""
     create_tenant(postgres, wall, "somebody")
     with pytest.raises(StoreError, match="not empty, and is not this ledger: tenants") as caught:
         move(file, postgres)
@@ -230,10 +226,10 @@ def test_another_ledger_is_not_written_over(
     assert postgres.query("select name from tenants") == [("somebody",)]
 
 
-def test_beside_a_running_server_nothing_is_moved(
+def test_refuses_to_move_beside_a_running_server(
     path: Path, file: SqliteStore, postgres: PostgresStore
 ) -> None:
-    """What it writes afterwards would be lost."""
+    """Its later entries would be lost."""
     with closing(SqliteStore(path)) as server:
         server.claim()
         with pytest.raises(StoreError) as caught:
@@ -243,10 +239,10 @@ def test_beside_a_running_server_nothing_is_moved(
     assert postgres.query("select 1 from tenants") == []
 
 
-def test_wrong_books_are_not_moved(
+def test_refuses_to_move_damaged_books(
     path: Path, file: SqliteStore, postgres: PostgresStore, wall: Wall
 ) -> None:
-    """A chain that is broken here would be broken there."""
+    """A broken chain would be broken there too."""
     with closing(sqlite3.connect(path)) as db:
         db.execute("update usage_hours set output_tokens = output_tokens + 1")
         db.commit()
@@ -257,10 +253,8 @@ def test_wrong_books_are_not_moved(
     assert postgres.query("select 1 from tenants") == []
 
 
-def test_what_the_server_changes_on_the_way_is_found(
-    file: SqliteStore, postgres: PostgresStore
-) -> None:
-    """A rule of somebody's in the database, or a fault of ours: every row is read back."""
+def test_detects_rows_that_the_server_changed(file: SqliteStore, postgres: PostgresStore) -> None:
+    """By a rule in the database or a bug of ours: every row is read back."""
     with postgres.change() as db:
         db.execute(
             "create function spoil() returns trigger language plpgsql as"

@@ -1,4 +1,4 @@
-"""Three counts of the same tokens are apart by zero, or the difference is shown."""
+"""Three counts of the same tokens agree, or the difference is shown."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
     ledger.close()
 
 
-def test_equal_counts_are_not_apart(store: Store, ledger: Ledger) -> None:
-    """And are shown, so that zero is a number and not a claim."""
+def test_equal_counts_do_not_mismatch(store: Store, ledger: Ledger) -> None:
+    """They are shown, so that zero is a number and not a claim."""
     ledger.write(totals("e1", 3)).result(20)
     (epoch,) = reconcile(store)
 
-    assert (epoch.state, epoch.is_apart, epoch.entries) == ("running", False, 3)
+    assert (epoch.state, epoch.has_mismatch, epoch.entries) == ("running", False, 3)
     assert epoch.ledger == epoch.engine == epoch.metrics == Counts(27, 12, 9)
 
 
 @pytest.mark.parametrize("times", [2, 4])
-def test_a_difference_either_way_is_found(store: Store, ledger: Ledger, times: int) -> None:
-    """An entry that nobody computed, and tokens that nobody is charged for."""
+def test_finds_differences_either_way(store: Store, ledger: Ledger, times: int) -> None:
+    """An entry that no engine computed, and tokens without a charge."""
     ledger.write(totals("e1", times, is_ended=True)).result(20)
     (epoch,) = reconcile(store)
 
-    assert epoch.is_apart
+    assert epoch.has_mismatch
     assert epoch.ledger.minus(epoch.engine).prompt_tokens == 9 * (3 - times)
 
 
-def test_while_something_runs_counts_are_not_compared(store: Store, ledger: Ledger) -> None:
-    """Nor when entries have come after the engine was last asked."""
+def test_running_requests_defer_the_comparison(store: Store, ledger: Ledger) -> None:
+    """Also entries that came after the engine's last reading."""
     ledger.write(totals("e1", 4)).result(20)
     ledger.hold(Hold("x", 1, 1, "m", 10, epoch="e1")).result(20)
     running = reconcile(store)[0]
@@ -63,24 +63,23 @@ def test_while_something_runs_counts_are_not_compared(store: Store, ledger: Ledg
     asked = reconcile(store)[0]
 
     assert [one.state for one in (running, later, asked)] == ["pending", "pending", "running"]
-    assert not running.is_apart
-    assert not asked.is_apart
+    assert not running.has_mismatch
+    assert not asked.has_mismatch
 
 
-def test_an_engine_that_died_took_its_last_count_along(store: Store, ledger: Ledger) -> None:
-    """The difference is shown; it is no mistake of anybody's books."""
+def test_died_epoch_shows_its_difference(store: Store, ledger: Ledger) -> None:
+    """It is not a mistake of the books."""
     ledger.write(totals("e1", 2)).result(20)
     ledger.write(totals("e2", 0, 30)).result(20)
     newer, older = reconcile(store)
 
     assert (newer.epoch, newer.state, older.state) == ("e2", "running", "died")
-    assert not older.is_apart
+    assert not older.has_mismatch
     assert older.ledger.minus(older.engine).output_tokens == 3
 
 
-def test_of_several_that_run_each_is_known_to_its_own_gateway(store: Store, ledger: Ledger) -> None:
-    """To anybody else the older one may live or not: it is not compared, and not said to have died
-    while it may have been noted."""
+def test_epoch_of_another_gateway_is_pending(store: Store, ledger: Ledger) -> None:
+    """It may be running: it is not compared, and not called dead while its record is fresh."""
     ledger.write(totals("e1", 4, 20_000)).result(20)
     ledger.write(totals("e2", 0, 30_000)).result(20)
     states = [[one.state for one in reconcile(store, now_ms)] for now_ms in (150_000, 170_001)]
@@ -88,10 +87,9 @@ def test_of_several_that_run_each_is_known_to_its_own_gateway(store: Store, ledg
 
     assert states == [["running", "pending"], ["running", "died"]]
     assert own is not None
-    assert (own.state, own.is_apart) == ("running", True)
+    assert (own.state, own.has_mismatch) == ("running", True)
     assert reconcile_living(store, "e3") is None
 
 
-def test_a_ledger_without_epochs_has_nothing_to_compare(store: Store) -> None:
-    """Not an error."""
+def test_no_epochs_give_no_rows(store: Store) -> None:
     assert reconcile(store) == []

@@ -1,4 +1,4 @@
-"""Sums by hour are the sums of entries, wherever a period begins and ends."""
+"""Usage over any period equals the sum of its entries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ BYS: list[UsageGroup] = ["key", "model", "hour", "day"]
 
 
 def entry(number: int) -> UsageEntry:
-    """Spread over two tenants, three keys, two models and three days."""
+    """Return entry number `number`, spread over two tenants, three keys, two models and three
+    days."""
     at_ms = 2 * HOUR_MS + number * 4_217_000
     return UsageEntry(
         request_id=str(number),
@@ -52,7 +53,7 @@ def entry(number: int) -> UsageEntry:
 
 INSTANTS = st.one_of(
     st.integers(0, 80 * HOUR_MS),
-    st.builds(  # right before an entry, at it, and right after it
+    st.builds(  # just before an entry, at it, and just after it
         lambda number, more: entry(number).started_ms + more,
         st.integers(0, ENTRIES - 1),
         st.integers(-1, 1),
@@ -91,7 +92,7 @@ def facts(total: UsageTotal) -> tuple[int, ...]:
 
 
 def in_words(entries: list[UsageEntry]) -> tuple[int, ...]:
-    """The same by going through all entries."""
+    """Compute the sums by iterating over all entries."""
     timed = [e for e in entries if e.ttft_ms is not None and e.cache_read_tokens]
     return (
         *(len(entries), sum(e.prompt_tokens for e in entries)),
@@ -105,8 +106,8 @@ def in_words(entries: list[UsageEntry]) -> tuple[int, ...]:
 
 
 @given(st.data())
-def test_any_period_is_the_sum_of_its_entries(store: Store, data: st.DataObject) -> None:
-    """Whole hours from sums, pieces of hours from entries: nothing twice, nothing left out."""
+def test_any_period_equals_the_sum_of_its_entries(store: Store, data: st.DataObject) -> None:
+    """Whole hours from sums, partial hours from entries: nothing twice, nothing left out."""
     since_ms = data.draw(INSTANTS)
     until_ms = data.draw(st.none() | INSTANTS)
     tenant = data.draw(st.sampled_from([None, "ada", "bob"]))
@@ -138,8 +139,8 @@ def test_any_period_is_the_sum_of_its_entries(store: Store, data: st.DataObject)
 
 
 @given(st.data())
-def test_the_entries_of_a_period_lie_between_two(store: Store, data: st.DataObject) -> None:
-    """An export of one day does not read what was before it, nor all that came since."""
+def test_span_bounds_the_entries_of_a_period(store: Store, data: st.DataObject) -> None:
+    """An export of one day does not read earlier or later entries."""
     since_ms, until_ms = data.draw(INSTANTS), data.draw(st.none() | INSTANTS)
     tenant = data.draw(st.sampled_from([None, "ada", "bob", "nobody"]))
     found = entries_of(store, tenant, since_ms, until_ms, 0, 1000)
@@ -151,8 +152,7 @@ def test_the_entries_of_a_period_lie_between_two(store: Store, data: st.DataObje
     assert entries_of(store, tenant, since_ms, until_ms, after, 1000, last) == found
 
 
-def test_groups_are_named(store: Store) -> None:
-    """By what was asked for, and only by that."""
+def test_groups_by_the_requested_columns_only(store: Store) -> None:
     (first, *_), (total, *_) = usage(store, by=["hour", "key"]), usage(store)
 
     assert (first.tenant, first.from_ms, first.key_id, first.model) == ("ada", 2 * HOUR_MS, 1, None)
@@ -160,7 +160,7 @@ def test_groups_are_named(store: Store) -> None:
 
 
 def test_entries_come_in_pages(store: Store) -> None:
-    """An export of millions never holds them all."""
+    """An export of millions never holds all of them."""
     seen: list[str] = []
     after = 0
     while page := entries_of(store, None, 0, None, after, 7):
@@ -170,12 +170,10 @@ def test_entries_come_in_pages(store: Store) -> None:
     assert seen == [str(number) for number in range(ENTRIES)]
 
 
-def test_a_name_that_is_sql_is_a_name(store: Store) -> None:
-    """Values are bound, never put into a statement."""
+def test_names_are_bound_not_interpolated(store: Store) -> None:
     assert usage(store, tenant="ada' or '1'='1") == []
     assert usage(store, model="a\x00' --") == []
 
 
-def test_a_period_that_ends_before_it_begins_is_empty(store: Store) -> None:
-    """Not an error and not everything."""
+def test_reversed_period_is_empty(store: Store) -> None:
     assert usage(store, since_ms=5 * HOUR_MS + 1, until_ms=4 * HOUR_MS) == []
