@@ -1,10 +1,10 @@
-"""What a retention class or a quota would be worth: curves and prices to one number each.
+"""Advice: what a retention class or a cache size would save, from curves and prices.
 
-For each class, a million prompt tokens are either read again in time or written anew, and held
-until then or to the class's end; for each size of cache, they hit or miss. The saving is against no
-caching at all, in pico-dollars, with the standard error that the curve has. Below `PROMPTS_MIN`
-prompts there is no verdict, nor is a class said to lose that has not been watched for as long as it
-keeps. Pure; `gateway.analytics.aggregates` calls it.
+For each class, a prompt token is either read again in time or written anew, and held until its next
+use or the end of the class; for each cache size, it hits or misses. Savings are against no caching,
+in pico-dollars per million prompt tokens, with the curve's standard error. Below `PROMPTS_MIN`
+prompts there is no verdict, and a class that was not observed for as long as it keeps is never said
+to lose. Pure functions; `gateway.analytics.aggregates` calls them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from tenancy.reuse.reuse_intervals import PROMPTS_MIN
 
 MILLION = 1_000_000
 SIGNIFICANCE_ERRORS = 2.0
-"""Standard errors beyond which a saving is called one."""
+"""Standard errors beyond which a saving or a loss counts as significant."""
 
 Verdict = Literal["pays", "loses", "unclear", "too_few"]
 
 
 class ClassTerms(Struct, frozen=True):
-    """For how many seconds a class keeps what is not used, and as which class that is paid."""
+    """How many seconds a class keeps unused tokens, and the class whose storage price applies."""
 
     seconds: float
     held_as: str
 
 
 class ClassAdvice(Struct, frozen=True):
-    """A retention class, had all prompts been kept in it. `error`: one standard error of the ratio;
-    `saving_pico` and `error_pico`: per million prompt tokens, against paying each as input.
-    `is_early`: it keeps for longer than has been watched, so that both are the least they can
-    be."""
+    """A retention class, as if all prompts had used it.
+
+    `error`: one standard error of the ratio. `saving_pico` and `error_pico`: per million prompt
+    tokens, against plain input. `is_early`: the class keeps for longer than was observed, so ratio
+    and saving are lower bounds.
+    """
 
     retention: str
     seconds: float
@@ -49,9 +51,9 @@ class ClassAdvice(Struct, frozen=True):
 
 
 class SizeAdvice(Struct, frozen=True):
-    """A cache of `blocks`; `saving_pico` and `error_pico`: per million prompt tokens.
+    """A cache of `blocks`. `saving_pico` and `error_pico` are per million prompt tokens.
 
-    `more_pico` and `more_error_pico`: the same against the cache that there is.
+    `more_pico` and `more_error_pico`: the same against the present cache.
     """
 
     blocks: int
@@ -66,7 +68,7 @@ class SizeAdvice(Struct, frozen=True):
 def advise_classes(
     sampler: ReuseSampler, classes: Mapping[str, ClassTerms], card: RateCard
 ) -> list[ClassAdvice]:
-    """One answer per class, the shortest first. `classes`: by name; the sampler's spans."""
+    """Return advice per class, shortest first. `classes`: by name, with spans of the sampler."""
     order = sorted(classes.items(), key=lambda pair: pair[1].seconds)
     points = sampler.by_seconds([kept.seconds for _, kept in order])
     return [
@@ -78,7 +80,7 @@ def advise_classes(
 def advise_sizes(
     sampler: ReuseSampler, sizes: Sequence[int], present: int, card: RateCard
 ) -> list[SizeAdvice]:
-    """What each size would have hit and saved, and how much more than the present one."""
+    """Return what each size would have hit and saved, and how much more than the present one."""
     gain = (card.input - card.cache_read) * MILLION
     advice = []
     for size, point in zip(sizes, sampler.by_blocks(sizes), strict=True):

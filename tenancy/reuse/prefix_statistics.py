@@ -1,10 +1,12 @@
-"""The tree of a tenant's prefixes: how often each is used, what it hit, and where prompts leave it.
+"""Prefix statistics of one tenant: how often each prefix is used, what it hit, and where prompts
+diverge.
 
-A prompt is a chain of boundaries, and a node is the beginning of some prompts, up to one of them. A
-prompt that leaves the tree where another went on differently is a break there, and what stands
-behind it had to be computed again; one that only goes further than any before is not. Digests and
-counts, no words; bounded: what was used longest ago goes, leaves first, and is counted on where it
-hung. It knows no engine and no clock; `gateway.analytics.aggregates` tells it.
+A prompt is a chain of segment boundaries, and a tree node is a prefix of some prompts, up to one
+boundary. A prompt that leaves the tree where another prompt went on differently is a *break* there:
+everything behind it had to be computed again. A prompt that only extends the tree is not. The tree
+contains digests and counts, no text. It is bounded: the least recently used leaves are evicted and
+their counts added to their parents. The module knows no engine and no clock;
+`gateway.analytics.aggregates` calls it.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ from msgspec import Struct
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 PREFIXES_MAX = 3_072
+"""Prefixes of one tenant that are kept."""
 PLACES_MAX = 256
+"""Break places of one tenant that are kept."""
 MARKS_MAX = 512
-"""Boundaries of one prompt, looked at."""
+"""Boundaries of one prompt that are considered."""
 
 PATH_CHARS_MAX = 120
+"""Characters of a path that are kept."""
 
 _INDEX = re.compile(r"\[(\d+)\]")
 
 
 class SegmentEnd(Protocol):
-    """The end of a segment: where it stood in the request, and how many tokens end there."""
+    """The end of a segment: its path in the request, and how many tokens the prompt has up to
+    it."""
 
     @property
     def path(self) -> str: ...
@@ -40,7 +46,7 @@ class SegmentEnd(Protocol):
 
 
 class PrefixBreak(Struct, frozen=True):
-    """`count` prompts broke at `place`; `tokens` stood behind."""
+    """`count` prompts diverged at `place`; `tokens` came after it."""
 
     place: str
     count: int
@@ -48,7 +54,7 @@ class PrefixBreak(Struct, frozen=True):
 
 
 class PrefixUsage(Struct, frozen=True):
-    """`uses`: prompts that began with it; `hits`: those of them that found all of it cached."""
+    """A prefix. `uses`: prompts that began with it. `hits`: those that found all of it cached."""
 
     digest: int
     path: str
@@ -58,23 +64,25 @@ class PrefixUsage(Struct, frozen=True):
 
 
 class _Node:
-    """A prefix. `uses`, `hits`: those that went no further, `all_uses` and `all_hits` with all that
-    did, as of the last `top`; `children`: nodes right behind it; `is_left_behind`: did a prompt
-    ever go further?"""
+    """A tree node. `uses` and `hits`: prompts that ended here.
+
+    `all_uses` and `all_hits` include prompts that went further, as of the last `top`. `children`:
+    the number of child nodes. `has_continued`: whether any prompt ever went further.
+    """
 
     __slots__ = (
-        "all_hits", "all_uses", "children", "digest", "hits", "is_left_behind", "parent", "path",
+        "all_hits", "all_uses", "children", "digest", "has_continued", "hits", "parent", "path",
         "tokens", "uses",
     )  # fmt: skip
 
     def __init__(self, digest: int, parent: _Node | None, path: str, tokens: int) -> None:
         self.digest, self.parent, self.path, self.tokens = digest, parent, path, tokens
         self.uses = self.hits = self.all_uses = self.all_hits = self.children = 0
-        self.is_left_behind = False
+        self.has_continued = False
 
 
 class PrefixStatistics:
-    """One tenant's. Belongs to one thread."""
+    """The prefix tree of one tenant. Belongs to one thread."""
 
     def __init__(self, prefixes_max: int = PREFIXES_MAX) -> None:
         self._max = prefixes_max
@@ -86,15 +94,18 @@ class PrefixStatistics:
         return len(self._nodes)
 
     def note(self, data: bytes, marks: Sequence[SegmentEnd], total: int, found: int) -> None:
-        """One more prompt: its first token ids, four bytes each, and where its segments end, from
-        the beginning; `found` of its `total` tokens were cached. O(tokens) at memory's speed, 1 us
-        for each prefix that is new; of those known, the deepest few are looked at."""
+        """Count a prompt.
+
+        `data`: its first token ids, four bytes each. `marks`: its segment ends, in order. `found`
+        of its `total` tokens were cached. O(tokens) at memory speed, and 1 us for each new prefix;
+        of known prefixes only the deepest few are looked up.
+        """
         node = self._root
         if marks:
-            # What is cut off behind `data` may stay: then this is a prefix of the prompt, too.
+            # `data` may be truncated; then this prefix is shorter than the prompt.
             known = self._nodes.get(xxh3_64_intdigest(data[: 4 * marks[-1].tokens]))
             if known is None:
-                node = self._grow(data, marks, total)
+                node = self._insert_prompt(data, marks, total)
             else:
                 self._nodes.move_to_end(known.digest)
                 node = known
@@ -106,11 +117,11 @@ class PrefixStatistics:
             self._evict()
 
     def prompts(self) -> int:
-        """How many were noted. O(prefixes)."""
+        """Return how many prompts were counted. O(prefixes)."""
         return self._root.uses + sum(node.uses for node in self._nodes.values())
 
     def top(self, most: int = 20) -> list[PrefixUsage]:
-        """Those that saved most, first. O(prefixes), three milliseconds at most."""
+        """Return the prefixes that saved most tokens. O(prefixes), at most three milliseconds."""
         by_depth = sorted(self._nodes.values(), key=attrgetter("tokens"), reverse=True)
         for node in (self._root, *by_depth):
             node.all_uses, node.all_hits = node.uses, node.hits
@@ -125,12 +136,12 @@ class PrefixStatistics:
         ]
 
     def breaks(self, most: int = 20) -> list[PrefixBreak]:
-        """Where most tokens were lost, first."""
+        """Return the places where most tokens were lost."""
         found = [PrefixBreak(place, *counts) for place, counts in self._breaks.items()]
         return sorted(found, key=lambda one: -one.tokens)[:most]
 
     def check(self) -> None:
-        """Raises AssertionError if the tree is none. O(prefixes)."""
+        """Raise AssertionError if the tree is inconsistent. O(prefixes)."""
         assert len(self._nodes) <= self._max
         nodes = [self._root, *self._nodes.values()]
         kept = {id(node): 0 for node in nodes}
@@ -140,14 +151,14 @@ class PrefixStatistics:
             kept[id(node.parent)] += 1
         assert all(kept[id(node)] == node.children for node in nodes)
 
-    def _grow(self, data: bytes, marks: Sequence[SegmentEnd], total: int) -> _Node:
-        """A prompt's way through the tree, and into it. The last node of it."""
+    def _insert_prompt(self, data: bytes, marks: Sequence[SegmentEnd], total: int) -> _Node:
+        """Insert a prompt's prefixes. Returns its last node."""
         if len(marks) > MARKS_MAX or 4 * marks[-1].tokens > len(data):
             marks = [mark for mark in marks[:MARKS_MAX] if 4 * mark.tokens <= len(data)]
-        node, after = self._known(data, marks) if len(marks) > 1 else (self._root, 0)
+        node, after = self._find_known(data, marks) if len(marks) > 1 else (self._root, 0)
         at = 4 * node.tokens
         hasher = xxh3_64(data[:at])
-        fresh: list[_Node] = []
+        new_nodes: list[_Node] = []
         for mark in marks[after:]:
             if mark.tokens <= node.tokens:
                 continue  # an empty segment: the same prefix
@@ -156,22 +167,24 @@ class PrefixStatistics:
             known = self._nodes.get(digest)
             if known is None:
                 known = _Node(digest, node, mark.path[:PATH_CHARS_MAX], mark.tokens)
-                fresh.append(known)
-            elif fresh:
-                self._put(fresh, known)
-                fresh = []
+                new_nodes.append(known)
+            elif new_nodes:
+                self._insert_chain(new_nodes, known)
+                new_nodes = []
             node = known
-        if fresh:
-            parted = fresh[0].parent
+        if new_nodes:
+            parted = new_nodes[0].parent
             assert parted is not None, "only the root has none"
-            if parted.is_left_behind:
-                self._count(fold_indexes(fresh[0].path), total - parted.tokens)
-            self._put(fresh, None)
+            if parted.has_continued:
+                self._count_break(fold_indexes(new_nodes[0].path), total - parted.tokens)
+            self._insert_chain(new_nodes, None)
         return node
 
-    def _known(self, data: bytes, marks: Sequence[SegmentEnd]) -> tuple[_Node, int]:
-        """A deep prefix of the prompt that is in the tree, with all before it, and how many marks
-        that is: looked for from the end, in steps that double, as chats grow there."""
+    def _find_known(self, data: bytes, marks: Sequence[SegmentEnd]) -> tuple[_Node, int]:
+        """Return a deep known prefix of the prompt, and how many marks it covers.
+
+        The search goes back from the end in doubling steps, because chats grow at the end.
+        """
         at, step = len(marks) - 2, 1
         while at >= 0:
             node = self._nodes.get(xxh3_64_intdigest(data[: 4 * marks[at].tokens]))
@@ -181,25 +194,27 @@ class PrefixStatistics:
             step *= 2
         return self._root, 0
 
-    def _put(self, fresh: Sequence[_Node], behind: _Node | None) -> None:
-        """A chain into the tree, at its end or before a node that was there: somebody had cut the
-        same words into fewer segments."""
-        for node in fresh:
+    def _insert_chain(self, new_nodes: Sequence[_Node], behind: _Node | None) -> None:
+        """Insert a chain of new nodes, at the end or before the existing node `behind`.
+
+        A chain comes before an existing node if the same text was split into fewer segments before.
+        """
+        for node in new_nodes:
             assert node.parent is not None, "only the root has none"
             node.parent.children += 1
-            node.parent.is_left_behind = True
+            node.parent.has_continued = True
         if behind is not None and behind.parent is not None:
-            last = fresh[-1]
-            last.is_left_behind = True
+            last = new_nodes[-1]
+            last.has_continued = True
             if behind.parent.tokens < last.tokens < behind.tokens:
                 behind.parent.children -= 1
                 behind.parent = last
                 last.children += 1
-        # The deepest is the first to go.
-        self._nodes.update([(node.digest, node) for node in reversed(fresh)])
+        # Deepest first, so that leaves are evicted before their parents.
+        self._nodes.update([(node.digest, node) for node in reversed(new_nodes)])
 
     def _evict(self) -> None:
-        """The leaves that were used longest ago go; what has leaves is passed over, and as new."""
+        """Evict the least recently used leaves; inner nodes are kept and count as used."""
         while len(self._nodes) > self._max:
             digest, node = self._nodes.popitem(last=False)
             if node.children:
@@ -210,7 +225,7 @@ class PrefixStatistics:
                 node.parent.hits += node.hits
                 node.parent.children -= 1
 
-    def _count(self, place: str, tokens: int) -> None:
+    def _count_break(self, place: str, tokens: int) -> None:
         count, lost = self._breaks.get(place, (0, 0))
         self._breaks[place] = (count + 1, lost + tokens)
         self._breaks.move_to_end(place)
@@ -220,5 +235,5 @@ class PrefixStatistics:
 
 @lru_cache(maxsize=512)
 def fold_indexes(path: str) -> str:
-    """A path with its later indexes folded: the third message and the thirtieth are one place."""
+    """Return the path with indexes above 1 folded, so all later messages are one place."""
     return _INDEX.sub(lambda match: f"[{match[1]}]" if int(match[1]) < 2 else "[2+]", path)[:120]

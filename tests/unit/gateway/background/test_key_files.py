@@ -74,9 +74,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     """A pipe that nobody writes to would stop every reload."""
     os.mkfifo(tmp_path / "pipe", 0o600)
 
-    with pytest.raises(ConfigError, match="Not a file"):
+    with pytest.raises(ConfigError, match="is no file"):
         read(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="Not a file"):
+    with pytest.raises(ConfigError, match="is no file"):
         read(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read(tmp_path / "gone")

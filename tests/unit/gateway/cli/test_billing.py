@@ -240,7 +240,7 @@ def test_days_are_closed_and_listed(priced: Run, books: Books) -> None:
     assert data_of(priced, "close", "--list") == [day]
     assert priced("close")[1] == "nothing to close\n"
     assert "already closed" in told(priced, "close", "--through", day["day"])
-    assert "no day" in told(priced, "close", "--through", "x")
+    assert "Invalid day" in told(priced, "close", "--through", "x")
 
 
 def test_books_are_checked(priced: Run, books: Books) -> None:

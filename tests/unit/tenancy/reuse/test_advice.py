@@ -1,4 +1,4 @@
-"""Advice in money: which retention pays, and what more room would save."""
+"""Advice: which retention pays, and what a larger cache would save."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ SPANS = [kept.seconds for kept in CLASSES.values()]
 
 
 def used(gap_s: float, times: int) -> ReuseSampler:
-    """A hundred blocks, each used this often, this far apart."""
+    """Return a sampler with a hundred blocks, each used `times` times, `gap_s` apart."""
     sampler = ReuseSampler(spans=SPANS)
-    sampler.use([1_000], -2 * 3_600.0, [1])  # it has been watched for long enough
+    sampler.use([1_000], -2 * 3_600.0, [1])  # observed for long enough
     for turn in range(times):
         sampler.use(list(range(100)), gap_s * turn, [1] * 100)
     return sampler
 
 
 def classes(gap_s: float, times: int, card: RateCard = CARD) -> list[ClassAdvice]:
-    """Advice from as many prompts."""
+    """Return advice for these uses."""
     return advise_classes(used(gap_s, times), CLASSES, card)
 
 
-def test_the_shorter_class_pays_for_quick_returns_and_the_longer_one_costs_more() -> None:
-    """Most uses are reads: both save, the cheaper write saves more."""
+def test_shorter_class_saves_more_for_quick_returns() -> None:
+    """Most uses are reads: both save, and the cheaper write saves more."""
     five, hour = classes(10.0, 100)
 
     assert (five.retention, five.hit_ratio) == ("5m", 0.99)
@@ -39,8 +39,8 @@ def test_the_shorter_class_pays_for_quick_returns_and_the_longer_one_costs_more(
     assert five.verdict == hour.verdict == "pays"
 
 
-def test_a_class_that_is_too_short_loses_money() -> None:
-    """Half an hour between uses: five minutes writes each time, an hour reads."""
+def test_too_short_class_loses() -> None:
+    """Half an hour between uses: five minutes write each time, an hour reads."""
     five, hour = classes(1_800.0, 100)
 
     assert (five.hit_ratio, five.verdict) == (0.0, "loses")
@@ -51,17 +51,17 @@ def test_a_class_that_is_too_short_loses_money() -> None:
 @pytest.mark.parametrize(
     ("prompts", "verdict"), [(2, "too_few"), (PROMPTS_MIN - 1, "too_few"), (PROMPTS_MIN, "pays")]
 )
-def test_a_handful_of_prompts_has_no_verdict(prompts: int, verdict: str) -> None:
-    """The number is there, with an error as large as it has to be."""
+def test_few_prompts_have_no_verdict(prompts: int, verdict: str) -> None:
+    """The number is there, with a large error."""
     five, _ = classes(10.0, prompts)
 
     assert five.hit_ratio == pytest.approx(1 - 1 / prompts, rel=0.01)
     assert five.verdict == verdict
 
 
-def test_the_error_is_that_of_the_prompts_and_falls_with_their_number() -> None:
-    """All blocks are followed here: the error is not of the sample but of the few prompts. That all
-    were alike so far is no certainty."""
+def test_error_falls_with_the_number_of_prompts() -> None:
+    """All blocks are sampled, so the error comes from the few prompts. Equal prompts are no
+    certainty."""
     errors = [classes(10.0, times)[0].error for times in (2, 10, 100, 1_000)]
     never, _ = classes(1_800.0, 100)
 
@@ -72,9 +72,9 @@ def test_the_error_is_that_of_the_prompts_and_falls_with_their_number() -> None:
     assert never.error_pico == round(never.error * 1_150 * 1_000_000)
 
 
-def test_a_class_that_was_not_watched_for_as_long_as_it_keeps_is_not_said_to_lose() -> None:
-    """Half an hour after the start, of chats that come back once: they may yet come back. What pays
-    already would pay all the more."""
+def test_class_observed_too_briefly_never_loses() -> None:
+    """Half an hour after the start, chats may still return. A class that pays already would only
+    pay more."""
     rare, often = ReuseSampler(spans=SPANS), ReuseSampler(spans=SPANS)
     for turn in range(180):
         rare.use(list(range(20 * turn, 20 * turn + 20)), 10.0 * turn, [1] * 20)
@@ -88,9 +88,9 @@ def test_a_class_that_was_not_watched_for_as_long_as_it_keeps_is_not_said_to_los
     assert (paying.verdict, paying.is_early) == ("pays", True)
 
 
-def test_holding_costs_what_the_card_says_of_storage() -> None:
-    """A hundred blocks every ten seconds: they are held for ten seconds a use, and after the last
-    to the class's end. What is not promised is held as best effort."""
+def test_holding_costs_the_cards_storage_price() -> None:
+    """A hundred blocks every ten seconds are held ten seconds per use, and after the last one to
+    the end of the class. Unpromised blocks are held as best effort."""
     card = msgspec.structs.replace(CARD, storage={"1h": 36_000, "best_effort": 3_600_000})
     classes_ = {**CLASSES, "day": ClassTerms(300.0, "best_effort")}
     sampler = used(10.0, 1_000)
@@ -106,8 +106,7 @@ def test_holding_costs_what_the_card_says_of_storage() -> None:
     assert day.verdict == "loses"
 
 
-def test_what_lies_within_its_error_is_unclear() -> None:
-    """Returns that are just about worth their writes."""
+def test_saving_within_its_error_is_unclear() -> None:
     card = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 9_000, "1h": 9_000})
     sampler = ReuseSampler(spans=SPANS)
     for turn in range(800):
@@ -121,8 +120,8 @@ def test_what_lies_within_its_error_is_unclear() -> None:
     assert five.verdict == "unclear"
 
 
-def test_more_room_saves_until_everything_fits() -> None:
-    """A hundred blocks in turn: a cache of 64 holds none of them when they come back."""
+def test_larger_cache_saves_until_everything_fits() -> None:
+    """A hundred blocks in turn: a cache of 64 holds none of them when they return."""
     small, large = advise_sizes(used(1.0, 100), [64, 256], 64, CARD)
 
     assert small.saving_pico == 0
@@ -134,8 +133,7 @@ def test_more_room_saves_until_everything_fits() -> None:
     assert large.more_error_pico > 0
 
 
-def test_without_prices_nothing_is_called_a_saving() -> None:
-    """Free tokens save nothing: the advice says so."""
+def test_free_tokens_save_nothing() -> None:
     five, _ = classes(10.0, 100, RateCard("free"))
 
     assert (five.saving_pico, five.verdict) == (0, "unclear")

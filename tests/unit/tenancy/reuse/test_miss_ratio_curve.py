@@ -1,4 +1,4 @@
-"""Miss-ratio curves from a bounded sample, against the exact ones."""
+"""Sampled miss-ratio curves against exact ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tenancy.reuse.miss_ratio_curve import (
 
 
 def exact(uses: list[int], size: int) -> float:
-    """The hit ratio of a least-recently-used cache of `size` blocks."""
+    """Return the hit ratio of an LRU cache of `size` blocks."""
     cache: dict[int, None] = {}
     hits = 0
     for block in uses:
@@ -32,7 +32,7 @@ def exact(uses: list[int], size: int) -> float:
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=200))
-def test_a_sample_of_everything_is_exact_at_bucket_edges(uses: list[int]) -> None:
+def test_full_sample_is_exact_at_bucket_edges(uses: list[int]) -> None:
     """Sizes that are powers of two are edges of the histogram."""
     sampler = ReuseSampler()
     for turn, block in enumerate(uses):
@@ -41,7 +41,7 @@ def test_a_sample_of_everything_is_exact_at_bucket_edges(uses: list[int]) -> Non
 
     points = sampler.by_blocks([1, 2, 4, 8, 16])
 
-    # An edge's own bucket begins at it: distances below it are certain.
+    # An edge's own bucket begins at it, so distances below it are exact.
     assert points[0].hit_ratio <= exact(uses, 1) + 1e-9
     for point in points[1:]:
         assert exact(uses, int(point.at) - 1) - 1e-9 <= point.hit_ratio
@@ -49,7 +49,7 @@ def test_a_sample_of_everything_is_exact_at_bucket_edges(uses: list[int]) -> Non
         assert point.prompts == pytest.approx(len(uses))
 
 
-def test_a_small_sample_tells_the_curve_within_its_error() -> None:
+def test_small_sample_is_within_its_error() -> None:
     """A hundredth of the blocks, a few points of the ratio."""
     chance = random.Random(7)
     blocks = 40_000
@@ -67,8 +67,8 @@ def test_a_small_sample_tells_the_curve_within_its_error() -> None:
         assert abs(point.hit_ratio - exact(uses, size)) < 0.06
 
 
-def test_retention_is_judged_by_the_time_between_uses() -> None:
-    """Half come back within ten seconds, half after a hundred."""
+def test_retention_hits_by_time_between_uses() -> None:
+    """Half return within ten seconds, half after a hundred."""
     sampler = ReuseSampler(spans=[256, 16])
     for turn in range(50):
         sampler.use([turn], 1_000.0 * turn)
@@ -77,7 +77,7 @@ def test_retention_is_judged_by_the_time_between_uses() -> None:
 
     soon, late = sampler.by_seconds([16, 256])
 
-    # The first two, or three, came before either had been watched for long enough.
+    # The first two, or three, came before either retention was observed for its length.
     assert (soon.is_early, soon.prompts) == (False, 148)
     assert (late.is_early, late.prompts) == (False, 147)
 
@@ -85,8 +85,8 @@ def test_retention_is_judged_by_the_time_between_uses() -> None:
     assert late.hit_ratio == pytest.approx(2 / 3)
 
 
-def test_the_sample_never_grows_beyond_its_bound() -> None:
-    """However many blocks a tenant streams."""
+def test_sample_is_bounded() -> None:
+    """However many blocks a tenant uses."""
     chance = random.Random(3)
     sampler = ReuseSampler(sample_max=64)
 
@@ -101,10 +101,8 @@ PARTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, 
 
 
 @given(PARTS, st.integers(4, 40))
-def test_a_prompt_at_once_is_its_blocks_one_by_one(
-    prompts: list[tuple[int, int]], most: int
-) -> None:
-    """Blocks that come back together are counted together: the sums have to be the same."""
+def test_prompt_counts_like_its_single_blocks(prompts: list[tuple[int, int]], most: int) -> None:
+    """Blocks that return together are counted together; the sums are the same."""
     chance = random.Random(11)
     names = [chance.getrandbits(60) for _ in range(32)]
     spans = [1, 3, 9, 27]
@@ -124,7 +122,7 @@ def test_a_prompt_at_once_is_its_blocks_one_by_one(
         (together.by_seconds, apart.by_seconds),
     ):
         for point, expected in zip(one(spans), other(spans), strict=True):
-            if point.is_early == expected.is_early:  # one by one they are more prompts
+            if point.is_early == expected.is_early:  # single blocks count as more prompts
                 assert point.hit_ratio == pytest.approx(expected.hit_ratio)
 
 
@@ -133,10 +131,10 @@ def packed(tokens: list[int]) -> bytes:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=700), st.integers(0, 700), st.integers(0, 9))
-def test_a_unit_depends_on_what_stands_before_its_middle(
+def test_unit_hash_covers_everything_before_its_middle(
     tokens: list[int], cut: int, other: int
 ) -> None:
-    """Two prompts have the units of what they share, and no more."""
+    """Two prompts share the units of their common beginning, and no more."""
     cut = min(cut, len(tokens))
     parted = [*tokens[:cut], *([] if cut == len(tokens) else [tokens[cut] ^ 1]), other, other]
 
@@ -147,8 +145,8 @@ def test_a_unit_depends_on_what_stands_before_its_middle(
     assert not set(one[shared:]) & set(two[shared:])
 
 
-def test_a_prompts_units_are_its_blocks_to_a_sixteenth() -> None:
-    """None is rounded below sixteen; of more than `DEPTH_BLOCKS_MAX` the rest is not looked at."""
+def test_units_cover_a_prompt_within_a_sixteenth() -> None:
+    """Exact below sixteen blocks; blocks beyond `DEPTH_BLOCKS_MAX` are ignored."""
     for blocks in (*range(300), 1_000, 3_967, 4_095, 4_096, 5_000):
         data = packed([7] * (16 * blocks))
 
@@ -157,8 +155,8 @@ def test_a_prompts_units_are_its_blocks_to_a_sixteenth() -> None:
         assert abs(counted - min(blocks, DEPTH_BLOCKS_MAX)) <= (blocks / 16 if blocks > 16 else 0)
 
 
-def test_chats_come_to_the_hit_ratio_of_their_blocks() -> None:
-    """Long chats that grow, by turns: against a cache that counts every block."""
+def test_growing_chats_match_an_exact_cache() -> None:
+    """Long interleaved chats against a cache that counts every block."""
     chance = random.Random(5)
     chats = [[chance.randrange(50_000) for _ in range(400)] for _ in range(6)]
     sampler, uses = ReuseSampler(), []
@@ -175,8 +173,8 @@ def test_chats_come_to_the_hit_ratio_of_their_blocks() -> None:
         assert abs(point.hit_ratio - exact(uses, size)) < 0.05
 
 
-def test_hashes_that_somebody_has_looked_for_break_nothing() -> None:
-    """All as low as can be: there is no threshold that keeps some of them."""
+def test_adversarial_hashes_break_nothing() -> None:
+    """All as low as possible: no threshold keeps some of them."""
     sampler = ReuseSampler(sample_max=4)
 
     for turn in range(20):
@@ -189,14 +187,14 @@ def test_hashes_that_somebody_has_looked_for_break_nothing() -> None:
 
 
 def prompts(count: int, chance: random.Random) -> list[list[int]]:
-    """Instructions of 5,000 tokens that all begin with, and half as much of each one's own."""
+    """Return prompts that share 5,000 tokens of instructions and add half as many of their own."""
     instructions = [chance.getrandbits(31) for _ in range(5_000)]
     return [[*instructions, *(chance.getrandbits(31) for _ in range(2_500))] for _ in range(count)]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_shared_beginning_counts_though_hardly_a_block_of_it_is_followed(seed: int) -> None:
-    """Two thirds of all tokens are read again, of blocks that are one in two hundred."""
+def test_shared_beginning_counts_with_few_sampled_blocks(seed: int) -> None:
+    """Two thirds of all tokens are reads of one block in two hundred."""
     sampler = ReuseSampler(sample_max=64, spans=[60.0])
     for turn, prompt in enumerate(prompts(400, random.Random(seed))):
         sampler.use(hash_units(packed(prompt)), float(turn))
@@ -209,8 +207,8 @@ def test_a_shared_beginning_counts_though_hardly_a_block_of_it_is_followed(seed:
 
 
 @pytest.mark.parametrize(("gap_s", "ratio"), [(299.0, 1.0), (300.0, 1.0), (301.0, 0.0)])
-def test_a_retention_is_judged_to_the_second(gap_s: float, ratio: float) -> None:
-    """A job that comes every five minutes lives or dies by it."""
+def test_retention_is_exact_to_the_second(gap_s: float, ratio: float) -> None:
+    """A job every five minutes depends on it."""
     sampler = ReuseSampler(spans=[300.0])
     for turn in range(100):
         sampler.use(list(range(40)), gap_s * turn, [1] * 40)
@@ -221,9 +219,9 @@ def test_a_retention_is_judged_to_the_second(gap_s: float, ratio: float) -> None
     assert not five.is_early
 
 
-def test_what_was_not_watched_for_long_enough_is_the_least_it_can_be() -> None:
-    """Chats that come back after ten minutes, half an hour after the gateway's start: of those that
-    came first nobody knows whether they had been there before."""
+def test_briefly_observed_retention_is_a_lower_bound() -> None:
+    """Chats return after ten minutes, half an hour after the start: the first uses may be returns
+    too."""
     sampler = ReuseSampler(spans=[600.0, 3_600.0])
     for turn in range(180):
         sampler.use([turn % 60, turn % 60 + 60], 10.0 * turn, [1] * 2)
@@ -236,9 +234,9 @@ def test_what_was_not_watched_for_long_enough_is_the_least_it_can_be() -> None:
 
 
 @pytest.mark.parametrize(("length", "error"), [(100, 0.15), (6_400, 0.05)])
-def test_what_is_shared_of_a_block_is_within_the_error(length: int, error: float) -> None:
-    """A cache finds the tokens before a prompt parts; of the block in which it does nothing is told
-    here. Of short prompts that is much."""
+def test_partial_block_is_within_the_error(length: int, error: float) -> None:
+    """The cache finds the tokens before a divergence within a block; the sample does not. For short
+    prompts that is a large part."""
     chance = random.Random(8)
     shared = [chance.getrandbits(31) for _ in range(3 * length // 4)]
     sampler = ReuseSampler(spans=[1.0])
@@ -251,8 +249,8 @@ def test_what_is_shared_of_a_block_is_within_the_error(length: int, error: float
     assert abs(point.hit_ratio - 0.75) < point.error < error
 
 
-def test_a_few_long_prompts_count_as_few() -> None:
-    """A ratio by tokens is decided by them, however many short ones there are."""
+def test_few_long_prompts_count_as_few() -> None:
+    """They decide a ratio by tokens, however many short prompts there are."""
     sampler = ReuseSampler()
     for turn in range(1_000):
         sampler.use([turn], float(turn), [1])
@@ -265,9 +263,8 @@ def test_a_few_long_prompts_count_as_few() -> None:
     assert point.error > 0.15
 
 
-def test_what_lies_between_two_sizes_is_known_better_than_either() -> None:
-    """Three fifths of the tokens hit in any cache, a quarter in the larger one alone: that it does
-    is told from those that come between."""
+def test_difference_has_a_smaller_error_than_either_ratio() -> None:
+    """Three fifths of the tokens hit in any cache, a quarter only in the larger one."""
     chance = random.Random(2)
     instructions, again = [1] * 3_200, [chance.getrandbits(31) for _ in range(80)]
     sampler = ReuseSampler(sample_max=1_024)

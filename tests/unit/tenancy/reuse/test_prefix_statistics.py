@@ -1,4 +1,4 @@
-"""Prefixes by use and hits, and breaks where prompts part, not where they grow."""
+"""Prefixes by uses and hits, and breaks where prompts diverge."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class End(Struct):
 
 
 def packed(words: str) -> bytes:
-    """A letter is a token."""
+    """Encode a prompt; a letter is a token."""
     return struct.pack(f"{len(words)}I", *map(ord, words))
 
 
 def note(tree: PrefixStatistics, words: str, found: int = 0, ends: list[int] | None = None) -> None:
-    """A letter is a segment, too, unless their ends are told."""
+    """Count a prompt; each letter is also a segment unless `ends` are given."""
     places = range(1, len(words) + 1) if ends is None else ends
     marks = [End(end, f"messages[{n}]") for n, end in enumerate(places)]
     tree.note(packed(words), marks, len(words), found)
@@ -39,29 +39,29 @@ def noted(*prompts: str) -> PrefixStatistics:
     return tree
 
 
-def test_a_conversation_that_grows_breaks_nowhere() -> None:
-    """Every turn ends where the next goes on."""
+def test_growing_chat_has_no_breaks() -> None:
+    """Every turn extends the last one."""
     assert noted("a", "abc", "abcde", "abcde", "abcdefghijklmnop").breaks() == []
 
 
-def test_a_volatile_beginning_costs_the_whole_prompt() -> None:
-    """A clock in the system prompt shows as breaks at the first place."""
+def test_volatile_beginning_breaks_at_the_first_place() -> None:
+    """Such as a clock in the system prompt."""
     assert noted("abcd", "xbcd", "ybcd").breaks() == [PrefixBreak("messages[0]", 2, 8)]
 
 
-def test_branches_are_counted_where_they_part() -> None:
-    """Behind the shared prefix, with what stands behind it."""
+def test_breaks_count_at_the_divergence() -> None:
+    """With the tokens behind it."""
     assert noted("abcd", "abxy", "abz").breaks() == [PrefixBreak("messages[2+]", 2, 3)]
 
 
-def test_later_indexes_are_one_place() -> None:
-    """A report with a line per message number would say nothing."""
+def test_later_indexes_fold_into_one_place() -> None:
+    """A report with a line per message number would be useless."""
     assert fold_indexes("messages[17].content[1]") == "messages[2+].content[1]"
     assert fold_indexes("tools[0]") == "tools[0]"
 
 
-def test_the_same_words_in_other_segments_are_no_break() -> None:
-    """A client that sends its text in two parts where it sent one has changed no token."""
+def test_same_text_in_other_segments_is_no_break() -> None:
+    """Two parts instead of one change no token."""
     tree = PrefixStatistics()
     note(tree, "abcdef", ends=[4, 6])
     note(tree, "abcdef", ends=[2, 4, 6])
@@ -73,8 +73,8 @@ def test_the_same_words_in_other_segments_are_no_break() -> None:
     assert uses[4] == 3
 
 
-def test_an_empty_segment_is_the_prefix_before_it() -> None:
-    """Its end is where the last one was: nothing is counted twice, and nothing parts there."""
+def test_empty_segment_adds_no_prefix() -> None:
+    """It ends where the last one did."""
     tree = PrefixStatistics()
     note(tree, "ab", ends=[0, 1, 1, 2, 2])
     note(tree, "abc", ends=[0, 1, 1, 2, 2, 3, 3])
@@ -83,8 +83,8 @@ def test_an_empty_segment_is_the_prefix_before_it() -> None:
     assert sorted((one.tokens, one.uses) for one in tree.top()) == [(1, 2), (2, 2), (3, 1)]
 
 
-def test_no_more_of_a_prompt_is_looked_at_than_was_given() -> None:
-    """Boundaries behind the tokens, and more boundaries than anybody needs."""
+def test_ignores_boundaries_beyond_the_data() -> None:
+    """Also more boundaries than `MARKS_MAX`."""
     tree = PrefixStatistics()
     words = "a" * (2 * MARKS_MAX)
     marks = [End(n + 1, f"messages[{n}]") for n in range(len(words))]
@@ -101,10 +101,10 @@ PROMPTS = st.lists(st.tuples(st.text("ab", max_size=9), st.integers(0, 9)), max_
 
 
 @given(PROMPTS)
-def test_uses_hits_and_breaks_are_those_of_a_list_of_all_prompts(
+def test_counts_match_a_list_of_all_prompts(
     prompts: list[tuple[str, int]],
 ) -> None:
-    """Counted in the tree at one node each, against counting every prefix of every prompt."""
+    """One node per prompt against every prefix of every prompt."""
     tree = PrefixStatistics()
     uses: Counter[str] = Counter()
     hits: Counter[str] = Counter()
@@ -129,8 +129,8 @@ def test_uses_hits_and_breaks_are_those_of_a_list_of_all_prompts(
 
 
 @given(st.lists(st.text("ab", max_size=12), max_size=60))
-def test_what_goes_is_counted_on_where_it_hung(prompts: list[str]) -> None:
-    """However prompts branch, their number stays, and so do those of what is left."""
+def test_evicted_counts_move_to_the_parent(prompts: list[str]) -> None:
+    """However prompts branch, their number stays, and so do the counts of remaining prefixes."""
     tree = PrefixStatistics(prefixes_max=16)
     uses: Counter[str] = Counter()
     for words in prompts:
@@ -142,8 +142,8 @@ def test_what_goes_is_counted_on_where_it_hung(prompts: list[str]) -> None:
     assert all(one.uses <= max(uses.values()) for one in tree.top(16))
 
 
-def test_the_prefix_that_all_prompts_share_outlives_their_own_ends() -> None:
-    """Leaves go first, even if what they hang on is older."""
+def test_shared_prefix_outlives_its_leaves() -> None:
+    """Leaves are evicted first, even if their parent is older."""
     tree = PrefixStatistics(prefixes_max=8)
     for number in range(100):
         note(tree, "system" + chr(1_000 + number), ends=[6, 7])
