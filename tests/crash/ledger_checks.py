@@ -1,4 +1,4 @@
-"""What must hold of a ledger after any end of `crash_child` or of its like."""
+"""What must hold of a ledger after any death of `ledger_child` or a similar process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from tests.crash.ledger_child import (
 
 
 def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = frozenset()) -> int:
-    """Asserts it, after a start. Returns how many entries there are. `unheld`: whose holds were
-    refused, though they may be there."""
+    """Open the ledger and assert its invariants. Returns the number of entries.
+
+    `confirmed`: request ids whose entries were confirmed. `unheld`: ids whose holds were refused,
+    though they may be stored.
+    """
     store = open_store(str(place), Path(), {})
     ledger = Ledger(store, lambda: 3)
     try:

@@ -1,8 +1,9 @@
-"""A process that keeps a ledger and is there to be killed: `crash_child DATABASE COUNT [LIE]`.
+"""A process that writes a ledger until it is killed: `python -m tests.crash.ledger_child DATABASE
+COUNT [LIE]`.
 
-It prints a request id once its entry is durable, and not before; with LIE it prints that one and
-dies without having settled it, so that the check after a crash can be seen to fail. It exits with
-status 3 when the ledger refuses.
+It prints a request id after its entry is durable. With LIE it prints that id without settling it
+and exits, so that a check after a crash can be seen to fail. It exits with status 3 if the ledger
+refuses.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from tenancy.types import UsageEntry
 
 AT_ONCE = 4
 CARD = RateCard("std", output=10**6, cache_write={"5m": 3}, breach_credit="write_price")
-"""Each entry meets a broken promise of a token."""
+"""Each entry has one token of a broken promise."""
 
 
 def output_tokens(request_id: str) -> int:
-    """What a request used: a function of its id, so that the parent can check it."""
+    """Return a request's output tokens, a function of its id, so that the parent can check it."""
     return 1 + int(request_id.rpartition("-")[2]) % 7
 
 
 def entry(request_id: str) -> UsageEntry:
-    """The entry that a request id must have."""
+    """Return the entry that a request id must have."""
     return UsageEntry(
         request_id=request_id,
         tenant_id=1,
@@ -60,38 +61,41 @@ def entry(request_id: str) -> UsageEntry:
 
 
 def claim(request_id: str) -> Claim:
-    """Its client calls it by its id."""
+    """Return the request's claim on its id as idempotency key."""
     return Claim(request_id, bytes(32), 10**6)
 
 
 def noted_tokens(request_id: str) -> int:
-    """What was noted of it before it was settled."""
+    """Return the output tokens noted before settlement."""
     return output_tokens(request_id) // 2
 
 
 def is_named(request_id: str) -> bool:
-    """One of four is not: what was noted of it is paid for if it was interrupted."""
+    """Return whether the request has an idempotency key: three of four have one.
+
+    The progress of the others is charged if they are interrupted.
+    """
     return int(request_id.rpartition("-")[2]) % AT_ONCE != 1
 
 
 def hold(request_id: str) -> Hold:
-    """A hold that reserves more than its entry will cost."""
+    """Return a hold that reserves more than its entry costs."""
     name = claim(request_id) if is_named(request_id) else None
     return Hold(request_id, 1, 1, "m", 1, 5, 9, epoch="e1", claim=name)
 
 
 def answer(request_id: str) -> StoredResponse:
-    """What is kept of it."""
+    """Return the response to store."""
     return StoredResponse("{}", request_id.encode() * 50)
 
 
 def named(request_id: str) -> NamedEntry:
-    """The entry with the answer."""
+    """Return the entry with its response."""
     return NamedEntry(entry(request_id), ReplayRecord(10**6, 10**9, answer(request_id)))
 
 
 def furnish(store: Store) -> None:
-    """A tenant with a price and a budget; each once, whenever the process before died."""
+    """Create a tenant with a price and a budget, each once, wherever the previous process died."""
     if not list_tenants(store):
         create_tenant(store, lambda: 1, "ada")
     if not load_cards(store):
@@ -100,7 +104,7 @@ def furnish(store: Store) -> None:
 
 
 def main(place: str, count: int, lie: int | None) -> None:
-    """Hold, note, settle, say so; a few at a time, so that some share a commit."""
+    """Hold, note, settle and print, a few requests at a time, so that some share a commit."""
     store = open_store(place, Path(), {})
     furnish(store)
     ledger = Ledger(store, lambda: 2)

@@ -1,8 +1,8 @@
-"""A disk whose power can be cut: SQLite's own files over a VFS that remembers what is not synced.
+"""A disk whose power can be cut: SQLite's files on a VFS that remembers writes since the last sync.
 
 At the cut each write since its file's last sync is kept, undone, or kept in part, at random. A
-`lying` disk says that it has synced and has not: the control that every check must catch. A sick
-one fails or lies for as long as it is `sick`, and keeps what it has.
+`lying` disk reports syncs that did not happen: the control that every check must detect. A disk
+fails or returns wrong data for as long as it is `sick`, and keeps its content.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ SECTOR = 512
 
 
 class PowerCut(apsw.IOError):
-    """The machine is off: nothing more is written."""
+    """The power is off: no write succeeds any more."""
 
 
 @dataclass
 class Disk:
-    """Counts calls; from call `cut_at` on every write and sync fails. `fail_sync_at`: the calls at
-    which a sync fails although the power stays on."""
+    """A disk that counts calls. From call `cut_at` on every write and sync fails.
+
+    `fail_sync_at`: the calls at which a sync fails although the power stays on.
+    """
 
     cut_at: int | None = None
     is_lying: bool = False
@@ -39,11 +41,11 @@ class Disk:
 
     @property
     def is_cut(self) -> bool:
-        """Is the power off?"""
+        """Return whether the power is off."""
         return self.cut_at is not None and self.calls >= self.cut_at
 
     def tick(self) -> None:
-        """One more call."""
+        """Count a call."""
         self.calls += 1
         if self.is_cut:
             raise PowerCut("the power is cut")
@@ -53,7 +55,7 @@ class Disk:
             raise apsw.FullError("the disk is full")
 
     def synced(self, name: str) -> None:
-        """What was written to this file is safe."""
+        """Mark the writes to this file as durable."""
         self.syncs += 1
         if self.syncs in self.fail_sync_at or self.sick == "no_syncs":
             raise apsw.IOError("the disk could not sync")
@@ -61,7 +63,7 @@ class Disk:
             self.pending = [write for write in self.pending if write[0] != name]
 
     def image(self, source: Path, target: Path, rng: random.Random) -> Path:
-        """The files as a machine finds them that is switched on again."""
+        """Write the files as they are found after the power returns."""
         target.mkdir()
         for suffix in ("", "-wal", "-journal"):
             if (file := Path(f"{source}{suffix}")).exists():
@@ -80,7 +82,7 @@ class Disk:
 
 @contextmanager
 def disk_of(disk: Disk) -> Iterator[None]:
-    """Whatever is opened meanwhile lies on this disk."""
+    """Put every database opened in this context on the disk."""
 
     base = apsw.vfs_names()[0]
 

@@ -1,6 +1,6 @@
-"""Killed at any instant: nothing confirmed is lost, nothing is there twice, no hold stays open.
+"""A ledger killed at any instant loses no confirmed entry, duplicates none and leaves no hold open.
 
-Each check has a control that must fail, or a test that never kills anything would pass.
+Each check has a control that must fail; otherwise a test that kills nothing would pass.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ CALLS = "pwrite64,fdatasync,fsync,ftruncate"
 MORE_CALLS = [CALLS, "openat,unlink,fcntl"] if IS_LONG else [CALLS]
 KILLS = 200 if IS_LONG else 12
 EACH = 1 if IS_LONG else 8
-"""Every system call is a point to be killed at in the long form, every eighth in the quick one."""
+"""The long form kills at every system call, the quick one at every eighth."""
 
 MANY = "100000"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 240)]
 
 
-def test_killed_at_random_it_loses_and_doubles_nothing(tmp_path: Path) -> None:
+def test_random_kills_lose_and_duplicate_nothing(tmp_path: Path) -> None:
     """One file through many deaths, each after a random number of confirmed entries."""
-    rng = random.Random(1)  # how many; the instant is the operating system's
+    rng = random.Random(1)  # confirmed entries; the operating system decides the instant
     path, confirmed = tmp_path / "test.db", set[str]()
     for _ in range(KILLS):
         with subprocess.Popen([*CHILD, str(path), MANY], stdout=subprocess.PIPE, cwd=ROOT) as child:
@@ -48,8 +48,8 @@ def test_killed_at_random_it_loses_and_doubles_nothing(tmp_path: Path) -> None:
         assert entries >= len(confirmed) > 0
 
 
-def test_an_entry_confirmed_too_early_would_be_noticed(tmp_path: Path) -> None:
-    """The control: a ledger that says so before it is durable fails the check above."""
+def test_detects_an_entry_confirmed_too_early(tmp_path: Path) -> None:
+    """The control: confirming before durability fails the check above."""
     path = tmp_path / "test.db"
     child = subprocess.run(
         [*CHILD, str(path), MANY, "8"], capture_output=True, timeout=60, check=False, cwd=ROOT
@@ -72,11 +72,9 @@ def strace_works() -> bool:
 @pytest.mark.skipif(not strace_works(), reason="strace is not here or may not trace")
 @pytest.mark.parametrize("calls", MORE_CALLS)
 @pytest.mark.parametrize("is_new", [True, False], ids=["new file", "file with entries"])
-def test_killed_at_each_call_of_the_system_it_loses_nothing(
-    tmp_path: Path, is_new: bool, calls: str
-) -> None:
-    """The migration, the commits and the checkpoint, killed at their first system call, at their
-    second, and so on until one run lives to its end."""
+def test_kill_at_each_system_call_loses_nothing(tmp_path: Path, is_new: bool, calls: str) -> None:
+    """The migration, the commits and the checkpoint, killed at their first system call, their
+    second, and so on, until one run completes."""
     path, confirmed, points, number = tmp_path / "test.db", set[str](), 0, 1
     if not is_new:
         subprocess.run(
@@ -109,8 +107,8 @@ def test_killed_at_each_call_of_the_system_it_loses_nothing(
 
 
 @pytest.mark.skipif(not strace_works(), reason="strace is not here or may not trace")
-def test_a_sync_that_fails_confirms_nothing(tmp_path: Path) -> None:
-    """The disk says no once: whoever waited is told, and what was confirmed before is there."""
+def test_failed_sync_confirms_nothing(tmp_path: Path) -> None:
+    """The callers get an error, and entries confirmed before are stored."""
     path, refused = tmp_path / "test.db", 0
     for number in (1, 2, 3, 5, 8):
         path = tmp_path / f"{number}.db"

@@ -1,7 +1,6 @@
-"""Gateways and servers killed at any instant: nothing confirmed is lost, nothing is there twice.
+"""Gateways and PostgreSQL servers killed at any instant lose no confirmed entry and duplicate none.
 
-The checks after it are those of the file, `after_crash`; the control there, an entry confirmed too
-early, is caught here too.
+The checks are those of `ledger_checks`, with the same control: an entry confirmed too early.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ IS_LONG = os.environ.get("CRASH") == "long"  # make crash
 DEATHS = 100 if IS_LONG else 6
 BLOWS = 100 if IS_LONG else 5
 LEAST = 5
-"""Entries between two blows."""
+"""Entries between two crashes."""
 
 PATIENCE_S = 60.0
 
@@ -41,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 240)]
 
 @pytest.fixture(scope="module")
 def frail() -> Iterator[Server]:
-    """A server that may be harmed."""
+    """A server that the tests may kill."""
     if BINARIES is None:
         pytest.skip("PostgreSQL's initdb and postgres are not here")
     server = Server()
@@ -50,8 +49,7 @@ def frail() -> Iterator[Server]:
 
 
 def kill_backend(server: Server, database: str) -> None:
-    """One process of the server, as a crash in it does: the server ends all of them, recovers, and
-    goes on."""
+    """Kill one process of the server; the server ends all of them, recovers, and continues."""
     with suppress(ConnectionLost, StatementFailed):
         connection = PostgresConnection(server.address("postgres"), {}, PATIENCE_S)
         rows = connection.rows(
@@ -65,13 +63,13 @@ def kill_backend(server: Server, database: str) -> None:
 
 
 def kill_server(server: Server, database: str) -> None:
-    """The whole server, which is then started again."""
+    """Kill the server, and start it again."""
     server.kill()
     server.start()
 
 
 def cut_off(server: Server, database: str) -> None:
-    """Every connection to the database."""
+    """Terminate every connection to the database."""
     with suppress(ConnectionLost, StatementFailed):
         connection = PostgresConnection(server.address("postgres"), {}, PATIENCE_S)
         connection.execute(
@@ -83,8 +81,8 @@ def cut_off(server: Server, database: str) -> None:
 def live(
     url: str, is_over: threading.Event, done: threading.Semaphore
 ) -> tuple[set[str], set[str], int]:
-    """Keep a ledger until it is over, and say so of each entry that is confirmed. Returns which
-    were, whose holds were not, and how often it was refused."""
+    """Write a ledger until `is_over`. Returns the confirmed ids, the ids with refused holds, and
+    the number of refusals."""
     rng = random.Random(1)
     store = open_store(url, Path(), {})
     furnish(store)
@@ -110,10 +108,10 @@ def live(
 
 
 @pytest.mark.parametrize("blow", [kill_backend, kill_server, cut_off])
-def test_a_server_that_falls_over_loses_and_doubles_nothing(
+def test_server_crashes_lose_and_duplicate_nothing(
     frail: Server, blow: Callable[[Server, str], None]
 ) -> None:
-    """Again and again, under load, with a gateway that goes on by itself."""
+    """Repeatedly, under load, with a gateway that keeps running."""
     database = frail.database()
     is_over, rng, done = threading.Event(), random.Random(1), threading.Semaphore(0)
 
@@ -132,15 +130,15 @@ def test_a_server_that_falls_over_loses_and_doubles_nothing(
         confirmed, unheld, refused = live(frail.url(database), is_over, done)
     finally:
         striker.join(PATIENCE_S)
-    frail.wait_ready()  # the last blow was just now, and who opens a store anew has no patience
+    frail.wait_ready()  # the server may still recover from the last crash
     entries = check_ledger(frail.url(database), confirmed, unheld)
 
     sys.stdout.write(f"{BLOWS} blows, {len(confirmed)} confirmed, {refused} refused\n")
     assert entries >= len(confirmed) >= LEAST * BLOWS
 
 
-def test_a_gateway_that_is_killed_loses_and_doubles_nothing(frail: Server) -> None:
-    """Each time after a random number of confirmed entries; the next one closes its holds."""
+def test_gateway_kills_lose_and_duplicate_nothing(frail: Server) -> None:
+    """Each after a random number of confirmed entries; the next gateway closes its holds."""
     url, rng, confirmed = frail.url(frail.database()), random.Random(1), set[str]()
     for _ in range(DEATHS):
         with subprocess.Popen([*CHILD, url, "100000"], stdout=subprocess.PIPE, cwd=ROOT) as child:
@@ -153,8 +151,8 @@ def test_a_gateway_that_is_killed_loses_and_doubles_nothing(frail: Server) -> No
     assert check_ledger(url, confirmed) >= len(confirmed) > 0
 
 
-def test_an_entry_confirmed_too_early_would_be_noticed(frail: Server) -> None:
-    """The control: a ledger that says so before it is durable fails the check above."""
+def test_detects_an_entry_confirmed_too_early(frail: Server) -> None:
+    """The control: confirming before durability fails the check above."""
     url = frail.url(frail.database())
     child = subprocess.run(
         [*CHILD, url, "100000", "8"], capture_output=True, timeout=60, check=False, cwd=ROOT
@@ -165,8 +163,8 @@ def test_an_entry_confirmed_too_early_would_be_noticed(frail: Server) -> None:
         check_ledger(url, set(child.stdout.decode().split()))
 
 
-def test_a_server_that_may_not_write_confirms_nothing(frail: Server) -> None:
-    """Read only, as when its disk is: whoever waited is told, and it goes on when it may."""
+def test_read_only_server_confirms_nothing(frail: Server) -> None:
+    """The callers get an error, and writing continues when the server allows it."""
     database = frail.database()
     store = open_store(frail.url(database), Path(), {})
     furnish(store)

@@ -1,6 +1,6 @@
-"""The power is cut at any write or sync: nothing confirmed is lost, and the books are right.
+"""A power cut at any write or sync loses no confirmed entry and leaves correct books.
 
-A disk that only says that it has synced is the control: the same check has to notice it.
+A disk that only reports its syncs is the control: the same check must detect it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 240)]
 
 
 def live(path: Path, disk: Disk, seed: int) -> tuple[set[str], set[str]]:
-    """Keep a ledger until the power is cut, or to the end. Returns what was confirmed, and whose
-    holds were not."""
+    """Write a ledger until the power is cut or `COUNT` is reached.
+
+    Returns the confirmed ids and the ids with refused holds.
+    """
     confirmed: set[str] = set()
     unheld: set[str] = set()
     rng = random.Random(seed)
@@ -59,18 +61,18 @@ def live(path: Path, disk: Disk, seed: int) -> tuple[set[str], set[str]]:
             sent = {name: ledger.settle(named(name)) for name in names if rng.random() < 0.9}
             confirmed |= {name for name, future in sent.items() if not future.exception(20)}
         ledger.close()
-        with suppress(apsw.Error):  # its last checkpoint needs the disk
+        with suppress(apsw.Error):  # the last checkpoint needs the disk
             store.close()
     return confirmed, unheld
 
 
 def after(path: Path, disk: Disk, seed: int) -> Path:
-    """What the machine finds when it is switched on again."""
+    """Return the files as found after the power returns."""
     return disk.image(path, path.with_suffix(".after"), random.Random(seed))
 
 
-def test_nothing_confirmed_is_lost(tmp_path: Path) -> None:
-    """At each of many random instants, with each unsynced write kept, undone or torn."""
+def test_power_cut_loses_no_confirmed_entry(tmp_path: Path) -> None:
+    """At many random instants, with each unsynced write kept, undone or torn."""
     entries = confirmed = 0
     for seed in range(CUTS):
         disk = Disk(cut_at=random.Random(seed).randrange(1, CALLS_MAX))
@@ -83,8 +85,8 @@ def test_nothing_confirmed_is_lost(tmp_path: Path) -> None:
     assert entries >= confirmed > CUTS
 
 
-def test_a_disk_that_lies_is_noticed(tmp_path: Path) -> None:
-    """The control: where syncing does nothing, the check above finds losses."""
+def test_detects_a_lying_disk(tmp_path: Path) -> None:
+    """The control: where syncs do nothing, the check above finds losses."""
     noticed = 0
     for seed in range(LIES):
         disk = Disk(cut_at=random.Random(seed).randrange(CALLS_MAX // 2, CALLS_MAX), is_lying=True)
@@ -99,8 +101,8 @@ def test_a_disk_that_lies_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", range(1, 40, 1 if IS_LONG else 4))
-def test_after_a_sync_that_fails_nothing_is_believed(tmp_path: Path, first: int) -> None:
-    """The disk says no at one sync and the power goes later: what was confirmed is there."""
+def test_failed_sync_then_power_cut_loses_nothing(tmp_path: Path, first: int) -> None:
+    """A sync fails and the power goes later: confirmed entries are stored."""
     disk = Disk(fail_sync_at=frozenset({first}), cut_at=1_000)
     path = tmp_path / "test.db"
     acked, unheld = live(path, disk, first)

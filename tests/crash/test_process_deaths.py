@@ -1,4 +1,4 @@
-"""Whole servers whose processes are killed under load: every whole answer is in the books, once.
+"""Servers whose processes are killed under load: each complete response has exactly one entry.
 
 `CRASH=long` (`make crash`) kills more often.
 """
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Place:
-    """Where a server has its database: what it is told of it, and a look at it."""
+    """A server's database: its configuration, and a view of it."""
 
     def __init__(self, folder: Path, postgres: Postgres | None) -> None:
         self.data = folder / "data"
@@ -58,10 +58,11 @@ class Place:
         self.settings.write_text(SETTINGS + more)
 
     def look(self) -> Store:
+        """Open the database."""
         return open_store(self.database, Path(), {})
 
     def entries(self) -> dict[str, tuple[str, int]]:
-        """(ending, output tokens) by request id; and no request has two."""
+        """Return (ending, output tokens) by request id, each once."""
         with closing(self.look()) as store:
             rows = store.query("select request_id, ending, output_tokens from ledger")
         found = {request_id: (ending, tokens) for request_id, ending, tokens in rows}
@@ -69,21 +70,21 @@ class Place:
         return found
 
     def check(self) -> None:
-        """Nothing is open, all sums and chains are right, and the engine counted the same."""
+        """Check that nothing is open, the books are right, and the engine counted the same."""
         with closing(self.look()) as store:
             assert store.query("select count(*) from holds") == [(0,)]
             assert check_books(store) == []
             assert [life.epoch for life in reconcile(store) if life.has_mismatch] == []
 
     def events(self) -> list[str]:
-        """Of the server's log, as far as its lines are whole."""
+        """Return the events of the server's log, as far as its lines are complete."""
         lines = self.data.with_suffix(".log").read_text().rpartition("\n")[0].splitlines()
         return [json.loads(line)["event"] for line in lines if line.startswith("{")]
 
 
 @pytest.fixture(autouse=True)
 def fail_on_blocking_calls() -> None:
-    """Not here: nothing but clients runs on this loop."""
+    """Disable the check: only clients run on this loop."""
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 
 def children(server: Server) -> dict[str, int]:
-    """Its processes' ids, by the module that each runs; those that have ended are none."""
+    """Return the ids of the server's running processes by their modules."""
     pid, found = server.process.pid, {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -110,14 +111,14 @@ def children(server: Server) -> dict[str, int]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Look every few milliseconds until it holds."""
+    """Wait until the condition holds, checking every few milliseconds."""
     async with asyncio.timeout(PATIENCE_S):
         while not holds():  # noqa: ASYNC110 (another process's doing)
             await asyncio.sleep(0.01)
 
 
 class Load:
-    """Clients that ask without a pause, and what whole answers told them."""
+    """Clients that send requests without a pause, and record complete responses."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -126,7 +127,7 @@ class Load:
         self.is_over = False
 
     async def ask(self, number: int) -> None:
-        """Until it is over; every other client streams."""
+        """Send requests until it is over; every other client streams."""
         rng = random.Random(number)
         while not self.is_over:
             tokens = rng.choice([1, 4, 60, 200])
@@ -138,7 +139,7 @@ class Load:
                     self.note(status, (await content.read()).decode())
 
     def note(self, status: int, text: str) -> None:
-        """What one answer said."""
+        """Record a response."""
         if status != 200:
             assert json.loads(text)["error"]["code"] == "ledger_unavailable", text
             self.refused += 1
@@ -148,22 +149,22 @@ class Load:
         elif text.endswith("data: [DONE]\n\n"):
             said = json.loads(text.split("\n\n")[-3][6:])
         else:
-            return  # it broke off
+            return  # an incomplete response
         self.whole[said["id"].partition("-")[2]] = said["usage"]["completion_tokens"]
 
 
 def reached(load: Load, goal: int) -> bool:
-    """Were there so many whole answers?"""
+    """Return whether enough responses were complete."""
     return len(load.whole) >= goal
 
 
 def died(place: Place, times: int) -> bool:
-    """Has the ledger, as its log says?"""
+    """Return whether the log reports this many ledger deaths."""
     return place.events().count("ledger_died") >= times
 
 
 async def ended(server: Server) -> int:
-    """Asked to end: its status, when none of its processes is there any more."""
+    """Stop the server and return its exit status when none of its processes is left."""
     pids = children(server)
     server.process.send_signal(signal.SIGTERM)
     status = await server.ended()
@@ -172,7 +173,7 @@ async def ended(server: Server) -> int:
 
 
 async def through_a_death(server: Server) -> bytes:
-    """The rest of a stream whose ledger is killed behind its first event."""
+    """Read the rest of a stream whose ledger process is killed after its first event."""
     async with server.asked(max_tokens=STREAM_TOKENS, stream=True) as (_, content):
         await content.readuntil(b"\n\n")
         os.kill(children(server)["tenancy.ledger.process"], signal.SIGKILL)
@@ -181,12 +182,12 @@ async def through_a_death(server: Server) -> bytes:
     return rest
 
 
-async def test_a_ledger_that_is_killed_again_and_again_loses_and_doubles_nothing(
+async def test_repeated_ledger_deaths_lose_and_duplicate_nothing(
     model: Path, either: Place
 ) -> None:
-    """Under load: what ran goes on, its hold is the next process's, which writes its entry with all
-    that it used; what was answered whole is there as it was answered, and what was refused is not
-    open; the server's end leaves no process."""
+    """Under load: running requests continue, the next process takes over their holds and writes
+    their full usage; complete responses have entries, refused requests have no open holds, and the
+    server's end leaves no process."""
     place, rng = either, random.Random(1)
     async with serving(model, place.data, place.settings) as server:
         stream = await through_a_death(server)
@@ -215,11 +216,9 @@ async def test_a_ledger_that_is_killed_again_and_again_loses_and_doubles_nothing
     place.check()
 
 
-async def test_what_a_gateway_had_handed_in_when_it_was_killed_is_written(
-    model: Path, place: Place
-) -> None:
-    """By the ledger's process, which then closes what nobody will settle, and goes; no engine
-    stays either."""
+async def test_killed_gateways_items_are_written(model: Path, place: Place) -> None:
+    """The ledger's process writes them, closes the holds that remain, and ends; the engine ends
+    too."""
     async with serving(model, place.data, place.settings) as server:
         pids = children(server)
         writer = pids["tenancy.ledger.process"]
@@ -228,7 +227,7 @@ async def test_what_a_gateway_had_handed_in_when_it_was_killed_is_written(
         clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
         loop = asyncio.get_running_loop()
         until_s = loop.time() + 10 * LATE_S
-        while loop.time() < until_s:  # by then they wait for their holds, or their entries
+        while loop.time() < until_s:  # the requests wait for their holds or entries
             async with server.asked(max_tokens="none") as (_, content):
                 await content.read()
         load.is_over = True
@@ -243,8 +242,8 @@ async def test_what_a_gateway_had_handed_in_when_it_was_killed_is_written(
     place.check()
 
 
-async def test_a_second_server_over_a_file_is_refused(model: Path, place: Place) -> None:
-    """In one line, and it leaves nothing: what runs at the first one still runs there."""
+async def test_refuses_a_second_server_over_a_file(model: Path, place: Place) -> None:
+    """In one line, with no process left; the first server is undisturbed."""
     with closing(place.look()) as store, closing(Ledger(store, lambda: 9)) as first:
         tenant = create_tenant(store, lambda: 9, "ada")
         first.hold(Hold("a", tenant.tenant_id, 1, "m", 9)).result(PATIENCE_S)

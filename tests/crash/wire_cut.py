@@ -1,5 +1,8 @@
-"""A way to a PostgreSQL server that can be cut: before a commit reaches it, before its answer comes
-back, or so that the server does not notice. It can look like a pooler, too."""
+"""A TCP proxy to a PostgreSQL server that can cut connections.
+
+It cuts before a commit reaches the server, before its answer comes back, or without the server
+noticing. It can also behave like a connection pooler.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ from tests.unit.tenancy.own_folder import own_folder
 SOCKET = ".s.PGSQL.5432"
 COMMIT = b"commit\0"
 KEY_DATA = b"K\0\0\0\x0c"
-"""Stands before the number of a session's process, and a secret."""
+"""The header of BackendKeyData: a session's process id and a secret follow."""
 
 Where = Literal["before", "after", "hung"]
 
 
 class Wire:
-    """A socket in front of a server's. `cuts`: at the next commits, in order; `is_away`: who
-    connects anew finds nobody; `is_pooler`: its sessions are told another's number, or hear, of
-    this `refusal`, nothing else."""
+    """A socket in front of the server's. `cuts`: at the next commits, in order.
+
+    `is_away`: new connections are refused. `is_pooler`: sessions get the process id of another
+    session, or only this `refusal`.
+    """
 
     def __init__(self, server: Path) -> None:
         self._server = server
@@ -41,11 +46,11 @@ class Wire:
         self._threads[0].start()
 
     def address(self, database: str) -> PostgresAddress:
-        """Of a database of the server, by this way."""
+        """Return the address of a database of the server through this proxy."""
         return read_address(f"postgresql://trunkline@/{database}?host={self.folder}", {}, "")
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Close all connections."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -81,12 +86,12 @@ class Wire:
             while data := client.recv(65_536):
                 if COMMIT in data and self.cuts:
                     where = self.cuts.pop(0)
-                    if where == "hung":  # the server hears of nothing, and waits
+                    if where == "hung":  # the server notices nothing and waits
                         self._end(client)
                         return
                     if where == "before":
                         break
-                    clear.clear()  # the answer is not let through
+                    clear.clear()  # drop the answer
                 upstream.sendall(data)
         if clear.is_set():
             self._end(client)
