@@ -80,8 +80,10 @@ class LedgerReservation:
         self.is_open = False
 
     async def open(self) -> None:
-        """Write the hold. Raises BudgetExceeded, IdempotencyConflict, and BadPrice for what could cost more
-        than can be counted, with nothing left to settle; LedgerUnavailable. Nothing may run then.
+        """Write the hold. If this raises, the request must not run.
+
+        Raises BudgetExceeded, IdempotencyConflict, BadPrice (the maximum cost exceeds the largest
+        charge) with nothing left to settle, and LedgerUnavailable.
         """
         self.is_open = True
         try:

@@ -50,11 +50,13 @@ TABLES: dict[str, tuple[str, ...]] = {
     "ledger_epochs": ("number",),
     "engine_pool": ("one",),
 }
-"""What is moved, by what names a row, in an order in which nothing refers to what is not there yet;
-days are closed when their entries are there."""
+"""The moved tables with their primary keys, in an order in which references already exist.
+
+`closes` follows `ledger` and `adjustments`, because closed days refuse rows.
+"""
 
 COUNTED = ("registry_version", "registry_changes", "money_version", "trunkline_schema", "writers")
-"""What each database counts for itself."""
+"""Tables that each database keeps for itself and that are not moved."""
 
 _NUMBERED = {
     "tenants": "tenant_id",
@@ -64,25 +66,35 @@ _NUMBERED = {
     "adjustments": "number",
     "seals": "number",
 }
-_FOLLOWED = ("tenants", "keys", "scope_members", "ledger", "ledger_epochs")
-"""The first three would note each row as a change, and each note cost as much as all before it. The
-ledger would ask for each entry what is closed, and nothing is. The first epoch is the file's."""
+"""Tables with generated ids, and the columns of these ids."""
+_WITH_TRIGGERS = ("tenants", "keys", "scope_members", "ledger", "ledger_epochs")
+"""Tables whose triggers are disabled during the move.
+
+The first three would record each row as a change, at a cost that grows with every row. The ledger's
+would look up closed days for each entry, and there are none yet. `ledger_epochs` begins with the
+file's first epoch.
+"""
 
 _PAGE = 2_000
-_LARGE = ("cached_contents", "named_requests")
-"""A row of these tables may have megabytes, so it is a page of its own."""
+"""Rows of one page."""
+_LARGE_ROW_TABLES = ("cached_contents", "named_requests")
+"""Tables whose rows may have megabytes, so a page has one row."""
 
 Stage = Literal["checked", "written", "read back"]
 Progress = Callable[[Stage, int, int], None]
-"""Told of how many rows how many are: the ledger's are checked, then all are written, and read."""
+"""A callback that receives the stage, the rows done and the total of rows.
+
+The stages are: entries checked, all rows written, all rows read back.
+"""
 
 
-def unseen(stage: Stage, done: int, total: int) -> None:
-    """Nobody asks how far it is."""
+def ignore_stage_progress(stage: Stage, done: int, total: int) -> None:
+    """Do nothing: the default progress callback."""
 
 
 class MoveResult(Struct, frozen=True):
-    """The server's control totals after it. `was_there`: an earlier run had moved it already."""
+    """The server's control totals after the move. `was_there`: an earlier run had moved
+    everything."""
 
     rows: dict[str, int]
     charge_pico: int
@@ -90,40 +102,44 @@ class MoveResult(Struct, frozen=True):
     was_there: bool = False
 
 
-def move(source: Store, target: PostgresStore, progress: Progress = unseen) -> MoveResult:
-    """Copy what is in `source`, a file, to `target`, a server's empty database. O(rows).
+def move(
+    source: Store, target: PostgresStore, progress: Progress = ignore_stage_progress
+) -> MoveResult:
+    """Copy a ledger file to an empty PostgreSQL database. O(rows).
 
-    Raises StoreError with nothing changed: where a server keeps the file, where its books are not
-    right, and where there is something else in the target. One that an earlier run has filled with
-    the same, and nobody has used since, is left as it is.
+    A target that an earlier run filled and that is still equal is left unchanged. Raises StoreError
+    with nothing changed: if a server uses the file, its books are wrong, or the target has other
+    rows.
     """
     source.claim()
     try:
-        with source.change() as here:
-            findings = findings_in(here, partial(progress, "checked"))
+        with source.change() as source_db:
+            findings = findings_in(source_db, partial(progress, "checked"))
             if findings:
-                raise StoreError("damaged", f"{source.place} is not moved: {findings[0]}.")
-            rows = sum(here.rows(f"select count(*) from {table}")[0][0] for table in TABLES)
+                raise StoreError("damaged", f"Ledger is damaged: {source.place}: {findings[0]}.")
+            rows = sum(source_db.rows(f"select count(*) from {table}")[0][0] for table in TABLES)
             written, back = (_Stage(progress, name, rows) for name in ("written", "read back"))
             if _has_rows(target):
-                with target.snapshot() as there:
-                    return _compared(here, there, target.place, back, was_there=True)
-            with target.change() as there:
-                _fill(here, there, written)
-                _count_on(here, there)
-                return _compared(here, there, target.place, back)
+                with target.snapshot() as target_db:
+                    return _compare(source_db, target_db, target.place, back, was_there=True)
+            with target.change() as target_db:
+                _fill(source_db, target_db, written)
+                _set_sequences(source_db, target_db)
+                return _compare(source_db, target_db, target.place, back)
     finally:
         source.disclaim()
 
 
 def _has_rows(target: PostgresStore) -> bool:
-    tables = (table for table in TABLES if table != "ledger_epochs")  # the first comes with it
+    tables = (
+        table for table in TABLES if table != "ledger_epochs"
+    )  # the schema creates the first epoch
     return any(target.query(f"select 1 from {table} limit 1") for table in tables)
 
 
-def _compared(
-    here: Transaction,
-    there: PostgresTransaction,
+def _compare(
+    source_db: Transaction,
+    target_db: PostgresTransaction,
     place: str,
     stage: _Stage,
     *,
@@ -132,90 +148,95 @@ def _compared(
     """Compare every row of the server with the file's. Raises StoreError."""
     counts = dict.fromkeys(TABLES, 0)
     for table in TABLES:
-        columns = _columns(here, table)
-        pages = zip_longest(_pages(here, table, columns), _pages(there, table, columns))
+        columns = _columns(source_db, table)
+        pages = zip_longest(_pages(source_db, table, columns), _pages(target_db, table, columns))
         for mine, theirs in pages:
             if [tuple(without_nul(row)) for row in mine or ()] != theirs:
-                rows = counts[table] + 1, counts[table] + _page_of(table)
+                rows = counts[table] + 1, counts[table] + _page_rows(table)
                 wrong = f"{table} differs among rows {rows[0]} to {rows[1]}"
                 if was_there:
-                    message = f"{place} is not empty, and is not this ledger: {wrong}."
+                    message = f"Target is not empty and differs from this ledger: {place}: {wrong}."
                     raise StoreError("target_not_empty", message)
-                raise StoreError("not_written", f"{place} would not be this ledger: {wrong}.")
+                raise StoreError(
+                    "not_written",
+                    f"Target differs from this ledger after the move: {place}: {wrong}.",
+                )
             counts[table] += len(theirs)
             stage.add(len(theirs))
-    return _totals(there, counts, was_there=was_there)
+    return _totals(target_db, counts, was_there=was_there)
 
 
-def _fill(here: Transaction, there: PostgresTransaction, stage: _Stage) -> None:
+def _fill(source_db: Transaction, target_db: PostgresTransaction, stage: _Stage) -> None:
     """Write all rows."""
-    for table in _FOLLOWED:
-        there.execute(f"alter table {table} disable trigger user")
-    there.execute("delete from ledger_epochs")
+    for table in _WITH_TRIGGERS:
+        target_db.execute(f"alter table {table} disable trigger user")
+    target_db.execute("delete from ledger_epochs")
     for table in TABLES:
-        columns = _columns(here, table)
-        for page in _pages(here, table, columns):
-            there.copy_rows(table, columns, page)
+        columns = _columns(source_db, table)
+        for page in _pages(source_db, table, columns):
+            target_db.copy_rows(table, columns, page)
             stage.add(len(page))
-    for table in _FOLLOWED:
-        there.execute(f"alter table {table} enable trigger user")
-    there.execute("update registry_version set version = version + 1")
+    for table in _WITH_TRIGGERS:
+        target_db.execute(f"alter table {table} enable trigger user")
+    target_db.execute("update registry_version set version = version + 1")
 
 
-def _count_on(here: Transaction, there: Transaction) -> None:
-    """What is numbered goes on behind the last number that was ever given."""
+def _set_sequences(source_db: Transaction, target_db: Transaction) -> None:
+    """Set the server's sequences to the last ids that the file has generated."""
     for table, column in _NUMBERED.items():
-        last = here.rows(
+        last = source_db.rows(
             f"select max(coalesce((select max({column}) from {table}), 0),"
             " coalesce((select seq from sqlite_sequence where name = ?), 0))",
             (table,),
         )[0][0]
-        if last:  # or else the first one given is the first
-            there.rows(f"select setval(pg_get_serial_sequence('{table}', '{column}'), {int(last)})")
+        if last:  # otherwise the sequence starts at 1
+            target_db.rows(
+                f"select setval(pg_get_serial_sequence('{table}', '{column}'), {int(last)})"
+            )
 
 
 class _Stage:
-    """How far it is."""
+    """The progress of one stage."""
 
     def __init__(self, progress: Progress, name: Stage, total: int) -> None:
-        self._told = partial(progress, name)
+        self._report = partial(progress, name)
         self._done, self._total = 0, total
 
     def add(self, rows: int) -> None:
-        """So many more."""
+        """Report this many more rows."""
         self._done += rows
-        self._told(self._done, self._total)
+        self._report(self._done, self._total)
 
 
 def _pages(db: Transaction, table: str, columns: Sequence[str]) -> Iterator[list[Row]]:
-    """All rows of a table in the order of its key, some at a time."""
-    keys, selected = TABLES[table], f"select {_listed(columns)} from {table}"
+    """Yield all rows of a table in primary key order, in pages."""
+    keys, selected = TABLES[table], f"select {_column_list(columns)} from {table}"
     places = [columns.index(key) for key in keys]
-    in_order = f"order by {_listed(keys)} limit {_page_of(table)}"
+    in_order = f"order by {_column_list(keys)} limit {_page_rows(table)}"
     sql, values = f"{selected} {in_order}", list[Value]()
     while page := db.rows(sql, values):
         yield page
         values = [page[-1][place] for place in places]
-        sql = f"{selected} where ({_listed(keys)}) > {marks(len(keys))} {in_order}"
+        sql = f"{selected} where ({_column_list(keys)}) > {marks(len(keys))} {in_order}"
 
 
-def _page_of(table: str) -> int:
-    return 1 if table in _LARGE else _PAGE
+def _page_rows(table: str) -> int:
+    return 1 if table in _LARGE_ROW_TABLES else _PAGE
 
 
-def _columns(here: Transaction, table: str) -> list[str]:
-    """The columns' names, which are the same in both databases."""
-    return [name for (name,) in here.rows("select name from pragma_table_info(?)", (table,))]
+def _columns(source_db: Transaction, table: str) -> list[str]:
+    """Return the column names, which are the same in both databases."""
+    return [name for (name,) in source_db.rows("select name from pragma_table_info(?)", (table,))]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _column_list(names: Sequence[str]) -> str:
     return ", ".join('"window"' if name == "window" else name for name in names)  # a word of SQL
 
 
-def _totals(there: Transaction, counts: dict[str, int], *, was_there: bool) -> MoveResult:
-    micros, rest = there.rows(
+def _totals(target_db: Transaction, counts: dict[str, int], *, was_there: bool) -> MoveResult:
+    micros, rest = target_db.rows(
         f"select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0) from {HOURS}"
     )[0]
-    last = there.rows("select chain from ledger order by entry_id desc limit 1")
+    last = target_db.rows("select chain from ledger order by entry_id desc limit 1")
     charged = int(micros) * PICO_PER_MICRO + int(rest)
     return MoveResult(counts, charged, bytes(last[0][0]) if last else b"", was_there)

@@ -106,7 +106,7 @@ class Ledger:
         try:
             while not self._inbox_ended:
                 self._write(self._next_batch())
-                self._writer.look_after()
+                self._writer.run_maintenance()
         finally:
             self._refuse_rest()
 

@@ -111,7 +111,7 @@ class LedgerWriter:
             self._doubtful.update(hold.request_id for hold in holds if not hold.is_running)
             return [_not_written(NOT_DURABLE, error) for _ in items]
 
-    def look_after(self) -> None:
+    def run_maintenance(self) -> None:
         """Run periodic maintenance after a batch is answered: save the known point, fold sums."""
         if abs(self._clock() - self._point_saved_ms) >= KEEP_POINT_MS:
             self._has_recent = True
@@ -119,7 +119,7 @@ class LedgerWriter:
         if self._has_recent:
             self._has_recent = self._fold_sums()
 
-    def abandon(self) -> None:
+    def close_own_holds(self) -> None:
         """Close the open holds of this writer now, as no caller will settle them. Raises
         StoreError."""
         self._close_holds(lambda _, writer_id: writer_id == self.writer_id)

@@ -56,7 +56,7 @@ def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = froz
             again.result(20)
         assert sum(row[2] for row in rows) == sum(t.output_tokens for t in usage(store))
         (state,) = budget_states(store, lambda: 3)
-        assert state.reserved_pico == 0, "something is reserved for nobody"
+        assert state.reserved_pico == 0, "a reservation has no hold"
         assert state.spent_pico == sum(row[3] for row in rows), "a budget is not its charges"
         done = sum(ending == "done" for ending, _, _ in found.values())
         breaches = store.query(

@@ -1,8 +1,8 @@
-"""A temporary folder that goes with the process that made it, however that ends.
+"""A temporary folder that is removed with the process that made it.
 
-Who ends in order removes its folder. Who is killed leaves it, and the next one to come sweeps it
-up: a folder of that name which is ours, is not brand-new, and whose lock nobody holds. The system
-lets go of a lock when its holder dies, so that a living one is never taken for dead.
+A process that ends in order removes its folder. A killed process leaves it, and the next call
+removes it: a folder with the prefix, of the same owner, not new, and not locked. The kernel
+releases a lock when its holder dies, so the folder of a living process is never removed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 YOUNG_S = 60.0
-"""Between making a folder and locking it a process may stand still, for less than this."""
+"""Seconds for which an unlocked folder is kept, as its process may not have locked it yet."""
 
 
 @contextmanager
 def own_folder(prefix: str, place: Path | None = None) -> Iterator[Path]:
-    """A new folder that its owner alone can enter, in the system's place for such where none is
-    given. Sweeps up before. O(entries of the place). Raises OSError."""
+    """Yield a new folder that only its owner can enter, in `place` or the system's temporary
+    folder.
+
+    Removes abandoned folders first. O(entries of the place). Raises OSError.
+    """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     held = _open(folder)
     try:
@@ -35,7 +38,7 @@ def own_folder(prefix: str, place: Path | None = None) -> Iterator[Path]:
 
 
 def _sweep(prefix: str, own: Path) -> None:
-    """Remove what the dead have left beside our own folder, whose age all others are told by."""
+    """Remove abandoned folders that are older than our own folder."""
     now_s = own.stat().st_mtime
     for other in own.parent.glob(f"{prefix}*"):
         with suppress(OSError):
@@ -43,12 +46,12 @@ def _sweep(prefix: str, own: Path) -> None:
             try:
                 found = os.fstat(held)
                 if found.st_uid == os.geteuid() and now_s - found.st_mtime > YOUNG_S:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is alive
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its process lives
                     shutil.rmtree(other, ignore_errors=True)
             finally:
                 os.close(held)
 
 
 def _open(folder: Path) -> int:
-    """Never what a link points at."""
+    """Open a folder without following a link."""
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""Temporary folders and those that the dead leave."""
+"""Temporary folders, and their removal after a killed process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with own_folder("t-", Path(sys.argv[1])) as folder:
 
 
 def age(folder: Path) -> None:
-    """As if it had been made a while ago."""
+    """Make the folder look old."""
     long_ago = folder.stat().st_mtime - 2 * YOUNG_S
     os.utime(folder, (long_ago, long_ago))
 
@@ -34,8 +34,8 @@ def names(place: Path) -> set[str]:
     return {path.name for path in place.iterdir()}
 
 
-def test_a_folder_is_its_owners_alone_and_goes(tmp_path: Path) -> None:
-    """With all that is in it, whatever happened."""
+def test_folder_is_private_and_removed(tmp_path: Path) -> None:
+    """With its content, also after an exception."""
 
     def fail() -> None:
         with own_folder("t-", tmp_path) as folder:
@@ -49,8 +49,8 @@ def test_a_folder_is_its_owners_alone_and_goes(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_what_the_killed_left_is_swept_up_and_what_the_living_hold_is_not(tmp_path: Path) -> None:
-    """Both are old: age alone says nothing."""
+def test_removes_abandoned_folders_and_keeps_locked_ones(tmp_path: Path) -> None:
+    """Both are old: age alone decides nothing."""
     holders = [
         subprocess.Popen(
             (sys.executable, "-c", HOLD, str(tmp_path)),
@@ -77,8 +77,8 @@ def test_what_the_killed_left_is_swept_up_and_what_the_living_hold_is_not(tmp_pa
     assert names(tmp_path) == set()
 
 
-def test_what_is_young_or_has_another_name_or_is_no_folder_is_left_alone(tmp_path: Path) -> None:
-    """A folder may just have been made; a link may point anywhere."""
+def test_keeps_new_folders_other_names_and_links(tmp_path: Path) -> None:
+    """A new folder may not be locked yet; a link may point anywhere."""
     place, target = tmp_path / "place", tmp_path / "target"
     for folder in (place / "t-young", place / "other", target):
         folder.mkdir(parents=True)

@@ -162,7 +162,7 @@ def test_a_ledger_is_moved_to_a_server(
     assert (again["was_there"], again["rows"]["ledger"]) == (True, 1)
     assert [tenant["name"] for tenant in tenants] == ["default"]
     assert checked == 0
-    assert "is not empty, and is not this ledger: " in used
+    assert "Target is not empty and differs from this ledger: " in used
     assert "there is nothing to move" in nothing
 
 

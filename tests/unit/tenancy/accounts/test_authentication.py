@@ -50,7 +50,7 @@ def test_thread_sees_changes_without_a_query_on_the_caller(
     query = store.query
 
     def guarded(*args: object) -> object:
-        assert threading.current_thread() is not main, "asked by whoever authenticates"
+        assert threading.current_thread() is not main, "the authenticating thread ran a query"
         return query(*args)  # type: ignore[arg-type]
 
     set_status(store, "ada", "suspended")

@@ -106,7 +106,7 @@ def test_writer_folds_each_minute_and_at_its_end(store: Store, wall: Wall) -> No
     for minutes in (0, 0, 1, 0):
         wall.ms += 60_000 * minutes
         writer.write([used(str(len(left)), wall())])
-        writer.look_after()
+        writer.run_maintenance()
         left.append(store.query("select coalesce(sum(requests), 0) from recent_sums")[0][0])
     writer.close()
 

@@ -198,4 +198,4 @@ def test_audit_finds_an_epoch_with_a_wrong_chain(store: Store, wall: Wall) -> No
     with store.change() as db:
         db.execute("insert into ledger_epochs values (2, 0, 'marked', 7, ?)", (b"x",))
 
-    assert check_books(store) == ["epoch 2 of the ledger does not fit entry 7"]
+    assert check_books(store) == ["ledger epoch 2 does not match entry 7"]

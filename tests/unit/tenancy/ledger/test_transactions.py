@@ -89,7 +89,7 @@ def test_progress_applies_to_holds_of_the_same_batch(store: Store, wall: Wall) -
     items: list[Item] = [*held, noted, used("b", wall())]
     writer = LedgerWriter(store, wall)
     answers = writer.write(items)
-    writer.abandon()
+    writer.close_own_holds()
     writer.close()
 
     assert answers == [None] * 4

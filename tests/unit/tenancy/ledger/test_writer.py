@@ -165,7 +165,7 @@ def test_abandoned_holds_are_closed_at_once(store: Store, wall: Wall) -> None:
             write(other, hold("others"))
         write(writer, hold("a"))
         write(writer, ProgressNote({"a": Progress(output_tokens=3)}))
-        writer.abandon()
+        writer.close_own_holds()
         writer.close()
         left = holds(store)
         if other is not None:
@@ -199,10 +199,10 @@ def test_saves_the_point_at_intervals(tmp_path: Path, wall: Wall) -> None:
         writer = LedgerWriter(store, wall)
         begun = store.recall()
         write(writer, used("a", 10))
-        writer.look_after()
+        writer.run_maintenance()
         soon = store.recall()
         wall.ms += KEEP_POINT_MS
-        writer.look_after()
+        writer.run_maintenance()
         later = store.recall()
         writer.close()
 
