@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.caching.floors import guaranteed_blocks
-from tenancy.accounts.tenants import change_tenant, read_floor_blocks_max, list_tenant_records
+from tenancy.accounts.tenants import change_tenant, list_tenant_records, read_floor_blocks_max
 from tests.unit.gateway.admin_client import Admin
 from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, GatewayFixture
 
