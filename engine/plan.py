@@ -104,10 +104,16 @@ class StepPlan(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True):
-    """The token that one sequence sampled."""
+    """The tokens that one sequence sampled in a step, in order: one, or more where the runner
+    verified drafts.
+
+    A runner may return several only if no later step of the sequence is in flight: a step
+    planned before this result assumes one. The KV of the last token is not computed, and core
+    plans the others again as known text.
+    """
 
     sequence_id: int
-    token: SampledToken
+    tokens: tuple[SampledToken, ...]
 
 
 class StepResult(Struct, frozen=True):

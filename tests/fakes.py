@@ -107,6 +107,7 @@ class FakeRunner:
         self.fail_collect: set[int] = set()
         self.nan_steps: set[int] = set()
         self.words: Sequence[int] = ()
+        self.tokens_per_draw = 1  # more only where one step is in flight at a time
         self._results: deque[StepResult] = deque()
         self._broken: dict[int, set[int]] = {}
 
@@ -221,14 +222,19 @@ class FakeRunner:
         begun, own = self.begun[sequence_id], self.tokens[sequence_id]
         if len(own) != row.start + row.count:
             raise OracleError(f"{sequence_id}: draws from another sequence's last position")
-        position = len(own) - begun.prompt_tokens
-        tag = self.tags[sequence_id][-1]
-        token = next_token(tag, begun.sampling, begun.sample_index, position, self.vocab_size, mask)
-        if position < len(self.words):
-            token = self.words[position]
-        self._append(sequence_id, token)
         logprob = None if begun.sampling.logprobs is None else -1.0
-        return Sampled(sequence_id, SampledToken(token, logprob))
+        drawn: list[SampledToken] = []
+        for position in range(len(own), len(own) + self.tokens_per_draw):
+            output = position - begun.prompt_tokens
+            tag = self.tags[sequence_id][-1]
+            token = next_token(
+                tag, begun.sampling, begun.sample_index, output, self.vocab_size, mask
+            )
+            if output < len(self.words):
+                token = self.words[output]
+            self._append(sequence_id, token)
+            drawn.append(SampledToken(token, logprob))
+        return Sampled(sequence_id, tuple(drawn))
 
     def _next_tokens(self, row: Row) -> tuple[SampledToken, ...]:
         following = [*(row.token_ids or ())[1:]]

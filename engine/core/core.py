@@ -270,13 +270,13 @@ class Core:
             computed += piece.count
             if not piece.sequence.parent.is_finished:
                 self._commit_slice(piece, table, result, now_s)
-        drawn = {sampled.sequence_id: sampled.token for sampled in result.sampled}
+        drawn = {sampled.sequence_id: sampled.tokens for sampled in result.sampled}
         for sequence_id, sequence in pending.sampling.items():
             sequence.in_flight -= 1
             if not sequence.is_ended:
-                if sequence_id not in drawn:
+                if not drawn.get(sequence_id):
                     raise InvariantViolation(f"sequence {sequence_id} sampled no token")
-                self._accept_token(sequence, drawn[sequence_id], now_s)
+                self._accept_tokens(sequence, drawn[sequence_id], now_s)
         self.engine_stats.record_step(
             pending.launched_at_s, now_s, computed - len(pending.sampling)
         )
@@ -320,6 +320,15 @@ class Core:
             self._events.append(
                 PromptLogprobs(request.request_id, (first, *sequence.prompt_logprobs))
             )
+
+    def _accept_tokens(
+        self, sequence: Sequence, tokens: tuple[SampledToken, ...], now_s: float
+    ) -> None:
+        """Append output tokens until the sample ends; tokens after its end are dropped."""
+        for token in tokens:
+            self._accept_token(sequence, token, now_s)
+            if sequence.is_ended:
+                break
 
     def _accept_token(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
         """Append one output token, and end the sample if it was the last."""

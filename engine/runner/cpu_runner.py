@@ -150,7 +150,7 @@ class CpuRunner:
                 failed[sequence_id] = "nan_logits"
                 continue
             self._last[sequence_id] = token.token_id
-            sampled.append(Sampled(sequence_id, token))
+            sampled.append(Sampled(sequence_id, (token,)))
         return sampled, failed, prompt_logprobs
 
     def _prompt_logprobs(self, row: Row, logits: torch.Tensor) -> tuple[SampledToken, ...]:

@@ -119,7 +119,7 @@ class GpuRunner:
         pairs = list(zip(launched.drawing, tokens, strict=True))
         return StepResult(
             step=launched.step,
-            sampled=tuple(Sampled(s, token) for s, token in pairs if token.token_id >= 0),
+            sampled=tuple(Sampled(s, (token,)) for s, token in pairs if token.token_id >= 0),
             prompt_logprobs=launched.prompt_logprobs,
             failed={s: "nan_logits" for s, token in pairs if token.token_id < 0},
             elapsed_s=time.perf_counter() - launched.started_s,

@@ -34,7 +34,7 @@ class IdleRunner:
     def launch(self, plan: StepPlan) -> None:
         """Its result is ready at once."""
         token = SampledToken(1)
-        drawn = tuple(Sampled(s, token) for row in plan.rows for s in row.samples)
+        drawn = tuple(Sampled(s, (token,)) for row in plan.rows for s in row.samples)
         self.results.append(StepResult(step=plan.step, sampled=drawn))
 
     def collect(self) -> StepResult:

@@ -99,7 +99,7 @@ def run(runner: CpuRunner, plan: StepPlan) -> StepResult:
 
 
 def drawn(result: StepResult) -> dict[int, SampledToken]:
-    return {sampled.sequence_id: sampled.token for sampled in result.sampled}
+    return {sampled.sequence_id: sampled.tokens[0] for sampled in result.sampled}
 
 
 def test_chunked_prompt_then_decoding_equals_dense(runner: CpuRunner, dense: Dense) -> None:
@@ -303,7 +303,7 @@ def draws(runner: CpuRunner, plan: StepPlan) -> list[SampledToken]:
     )
     starting = tuple(begun(r.sequence_id, [0]) for r in rows)
     result = run(runner, StepPlan(0, rows, plan.groups, begun=starting))
-    return [sampled.token for sampled in result.sampled]
+    return [token for sampled in result.sampled for token in sampled.tokens]
 
 
 def test_built_runner_is_warm_and_has_requested_size(tmp_path: Path) -> None:
