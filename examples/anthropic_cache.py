@@ -1,4 +1,4 @@
-"""A promise through the official Anthropic SDK: one call writes a prefix, the next one reads it.
+"""Cache a prefix through the official Anthropic SDK: one call writes it, the next call reads it.
 
 Start the server with `make serve`, then: python examples/anthropic_cache.py
 TRUNKLINE_URL and TRUNKLINE_KEY_FILE point it elsewhere.
@@ -17,7 +17,7 @@ HANDBOOK = "Answer briefly, in one sentence, and name the city. " * 8
 
 
 def main() -> None:
-    """Ask twice about the same handbook, and say what each call wrote, read and computed."""
+    """Ask twice about the same handbook; print the tokens written, read and computed."""
     client = Anthropic(base_url=URL, api_key=Path(KEY_FILE).read_text().strip())
     for question in ("What is the capital of France?", "And of Germany?"):
         message = client.messages.create(

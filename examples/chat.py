@@ -1,4 +1,4 @@
-"""A conversation through the official OpenAI SDK: the second turn reuses the first one's KV blocks.
+"""Converse through the official OpenAI SDK: the second turn reuses the KV blocks of the first.
 
 Start the server with `make serve`, then: python examples/chat.py
 TRUNKLINE_URL and TRUNKLINE_KEY_FILE point it elsewhere.
@@ -18,7 +18,7 @@ QUESTIONS = ("What is the capital of France?", "And of Germany?")
 
 
 def main() -> None:
-    """Ask, stream the answer, and say how much of each prompt was cached."""
+    """Stream each answer; print how many prompt tokens were cached."""
     client = OpenAI(base_url=URL, api_key=Path(KEY_FILE).read_text().strip())
     messages: list[ChatCompletionMessageParam] = []
     for question in QUESTIONS:

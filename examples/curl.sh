@@ -1,5 +1,5 @@
 #!/bin/sh
-# The same door without an SDK. Start the server with `make serve`, then: sh examples/curl.sh
+# The API without an SDK. Start the server with `make serve`, then: sh examples/curl.sh
 # TRUNKLINE_URL and TRUNKLINE_KEY_FILE point it elsewhere.
 set -eu
 url=${TRUNKLINE_URL:-http://127.0.0.1:8080/v1}
@@ -13,21 +13,21 @@ ask() {
     echo
 }
 
-echo '# which models are there'
+echo '# models'
 ask models
 
-echo '# one answer, at once'
+echo '# one answer in one piece'
 ask chat/completions -d '{
     "model": "smollm2-135m-instruct", "temperature": 0, "max_tokens": 16,
     "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 
-echo '# the same, as it comes, with usage at the end: prompt tokens are found in the cache'
+echo '# the same as a stream, with usage at the end: the prompt is read from the cache'
 ask chat/completions -d '{
     "model": "smollm2-135m-instruct", "temperature": 0, "max_tokens": 16,
     "stream": true, "stream_options": {"include_usage": true},
     "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 
-echo '# two continuations of one text, which share its blocks'
+echo '# two continuations of one prompt; they share its KV blocks'
 ask completions -d '{
     "model": "smollm2-135m-instruct", "prompt": "Once upon a time", "n": 2,
     "max_tokens": 8, "seed": 7}'

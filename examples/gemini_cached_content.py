@@ -1,4 +1,4 @@
-"""Cached content through the official Gemini SDK: named once, then used without being sent again.
+"""Use cached content through the official Gemini SDK: send it once, then refer to its name.
 
 Start the server with `make serve`, then: python examples/gemini_cached_content.py
 TRUNKLINE_URL and TRUNKLINE_KEY_FILE point it elsewhere.
@@ -19,7 +19,7 @@ HANDBOOK = "Answer briefly, in one sentence, and name the city. " * 8
 
 
 def main() -> None:
-    """Create, ask twice, delete."""
+    """Create cached content, ask about it twice, delete it."""
     client = genai.Client(
         api_key=Path(KEY_FILE).read_text().strip(),
         http_options=types.HttpOptions(base_url=URL),

@@ -1,4 +1,4 @@
-"""What is shipped for operators names only what exists."""
+"""Checks what operators install: the systemd unit, Prometheus rules and the Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _METRIC = re.compile(r"\btrunkline[a-z0-9_]*_[a-z0-9_]+|\bvllm:[a-z_]+")
 
 @pytest.fixture(scope="module")
 def existing() -> set[str]:
-    """Every name in the exposition, and each histogram's buckets."""
-    telemetry = Metrics(10)
-    telemetry.show_engine(Stats(), is_ready=True, restarts=0)
+    """Return every metric name of the exposition, with each histogram's buckets."""
+    metrics = Metrics(10)
+    metrics.show_engine(Stats(), is_ready=True, restarts=0)
     found = set()
-    for family in telemetry.registry.collect():
+    for family in metrics.registry.collect():
         kinds = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
         found |= {family.name + end for end in kinds.get(family.type, ("",))}
     return found
 
 
-def test_the_service_is_started_as_the_program_is(tmp_path: Path) -> None:
-    """Its command, and the variables that it sets, are ours; it is given time to drain."""
+def test_the_systemd_unit_starts_the_command(tmp_path: Path) -> None:
+    """The unit's command and variables exist, and its stop timeout exceeds the drain timeout."""
     text = (DEPLOY / "systemd" / "trunkline.service").read_text()
     (command,) = re.findall(r"^ExecStart=\S*/trunkline (\w+)$", text, re.MULTILINE)
     settings = dict(re.findall(r"^Environment=(TRUNKLINE_\w+)=(\S+)$", text, re.MULTILINE))
@@ -51,20 +51,20 @@ def test_the_service_is_started_as_the_program_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_metric_that_is_asked_for_exists(file: Path, existing: set[str]) -> None:
+def test_every_metric_in_a_query_exists(file: Path, existing: set[str]) -> None:
     """A renamed metric would leave an alert that never fires."""
     text = file.read_text()
     recorded = set(re.findall(r"record: (\S+)", text))
 
-    asked = {name for name in _METRIC.findall(text) if ":" not in name or name.startswith("vllm")}
+    queried = {name for name in _METRIC.findall(text) if ":" not in name or name.startswith("vllm")}
 
-    assert asked, "nothing is asked for"
-    assert asked - existing == set()
+    assert queried, "no query names a metric"
+    assert queried - existing == set()
     assert set(re.findall(r"trunkline:[a-z0-9_:]+", text)) <= recorded | {"trunkline:"}
 
 
-def test_every_alert_is_shown_firing_on_metrics_that_exist(existing: set[str]) -> None:
-    """And silent before: `rules_test.yml` has both of each, for promtool."""
+def test_every_alert_has_a_firing_and_a_silent_case(existing: set[str]) -> None:
+    """`rules_test.yml` has both cases of each alert, over metrics that exist, for promtool."""
     text = CASES.read_text()
     alerts = set(re.findall(r"alert: (\w+)", RULES.read_text()))
     silent = set(re.findall(r"{alertname: (\w+), eval_time: \w+}", text))
@@ -76,46 +76,46 @@ def test_every_alert_is_shown_firing_on_metrics_that_exist(existing: set[str]) -
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
-def test_prometheus_itself_sees_them_fire() -> None:
-    """Its own tool, over samples as a gateway would tell them."""
+def test_promtool_sees_the_alerts_fire() -> None:
+    """promtool runs the cases over samples such as a gateway exposes."""
     command = ["promtool", "test", "rules", CASES.name]
     done = subprocess.run(command, cwd=CASES.parent, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout
 
 
-def test_what_an_alert_waits_for_is_told_before_it_happens() -> None:
-    """A counter that begins with its first rise has not risen, as Prometheus reckons: each that an
-    alert names by a label is there from the start, at 0."""
-    telemetry = Metrics(10)
-    telemetry.show_cache({"1h": dict.fromkeys(OUTCOMES, 0) | {"running": 0}}, 0)
-    asked = re.findall(r"increase\((\w+)\{(\w+)=\"(\w+)\"\}", RULES.read_text())
-    told = [
+def test_counters_of_alerts_exist_at_zero() -> None:
+    """Prometheus sees no increase in a counter that first appears above 0, so each labelled counter
+    of an alert is exposed at 0 from the start."""
+    metrics = Metrics(10)
+    metrics.show_cache({"1h": dict.fromkeys(OUTCOMES, 0) | {"running": 0}}, 0)
+    queried = re.findall(r"increase\((\w+)\{(\w+)=\"(\w+)\"\}", RULES.read_text())
+    exposed = [
         (sample.name, *label, sample.value)
-        for family in telemetry.registry.collect()
+        for family in metrics.registry.collect()
         for sample in family.samples
         for label in sample.labels.items()
     ]
 
-    assert asked
-    assert [one for one in asked if (*one, 0) not in told] == []
+    assert queried
+    assert [series for series in queried if (*series, 0) not in exposed] == []
 
 
-def test_labels_that_are_asked_for_exist() -> None:
-    """`by (cause)` on a metric without causes would be one flat line."""
-    telemetry = Metrics(10)
-    telemetry.show_cache({"1h": {"given": 1, "running": 1}}, 1)
+def test_labels_in_queries_exist() -> None:
+    """`by (cause)` on a metric without that label draws one flat line."""
+    metrics = Metrics(10)
+    metrics.show_cache({"1h": {"given": 1, "running": 1}}, 1)
     labels = {
         family.name + suffix: set(metric.labels)
-        for metric in vars(telemetry).values()
+        for metric in vars(metrics).values()
         if isinstance(metric, LabelledCounter | CounterGroup | DurationHistogram)
         for family in metric.describe()
         for suffix in ("_total", "_bucket", "_count", "_sum")
     }
-    for family in telemetry.registry.collect():
+    for family in metrics.registry.collect():
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
-    asked = [
+    queried = [
         (metric, label)
         for file in FILES
         for by, metric in re.findall(
@@ -125,12 +125,12 @@ def test_labels_that_are_asked_for_exist() -> None:
         if label != "le"
     ]
 
-    assert asked
-    assert [pair for pair in asked if pair[1] not in labels[pair[0]]] == []
+    assert queried
+    assert [pair for pair in queried if pair[1] not in labels[pair[0]]] == []
 
 
-def test_the_dashboard_is_json_with_a_panel_for_each_question() -> None:
-    """Panels have titles, targets and places that do not overlap."""
+def test_dashboard_panels_have_titles_targets_and_places() -> None:
+    """A panel at another's place would hide it."""
     dashboard = json.loads(FILES[1].read_text())
 
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard["panels"]]
