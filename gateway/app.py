@@ -46,7 +46,7 @@ from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import DeferredHolds
 from gateway.ledger.interface import InProcessLedger, LedgerClient
 from gateway.ledger.metering import note_progress, wall_ms
-from gateway.ledger.progress import GATHER_FAR_S, GATHER_S, ProgressJournal
+from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
@@ -99,7 +99,8 @@ class Gateway:
             registry=self._registry,
             ledger=self.ledger,
             journal=ProgressJournal(
-                partial(note_progress, self.ledger), GATHER_S if store.is_near else GATHER_FAR_S
+                partial(note_progress, self.ledger),
+                PROGRESS_FLUSH_S if store.is_near else PROGRESS_FLUSH_REMOTE_S,
             ),
             store=store,
             reports=QueryPool(store),

@@ -1,11 +1,12 @@
-"""Holds that are handed in late, or never: nothing hangs on them yet.
+"""Deferred ledger holds: a hold that reserves nothing is written late, or never.
 
-A hold keeps what a budget reserves, the name that a client claimed, how far a stream has come, and
-the fact that something runs. Where no budget binds its payer and nobody named it, the first two are
-empty; and an answer that ends within `LATE_S` needs none of the others: its entry says all of it,
-with one commit instead of two. All that last longer are handed in then, or with their first note of
-progress. When writing has just failed, or takes long, holds come first: what cannot be billed must
-not run. It knows no request, no price and no database; `app` puts it before the ledger.
+A hold records what a budget reserves, the idempotency key that a client claimed, how far a stream
+has come, and that a request runs. Without a budget for the payer and without an idempotency key the
+first two are empty, and a request that ends within `DEFER_S` needs neither of the others: its entry
+says everything, with one commit instead of two. The hold of a longer request is written after that
+time, or with its first progress note. After a failed or slow write all holds are written first: no
+request may run that cannot be billed. This module knows no price and no database; `app` puts a
+`DeferredHolds` before the ledger.
 """
 
 from __future__ import annotations
@@ -24,147 +25,151 @@ from tenancy.ledger.transactions import Hold, Item, NamedEntry
 from tenancy.pricing.budget_watch import BudgetWatch
 from tenancy.types import UsageEntry
 
-LATE_S = 0.05
-"""A hold is handed in between this and twice as long after its request began."""
+DEFER_S = 0.05
+"""Seconds. A hold is written between one and two times this long after its request began."""
 
 TOKENS_MAX = 1_000_000
-"""What can be more is asked about first: at a dollar for a token it may be beyond all counting."""
+"""Tokens. A larger hold is written at once: at a dollar a token its price may exceed what the
+ledger can count."""
 
 CallLater = Callable[[float, Callable[[], None]], object]
 
 
 class DeferredHolds:
-    """A `LedgerClient` before another one. Belongs to one loop."""
+    """A `LedgerClient` in front of another one. Belongs to one event loop."""
 
     def __init__(
-        self, door: LedgerClient, watch: BudgetWatch, call_later: CallLater | None = None
+        self, ledger: LedgerClient, watch: BudgetWatch, call_later: CallLater | None = None
     ) -> None:
-        """`watch`: of the door's own database. `call_later`: the loop's."""
-        self._door = door
+        """`watch`: of the same database as `ledger`. `call_later`: the event loop's by default."""
+        self._ledger = ledger
         self._watch = watch
         self._call_later = call_later
-        self._young: dict[str, Hold] = {}
-        self._old: dict[str, Hold] = {}  # the next tick hands them in
+        self._new_holds: dict[str, Hold] = {}
+        self._aged_holds: dict[str, Hold] = {}  # written at the next tick
         self._is_ticking = False
-        self._firsts = 0  # how many want holds to come first
-        self._as_written: asyncio.Future[None] | None = None  # one for all that may wait
+        self._holds_first_depth = 0  # open `holds_first` contexts
+        self._written_future: asyncio.Future[None] | None = None  # shared by all deferred holds
 
     @property
     def found_epoch(self) -> LedgerEpoch | None:
         """See `LedgerClient`."""
-        return self._door.found_epoch
+        return self._ledger.found_epoch
 
     @property
     def interrupted(self) -> int:
         """See `LedgerClient`."""
-        return self._door.interrupted
+        return self._ledger.interrupted
 
     @property
     def restarts(self) -> int:
         """See `LedgerClient`."""
-        return self._door.restarts
+        return self._ledger.restarts
 
     @property
     def is_well(self) -> bool:
         """See `LedgerClient`."""
-        return self._door.is_well
+        return self._ledger.is_well
 
     @property
     def waiting(self) -> int:
-        """Requests that run, and whose holds have not been handed in."""
-        return len(self._young) + len(self._old)
+        """Number of running requests whose holds have not been written."""
+        return len(self._new_holds) + len(self._aged_holds)
 
     def write(self, item: Item) -> asyncio.Future[None]:
-        """See `LedgerClient`. A hold on which nothing hangs is as good as written at once."""
+        """See `LedgerClient`. A deferred hold counts as written at once."""
         if isinstance(item, UsageEntry):
             self._forget(item.request_id)
         elif isinstance(item, Hold):
-            if self._may_wait(item):
-                self._young[item.request_id] = item
+            if self._may_defer(item):
+                self._new_holds[item.request_id] = item
                 if not self._is_ticking:
                     self._tick_later()
-                if self._as_written is None:
-                    self._as_written = _done()
-                return self._as_written
+                if self._written_future is None:
+                    self._written_future = _done_future()
+                return self._written_future
         elif isinstance(item, NamedEntry):
             self._forget(item.entry.request_id)
-        return self._door.write(item)
+        return self._ledger.write(item)
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
-        """See `LedgerClient`. What is noted, is noted in holds."""
+        """See `LedgerClient`. Writes the deferred holds of these requests first: notes are kept in
+        holds."""
         for request_id in reached:
-            held = self._young.pop(request_id, None) or self._old.pop(request_id, None)
+            held = self._new_holds.pop(request_id, None) or self._aged_holds.pop(request_id, None)
             if held is not None:
-                self._hand_in(held)
-        self._door.note_progress(reached)
+                self._write_hold(held)
+        self._ledger.note_progress(reached)
 
     @contextmanager
     def holds_first(self) -> Iterator[None]:
         """See `LedgerClient`."""
-        self._firsts += 1
-        self._hand_in_all()
+        self._holds_first_depth += 1
+        self._write_all()
         try:
-            with self._door.holds_first():
+            with self._ledger.holds_first():
                 yield
         finally:
-            self._firsts -= 1
+            self._holds_first_depth -= 1
 
     async def close(self) -> None:
-        """See `LedgerClient`. What still runs has its hold, which is closed as its process is."""
-        self._firsts += 1
-        self._hand_in_all()
-        await self._door.close()
+        """See `LedgerClient`. Holds of running requests are written, and closed by the ledger."""
+        self._holds_first_depth += 1
+        self._write_all()
+        await self._ledger.close()
 
-    def _may_wait(self, hold: Hold) -> bool:
-        if hold.claim is not None or self._firsts or not self._door.is_well:
+    def _may_defer(self, hold: Hold) -> bool:
+        if hold.claim is not None or self._holds_first_depth or not self._ledger.is_well:
             return False
         if hold.input_tokens + hold.output_tokens > TOKENS_MAX:
             return False
-        return self._look() and not self._watch.has_budget(hold.tenant_id, hold.key_id)
+        return self._refresh_budgets() and not self._watch.has_budget(hold.tenant_id, hold.key_id)
 
-    def _look(self) -> bool:
-        """Is it known who has a budget?"""
+    def _refresh_budgets(self) -> bool:
+        """Return whether the set of budgets is known."""
         try:
             if self._watch.refresh():
-                self._hand_in_all()  # a budget that was set counts what runs, before what comes
+                self._write_all()  # a new budget must count the requests that run already
         except StoreError:
             return False
         return True
 
     def _forget(self, request_id: str) -> None:
-        if self._young.pop(request_id, None) is None:
-            self._old.pop(request_id, None)
+        if self._new_holds.pop(request_id, None) is None:
+            self._aged_holds.pop(request_id, None)
 
     def _tick_later(self) -> None:
         self._is_ticking = True
-        (self._call_later or asyncio.get_running_loop().call_later)(LATE_S, self._tick)
+        (self._call_later or asyncio.get_running_loop().call_later)(DEFER_S, self._tick)
 
     def _tick(self) -> None:
         self._is_ticking = False
-        for hold in self._old.values():
-            self._hand_in(hold)
-        self._old, self._young = self._young, {}
-        if self._old:
+        for hold in self._aged_holds.values():
+            self._write_hold(hold)
+        self._aged_holds, self._new_holds = self._new_holds, {}
+        if self._aged_holds:
             self._tick_later()
 
-    def _hand_in_all(self) -> None:
-        for hold in (*self._old.values(), *self._young.values()):
-            self._hand_in(hold)
-        self._old, self._young = {}, {}
+    def _write_all(self) -> None:
+        for hold in (*self._aged_holds.values(), *self._new_holds.values()):
+            self._write_hold(hold)
+        self._aged_holds, self._new_holds = {}, {}
 
-    def _hand_in(self, hold: Hold) -> None:
-        """It runs already. If this is refused nothing is noted of it, and its entry says all."""
-        written = self._door.write(structs.replace(hold, is_running=True))
-        written.add_done_callback(_told)
+    def _write_hold(self, hold: Hold) -> None:
+        """Write the hold of a running request. If it is refused, the request's entry says
+        everything."""
+        written = self._ledger.write(structs.replace(hold, is_running=True))
+        written.add_done_callback(_consume_outcome)
 
 
-def _told(written: asyncio.Future[None]) -> None:
-    """Nobody waits for it."""
+def _consume_outcome(written: asyncio.Future[None]) -> None:
+    """Retrieve the exception, so that asyncio does not log it: no caller awaits this future."""
     if not written.cancelled():
         written.exception()
 
 
-def _done() -> asyncio.Future[None]:
+def _done_future() -> asyncio.Future[None]:
+    """Return a future that is done."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     done.set_result(None)
     return done

@@ -1,7 +1,8 @@
-"""The ledger that a gateway hands its items in to, and whose commits it awaits on its loop.
+"""`LedgerClient`: how the gateway's event loop writes to the ledger and awaits commits.
 
-`ledger_link` has the ledger in a process of its own; here it is in this one, for embedders and
-tests. `metering`, `reckoning` and `storage_meter` write through either.
+`gateway.ledger.client` runs the ledger in a separate process. `InProcessLedger` runs it in a thread
+of this process, for embedded gateways and tests. `metering`, `background.reconciliation` and
+`background.storage_metering` write through either.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from tenancy.ledger.transactions import Item
 
 
 class LedgerClient(Protocol):
-    """A ledger, as the gateway's loop sees it. `restarts`: how often its process was replaced;
-    `found_epoch` and `interrupted`: see `tenancy.ledger.writer.LedgerWriter`."""
+    """A ledger, as the gateway's event loop sees it.
+
+    `restarts`: number of times its process was replaced. `found_epoch`, `interrupted`: see
+    `tenancy.ledger.writer.LedgerWriter`.
+    """
 
     @property
     def found_epoch(self) -> LedgerEpoch | None: ...
@@ -32,26 +36,33 @@ class LedgerClient(Protocol):
 
     @property
     def is_well(self) -> bool:
-        """True if the last item was written, and no item has waited for long."""
+        """Return whether the last item was written and no item has waited for long."""
 
     def write(self, item: Item) -> asyncio.Future[None]:
-        """Hand in an item; returns at once. The future is done when the item is durable, or raises
-        the writer's error; after LedgerUnavailable the item is not known to be written. Cancelling
-        the future does not withdraw the item."""
+        """Write an item; return at once.
+
+        The future is done when the item is durable, or raises the writer's error. After
+        LedgerUnavailable the item may or may not have been written. Cancelling the future does not
+        withdraw the item.
+        """
 
     def note_progress(self, reached: Mapping[str, Progress]) -> None:
-        """Note how far requests have come, by request id. There is no answer."""
+        """Record how far requests have come, by request id. Waits for nothing and confirms
+        nothing."""
 
     def holds_first(self) -> AbstractContextManager[None]:
-        """Within it, holds are not deferred: those of running requests are handed in before the
-        items written within, and requests admitted within wait for their holds."""
+        """Defer no holds in this context.
+
+        The holds of running requests are written before the items of this context, and a request
+        that is admitted meanwhile waits for its hold.
+        """
 
     async def close(self) -> None:
-        """Write all items handed in, then stop. Safe to repeat."""
+        """Write all queued items, then stop. Safe to repeat."""
 
 
 class InProcessLedger:
-    """A `LedgerClient` of a ledger whose writer is a thread of this process."""
+    """A `LedgerClient` whose ledger writes in a thread of this process."""
 
     restarts = 0
 
@@ -83,7 +94,7 @@ class InProcessLedger:
         self._ledger.note_progress(reached)
 
     def holds_first(self) -> AbstractContextManager[None]:
-        """See `LedgerClient`: holds are never deferred here."""
+        """See `LedgerClient`. Does nothing: this client defers no hold."""
         return nullcontext()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""From the engine's usage to the ledger: one hold, one entry, however a request ends.
+"""Convert the engine's usage to ledger items: one hold and one entry per request, however it ends.
 
-Usage is counted by the engine; here it only changes its form. The entry of a successful answer is
-durable before the answer's last byte is sent: `answer` awaits what `settle` returns first.
+The engine counts usage; this module only changes its form. The entry of a successful request is
+durable before the response's last byte is sent: `gateway.generation` awaits `settle` first.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NOTHING = Demand(0, 0)
 
 
 def wall_ms() -> int:
-    """Milliseconds since the epoch: the ledger's clock."""
+    """Return Unix milliseconds, the ledger's clock."""
     return time.time_ns() // 1_000_000
 
 
 def note_progress(ledger: LedgerClient, notes: Mapping[str, UsageRecord]) -> None:
-    """Keep what open requests have delivered, by request id. Waits for nothing."""
+    """Record what running requests have delivered, by request id. Waits for nothing."""
     ledger.note_progress({request_id: _progress(record) for request_id, record in notes.items()})
 
 
@@ -44,7 +44,7 @@ def _progress(record: UsageRecord) -> Progress:
 
 
 class LedgerReservation:
-    """One request's place in the ledger: opened at admission, settled once."""
+    """The hold and the entry of one request: opened at admission, settled once."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class LedgerReservation:
         epoch: str = "",
         claim: Claim | None = None,
     ) -> None:
-        """`most`: all prompt tokens and all the output that it may come to. `epoch`: the engine's
-        life in which it will run. `claim`: on the name that its client gave it."""
+        """`most`: all prompt tokens, and the limit of output tokens. `epoch`: of the engine that
+        will run the request. `claim`: on the client's idempotency key."""
         self._ledger = ledger
         self._wall = wall
         self._hold = Hold(
@@ -80,10 +80,10 @@ class LedgerReservation:
         self.is_open = False
 
     async def open(self) -> None:
-        """Write the hold. If this raises, the request must not run.
+        """Write the hold. The request may not run if this raises.
 
-        Raises BudgetExceeded, IdempotencyConflict, BadPrice (the maximum cost exceeds the largest
-        charge) with nothing left to settle, and LedgerUnavailable.
+        Raises BudgetExceeded, IdempotencyConflict, BadPrice (the maximum price exceeds what the ledger can
+        count): then nothing is left to settle. Raises LedgerUnavailable.
         """
         self.is_open = True
         try:
@@ -99,12 +99,12 @@ class LedgerReservation:
         first_token_s: float | None = None,
         replay: ReplayRecord | None = None,
     ) -> asyncio.Future[None]:
-        """Hand in the entry, and of a named request what is to be kept; a second call changes
+        """Write the entry and, for an idempotent request, the response to keep. A second call does
         nothing.
 
-        The future is done when it is durable, so there is time for other work meanwhile, and a
-        cancelled caller has settled too. It raises LedgerUnavailable: the answer must not be
-        completed then.
+        The future is done when the entry is durable; a caller may work meanwhile, and a cancelled
+        caller has settled, too. The future raises LedgerUnavailable: then the response must not be
+        completed.
         """
         if not self.is_open:
             settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -126,8 +126,8 @@ class LedgerReservation:
             fresh_tokens=record.fresh,
             output_tokens=record.out,
             physical_cached_tokens=record.physical_cached,
-            read=_some(record.read),
-            write=_some(record.write),
+            read=_nonzero(record.read),
+            write=_nonzero(record.write),
             workspace=hold.workspace,
             tier=hold.tier,
             dialect=hold.dialect,
@@ -139,6 +139,6 @@ class LedgerReservation:
         return self._ledger.write(item)
 
 
-def _some(classes: dict[str, int]) -> dict[str, int]:
-    """Those of which there are tokens. Most answers have none at all."""
+def _nonzero(classes: dict[str, int]) -> dict[str, int]:
+    """Return the classes that have tokens. Most requests have none."""
     return {name: tokens for name, tokens in classes.items() if tokens} if classes else classes

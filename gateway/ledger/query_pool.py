@@ -1,9 +1,9 @@
-"""The database a few times more, for questions that take their time.
+"""Connections for long database queries.
 
-A long question must not keep anybody's authentication waiting for the one connection that reads,
-nor the short ones behind it, so there are some more, each with a thread, opened when they are first
-needed. Operators leave one of the places to tenants and tenants one to operators, whatever the
-others ask, and a tenant has one at a time. It knows no question; `usage_report` and others ask.
+A long query must delay neither authentication, which uses the store's only reading connection, nor
+short queries. So there are more connections, each with a thread, opened on first use. Operators
+leave one connection to tenants, tenants leave one to operators, and a tenant uses one at a time.
+This module knows no query; `gateway.api` runs its reports here.
 """
 
 from __future__ import annotations
@@ -18,64 +18,68 @@ from tenancy.storage.interface import Store
 
 T = TypeVar("T")
 
-PLACES = 3
-"""Questions that run at once: connections, and threads."""
+CONNECTIONS = 3
+"""Connections and threads: queries that run at once."""
 
 
 class QueryPool:
-    """More ways to read a database. Belongs to one event loop."""
+    """Additional reading connections to a database. Belongs to one event loop."""
 
     def __init__(self, store: Store) -> None:
-        """`store`: the one beside which others are opened."""
-        self._first = store
+        """`store`: the open store of the same database."""
+        self._store = store
         self._spare: list[Store] = []
-        self._threads = ThreadPoolExecutor(PLACES, "reports")
-        self._places = asyncio.Semaphore(PLACES)
-        self._operators = asyncio.Semaphore(PLACES - 1)
-        self._tenants = asyncio.Semaphore(PLACES - 1)
-        # As long as a question of the tenant's waits or runs.
-        self._own: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
+        self._threads = ThreadPoolExecutor(CONNECTIONS, "reports")
+        self._total_limit = asyncio.Semaphore(CONNECTIONS)
+        self._operator_limit = asyncio.Semaphore(CONNECTIONS - 1)
+        self._tenant_limit = asyncio.Semaphore(CONNECTIONS - 1)
+        # An entry lives while a query of the tenant waits or runs.
+        self._limit_by_tenant: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
 
     async def ask(self, question: Callable[[Store], T], tenant_id: int | None = None) -> T:
-        """Its answer, after those who asked before: for a tenant, or for an operator. Raises what
-        the question raises."""
-        doors, passed = self._doors(tenant_id), 0
+        """Run a query of a tenant, or of an operator if `tenant_id` is None, and return its result.
+
+        Queries run first come, first served. Raises what the query raises.
+        """
+        limits, acquired = self._limits_for(tenant_id), 0
         try:
-            for door in doors:  # each is the longer a queue, the further from the thread
-                await door.acquire()
-                passed += 1
-            # Taken here, since a thread that looks and then takes may find that another was faster.
+            for limit in limits:
+                await limit.acquire()
+                acquired += 1
+            # Taken here: a thread that looks first and takes later may find the connection gone.
             spare = self._spare.pop() if self._spare else None
-            work = self._threads.submit(self._answer, question, spare)
+            future = self._threads.submit(self._answer, question, spare)
         except BaseException:
-            _leave(doors[:passed])
+            _release(limits[:acquired])
             raise
-        # Whoever asked may be gone before the thread is done: it has its place until then.
+        # The caller may be cancelled before the thread is done; its place stays taken until then.
         loop = asyncio.get_running_loop()
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(_leave, doors))
-        return await asyncio.wrap_future(work)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(_release, limits))
+        return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """After the questions that run. Safe to call twice; nobody asks any more."""
+        """Wait for running queries, then close all connections. Safe to repeat; no query may
+        follow."""
         await asyncio.to_thread(self._threads.shutdown)
         while self._spare:
             await asyncio.to_thread(self._spare.pop().close)
 
-    def _doors(self, tenant_id: int | None) -> list[asyncio.Semaphore]:
-        """Whose turn it is is settled at one after the other, each first come, first served."""
+    def _limits_for(self, tenant_id: int | None) -> list[asyncio.Semaphore]:
+        """Return the semaphores to acquire, in order. Each queue is first come, first served, and
+        longer the further it is from the thread."""
         if tenant_id is None:
-            return [self._operators, self._places]
-        own = self._own.setdefault(tenant_id, asyncio.Semaphore(1))
-        return [own, self._tenants, self._places]
+            return [self._operator_limit, self._total_limit]
+        by_tenant = self._limit_by_tenant.setdefault(tenant_id, asyncio.Semaphore(1))
+        return [by_tenant, self._tenant_limit, self._total_limit]
 
     def _answer(self, question: Callable[[Store], T], spare: Store | None) -> T:
-        store = self._first.another() if spare is None else spare
+        store = self._store.another() if spare is None else spare
         try:
             return question(store)
         finally:
             self._spare.append(store)
 
 
-def _leave(doors: list[asyncio.Semaphore]) -> None:
-    for door in reversed(doors):
-        door.release()
+def _release(limits: list[asyncio.Semaphore]) -> None:
+    for limit in reversed(limits):
+        limit.release()

@@ -87,7 +87,7 @@ async def gateway(
     """A gateway without periodic jobs: a busy host would count more of them."""
     for module, name in ((reconciliation, "LOOK_EVERY_S"), (storage_metering, "LOOK_EVERY_S")):
         monkeypatch.setattr(module, name, 3_600.0)
-    monkeypatch.setattr(deferred_holds, "LATE_S", 3_600.0)
+    monkeypatch.setattr(deferred_holds, "DEFER_S", 3_600.0)
     unopened_gateway.engine_config = EngineConfig(heartbeat_s=3_600.0)
     await unopened_gateway.open()
     yield unopened_gateway

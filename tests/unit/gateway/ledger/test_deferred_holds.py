@@ -1,4 +1,6 @@
-"""A hold comes late only where nothing hangs on it, and before anything that would."""
+"""Deferred holds: written late only when they reserve nothing, and before any item that needs
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from msgspec import structs
 
 from gateway.background import reconciliation
 from gateway.ledger import deferred_holds
-from gateway.ledger.deferred_holds import LATE_S, TOKENS_MAX, DeferredHolds
+from gateway.ledger.deferred_holds import DEFER_S, TOKENS_MAX, DeferredHolds
 from gateway.ledger.interface import InProcessLedger
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_key
@@ -38,8 +40,8 @@ from tests.unit.tenancy.conftest import used
 TOTALS = EngineTotals("e", 10, *range(1, 7))
 
 
-class Door:
-    """A `LedgerClient` that remembers what was handed in, and answers when it is told to."""
+class FakeLedger:
+    """A `LedgerClient` that records its items, and fails if told so."""
 
     found_epoch, interrupted, restarts = None, 3, 4
 
@@ -49,7 +51,7 @@ class Door:
         self.refusal: TenancyError | None = None
 
     def write(self, item: Item) -> asyncio.Future[None]:
-        self.handed.append(_said(item))
+        self.handed.append(_describe(item))
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.refusal is None:
             waiter.set_result(None)
@@ -67,182 +69,187 @@ class Door:
         self.handed.append("close")
 
 
-def _said(item: Item) -> str:
+def _describe(item: Item) -> str:
     if isinstance(item, Hold):
         return f"hold {item.request_id}{' running' if item.is_running else ''}"
     entry = entry_in(item)
     return "totals" if entry is None else f"entry {entry.request_id}"
 
 
-class Made:
-    """Late holds over a door, a file with two tenants, and a clock that stands."""
+class DeferredLedger:
+    """Deferred holds over a fake ledger, a file with two tenants, and a manual clock."""
 
     def __init__(self, store: SqliteStore) -> None:
         self.store = store
-        self.door = Door()
+        self.ledger = FakeLedger()
         self.timers: list[Callable[[], None]] = []
-        self.late = DeferredHolds(self.door, BudgetWatch(store), self._call_later)
+        self.client = DeferredHolds(self.ledger, BudgetWatch(store), self._call_later)
 
     def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
-        assert seconds == LATE_S
+        assert seconds == DEFER_S
         self.timers.append(call)
 
     def tick(self) -> None:
-        """`LATE_S` later."""
+        """Advance by `DEFER_S`."""
         timers, self.timers = self.timers, []
         for call in timers:
             call()
 
     async def hold(self, request_id: str, tenant_id: int = 1, **facts: object) -> list[str]:
-        """What was handed in for it at once."""
-        before = len(self.door.handed)
+        """Write a hold; return the items that the ledger received at once."""
+        before = len(self.ledger.handed)
         one = Hold(request_id, tenant_id, tenant_id, "m", 10, output_tokens=5)
-        await self.late.write(structs.replace(one, **facts))
-        return self.door.handed[before:]
+        await self.client.write(structs.replace(one, **facts))
+        return self.ledger.handed[before:]
 
 
 @pytest.fixture
-def early(tmp_path: Path) -> object:
+def deferred(tmp_path: Path) -> object:
     with closing(SqliteStore(tmp_path / "test.db")) as store:
         for name in ("ada", "bob"):
             create_tenant(store, lambda: 1, name)
-        yield Made(store)
+        yield DeferredLedger(store)
 
 
-async def test_an_answer_that_ends_soon_is_one_item(early: Made) -> None:
-    """One commit, where two would say the same."""
-    await early.hold("a")
-    await early.hold("b")
-    waiting = early.late.waiting
-    await early.late.write(used("a", 10))
-    await early.late.write(NamedEntry(used("b", 10)))
-    early.tick()
-    early.tick()
+async def test_short_request_writes_only_its_entry(deferred: DeferredLedger) -> None:
+    """One commit instead of two."""
+    await deferred.hold("a")
+    await deferred.hold("b")
+    waiting = deferred.client.waiting
+    await deferred.client.write(used("a", 10))
+    await deferred.client.write(NamedEntry(used("b", 10)))
+    deferred.tick()
+    deferred.tick()
 
     assert waiting == 2
-    assert early.door.handed == ["entry a", "entry b"]
-    assert (early.late.waiting, early.timers) == (0, [])
+    assert deferred.ledger.handed == ["entry a", "entry b"]
+    assert (deferred.client.waiting, deferred.timers) == (0, [])
 
 
-async def test_what_lasts_longer_has_its_hold(early: Made) -> None:
-    """Between once and twice the time; its entry follows it."""
-    await early.hold("a")
-    early.tick()
-    await early.hold("b")
-    once = list(early.door.handed)
-    early.tick()
-    twice = list(early.door.handed)
-    early.tick()
-    await early.late.write(used("a", 10))
+async def test_writes_hold_of_longer_request(deferred: DeferredLedger) -> None:
+    """Between one and two times `DEFER_S`; the entry follows."""
+    await deferred.hold("a")
+    deferred.tick()
+    await deferred.hold("b")
+    once = list(deferred.ledger.handed)
+    deferred.tick()
+    twice = list(deferred.ledger.handed)
+    deferred.tick()
+    await deferred.client.write(used("a", 10))
 
     assert (once, twice) == ([], ["hold a running"])
-    assert early.door.handed == ["hold a running", "hold b running", "entry a"]
+    assert deferred.ledger.handed == ["hold a running", "hold b running", "entry a"]
 
 
-async def test_progress_is_noted_in_a_hold(early: Made) -> None:
-    """Young or old; others go on waiting."""
-    await early.hold("old")
-    early.tick()
-    await early.hold("young")
-    await early.hold("other")
-    early.late.note_progress({"old": Progress(), "young": Progress(), "gone": Progress()})
+async def test_writes_hold_before_progress_note(deferred: DeferredLedger) -> None:
+    """At any age; the holds of other requests stay deferred."""
+    await deferred.hold("old")
+    deferred.tick()
+    await deferred.hold("young")
+    await deferred.hold("other")
+    deferred.client.note_progress({"old": Progress(), "young": Progress(), "gone": Progress()})
 
-    assert early.door.handed == [
+    assert deferred.ledger.handed == [
         "hold old running",
         "hold young running",
         "progress old young gone",
     ]
-    assert early.late.waiting == 1
+    assert deferred.client.waiting == 1
 
 
-async def test_a_name_a_budget_and_a_sum_beyond_counting_wait_for_their_hold(early: Made) -> None:
-    """Each may refuse the request."""
-    set_budget(early.store, Budget(2, "day", hard_micros=5))
-    named = await early.hold("named", claim=Claim("n", bytes(32), 10))
-    bound = await early.hold("bound", tenant_id=2)
-    dear = await early.hold("dear", input_tokens=TOKENS_MAX - 4)
-    free = await early.hold("free", input_tokens=TOKENS_MAX - 5)
+async def test_writes_hold_first_if_ledger_may_refuse_it(deferred: DeferredLedger) -> None:
+    """An idempotency key, a budget and a price beyond counting may each refuse the request."""
+    set_budget(deferred.store, Budget(2, "day", hard_micros=5))
+    named = await deferred.hold("named", claim=Claim("n", bytes(32), 10))
+    bound = await deferred.hold("bound", tenant_id=2)
+    dear = await deferred.hold("dear", input_tokens=TOKENS_MAX - 4)
+    free = await deferred.hold("free", input_tokens=TOKENS_MAX - 5)
 
     assert [named, bound, dear, free] == [["hold named"], ["hold bound"], ["hold dear"], []]
 
 
-async def test_a_budget_counts_what_ran_before_it_was_set(early: Made) -> None:
-    """What comes after it finds its tenant's holds already there, in the order in which they were
-    admitted."""
-    await early.hold("before")
+async def test_new_budget_counts_running_requests(deferred: DeferredLedger) -> None:
+    """The tenant's earlier requests have their holds first, in order of admission."""
+    await deferred.hold("before")
     await asyncio.sleep(0)
-    set_budget(early.store, Budget(1, "day", hard_micros=5))
-    await early.hold("after")
-    await early.hold("bobs", tenant_id=2)
+    set_budget(deferred.store, Budget(1, "day", hard_micros=5))
+    await deferred.hold("after")
+    await deferred.hold("bobs", tenant_id=2)
 
-    assert early.door.handed == ["hold before running", "hold after"]
+    assert deferred.ledger.handed == ["hold before running", "hold after"]
 
 
 @pytest.mark.parametrize("fault", ["door", "file"])
-async def test_what_cannot_be_billed_does_not_run(early: Made, fault: str) -> None:
-    """When writing has failed, or nobody can say who has a budget, the hold comes first and says
-    so."""
-    early.door.refusal = LedgerUnavailable("not_durable", "The disk is full.")
+async def test_refuses_requests_while_ledger_fails(deferred: DeferredLedger, fault: str) -> None:
+    """After a failed write, or while budgets are unknown, the hold is written first and raises."""
+    deferred.ledger.refusal = LedgerUnavailable("not_durable", "The disk is full.")
     if fault == "door":
-        early.door.is_well = False
+        deferred.ledger.is_well = False
     else:
-        early.store.close()
+        deferred.store.close()
 
     with pytest.raises(LedgerUnavailable):
-        await early.hold("a")
-    assert early.late.waiting == 0
+        await deferred.hold("a")
+    assert deferred.client.waiting == 0
 
 
-async def test_a_late_hold_that_is_refused_ends_nothing(early: Made) -> None:
-    """It runs already, and its entry says all of it; nobody is left who was not told."""
-    await early.hold("a")
-    early.door.refusal = LedgerUnavailable("not_durable", "The disk is full.")
-    early.tick()
-    early.tick()
-    early.door.refusal = None
-    await early.late.write(used("a", 10))
+async def test_refused_deferred_hold_does_not_end_its_request(deferred: DeferredLedger) -> None:
+    """The request runs already, and its entry says everything."""
+    await deferred.hold("a")
+    deferred.ledger.refusal = LedgerUnavailable("not_durable", "The disk is full.")
+    deferred.tick()
+    deferred.tick()
+    deferred.ledger.refusal = None
+    await deferred.client.write(used("a", 10))
 
-    assert early.door.handed == ["hold a running", "entry a"]
+    assert deferred.ledger.handed == ["hold a running", "entry a"]
 
 
-async def test_who_counts_finds_a_hold_for_all_that_runs(early: Made) -> None:
-    """What runs by then is handed in before, and what begins meanwhile has its own first."""
-    await early.hold("old")
-    early.tick()
-    await early.hold("young")
-    with early.late.holds_first():
-        began = list(early.door.handed)
-        await early.hold("within")
-        await early.late.write(TOTALS)
-    after = await early.hold("after")
+async def test_holds_first_writes_holds_of_all_running_requests(deferred: DeferredLedger) -> None:
+    """Earlier holds are written before the context's items; requests admitted inside wait for
+    theirs."""
+    await deferred.hold("old")
+    deferred.tick()
+    await deferred.hold("young")
+    with deferred.client.holds_first():
+        began = list(deferred.ledger.handed)
+        await deferred.hold("within")
+        await deferred.client.write(TOTALS)
+    after = await deferred.hold("after")
 
     assert began == ["hold old running", "hold young running"]
-    assert early.door.handed[2:] == ["hold within", "totals"]
+    assert deferred.ledger.handed[2:] == ["hold within", "totals"]
     assert after == []
 
 
-async def test_closing_leaves_nothing_unsaid(early: Made) -> None:
-    """What still runs then is known to have run."""
-    await early.hold("a")
-    await early.late.close()
-    early.tick()
+async def test_close_writes_holds_of_running_requests(deferred: DeferredLedger) -> None:
+    await deferred.hold("a")
+    await deferred.client.close()
+    deferred.tick()
 
-    assert early.door.handed == ["hold a running", "close"]
+    assert deferred.ledger.handed == ["hold a running", "close"]
 
 
-async def test_all_else_passes_through(early: Made) -> None:
-    """Who asks it asks the ledger."""
-    door = early.late
+async def test_forwards_other_attributes(deferred: DeferredLedger) -> None:
+    client = deferred.client
 
-    assert (door.found_epoch, door.interrupted, door.restarts, door.is_well) == (None, 3, 4, True)
+    assert (client.found_epoch, client.interrupted, client.restarts, client.is_well) == (
+        None,
+        3,
+        4,
+        True,
+    )
 
 
 # --- over a real ledger --------------------------------------------------------------------------
 
 
-class Admitting(RuleBasedStateMachine):
-    """Requests of two keys of one tenant, with budgets that come and go while they run, against
-    sums: what is admitted under a budget always finds room beside all that runs, held or not."""
+class BudgetMachine(RuleBasedStateMachine):
+    """Requests of two keys of one tenant, with budgets that change while they run, against sums.
+
+    A request is admitted exactly if every budget has room for it beside all running requests,
+    whether their holds were written or not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +262,7 @@ class Admitting(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.ticks: list[Callable[[], None]] = []
         self.ledger = Ledger(self.store, self.wall)
-        self.late = self.runner.run(self.opened())
+        self.client = self.runner.run(self.open_ledger())
         self.hard: dict[int, int] = {}
         self.running: dict[str, tuple[int, int]] = {}
         self.spent = [0, 0, 0]
@@ -264,14 +271,14 @@ class Admitting(RuleBasedStateMachine):
     def wall(self) -> int:
         return 1_000
 
-    async def opened(self) -> DeferredHolds:
+    async def open_ledger(self) -> DeferredHolds:
         watch = BudgetWatch(self.store)
         return DeferredHolds(
             InProcessLedger(self.ledger), watch, lambda _, call: self.ticks.append(call)
         )
 
     def used(self, key: int) -> int:
-        """Of the budget of a key, or of the tenant's: 0."""
+        """Return what is used of a key's budget; key 0: of the tenant's."""
         held = [cost for whose, cost in self.running.values() if key in (0, whose)]
         return sum(held) + (self.spent[key] if key else sum(self.spent))
 
@@ -292,13 +299,13 @@ class Admitting(RuleBasedStateMachine):
             if whose in (0, key)
         )
         one = Hold(request_id, 1, key, "m", self.wall(), tokens)
-        assert self.runner.run(self.is_admitted(one)) == fits
+        assert self.runner.run(self.try_admit(one)) == fits
         if fits:
             self.running[request_id] = key, tokens
 
-    async def is_admitted(self, one: Hold) -> bool:
+    async def try_admit(self, one: Hold) -> bool:
         try:
-            await self.late.write(one)
+            await self.client.write(one)
         except BudgetExceeded:
             return False
         return True
@@ -310,27 +317,27 @@ class Admitting(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.running)))
         key, cost = self.running.pop(request_id)
         tokens = data.draw(st.integers(0, cost))
-        self.runner.run(self.settled(request_id, key, tokens))
+        self.runner.run(self.write_entry(request_id, key, tokens))
         self.spent[key] += tokens
 
-    async def settled(self, request_id: str, key: int, tokens: int) -> None:
+    async def write_entry(self, request_id: str, key: int, tokens: int) -> None:
         ms = self.wall()
         counts = tokens, 0, 0, tokens, 0, 0
-        await self.late.write(UsageEntry(request_id, 1, key, "m", "done", ms, ms + 1, *counts))
+        await self.client.write(UsageEntry(request_id, 1, key, "m", "done", ms, ms + 1, *counts))
 
     @rule()
     def tick(self) -> None:
-        self.runner.run(self.ticked())
+        self.runner.run(self.run_timers())
 
-    async def ticked(self) -> None:
+    async def run_timers(self) -> None:
         ticks, self.ticks = self.ticks, []
         for call in ticks:
             call()
 
     def teardown(self) -> None:
         for request_id, (key, cost) in self.running.items():
-            self.runner.run(self.settled(request_id, key, cost))
-        self.runner.run(self.late.close())
+            self.runner.run(self.write_entry(request_id, key, cost))
+        self.runner.run(self.client.close())
         self.runner.close()
         holds = self.store.query("select count(*) from holds")
         faults = check_books(self.store)
@@ -339,47 +346,47 @@ class Admitting(RuleBasedStateMachine):
         assert (holds, faults) == ([(0,)], [])
 
 
-Admitting.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
-TestAdmitting = Admitting.TestCase
+BudgetMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
+TestBudgetMachine = BudgetMachine.TestCase
 
 
-# --- in a whole gateway -------------------------------------------------------------------------
+# --- in a complete gateway -----------------------------------------------------------------------
 
 
-async def test_a_short_answer_never_has_a_hold(
+async def test_gateway_writes_no_hold_for_short_request(
     unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One item for the ledger. On a busy host no answer is short: here everything is."""
-    monkeypatch.setattr(deferred_holds, "LATE_S", 3_600.0)
+    """One ledger item. The limit is raised here, since no request is short on a busy machine."""
+    monkeypatch.setattr(deferred_holds, "DEFER_S", 3_600.0)
     monkeypatch.setattr(reconciliation, "LOOK_EVERY_S", 3_600.0)
     await unopened_gateway.open()
-    handed = _watched(unopened_gateway)
+    handed = _record_items(unopened_gateway)
     await unopened_gateway.ask(body=unopened_gateway.chat("one two"))
     await unopened_gateway.close()
 
-    assert [_said(item).split()[0] for item in handed] == ["entry"]
+    assert [_describe(item).split()[0] for item in handed] == ["entry"]
 
 
-async def test_an_answer_under_a_budget_has_its_hold_first(gateway: GatewayFixture) -> None:
-    """L4: what it may cost is reserved before it is admitted."""
+async def test_gateway_writes_hold_first_under_budget(gateway: GatewayFixture) -> None:
+    """L4: the maximum price is reserved before a request is admitted."""
     set_budget(gateway.store, Budget(1, "day", hard_micros=10**9))
-    handed = _watched(gateway)
+    handed = _record_items(gateway)
     await gateway.ask(body=gateway.chat("one two"))
 
-    assert [_said(item).split()[0] for item in handed] == ["hold", "entry"]
+    assert [_describe(item).split()[0] for item in handed] == ["hold", "entry"]
 
 
-def _watched(gateway: GatewayFixture) -> list[Item]:
-    """Holds and entries that reach the ledger from now on."""
-    late = gateway.gateway.ledger
-    assert isinstance(late, DeferredHolds)
+def _record_items(gateway: GatewayFixture) -> list[Item]:
+    """Return a list that grows by each hold and entry that reaches the ledger from now on."""
+    holds = gateway.gateway.ledger
+    assert isinstance(holds, DeferredHolds)
     handed: list[Item] = []
-    write = late._door.write
+    write = holds._ledger.write
 
     def watched(item: Item) -> asyncio.Future[None]:
         if isinstance(item, Hold) or entry_in(item):
             handed.append(item)
         return write(item)
 
-    late._door.write = watched  # type: ignore[method-assign]
+    holds._ledger.write = watched  # type: ignore[method-assign]
     return handed

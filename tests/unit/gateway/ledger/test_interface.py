@@ -1,4 +1,4 @@
-"""Both doors to a ledger, in this process and in one of its own, keep the same promises."""
+"""Conformance of both ledger clients: in this process, and in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tests.unit.tenancy.conftest import used
 
 @pytest.fixture(autouse=True)
 def fail_on_blocking_calls() -> None:
-    """Not here: the tests look into the file, and nobody is served meanwhile."""
+    """Disabled here: the tests read the file in the event loop."""
 
 
-class Books:
-    """A door, and a look at what was written."""
+class LedgerUnderTest:
+    """A ledger client, and what was written."""
 
-    def __init__(self, door: LedgerClient, store: SqliteStore) -> None:
-        self.door = door
+    def __init__(self, client: LedgerClient, store: SqliteStore) -> None:
+        self.client = client
         self.store = store
 
     def endings(self) -> dict[str, tuple[str, int]]:
-        """(ending, output tokens) of each entry."""
+        """Return (ending, output tokens) of each entry."""
         rows = self.store.query("select request_id, ending, output_tokens from ledger")
         return {request_id: (ending, tokens) for request_id, ending, tokens in rows}
 
@@ -46,91 +46,91 @@ class Books:
         return int(self.store.query("select count(*) from holds")[0][0])
 
     async def error(self, item: Hold | NamedEntry) -> TenancyError:
-        """Why it is refused."""
+        """Return the error that refuses the item."""
         with pytest.raises(TenancyError) as caught:
-            await self.door.write(item)
+            await self.client.write(item)
         return caught.value
 
 
-async def opened(kind: str, store: SqliteStore) -> LedgerClient:
-    if kind == "here":
+async def open_client(kind: str, store: SqliteStore) -> LedgerClient:
+    if kind == "in_process":
         return InProcessLedger(Ledger(store, lambda: 1_000))
     return await LedgerProcessClient.open(
         store.path.name, store.path.parent, lambda event, facts: None
     )
 
 
-@pytest.fixture(params=["here", "link"])
-async def books(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Books]:
+@pytest.fixture(params=["in_process", "process"])
+async def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LedgerUnderTest]:
     with closing(SqliteStore(tmp_path / "test.db")) as store:
         create_tenant(store, lambda: 1, "ada")
-        door = await opened(request.param, store)
-        yield Books(door, store)
-        await door.close()
+        client = await open_client(request.param, store)
+        yield LedgerUnderTest(client, store)
+        await client.close()
 
 
 def hold(request_id: str, claim: Claim | None = None, output: int = 0) -> Hold:
     return Hold(request_id, 1, 1, "m", 10, output_tokens=output, claim=claim)
 
 
-async def test_a_hold_is_settled_into_one_entry(books: Books) -> None:
-    """However often it is sent."""
-    await books.door.write(hold("a"))
-    held = books.holds()
-    await books.door.write(used("a", 10))
-    await books.door.write(structs.replace(used("a", 10), output_tokens=99))
-    again = await books.error(hold("a"))
+async def test_settles_hold_into_one_entry(ledger: LedgerUnderTest) -> None:
+    """However often the entry is sent."""
+    await ledger.client.write(hold("a"))
+    held = ledger.holds()
+    await ledger.client.write(used("a", 10))
+    await ledger.client.write(structs.replace(used("a", 10), output_tokens=99))
+    again = await ledger.error(hold("a"))
 
-    assert (held, books.holds()) == (1, 0)
-    assert books.endings() == {"a": ("done", 4)}
+    assert (held, ledger.holds()) == (1, 0)
+    assert ledger.endings() == {"a": ("done", 4)}
     assert (type(again), again.code) == (LedgerUnavailable, "duplicate_request")
 
 
-async def test_many_at_once_are_answered_each_by_its_own(books: Books) -> None:
-    """One impossible entry among hundreds, and one that nobody can even write down."""
+async def test_refuses_only_impossible_items_of_a_batch(ledger: LedgerUnderTest) -> None:
+    """One impossible entry among hundreds, and one that cannot be encoded."""
     wrong = structs.replace(used("wrong", 10), fresh_tokens=1)
-    unheard = used("\ud800", 10)
+    unencodable = used("\ud800", 10)
     good = [used(str(number), 10) for number in range(300)]
     items = [*good[:150], wrong, *good[150:]]
-    if isinstance(books.door, LedgerProcessClient):
-        items.insert(7, unheard)
-    answers = await asyncio.gather(*map(books.door.write, items), return_exceptions=True)
+    if isinstance(ledger.client, LedgerProcessClient):
+        items.insert(7, unencodable)
+    answers = await asyncio.gather(*map(ledger.client.write, items), return_exceptions=True)
 
     refused = [answer for answer in answers if isinstance(answer, LedgerUnavailable)]
     assert {error.code for error in refused} == {"impossible_entry"}
     assert len(refused) == len(items) - 300
-    assert len(books.endings()) == 300
+    assert len(ledger.endings()) == 300
 
 
-async def test_what_is_handed_in_is_written_whoever_waits(books: Books) -> None:
-    """A client that leaves while the disk is busy has settled too."""
-    waiters = [books.door.write(used(name, 10)) for name in "ab"]
+async def test_writes_item_of_cancelled_caller(ledger: LedgerUnderTest) -> None:
+    """A client that disconnects while the disk is busy has settled, too."""
+    waiters = [ledger.client.write(used(name, 10)) for name in "ab"]
     waiters[0].cancel()
     await waiters[1]
 
-    assert set(books.endings()) == {"a", "b"}
+    assert set(ledger.endings()) == {"a", "b"}
 
 
-async def test_closing_writes_what_was_handed_in(books: Books) -> None:
-    """In the middle of a burst; afterwards nothing is taken."""
-    waiters = [books.door.write(used(str(number), 10)) for number in range(400)]
-    await books.door.close()
-    await books.door.close()
-    late = await books.error(hold("late"))
+async def test_close_writes_queued_items(ledger: LedgerUnderTest) -> None:
+    """In the middle of a burst; afterwards items are refused."""
+    waiters = [ledger.client.write(used(str(number), 10)) for number in range(400)]
+    await ledger.client.close()
+    await ledger.client.close()
+    late = await ledger.error(hold("late"))
 
     assert all(waiter.done() and waiter.exception() is None for waiter in waiters)
-    assert len(books.endings()) == 400
+    assert len(ledger.endings()) == 400
     assert (type(late), late.code) == (LedgerUnavailable, "closed")
 
 
-async def test_refusals_arrive_with_all_that_they_say(books: Books) -> None:
-    """When a budget's window ends, and whose name it is."""
-    add_card(books.store, lambda: 1, RateCard("std", output=10**6))
-    set_budget(books.store, Budget(1, "day", hard_micros=50))
+async def test_refusals_keep_their_attributes(ledger: LedgerUnderTest) -> None:
+    """Such as the end of a budget's window, and the conflicting idempotency key."""
+    add_card(ledger.store, lambda: 1, RateCard("std", output=10**6))
+    set_budget(ledger.store, Budget(1, "day", hard_micros=50))
     claim = Claim("n", bytes(32), 10)
-    await books.door.write(hold("a", claim, output=40))
-    named = await books.error(hold("b", claim))
-    dear = await books.error(hold("c", output=20))
+    await ledger.client.write(hold("a", claim, output=40))
+    named = await ledger.error(hold("b", claim))
+    dear = await ledger.error(hold("c", output=20))
 
     assert (type(named), named.code) == (IdempotencyConflict, "idempotency_in_flight")
     assert isinstance(dear, BudgetExceeded)
@@ -140,36 +140,35 @@ async def test_refusals_arrive_with_all_that_they_say(books: Books) -> None:
     assert dear.retry_after_s is not None
 
 
-async def test_an_answer_is_kept_whatever_its_size(books: Books) -> None:
-    """Byte for byte; it takes many turns of a socket."""
+async def test_keeps_large_response_for_replay(ledger: LedgerUnderTest) -> None:
+    """Byte for byte; it takes many reads of the socket."""
     body = bytes(range(256)) * 20_000
     claim, answer = Claim("n", bytes(32), 10), StoredResponse("{}", body)
-    await books.door.write(hold("a", claim))
-    await books.door.write(NamedEntry(used("a", 10), ReplayRecord(10**15, 10**9, answer)))
+    await ledger.client.write(hold("a", claim))
+    await ledger.client.write(NamedEntry(used("a", 10), ReplayRecord(10**15, 10**9, answer)))
 
-    assert find(books.store, 1, claim, 11) == answer
-
-
-async def test_the_engines_counts_storage_and_progress_are_written(books: Books) -> None:
-    """They have no hold, and the last of them nobody who waits."""
-    await books.door.write(hold("open"))
-    books.door.note_progress({"open": Progress(output_tokens=3)})
-    await books.door.write(StorageReading(1, "1h", 7, 10, "m"))
-    await books.door.write(EngineTotals("e", 10, *range(1, 7)))
-    await books.door.close()
-    with closing(books.store.another()) as store:
-        ledger = Ledger(store, lambda: 1)  # what a process left open it has closed itself
-        ledger.close()
-
-    assert books.store.query("select token_seconds from storage_hours") == [(7,)]
-    assert books.store.query("select output_tokens from engine_epochs") == [(3,)]
-    assert books.endings() == {"open": ("interrupted", 3)}
+    assert find(ledger.store, 1, claim, 11) == answer
 
 
-async def test_a_start_says_what_it_has_closed(tmp_path: Path) -> None:
-    """For the log: who lost an answer."""
+async def test_writes_totals_storage_and_progress(ledger: LedgerUnderTest) -> None:
+    """They have no hold, and progress has no waiter."""
+    await ledger.client.write(hold("open"))
+    ledger.client.note_progress({"open": Progress(output_tokens=3)})
+    await ledger.client.write(StorageReading(1, "1h", 7, 10, "m"))
+    await ledger.client.write(EngineTotals("e", 10, *range(1, 7)))
+    await ledger.client.close()
+    with closing(ledger.store.another()) as store:
+        # A ledger process has closed its open holds itself.
+        Ledger(store, lambda: 1).close()
+
+    assert ledger.store.query("select token_seconds from storage_hours") == [(7,)]
+    assert ledger.store.query("select output_tokens from engine_epochs") == [(3,)]
+    assert ledger.endings() == {"open": ("interrupted", 3)}
+
+
+async def test_start_reports_interrupted_requests(tmp_path: Path) -> None:
     found = []
-    for kind in ("here", "link"):
+    for kind in ("in_process", "process"):
         with closing(SqliteStore(tmp_path / f"{kind}.db")) as store:
             create_tenant(store, lambda: 1, "ada")
             with store.change() as db:
@@ -177,8 +176,8 @@ async def test_a_start_says_what_it_has_closed(tmp_path: Path) -> None:
                     "insert into holds (request_id, tenant_id, key_id, model, started_ms,"
                     " booked_ms) values ('a', 1, 1, 'm', 10, 10)"
                 )
-            door = await opened(kind, store)
-            found.append((door.interrupted, door.found_epoch, door.restarts))
-            await door.close()
+            client = await open_client(kind, store)
+            found.append((client.interrupted, client.found_epoch, client.restarts))
+            await client.close()
 
     assert found == [(1, None, 0)] * 2

@@ -1,4 +1,4 @@
-"""One hold, one entry, however a request ends."""
+"""One hold and one entry per request, however it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tenancy.types import Identity
 RECORD = UsageRecord(total_in=10, read={"best_effort": 4}, fresh=6, out=3, physical_cached=4)
 
 
-class Books:
+class MeteringLedger:
     """A ledger with one tenant, at a fixed time."""
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +41,7 @@ class Books:
     def wall(self) -> int:
         return 1_000
 
-    def account(self, request_id: str) -> LedgerReservation:
+    def reservation(self, request_id: str) -> LedgerReservation:
         return LedgerReservation(
             InProcessLedger(self.ledger), self.wall, request_id, self.identity, "m"
         )
@@ -51,43 +51,43 @@ class Books:
 
 
 @pytest.fixture
-def books(tmp_path: Path) -> Iterator[Books]:
-    books = Books(tmp_path)
-    yield books
-    books.ledger.close()
-    books.store.close()
+def metering(tmp_path: Path) -> Iterator[MeteringLedger]:
+    metering = MeteringLedger(tmp_path)
+    yield metering
+    metering.ledger.close()
+    metering.store.close()
 
 
-async def test_a_hold_becomes_one_entry_with_disjoint_counts(books: Books) -> None:
-    """prompt = read + write + fresh, or somebody pays twice for the same tokens."""
-    account = books.account("a")
-    await account.open()
-    held = books.ledger.open_holds()
-    await account.settle("done", RECORD)
+async def test_settles_hold_into_entry_with_disjoint_counts(metering: MeteringLedger) -> None:
+    """prompt = read + write + fresh, or a tenant pays twice for the same tokens."""
+    reservation = metering.reservation("a")
+    await reservation.open()
+    held = metering.ledger.open_holds()
+    await reservation.settle("done", RECORD)
 
-    (row,) = books.store.query(
+    (row,) = metering.store.query(
         "select prompt_tokens, cache_read_tokens, cache_write_tokens, fresh_tokens, output_tokens,"
         " physical_cached_tokens from ledger"
     )
-    assert (held, books.ledger.open_holds()) == (1, 0)
+    assert (held, metering.ledger.open_holds()) == (1, 0)
     assert row == (10, 4, 0, 6, 3, 4)
 
 
-async def test_settling_twice_keeps_the_first(books: Books) -> None:
-    """Every path out settles; the first to come knows best."""
-    account = books.account("a")
-    await account.open()
-    await account.settle("done", RECORD)
-    await account.settle("cancelled", UsageRecord(total_in=0))
+async def test_settling_twice_keeps_the_first(metering: MeteringLedger) -> None:
+    """Every path out settles; the first call has the true counts."""
+    reservation = metering.reservation("a")
+    await reservation.open()
+    await reservation.settle("done", RECORD)
+    await reservation.settle("cancelled", UsageRecord(total_in=0))
 
-    assert books.rows() == [("a", "done", 3)]
+    assert metering.rows() == [("a", "done", 3)]
 
 
-async def test_a_waiter_that_is_cancelled_has_settled_and_leaves_the_writer_alive(
-    books: Books,
+async def test_cancelled_settle_writes_and_leaves_writer_running(
+    metering: MeteringLedger,
 ) -> None:
-    """A cancelled future would kill the one thread that writes for everybody."""
-    first, second = books.account("a"), books.account("b")
+    """A cancelled future must not kill the one thread that writes for all requests."""
+    first, second = metering.reservation("a"), metering.reservation("b")
     await first.open()
     waiting = asyncio.ensure_future(first.settle("cancelled", RECORD))
     await asyncio.sleep(0)
@@ -97,39 +97,50 @@ async def test_a_waiter_that_is_cancelled_has_settled_and_leaves_the_writer_aliv
     await second.settle("done", RECORD)
 
     assert waiting.cancelled()
-    assert books.rows() == [("a", "cancelled", 3), ("b", "done", 3)]
+    assert metering.rows() == [("a", "cancelled", 3), ("b", "done", 3)]
 
 
-async def test_a_closed_ledger_refuses_before_anything_runs(books: Books) -> None:
+async def test_closed_ledger_refuses_reservations(metering: MeteringLedger) -> None:
     """Fail closed."""
-    await asyncio.to_thread(books.ledger.close)
+    await asyncio.to_thread(metering.ledger.close)
 
     with pytest.raises(LedgerUnavailable):
-        await books.account("a").open()
+        await metering.reservation("a").open()
 
 
-async def test_what_does_not_fit_a_budget_leaves_nothing_to_settle(books: Books) -> None:
-    """It never ran, so it has no entry; and the client is told which wall it met."""
-    add_card(books.store, books.wall, RateCard("std", input=1_000_000, output=1_000_000))
-    set_budget(books.store, Budget(1, "day", hard_micros=10))
-    account = LedgerReservation(
-        InProcessLedger(books.ledger), books.wall, "a", books.identity, "m", most=Demand(8, 3)
+async def test_request_over_budget_leaves_nothing_to_settle(metering: MeteringLedger) -> None:
+    """The request never ran, so it has no entry; the error names the budget."""
+    add_card(metering.store, metering.wall, RateCard("std", input=1_000_000, output=1_000_000))
+    set_budget(metering.store, Budget(1, "day", hard_micros=10))
+    reservation = LedgerReservation(
+        InProcessLedger(metering.ledger),
+        metering.wall,
+        "a",
+        metering.identity,
+        "m",
+        most=Demand(8, 3),
     )
     with pytest.raises(BudgetExceeded):
-        await account.open()
-    await account.settle("failed", RECORD)
+        await reservation.open()
+    await reservation.settle("failed", RECORD)
 
-    assert (account.is_open, books.rows(), books.ledger.open_holds()) == (False, [], 0)
+    assert (reservation.is_open, metering.rows(), metering.ledger.open_holds()) == (False, [], 0)
 
 
-async def test_an_entry_keeps_the_classes_and_the_circumstances(books: Books) -> None:
-    """What prices and reconciliation go by."""
-    account = LedgerReservation(
-        InProcessLedger(books.ledger), books.wall, "a", books.identity, "m", dialect="d", epoch="e"
+async def test_entry_keeps_classes_and_context(metering: MeteringLedger) -> None:
+    """Pricing and reconciliation need them."""
+    reservation = LedgerReservation(
+        InProcessLedger(metering.ledger),
+        metering.wall,
+        "a",
+        metering.identity,
+        "m",
+        dialect="d",
+        epoch="e",
     )
-    await account.open()
-    await account.settle("done", RECORD, 0.25)
-    (row,) = books.store.query(
+    await reservation.open()
+    await reservation.settle("done", RECORD, 0.25)
+    (row,) = metering.store.query(
         "select reads, writes, workspace, dialect, epoch, ttft_ms from ledger"
     )
 

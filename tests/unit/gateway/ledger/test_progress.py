@@ -1,4 +1,4 @@
-"""What the journal notes of a stream: never more than its reader's socket took, hardly less."""
+"""Progress notes never exceed what the client's socket took, and hardly lag behind it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger.progress import (
-    GATHER_FAR_S,
-    GATHER_S,
-    NOTE_S,
-    NOTE_TOKENS,
+    PROGRESS_FLUSH_REMOTE_S,
+    PROGRESS_FLUSH_S,
+    PROGRESS_INTERVAL_S,
+    PROGRESS_TOKENS,
     Notes,
     ProgressJournal,
     StreamProgress,
@@ -29,8 +29,8 @@ PROMPT = 7
 PROMISED_TOKENS, PROMISED_S = 16, 0.25
 
 
-class Wire:
-    """A connection: what it was given, and what the kernel has taken of it."""
+class FakeConnection:
+    """A connection, and the bytes that the kernel has taken."""
 
     def __init__(self) -> None:
         self.bytes_written = 0
@@ -44,8 +44,8 @@ class Wire:
         return 0 if self.is_closed else self.bytes_written - self.taken
 
 
-class Engine:
-    """A source that is told what comes: tokens, and of them those whose text is out."""
+class FakeSource:
+    """A source with a set number of tokens, and of tokens whose text is out."""
 
     def __init__(self) -> None:
         self.tokens_seen = 0
@@ -57,16 +57,16 @@ class Engine:
         return UsageRecord(PROMPT, fresh=PROMPT, out=self.passed_on)
 
 
-class World:
-    """One journal on a clock that stands until it is moved, with streams that are written to."""
+class JournalWorld:
+    """A journal on a manual clock, with streams."""
 
-    def __init__(self, gather_s: float = GATHER_S) -> None:
+    def __init__(self, flush_s: float = PROGRESS_FLUSH_S) -> None:
         self.now_s = 0.0
         self.calls: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self.noted: Notes = {}
         self.notes = 0
-        self.journal = ProgressJournal(self._note, gather_s, self._call_later)
+        self.journal = ProgressJournal(self._note, flush_s, self._call_later)
 
     def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self.calls, (self.now_s + seconds, next(self._numbers), call))
@@ -83,20 +83,20 @@ class World:
         self.now_s = until_s
 
 
-class Stream:
-    """One of the journal's streams, and its reader."""
+class JournalStream:
+    """A stream of the journal, and its reader."""
 
-    def __init__(self, world: World, stack: ExitStack, name: str = "a") -> None:
+    def __init__(self, world: JournalWorld, stack: ExitStack, name: str = "a") -> None:
         self.world = world
         self.name = name
-        self.wire, self.engine = Wire(), Engine()
+        self.wire, self.engine = FakeConnection(), FakeSource()
         following = world.journal.following(name, self.engine, self.wire)
         self.progress: StreamProgress = stack.enter_context(following)
         self._written: list[tuple[int, int]] = [(0, 0)]
         self.accepted_at: list[tuple[float, int]] = [(0.0, 0)]
 
     def write(self, tokens: int = 1, *, held: int = 0, taken: bool = True) -> None:
-        """A step of the engine, written: all but `held` of what it has sent."""
+        """Write one engine step: all but `held` of its tokens."""
         self.begin(tokens, held=held)
         self.end(taken=taken)
 
@@ -113,13 +113,13 @@ class Stream:
         self.progress.wrote()
 
     def take(self, size: int) -> None:
-        """The kernel takes so many bytes more."""
+        """Let the kernel take so many bytes more."""
         self.wire.taken = min(self.wire.bytes_written, self.wire.taken + size)
         self.accepted_at.append((self.world.now_s, self.accepted))
 
     @property
     def accepted(self) -> int:
-        """Tokens that are whole on the reader's side."""
+        """Tokens that the reader has received completely."""
         return max(tokens for at, tokens in self._written if at <= self.wire.taken)
 
     def accepted_by(self, at_s: float) -> int:
@@ -144,18 +144,18 @@ STEPS = st.lists(
 )
 
 
-GATHERING = st.sampled_from([GATHER_S, GATHER_FAR_S])
+FLUSH_INTERVALS_S = st.sampled_from([PROGRESS_FLUSH_S, PROGRESS_FLUSH_REMOTE_S])
 
 
-@given(steps=STEPS, is_read_at_once=st.booleans(), gather_s=GATHERING)
-def test_at_every_instant_of_death_the_note_is_not_above_what_was_accepted(
-    steps: list[tuple[str, int, int]], is_read_at_once: bool, gather_s: float
+@given(steps=STEPS, is_read_at_once=st.booleans(), flush_s=FLUSH_INTERVALS_S)
+def test_note_never_exceeds_delivered_tokens(
+    steps: list[tuple[str, int, int]], is_read_at_once: bool, flush_s: float
 ) -> None:
-    """However tokens come, are held, written and read. Below it is by what came in the last quarter
-    of a second, and by less than a note's tokens where a write waits for its reader."""
-    world = World(gather_s)
+    """However tokens come, are held back, written and read. The note lags by at most a quarter of a
+    second, and by less than one note's tokens while a write waits for its reader."""
+    world = JournalWorld(flush_s)
     with ExitStack() as stack:
-        stream = Stream(world, stack)
+        stream = JournalStream(world, stack)
         is_begun = False
         for step, number, held in steps:
             match step:
@@ -173,59 +173,59 @@ def test_at_every_instant_of_death_the_note_is_not_above_what_was_accepted(
                 case "close":
                     stream.wire.is_closed = True
                 case _:
-                    pass  # nothing is written or read any more
+                    pass  # the transport is closed
 
             assert stream.noted <= stream.accepted
             if not stream.wire.is_closed:
                 due = stream.accepted_by(world.now_s - PROMISED_S)
-                assert stream.noted >= due - (NOTE_TOKENS - 1 if is_begun else 0)
+                assert stream.noted >= due - (PROGRESS_TOKENS - 1 if is_begun else 0)
         end = stream.noted
     world.advance(10)
 
-    assert stream.noted == end, "it is the bill's own from here on"
+    assert stream.noted == end, "a closed stream is noted no more"
     assert not world.calls, "a timer is left"
 
 
 @given(
     pauses_ms=st.lists(st.sampled_from([3, 5, 10, 19, 21, 100, 260]), max_size=200),
-    gather_s=GATHERING,
+    flush_s=FLUSH_INTERVALS_S,
 )
-def test_less_than_sixteen_tokens_are_ever_missing(pauses_ms: list[int], gather_s: float) -> None:
-    """A token at a time, as models speak (a server's notes take twice as long, for streams half as
-    fast), to a reader that keeps up; noted before the sixteenth and a quarter of a second, so that
-    the disk has some time too."""
-    world = World(gather_s)
+def test_note_lags_by_less_than_sixteen_tokens(pauses_ms: list[int], flush_s: float) -> None:
+    """One token at a time, to a reader that keeps up (notes to a server take twice as long, for
+    streams half as fast): noted before the sixteenth token and within a quarter of a second, which
+    leaves time for the disk."""
+    world = JournalWorld(flush_s)
     with ExitStack() as stack:
-        stream = Stream(world, stack)
+        stream = JournalStream(world, stack)
         for pause_ms in pauses_ms:
             stream.write()
             missing = stream.accepted - stream.noted
-            world.advance(pause_ms / 1000 * (gather_s / GATHER_S))
+            world.advance(pause_ms / 1000 * (flush_s / PROGRESS_FLUSH_S))
 
             assert 0 <= missing < PROMISED_TOKENS
             assert stream.noted >= stream.accepted_by(world.now_s - PROMISED_S)
 
 
-def test_what_lies_in_the_transport_is_not_noted_before_it_has_left() -> None:
-    """It dies with the process. A timer finds it gone, if no further write does."""
-    world = World()
+def test_bytes_in_transport_are_not_noted() -> None:
+    """They die with the process. A timer notes them once they have left, if no write follows."""
+    world = JournalWorld()
     with ExitStack() as stack:
-        stream = Stream(world, stack)
-        for _ in range(NOTE_TOKENS + 3):
+        stream = JournalStream(world, stack)
+        for _ in range(PROGRESS_TOKENS + 3):
             stream.write(taken=False)
         world.advance(1)
         before = stream.noted
-        stream.take(100 * NOTE_TOKENS)
-        world.advance(NOTE_S)
+        stream.take(100 * PROGRESS_TOKENS)
+        world.advance(PROGRESS_INTERVAL_S)
 
-    assert (before, stream.noted) == (0, NOTE_TOKENS)
+    assert (before, stream.noted) == (0, PROGRESS_TOKENS)
 
 
-def test_a_transport_that_closes_has_taken_nothing_more() -> None:
-    """It drops its buffer, which then looks as if all had left."""
-    world = World()
+def test_closing_transport_notes_nothing() -> None:
+    """It drops its buffer, which then looks as if all bytes had left."""
+    world = JournalWorld()
     with ExitStack() as stack:
-        stream = Stream(world, stack)
+        stream = JournalStream(world, stack)
         for _ in range(20):
             stream.write(taken=False)
         stream.wire.is_closed = True
@@ -234,35 +234,34 @@ def test_a_transport_that_closes_has_taken_nothing_more() -> None:
     assert stream.noted == 0
 
 
-def test_what_its_source_is_ahead_of_the_writes_is_not_noted() -> None:
+def test_unwritten_deltas_are_not_noted() -> None:
     """The last deltas wait for the ledger before they are written."""
-    world = World()
+    world = JournalWorld()
     with ExitStack() as stack:
-        stream = Stream(world, stack)
+        stream = JournalStream(world, stack)
         stream.write(3)
-        world.advance(NOTE_S)
+        world.advance(PROGRESS_INTERVAL_S)
         stream.begin(9)
         world.advance(1)
 
     assert stream.noted == 3
 
 
-@pytest.mark.parametrize("gather_s", [GATHER_S, GATHER_FAR_S])
+@pytest.mark.parametrize("flush_s", [PROGRESS_FLUSH_S, PROGRESS_FLUSH_REMOTE_S])
 @pytest.mark.parametrize("streams", [1, 50])
-def test_the_notes_of_many_streams_are_one(streams: int, gather_s: float) -> None:
-    """Each note is a commit, whatever it holds."""
-    world = World(gather_s)
+def test_notes_of_many_streams_share_one_commit(streams: int, flush_s: float) -> None:
+    world = JournalWorld(flush_s)
     with ExitStack() as stack:
-        many = [Stream(world, stack, str(number)) for number in range(streams)]
-        for _ in range(NOTE_TOKENS):
+        many = [JournalStream(world, stack, str(number)) for number in range(streams)]
+        for _ in range(PROGRESS_TOKENS):
             for stream in many:
                 stream.write()
-        world.advance(gather_s - 0.001)
+        world.advance(flush_s - 0.001)
         before = world.notes
         world.advance(0.001)
 
     assert (before, world.notes) == (0, 1)
-    assert [stream.noted for stream in many] == [NOTE_TOKENS] * streams
+    assert [stream.noted for stream in many] == [PROGRESS_TOKENS] * streams
 
 
 STREAMS: dict[str, dict[str, object]] = {
@@ -274,10 +273,8 @@ STREAMS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_streams_of_every_dialect_are_noted_while_they_run(
-    gateway: GatewayFixture, path: str
-) -> None:
-    """In the hold, and gone with it."""
+async def test_notes_running_streams_of_every_dialect(gateway: GatewayFixture, path: str) -> None:
+    """In the hold, which goes with the entry."""
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body = {"model": gateway.model, "stream": True, limit: 40, **STREAMS[path]}
 
@@ -290,7 +287,7 @@ async def test_streams_of_every_dialect_are_noted_while_they_run(
     async with gateway.session.post(
         gateway.url + path, json=body, headers=gateway.headers()
     ) as answer:
-        await gateway.until(lambda: noted().output_tokens >= 2 * NOTE_TOKENS)
+        await gateway.until(lambda: noted().output_tokens >= 2 * PROGRESS_TOKENS)
         found = noted()
         gateway.runner.release()
         text = await answer.text()
