@@ -1,9 +1,9 @@
-"""What operators look at: hits, misses and why, time to first token, reuse and breaks, by tenant.
+"""Sums of finished requests by tenant: hits, misses and their causes, time to first token, reuse.
 
-Told of each answer once, when it is over; holds counts, digests and samples, never words. Bounded:
-`tenants_max` tenants are followed closely, those that were active last, and `COUNTED_MAX` counted;
-a minute of history is a few numbers. Clocks are given. `answer` tells it, `handlers.analytics`
-asks.
+Each finished request is noted once; the sums hold counts, digests and samples, never text. Memory
+is bounded: `TENANTS_COUNTED_MAX` tenants have sums, the `tenants_max` most recently active ones
+have prompt samples, and a minute of history is a few numbers. Clocks are arguments.
+`gateway.generation` notes requests; `gateway.api.admin.analytics` reads the sums.
 """
 
 from __future__ import annotations
@@ -36,24 +36,27 @@ T = TypeVar("T")
 
 MINUTES = 120
 MINUTE_MS = 60_000
-COUNTED_MAX = 2_000
-"""Tenants with sums of their own, at most about 30 kB each."""
+TENANTS_COUNTED_MAX = 2_000
+"""Tenants with sums, at most about 30 kB each."""
 
 SAMPLE_MAX = 1_024
 PROMPTS_BYTES_MAX = 2 * 2**20
 
-WAITING_MAX = 65_536
-"""Of the answers that wait to be added up: their prompts' tokens, and as many as take as long as an
-answer does, and each of its boundaries."""
-ANSWER_TOKENS, MARK_TOKENS = 384, 64
+PENDING_MAX = 65_536
+"""Weight of finished requests that wait to be aggregated, in prompt tokens."""
+REQUEST_WEIGHT, BOUNDARY_WEIGHT = 384, 64
+"""A request and a boundary of its prompt weigh as much as the tokens that take the same time."""
 TOKENS_MAX = DEPTH_BLOCKS_MAX * BLOCK_TOKENS
-"""Of one prompt, looked at: the beginning is where prefixes are."""
+"""Tokens of a prompt that are sampled: prefixes are at its beginning."""
 
 
-class Facts(Struct, frozen=True, array_like=True, gc=False):
-    """One prompt of an answer that is over. `missed_tokens`: of the longest prefix that was written
-    before, what was not read, because of `missed`. `is_further`: the answer has been told with
-    another prompt of it, and counts once, as it does in the ledger."""
+class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):
+    """One prompt of a finished request.
+
+    `missed_tokens`: tokens of the longest prefix written before that were not read, because of
+    `missed`. `is_further`: another prompt of the same request was noted before; the request counts
+    once, as in the ledger.
+    """
 
     tenant: str
     record: UsageRecord
@@ -65,8 +68,8 @@ class Facts(Struct, frozen=True, array_like=True, gc=False):
     is_further: bool = False
 
 
-class Minute:
-    """Sums of one minute."""
+class MinuteTotals:
+    """Token sums of one minute."""
 
     __slots__ = ("fresh", "number", "out", "read", "requests", "write")
 
@@ -75,6 +78,7 @@ class Minute:
         self.requests = self.read = self.write = self.fresh = self.out = 0
 
     def add(self, requests: int, read: int, write: int, fresh: int, out: int) -> None:
+        """Add counts. O(1)."""
         self.requests += requests
         self.read += read
         self.write += write
@@ -82,16 +86,16 @@ class Minute:
         self.out += out
 
     def row(self) -> list[int]:
-        """[minute, requests, read, write, fresh, out]."""
+        """Return [minute, requests, read, write, fresh, output]."""
         return [self.number, self.requests, self.read, self.write, self.fresh, self.out]
 
 
 class AnalyticsSums:
-    """What some answers of one tenant and one minute come to, added up once for all who count
+    """Sums of several requests of one tenant in one minute, added to every view that includes
     them."""
 
-    def __init__(self, many: Sequence[tuple[float, Facts]]) -> None:
-        """O(answers)."""
+    def __init__(self, timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> None:
+        """O(requests)."""
         self.endings: defaultdict[str, int] = defaultdict(int)
         self.misses: defaultdict[str, int] = defaultdict(int)
         self.missed_tokens: defaultdict[str, int] = defaultdict(int)
@@ -100,45 +104,45 @@ class AnalyticsSums:
         self.first_token_ms = {cached: LogHistogram() for cached in CACHED}
         endings, reads, writes = self.endings, self.read_classes, self.write_classes
         first_ms = {cached: times.counts for cached, times in self.first_token_ms.items()}
-        fresh = out = prompt = physical = owed = further = 0
-        for _, facts in many:
-            record = facts.record
+        fresh = out = prompt = physical = breached = further = 0
+        for _, completed in timed_prompts:
+            record = completed.record
             cached = record.physical_cached
             fresh += record.fresh
             out += record.out
             prompt += record.total_in
             physical += cached
-            owed += record.breached_tokens
+            breached += record.breached_tokens
             if record.read:
                 for name, tokens in record.read.items():
                     reads[name] += tokens
             if record.write:
                 for name, tokens in record.write.items():
                     writes[name] += tokens
-            if facts.missed:
-                self.misses[facts.missed] += 1
-                self.missed_tokens[facts.missed] += facts.missed_tokens
-            if facts.is_further:
+            if completed.missed:
+                self.misses[completed.missed] += 1
+                self.missed_tokens[completed.missed] += completed.missed_tokens
+            if completed.is_further:
                 further += 1
                 continue
-            endings[facts.ending] += 1
-            if facts.first_token_s is not None:
+            endings[completed.ending] += 1
+            if completed.first_token_s is not None:
                 times = first_ms[cached_as(cached, record.total_in)]
-                times[bucket_of(1000 * facts.first_token_s)] += 1
-        self.prompt, self.physical, self.owed = prompt, physical, owed
+                times[bucket_of(1000 * completed.first_token_s)] += 1
+        self.prompt, self.physical, self.breached = prompt, physical, breached
         read, write = sum(self.read_classes.values()), sum(self.write_classes.values())
-        self.totals = len(many) - further, read, write, fresh, out
+        self.totals = len(timed_prompts) - further, read, write, fresh, out
 
 
 class TenantView:
-    """What is counted of one tenant."""
+    """Sums of one tenant."""
 
     def __init__(self) -> None:
-        self.total = Minute(0)
+        self.total = MinuteTotals(0)
         self.physical = 0
         self.prompt = 0
-        self.owed = 0
-        self.minutes: deque[Minute] = deque(maxlen=MINUTES)
+        self.breached = 0
+        self.minutes: deque[MinuteTotals] = deque(maxlen=MINUTES)
         self.read_classes: dict[str, int] = {}
         self.write_classes: dict[str, int] = {}
         self.misses: dict[str, int] = {}
@@ -147,12 +151,12 @@ class TenantView:
         self.first_token_ms = {cached: LogHistogram() for cached in CACHED}
 
     def add(self, minute: int, sums: AnalyticsSums) -> None:
-        """More answers of one minute. O(1)."""
+        """Add the sums of more requests of one minute. O(1)."""
         self.total.add(*sums.totals)
         _minute(self.minutes, minute).add(*sums.totals)
         self.prompt += sums.prompt
         self.physical += sums.physical
-        self.owed += sums.owed
+        self.breached += sums.breached
         _add(self.endings, sums.endings)
         _add(self.read_classes, sums.read_classes)
         _add(self.write_classes, sums.write_classes)
@@ -162,7 +166,7 @@ class TenantView:
             times.merge(sums.first_token_ms[cached])
 
     def summary(self) -> dict[str, Any]:
-        """A line of a table."""
+        """Return the tenant's totals as JSON fields."""
         total = self.total
         return {
             "requests": total.requests,
@@ -174,36 +178,37 @@ class TenantView:
             "physical_cached_tokens": self.physical,
             "hit_ratio": _ratio(total.read, self.prompt),
             "physical_hit_ratio": _ratio(self.physical, self.prompt),
-            "recomputed_promised_tokens": self.owed,
+            "recomputed_promised_tokens": self.breached,
         }
 
 
 class PromptSamples:
-    """What is sampled of one tenant's prompts: at most `PROMPTS_BYTES_MAX`, measured when full."""
+    """Reuse and prefix samples of one tenant's prompts: at most `PROMPTS_BYTES_MAX` bytes when
+    full."""
 
     def __init__(self, spans: Collection[float] = ()) -> None:
-        """`spans`: the retentions that will be asked for, in seconds."""
+        """`spans`: the retention times that advice will be given on, in seconds."""
         self.prefixes = PrefixStatistics()
         self.reuse = ReuseSampler(SAMPLE_MAX, spans)
 
     @property
     def count(self) -> int:
-        """How many were looked at."""
+        """Number of sampled prompts."""
         return self.prefixes.prompts()
 
-    def add(self, many: Sequence[tuple[float, Facts]]) -> None:
-        """More of them: their units and boundaries. O(tokens)."""
+    def add(self, timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> None:
+        """Sample the units and boundaries of more prompts. O(tokens)."""
         use, note = self.reuse.use, self.prefixes.note
-        for at_s, facts in many:
-            prompt, record = facts.prompt, facts.record
+        for at_s, completed in timed_prompts:
+            prompt, record = completed.prompt, completed.record
             tokens = prompt.token_ids[:TOKENS_MAX]
-            data = _packer(len(tokens))(*tokens)
+            data = _token_packer(len(tokens))(*tokens)
             use(hash_units(data), at_s)
             note(data, prompt.boundaries, record.total_in, record.physical_cached)
 
 
 class Analytics:
-    """All tenants of one gateway. Belongs to one thread."""
+    """Sums of all tenants of a gateway. Belongs to one thread."""
 
     def __init__(
         self,
@@ -212,8 +217,8 @@ class Analytics:
         tenants_max: int,
         classes: Mapping[str, ClassTerms],
     ) -> None:
-        """`wall`: milliseconds since the epoch, for minutes that people read. `tenants_max`: whose
-        prompts are sampled. `classes`: for how long each retention class keeps."""
+        """`wall`: Unix milliseconds, for minutes that people read. `tenants_max`: tenants whose
+        prompts are sampled. `classes`: the retention classes and how long each keeps."""
         self._clock = clock
         self._wall = wall
         self._tenants_max = tenants_max
@@ -222,53 +227,61 @@ class Analytics:
         self._tenants: OrderedDict[str, TenantView] = OrderedDict()
         self._prompts: OrderedDict[str, PromptSamples] = OrderedDict()
         self._all = TenantView()
-        self._waiting: defaultdict[str, list[tuple[float, Facts]]] = defaultdict(list)
-        self._room = WAITING_MAX
-        self._minute, self._minute_ends_s = 0, -math.inf  # of those that wait
+        self._pending: defaultdict[str, list[tuple[float, CompletedPrompt]]] = defaultdict(list)
+        self._pending_room = PENDING_MAX
+        self._minute, self._minute_ends_s = 0, -math.inf  # of pending requests
 
-    def note(self, facts: Facts) -> None:
-        """An answer is over. O(1), and now and then O(tokens of those before): many answers of one
-        minute are added up together, and those that wait whenever somebody asks."""
+    def note(self, completed: CompletedPrompt) -> None:
+        """Record a finished request.
+
+        O(1), and now and then O(tokens of pending requests): requests of one minute are aggregated
+        together, and whenever sums are read.
+        """
         at_s = self._clock()
         if at_s >= self._minute_ends_s:
-            self._begin(at_s)
-        self._waiting[facts.tenant].append((at_s, facts))
-        prompt = facts.prompt
-        self._room -= ANSWER_TOKENS + len(prompt.token_ids) + MARK_TOKENS * len(prompt.boundaries)
-        if self._room <= 0:
-            self._fold()
+            self._start_minute(at_s)
+        self._pending[completed.tenant].append((at_s, completed))
+        prompt = completed.prompt
+        self._pending_room -= (
+            REQUEST_WEIGHT + len(prompt.token_ids) + BOUNDARY_WEIGHT * len(prompt.boundaries)
+        )
+        if self._pending_room <= 0:
+            self._aggregate()
 
-    def _begin(self, at_s: float) -> None:
-        self._fold()
+    def _start_minute(self, at_s: float) -> None:
+        """Aggregate the last minute's requests and begin a minute."""
+        self._aggregate()
         wall_ms = self._wall()
         self._minute = wall_ms // MINUTE_MS
         self._minute_ends_s = at_s + (MINUTE_MS - wall_ms % MINUTE_MS) / 1000
 
-    def _fold(self) -> None:
-        def prompts() -> PromptSamples:
+    def _aggregate(self) -> None:
+        """Add all pending requests to the sums."""
+
+        def new_samples() -> PromptSamples:
             return PromptSamples(self._spans)
 
-        for tenant, many in self._waiting.items():
-            sums = AnalyticsSums(many)
+        for tenant, timed_prompts in self._pending.items():
+            sums = AnalyticsSums(timed_prompts)
             self._all.add(self._minute, sums)
-            _latest(self._tenants, tenant, TenantView, COUNTED_MAX).add(self._minute, sums)
-            _latest(self._prompts, tenant, prompts, self._tenants_max).add(many)
-        self._waiting.clear()
-        self._room, self._minute_ends_s = WAITING_MAX, -math.inf
+            _touch(self._tenants, tenant, TenantView, TENANTS_COUNTED_MAX).add(self._minute, sums)
+            _touch(self._prompts, tenant, new_samples, self._tenants_max).add(timed_prompts)
+        self._pending.clear()
+        self._pending_room, self._minute_ends_s = PENDING_MAX, -math.inf
 
     def missed_tokens(self, name: str, cause: str) -> int:
-        """Tokens of a tenant's prefixes that had to be computed again because of this."""
-        self._fold()
+        """Return the tokens of a tenant's prefixes that were computed again because of `cause`."""
+        self._aggregate()
         view = self._tenants.get(name)
         return 0 if view is None else view.missed_tokens.get(cause, 0)
 
     def overview(self) -> dict[str, Any]:
-        """Everything together, and a line per tenant."""
-        self._fold()
+        """Return the totals, and one row per tenant."""
+        self._aggregate()
         return {
             "total": self._all.summary(),
             "minutes": [minute.row() for minute in self._all.minutes],
-            "first_token_ms": _times(self._all),
+            "first_token_ms": _latencies(self._all),
             "misses": dict(self._all.misses),
             "endings": dict(self._all.endings),
             "tenants": [
@@ -282,9 +295,13 @@ class Analytics:
         card: RateCard,
         blocks: int,
     ) -> dict[str, Any] | None:
-        """One tenant in full, with advice at these prices and beside a cache of so many blocks;
-        None if it was not seen lately. Of one that is only counted there is no advice."""
-        self._fold()
+        """Return all sums of one tenant, with advice at the prices of `card` for a cache of
+        `blocks`.
+
+        Returns None if the tenant was not active lately. A tenant without prompt samples gets no
+        advice.
+        """
+        self._aggregate()
         view = self._tenants.get(name)
         if view is None:
             return None
@@ -294,7 +311,7 @@ class Analytics:
             "tenant": name,
             "total": view.summary(),
             "minutes": [minute.row() for minute in view.minutes],
-            "first_token_ms": _times(view),
+            "first_token_ms": _latencies(view),
             "read_by_class": dict(view.read_classes),
             "write_by_class": dict(view.write_classes),
             "misses": dict(view.misses),
@@ -336,18 +353,19 @@ class Analytics:
 
 
 @lru_cache(maxsize=1_024)
-def _packer(count: int) -> Callable[..., bytes]:
-    """Four bytes a token id; twice as fast as an array for short prompts."""
+def _token_packer(count: int) -> Callable[..., bytes]:
+    """Return a packer of four bytes per token id; twice as fast as an array for short prompts."""
     return struct.Struct(f"{count}I").pack
 
 
-def _latest(kept: OrderedDict[str, T], name: str, make: Callable[[], T], most: int) -> T:
-    """The named one, made where it is not there; beyond `most` those used longest ago go."""
+def _touch(kept: OrderedDict[str, T], name: str, make: Callable[[], T], kept_max: int) -> T:
+    """Return the entry of this name, made if missing; evict the least recently used beyond
+    `kept_max`."""
     one = kept.get(name)
     if one is None:
         one = kept[name] = make()
     kept.move_to_end(name)
-    while len(kept) > most:
+    while len(kept) > kept_max:
         kept.popitem(last=False)
     return one
 
@@ -357,14 +375,14 @@ def _add(sums: dict[str, int], counts: Mapping[str, int]) -> None:
         sums[name] = sums.get(name, 0) + count
 
 
-def _minute(minutes: deque[Minute], number: int) -> Minute:
+def _minute(minutes: deque[MinuteTotals], number: int) -> MinuteTotals:
     if not minutes or minutes[-1].number < number:
-        minutes.append(Minute(number))
+        minutes.append(MinuteTotals(number))
     return minutes[-1]
 
 
-def _times(view: TenantView) -> dict[str, Any]:
-    """Milliseconds, to a fifth; None before there is one."""
+def _latencies(view: TenantView) -> dict[str, Any]:
+    """Return quantiles in milliseconds, accurate to a fifth; None before the first measurement."""
     return {
         name: {
             "count": round(times.total()),
@@ -375,7 +393,7 @@ def _times(view: TenantView) -> dict[str, Any]:
 
 
 def _sizes(blocks: int) -> list[int]:
-    """Of caches around the one that there is, by which they are doubled."""
+    """Return cache sizes around the present one, each twice the one before."""
     return sorted({max(1, blocks * part // 16) for part in (1, 2, 4, 8, 16, 32)}) if blocks else []
 
 

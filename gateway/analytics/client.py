@@ -1,9 +1,10 @@
-"""Analytics' process, seen from the gateway's loop: told of finished requests, and asked.
+"""Client of the analytics process: the event loop sends finished requests and asks questions.
 
-Adding up needs nothing that the loop has, and was the largest part of what the ledger and analytics
-took of it. Facts leave some at a time. A process that dies is replaced a second later and begins
-anew, since nothing of it is kept; facts that come meanwhile are not counted, nor those that a full
-socket would not take. It sees no text and no HTTP; `app.serve` opens it. Belongs to one loop.
+Aggregation needs nothing of the event loop, and was the largest part of the loop's time for ledger
+and analytics. Requests leave in batches. A process that dies is replaced a second later and begins
+empty, since analytics are not stored; requests that finish meanwhile are not counted, nor requests
+that a full socket does not take. This module sees no text and no HTTP. `app.serve` opens the
+client. The client belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 
 from msgspec import structs
 
-from gateway.analytics.aggregates import Facts
+from gateway.analytics.aggregates import CompletedPrompt
 from gateway.analytics.protocol import (
-    CompletedAnswers,
+    CompletedRequests,
     MissedTokensQuestion,
     OverviewQuestion,
     Question,
     StartAnalytics,
     TenantQuestion,
-    read_said,
+    read_from_analytics,
 )
 from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from gateway.dialects.canonical import Rendered
@@ -35,18 +36,18 @@ from tenancy.pricing.charges import RateCard
 COMMAND = (sys.executable, "-m", "gateway.analytics.process")
 PAUSE_S = 1.0
 RESTARTS = RestartPolicy((PAUSE_S,))
-ANSWERS_MAX = 32
+REQUESTS_MAX = 32
 TOKENS_MAX = 16_384
-"""Of the facts that wait to leave together: encoding a frame stays below a millisecond."""
+"""Limits of a batch: encoding its frame takes less than a millisecond."""
 
 UNSENT_MAX = 2**24
-"""Bytes. A process that is so far behind is told no more until it has read some."""
+"""Bytes. A process that is so far behind receives no requests until it catches up."""
 
 CLOSE_S = 5.0
 
 
 class AnalyticsProcessClient:
-    """An `AnalyticsClient` of analytics in a process of their own. `open` makes one."""
+    """An `AnalyticsClient` whose analytics are a separate process. `open` makes one."""
 
     def __init__(
         self,
@@ -57,16 +58,16 @@ class AnalyticsProcessClient:
         command: tuple[str, ...] = COMMAND,
         restarts: RestartPolicy = RESTARTS,
     ) -> None:
-        """`clock`: monotonic seconds, for each answer; `wall`: Unix milliseconds."""
+        """`clock`: monotonic seconds, sent with each request; `wall`: Unix milliseconds."""
         self._begin = begin
         self._clock, self._wall = clock, wall
-        self._child = ChildProcess("analytics", command, restarts, report, self._live)
+        self._child = ChildProcess("analytics", command, restarts, report, self._run_process)
         self._wire: FrameWire | None = None
-        self._waiting: list[tuple[float, Facts]] = []
-        self._tokens = 0  # of those
-        self._asked: deque[asyncio.Future[Any]] = deque()
+        self._pending: list[tuple[float, CompletedPrompt]] = []
+        self._pending_tokens = 0
+        self._questions: deque[asyncio.Future[Any]] = deque()
         self._lost = asyncio.Event()
-        self._tried = asyncio.Event()  # the first start is over
+        self._first_start_done = asyncio.Event()  # set after the first start, successful or not
 
     @classmethod
     async def open(
@@ -78,26 +79,28 @@ class AnalyticsProcessClient:
         command: tuple[str, ...] = COMMAND,
         restarts: RestartPolicy = RESTARTS,
     ) -> AnalyticsProcessClient:
-        """Start the process. One that cannot be started is tried again every second; questions
+        """Start the process. A process that cannot be started is retried every second; questions
         are refused meanwhile."""
         client = cls(begin, clock, wall, report, command, restarts)
         client._child.start()
-        await client._tried.wait()
+        await client._first_start_done.wait()
         return client
 
     @property
     def pid(self) -> int:
-        """The id of the living process; 0 while there is none."""
+        """Id of the running process; 0 without a process."""
         return self._child.pid
 
-    def note(self, facts: Facts) -> None:
+    def note(self, completed: CompletedPrompt) -> None:
         """See `AnalyticsClient`."""
-        prompt = facts.prompt
+        prompt = completed.prompt
         if prompt.grammar is not None:
-            facts = structs.replace(facts, prompt=Rendered(prompt.token_ids, prompt.boundaries))
-        self._waiting.append((self._clock(), facts))
-        self._tokens += len(prompt.token_ids)
-        if len(self._waiting) >= ANSWERS_MAX or self._tokens >= TOKENS_MAX:
+            completed = structs.replace(
+                completed, prompt=Rendered(prompt.token_ids, prompt.boundaries)
+            )
+        self._pending.append((self._clock(), completed))
+        self._pending_tokens += len(prompt.token_ids)
+        if len(self._pending) >= REQUESTS_MAX or self._pending_tokens >= TOKENS_MAX:
             self._flush()
 
     async def overview(self) -> dict[str, Any]:
@@ -120,52 +123,54 @@ class AnalyticsProcessClient:
         if self._wire is not None:
             self._wire.end()
         await self._child.end(CLOSE_S)
-        self._lose()
+        self._on_wire_end()
 
     def _flush(self) -> None:
-        waiting, self._waiting, self._tokens = self._waiting, [], 0
-        if waiting and self._wire is not None and self._wire.unsent <= UNSENT_MAX:
-            self._wire.send(packed(CompletedAnswers(self._wall() - 1_000 * self._clock(), waiting)))
+        pending, self._pending, self._pending_tokens = self._pending, [], 0
+        if pending and self._wire is not None and self._wire.unsent <= UNSENT_MAX:
+            self._wire.send(
+                packed(CompletedRequests(self._wall() - 1_000 * self._clock(), pending))
+            )
 
     async def _ask(self, question: Question) -> Any:
         self._flush()
         if self._wire is None:
-            raise _away()
-        asked: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
+            raise _unavailable_error()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._questions.append(answer)
         self._wire.send(packed(question))
-        return await asked
+        return await answer
 
-    def _hear(self, frame: bytes) -> None:
-        asked = self._asked.popleft()
-        if not asked.done():  # the asking request may be gone
-            asked.set_result(read_said(frame).answer)
+    def _on_frame(self, frame: bytes) -> None:
+        question = self._questions.popleft()
+        if not question.done():  # the caller may have been cancelled
+            question.set_result(read_from_analytics(frame).answer)
 
-    def _lose(self) -> None:
+    def _on_wire_end(self) -> None:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-        while self._asked:
-            asked = self._asked.popleft()
-            if not asked.done():
-                asked.set_exception(_away())
+        while self._questions:
+            question = self._questions.popleft()
+            if not question.done():
+                question.set_exception(_unavailable_error())
         self._lost.set()
 
-    async def _live(self) -> str:
-        """See `ChildProcess`: from the start until the wire ends."""
+    async def _run_process(self) -> str:
+        """Run one process from its start until its wire ends; see `ChildProcess`."""
         self._lost.clear()
         try:
-            self._wire = FrameWire(await self._child.spawn(), self._hear, self._lose)
+            self._wire = FrameWire(await self._child.spawn(), self._on_frame, self._on_wire_end)
         except OSError as error:
             return str(error.strerror)
         finally:
-            self._tried.set()
+            self._first_start_done.set()
         self._wire.send(packed(self._begin))
         self._child.set_ready()
         await self._lost.wait()
         return "connection lost"
 
 
-def _away() -> Refusal:
-    message = "Analytics are being started again; try again in a moment."
+def _unavailable_error() -> Refusal:
+    message = "Analytics are restarting; retry in a moment."
     return Refusal(Kind.BUSY, "analytics_away", message, retry_after_s=PAUSE_S)

@@ -1,22 +1,25 @@
-"""The analytics that a gateway tells of finished requests and asks for sums.
+"""`AnalyticsClient`: how the gateway notes finished requests and reads sums.
 
-`analytics_link` has them in a process of their own; here they are in this one, for embedders and
-tests. `outcome` tells, `handlers.analytics` asks.
+`gateway.analytics.client` runs analytics in a separate process. `InProcessAnalytics` runs them in
+this process, for embedded gateways and tests. `generation.outcome` notes requests;
+`api.admin.analytics` asks questions.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from gateway.analytics.aggregates import Analytics, Facts
+from gateway.analytics.aggregates import Analytics, CompletedPrompt
 from tenancy.pricing.charges import RateCard
 
 
 class AnalyticsClient(Protocol):
-    """Analytics, as the gateway's loop sees them. Questions raise Refusal while there is no process
-    to answer them."""
+    """Analytics, as the gateway's event loop sees them.
 
-    def note(self, facts: Facts) -> None:
+    Questions raise Refusal while no process can answer them.
+    """
+
+    def note(self, completed: CompletedPrompt) -> None:
         """See `Analytics.note`. O(1) amortised: a batch leaves now and then, in O(its tokens)."""
 
     async def overview(self) -> dict[str, Any]:
@@ -29,11 +32,11 @@ class AnalyticsClient(Protocol):
         """See `Analytics.missed_tokens`."""
 
     async def close(self) -> None:
-        """End them. Safe to repeat."""
+        """Stop. Safe to repeat."""
 
 
 class InProcessAnalytics:
-    """An `AnalyticsClient` of analytics in this process."""
+    """An `AnalyticsClient` whose analytics run in this process."""
 
     def __init__(self, analytics: Analytics) -> None:
         self._analytics = analytics

@@ -1,8 +1,8 @@
-"""Analytics as a process: `python -m gateway.analytics.process`, started by a gateway.
+"""The analytics process: `python -m gateway.analytics.process`, started by a gateway.
 
-Its standard input is a socket (`tenancy.ledger.child_process`). The process adds up the facts that
-it is told, answers questions, and exits, keeping nothing, when the gateway closes its end. One
-thread; it knows no request and no HTTP. `gateway.analytics.client` is the other end.
+Its standard input is a socket (`tenancy.ledger.child_process`). The process aggregates finished
+requests and answers questions. It exits when the gateway closes its end, and stores nothing. One
+thread; it knows no HTTP. `gateway.analytics.client` is the other end.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from itertools import chain
 
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.protocol import (
-    AnswerTold,
-    CompletedAnswers,
+    CompletedRequests,
     MissedTokensQuestion,
     OverviewQuestion,
     Question,
+    QuestionResult,
     StartAnalytics,
     TenantQuestion,
     read_to_analytics,
@@ -26,7 +26,7 @@ from tenancy.ledger.child_process import receive, run, send
 
 
 class AnalyticsHandlers:
-    """Analytics by the gateway's clocks: their time is that of the last facts."""
+    """Analytics on the gateway's clocks: the time is that of the last request."""
 
     def __init__(self, begin: StartAnalytics) -> None:
         self._now_s = self._wall_ms = 0.0
@@ -37,14 +37,14 @@ class AnalyticsHandlers:
             begin.classes,
         )
 
-    def add(self, told: CompletedAnswers) -> None:
-        """Add up the facts of finished requests."""
-        self._wall_ms = told.wall_ms
-        for self._now_s, facts in told.facts:
-            self._analytics.note(facts)
+    def add(self, batch: CompletedRequests) -> None:
+        """Aggregate finished requests."""
+        self._wall_ms = batch.wall_ms
+        for self._now_s, completed in batch.prompts:
+            self._analytics.note(completed)
 
     def answer(self, question: Question) -> object:
-        """Answer a question of the dashboard."""
+        """Return the answer to a question."""
         match question:
             case OverviewQuestion():
                 return self._analytics.overview()
@@ -62,11 +62,11 @@ def serve(wire: socket.socket) -> int:
         if isinstance(message, StartAnalytics):
             handlers = AnalyticsHandlers(message)
             continue
-        assert handlers is not None, "the first message is a Begin"
-        if isinstance(message, CompletedAnswers):
+        assert handlers is not None, "the first message is StartAnalytics"
+        if isinstance(message, CompletedRequests):
             handlers.add(message)
         else:
-            send(wire, AnswerTold(handlers.answer(message)))
+            send(wire, QuestionResult(handlers.answer(message)))
     return 0
 
 

@@ -1,12 +1,12 @@
-"""The messages between a gateway and its analytics' process. Pure: bytes in, messages out.
+"""Messages between a gateway and its analytics process. Pure: bytes in, messages out.
 
-    gateway                              analytics' process
-      Begin ───────────────────────────▶
-      Told, several requests at once ──▶
+    gateway                              analytics process
+      StartAnalytics ──────────────────▶
+      CompletedRequests, a batch ──────▶
       a question ──────────────────────▶
-                             ◀─────────── Said          one per question, in their order
+                             ◀─────────── QuestionResult     one per question, in order
 
-Each is the body of one frame of `tenancy.ledger.child_process`.
+Each message is the body of one frame of `tenancy.ledger.child_process`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gateway.analytics.aggregates import Facts
+from gateway.analytics.aggregates import CompletedPrompt
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms
 
@@ -28,19 +28,19 @@ class StartAnalytics(Struct, frozen=True, array_like=True, tag="begin"):
     classes: dict[str, ClassTerms]
 
 
-class CompletedAnswers(Struct, frozen=True, array_like=True, tag="told", gc=False):
+class CompletedRequests(Struct, frozen=True, array_like=True, tag="completed", gc=False):
     """Finished requests, each with the gateway's monotonic seconds. `wall_ms`: Unix time at 0 s."""
 
     wall_ms: float
-    facts: list[tuple[float, Facts]]
+    prompts: list[tuple[float, CompletedPrompt]]
 
 
 class OverviewQuestion(Struct, frozen=True, array_like=True, tag="overview"):
-    """Asks for `Analytics.overview`."""
+    """Ask for `Analytics.overview`."""
 
 
 class TenantQuestion(Struct, frozen=True, array_like=True, tag="tenant"):
-    """Asks for `Analytics.tenant`."""
+    """Ask for `Analytics.tenant`."""
 
     name: str
     card: RateCard
@@ -48,30 +48,30 @@ class TenantQuestion(Struct, frozen=True, array_like=True, tag="tenant"):
 
 
 class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tokens"):
-    """Asks for `Analytics.missed_tokens`."""
+    """Ask for `Analytics.missed_tokens`."""
 
     name: str
     cause: str
 
 
-class AnswerTold(Struct, frozen=True, array_like=True):
-    """The answer to the oldest question without an answer."""
+class QuestionResult(Struct, frozen=True, array_like=True):
+    """The answer to the oldest unanswered question."""
 
     answer: Any
 
 
 Question = OverviewQuestion | TenantQuestion | MissedTokensQuestion
-ToAnalytics = StartAnalytics | CompletedAnswers | Question
+ToAnalytics = StartAnalytics | CompletedRequests | Question
 
 _TO_ANALYTICS: msgspec.msgpack.Decoder[ToAnalytics] = msgspec.msgpack.Decoder(ToAnalytics)
-_SAID = msgspec.msgpack.Decoder(AnswerTold)
+_FROM_ANALYTICS = msgspec.msgpack.Decoder(QuestionResult)
 
 
 def read_to_analytics(data: bytes) -> ToAnalytics:
-    """Decode a frame's body. Raises msgspec's errors, as all readers here do."""
+    """Decode a frame's body. Raises msgspec's errors, as all readers of this module do."""
     return _TO_ANALYTICS.decode(data)
 
 
-def read_said(data: bytes) -> AnswerTold:
+def read_from_analytics(data: bytes) -> QuestionResult:
     """Decode a frame's body."""
-    return _SAID.decode(data)
+    return _FROM_ANALYTICS.decode(data)

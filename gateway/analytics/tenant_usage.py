@@ -1,8 +1,8 @@
-"""What each tenant holds of the cache, kept as it changes: sums over its namespaces.
+"""Cache usage of each tenant: sums over its namespaces, updated as they change.
 
-Whoever asks pays for what has changed since somebody looked, not for all there is. It reads no
-clock and knows no engine but the book of one; `storage_meter` lets it look twice a second, and the
-analytics desk before it answers.
+An update costs O(changed namespaces), not O(all). This module reads no clock, and of the engine
+only its `NamespaceTable`. `background.storage_metering` updates the sums twice a second,
+`api.admin.analytics` before each answer.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from engine.client.namespace_stats import NamespaceTable
 FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting")
 
 
-class Holders:
-    """Of one gateway. Belongs to one thread."""
+class TenantCacheUsage:
+    """Cache usage of a gateway's tenants. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._book: NamespaceTable | None = None
-        self._held: dict[int, list[int]] = {}
+        self._table: NamespaceTable | None = None
+        self._sums_by_tenant: dict[int, list[int]] = {}
 
-    def look(
-        self, book: NamespaceTable | None, owner_of: Callable[[Namespace], int | None]
+    def update(
+        self, table: NamespaceTable | None, owner_of: Callable[[Namespace], int | None]
     ) -> None:
-        """At what the engine has told. By another than the last time, nothing of what was is.
-        O(namespaces that changed)."""
-        changes = [] if book is None else book.take_changes(self)
-        if book is not self._book:
-            self._book = book
-            self._held.clear()
-            changes = [(None, one) for one in book or ()]
+        """Apply the changes of `table`. Another table than the last time replaces all sums.
+        O(changes)."""
+        changes = [] if table is None else table.take_changes(self)
+        if table is not self._table:
+            self._table = table
+            self._sums_by_tenant.clear()
+            changes = [(None, stats) for stats in table or ()]
         for before, after in changes:
-            for one, sign in ((before, -1), (after, 1)):
-                if one is not None and (owner := owner_of(one.namespace)) is not None:
-                    self._move(owner, one, sign)
+            for stats, sign in ((before, -1), (after, 1)):
+                if stats is not None and (owner := owner_of(stats.namespace)) is not None:
+                    self._add(owner, stats, sign)
 
-    def largest(self, most: int) -> list[tuple[int, dict[str, int]]]:
-        """Tenants that hold most blocks, with what they hold, largest first. O(tenants)."""
-        found = heapq.nlargest(most, self._held.items(), key=lambda one: one[1][0])
+    def largest(self, limit: int) -> list[tuple[int, dict[str, int]]]:
+        """Return the tenants with most blocks and what they use, largest first. O(tenants)."""
+        found = heapq.nlargest(limit, self._sums_by_tenant.items(), key=lambda one: one[1][0])
         return [(tenant, dict(zip(FIELDS, sums, strict=True))) for tenant, sums in found]
 
-    def _move(self, owner: int, one: NamespaceStats, sign: int) -> None:
-        sums = self._held.setdefault(owner, [0] * len(FIELDS))
-        for place, name in enumerate(FIELDS):
-            sums[place] += sign * getattr(one, name)
+    def _add(self, owner: int, stats: NamespaceStats, sign: int) -> None:
+        sums = self._sums_by_tenant.setdefault(owner, [0] * len(FIELDS))
+        for index, name in enumerate(FIELDS):
+            sums[index] += sign * getattr(stats, name)
         if not any(sums):
-            del self._held[owner]
+            del self._sums_by_tenant[owner]

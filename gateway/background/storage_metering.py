@@ -113,7 +113,7 @@ def held_more(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
 def look_at_churn(gateway: Context) -> None:
     """Count what has come and gone since somebody looked. O(namespaces that moved)."""
     moves, minute = gateway.engine.losses.take_moves(), gateway.wall() // 60_000
-    gateway.churn.look(moves, owner_of, minute)
+    gateway.churn.update(moves, owner_of, minute)
 
 
 class StorageWatch:
@@ -165,10 +165,10 @@ class StorageWatch:
         engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NANO)
         if engine.info is None:
             self._meter.look(None, 0, now_ns)
-            self._gateway.holders.look(None, owner_of)
+            self._gateway.holders.update(None, owner_of)
         else:
             self._meter.look(engine.namespaces, engine.info.block_size, now_ns)
-            self._gateway.holders.look(engine.namespaces, owner_of)
+            self._gateway.holders.update(engine.namespaces, owner_of)
 
     async def _write(self) -> None:
         """What cannot be written now is written with the next reading."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.analytics.aggregates import Facts
+from gateway.analytics.aggregates import CompletedPrompt
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
 from gateway.generation.output_stream import OutputStream
@@ -77,7 +77,7 @@ class Outcome:
         prompts = zip(prepared.contracts, records, prepared.rendered, strict=False)
         for number, (contract, record, prompt) in enumerate(prompts):
             self._gateway.analytics.note(
-                Facts(
+                CompletedPrompt(
                     tenant=self._tenant,
                     record=record,
                     prompt=prompt,

@@ -70,7 +70,7 @@ class Beats:
         timed("gateway: the storage meter", lambda: self.meter.look(self.book, SIZE, now_ns))
         timed("gateway: the losses", lambda: self.losses.add(news))
         moves = self.losses.take_moves()
-        timed("gateway: churn", lambda: self.churn.look(moves, owner_of, 0))
+        timed("gateway: churn", lambda: self.churn.update(moves, owner_of, 0))
 
     def look(self) -> Stats:
         """What it says."""

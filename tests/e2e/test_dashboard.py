@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from gateway.analytics.aggregates import Facts
+from gateway.analytics.aggregates import CompletedPrompt
 from gateway.dialects.canonical import Rendered, UsageRecord
 from tests.unit.gateway.admin_client import Admin
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -255,7 +255,9 @@ async def test_a_thousand_tenants_are_shown_found_and_reached(
     seen = gateway.gateway.context.analytics
     for number in range(1_000):
         record = UsageRecord(64, {"5m": 32}, {}, 32, 5, 32)
-        facts = Facts(f"tenant-{number:04d}", record, Rendered((number,) * 64), 0.1, "", "done")
+        facts = CompletedPrompt(
+            f"tenant-{number:04d}", record, Rendered((number,) * 64), 0.1, "", "done"
+        )
         seen.note(facts)
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)

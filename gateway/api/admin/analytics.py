@@ -55,7 +55,7 @@ class _Desk:
         gateway = self._gateway
         info, stats = gateway.engine.info, gateway.engine.stats
         look_at_churn(gateway)
-        gateway.holders.look(gateway.engine.namespaces, owner_of)
+        gateway.holders.update(gateway.engine.namespaces, owner_of)
         engine: dict[str, Any] = {
             name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
         }
@@ -81,9 +81,9 @@ class _Desk:
                 "taken": await self._taken(),
                 "leases": self._leases(),
                 "churn": {
-                    **gateway.churn.all.shown(),
+                    **gateway.churn.all.details(),
                     "tenants": [
-                        {"tenant": self._name(tenant_id), **history.sums()}
+                        {"tenant": self._name(tenant_id), **history.totals()}
                         for tenant_id, history in gateway.churn.latest(ROWS_MAX)
                     ],
                 },
@@ -108,7 +108,7 @@ class _Desk:
         tenant_id = 0 if tenant is None else tenant.tenant_id
         look_at_churn(gateway)
         leases = self._leases(tenant_id)
-        churn = gateway.churn.tenant(tenant_id).shown()
+        churn = gateway.churn.tenant(tenant_id).details()
         if info is not None:
             for one in seen["size_advice"]:
                 one["tokens"] = one["blocks"] * info.block_size

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.model_store import load_card
-from gateway.analytics.aggregates import Analytics, Facts
+from gateway.analytics.aggregates import Analytics, CompletedPrompt
 from gateway.analytics.interface import InProcessAnalytics
 from gateway.app import Gateway, connect, open_analytics
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
@@ -97,7 +97,7 @@ class _NoAnalytics(InProcessAnalytics):
         self.note = _look_away
 
 
-def _look_away(facts: Facts) -> None:
+def _look_away(completed: CompletedPrompt) -> None:
     """See `AnalyticsClient.note`."""
 
 

@@ -1,4 +1,4 @@
-"""What operators look at: counts that add up, bounded, without a word of any prompt."""
+"""`Analytics`: sums that add up, in bounded memory, without any prompt's text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.analytics.aggregates import (
-    COUNTED_MAX,
     PROMPTS_BYTES_MAX,
     SAMPLE_MAX,
+    TENANTS_COUNTED_MAX,
     Analytics,
-    Facts,
+    CompletedPrompt,
     PromptSamples,
 )
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
@@ -33,46 +33,43 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 CARD = RateCard("c", input=1_000, cache_read=100)
 
 
-class Desk:
-    """Analytics with clocks by hand."""
+class AnalyticsUnderTest:
+    """Analytics with manual clocks."""
 
     def __init__(self, tenants_max: int = 10) -> None:
         self.clock = FakeClock()
-        self.seen = Analytics(
-            self.clock,
-            lambda: int(self.clock.now_s * 1000),
-            tenants_max,
-            {"5m": ClassTerms(300.0, "5m")},
+        self.analytics = Analytics(
+            self.clock, lambda: int(self.clock.now_s * 1000), tenants_max, {"5m": ClassTerms(300.0, "5m")}
         )
 
     def note(
         self, tenant: str, words: str, cached: int = 0, missed: str = "", missed_tokens: int = 0
     ) -> None:
-        """A letter is a block of sixteen tokens and a segment."""
+        """Note a request; each letter is a block of sixteen tokens and a segment."""
         tokens = tuple(ord(word) for word in words for _ in range(16))
-        marks = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
+        boundaries = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
         record = UsageRecord(
             len(tokens), {"5m": cached} if cached else {}, {}, len(tokens) - cached, 5, cached
         )
-        prompt = Rendered(tokens, marks)
-        facts = Facts(tenant, record, prompt, 0.1, missed, "done", missed_tokens)
-        self.seen.note(facts)
+        prompt = Rendered(tokens, boundaries)
+        facts = CompletedPrompt(tenant, record, prompt, 0.1, missed, "done", missed_tokens)
+        self.analytics.note(facts)
 
     def tenant(self, name: str) -> dict[str, Any]:
-        found = self.seen.tenant(name, CARD, 64)
+        found = self.analytics.tenant(name, CARD, 64)
         assert found is not None
         return found
 
 
 def test_sums_are_kept_by_tenant_and_by_minute() -> None:
-    """And together; the hit ratio is of tokens."""
-    desk = Desk()
-    desk.note("ada", "ab")
-    desk.clock.advance(60)
-    desk.note("ada", "abcd", cached=32)
-    desk.note("bob", "x", missed="expired")
+    """The hit ratio is of tokens."""
+    world = AnalyticsUnderTest()
+    world.note("ada", "ab")
+    world.clock.advance(60)
+    world.note("ada", "abcd", cached=32)
+    world.note("bob", "x", missed="expired")
 
-    all_of_them, ada = desk.seen.overview(), desk.tenant("ada")
+    all_of_them, ada = world.analytics.overview(), world.tenant("ada")
 
     assert all_of_them["total"]["prompt_tokens"] == 112
     assert all_of_them["minutes"] == [[0, 1, 0, 0, 32, 5], [1, 2, 32, 0, 48, 10]]
@@ -82,66 +79,67 @@ def test_sums_are_kept_by_tenant_and_by_minute() -> None:
     assert ada["first_token_ms"]["hit"]["count"] == 1
 
 
-def test_a_template_that_was_there_makes_no_hit_of_a_prompt() -> None:
-    """Its first words are cached for everybody: what is told of hits would be told of all."""
-    desk = Desk()
+def test_cached_template_alone_is_no_hit() -> None:
+    """The first tokens of a template are cached for all tenants: counted as hits, they would hide
+    misses."""
+    world = AnalyticsUnderTest()
     for cached in (0, 16, 32, 48, 64):
-        desk.note("ada", "abcd", cached=cached)
+        world.note("ada", "abcd", cached=cached)
 
-    times = desk.tenant("ada")["first_token_ms"]
+    times = world.tenant("ada")["first_token_ms"]
 
     counts = {kind: one["count"] for kind, one in times.items()}
     assert counts == {"miss": 1, "partial": 1, "hit": 3}
 
 
-def test_a_tenants_top_prefixes_are_those_that_saved_most() -> None:
-    """Uses and hits of each boundary, told by digest and place."""
-    desk = Desk()
-    desk.note("ada", "ab")
-    desk.note("ada", "ac", cached=16)
+def test_top_prefixes_saved_most_tokens() -> None:
+    """Uses and hits of each boundary, by digest and path."""
+    world = AnalyticsUnderTest()
+    world.note("ada", "ab")
+    world.note("ada", "ac", cached=16)
 
-    top = desk.tenant("ada")["top_prefixes"]
+    top = world.tenant("ada")["top_prefixes"]
 
     assert (top[0]["path"], top[0]["uses"], top[0]["hits"]) == ("messages[0]", 2, 1)
 
 
-def test_breaks_are_priced_at_what_reading_would_have_cost_less() -> None:
-    """A beginning that changes costs the whole prompt each time."""
-    desk = Desk()
-    desk.note("ada", "abc")
-    desk.note("ada", "xbc")
+def test_prices_breaks_at_the_saving_of_a_read() -> None:
+    """A changed beginning costs the whole prompt each time."""
+    world = AnalyticsUnderTest()
+    world.note("ada", "abc")
+    world.note("ada", "xbc")
 
-    [lost] = desk.tenant("ada")["breaks"]
+    [lost] = world.tenant("ada")["breaks"]
 
     assert (lost["place"], lost["tokens"], lost["cost_pico"]) == ("messages[0]", 48, 48 * 900)
 
 
-def test_prompts_of_tenants_beyond_the_bound_are_forgotten_and_their_sums_are_not() -> None:
-    """Those active last are followed closely; the others are counted on."""
-    desk = Desk(tenants_max=2)
+def test_drops_samples_of_inactive_tenants_but_keeps_sums() -> None:
+    world = AnalyticsUnderTest(tenants_max=2)
     for name in ("a", "b", "c"):
-        desk.note(name, "x")
+        world.note(name, "x")
 
-    assert [one["tenant"] for one in desk.seen.overview()["tenants"]] == ["c", "b", "a"]
-    assert desk.tenant("b")["top_prefixes"] != []
-    assert desk.tenant("a")["top_prefixes"] == []
-    assert desk.tenant("a")["total"]["requests"] == 1
-
-
-def test_tenants_that_nobody_can_count_any_more_stay_in_the_sum_of_all() -> None:
-    """A million names must not grow a gateway for ever."""
-    desk = Desk()
-    for number in range(COUNTED_MAX + 1):
-        desk.note(f"t{number}", "x")
-
-    found = desk.seen.overview()
-    assert len(found["tenants"]) == COUNTED_MAX
-    assert found["total"]["requests"] == COUNTED_MAX + 1
-    assert desk.seen.tenant("t0", CARD, 64) is None
+    assert [one["tenant"] for one in world.analytics.overview()["tenants"]] == ["c", "b", "a"]
+    assert world.tenant("b")["top_prefixes"] != []
+    assert world.tenant("a")["top_prefixes"] == []
+    assert world.tenant("a")["total"]["requests"] == 1
 
 
-def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
-    """However many prompts it sends, all different and in many pieces: as operators are told."""
+def test_tenants_beyond_the_bound_stay_in_the_total() -> None:
+    """A million tenant names must not grow a gateway for ever."""
+    world = AnalyticsUnderTest()
+    for number in range(TENANTS_COUNTED_MAX + 1):
+        world.note(f"t{number}", "x")
+
+    found = world.analytics.overview()
+    assert len(found["tenants"]) == TENANTS_COUNTED_MAX
+    assert found["total"]["requests"] == TENANTS_COUNTED_MAX + 1
+    assert world.analytics.tenant("t0", CARD, 64) is None
+
+
+def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
+    """However many prompts it sends, all different and with many boundaries: as documented for
+    operators."""
     chance = random.Random(1)
     record = UsageRecord(1_024, {}, {}, 1_024, 5, 0)
 
@@ -149,8 +147,8 @@ def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
         prompts = PromptSamples()
         for number in range(200):
             tokens = tuple(chance.randrange(2**31) for _ in range(1_024))
-            marks = tuple(Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33))
-            facts = Facts("ada", record, Rendered(tokens, marks), 0.1, "", "done")
+            boundaries = tuple(Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33))
+            facts = CompletedPrompt("ada", record, Rendered(tokens, boundaries), 0.1, "", "done")
             prompts.add([(float(number), facts)])
         return prompts
 
@@ -165,19 +163,19 @@ def test_what_is_sampled_of_a_tenant_has_a_bound_in_bytes() -> None:
     assert used < PROMPTS_BYTES_MAX
 
 
-def test_what_misses_cost_is_told_by_cause() -> None:
-    """Tokens of written prefixes that were computed again, at what reading would have saved."""
-    desk = Desk()
-    desk.note("ada", "abc", missed="evicted_pressure", missed_tokens=32)
-    desk.note("ada", "abc", missed="expired", missed_tokens=48)
-    desk.note("ada", "abc", missed="never_written")
+def test_prices_misses_by_cause() -> None:
+    """Tokens of written prefixes that were computed again, at the saving of a read."""
+    world = AnalyticsUnderTest()
+    world.note("ada", "abc", missed="evicted_pressure", missed_tokens=32)
+    world.note("ada", "abc", missed="expired", missed_tokens=48)
+    world.note("ada", "abc", missed="never_written")
 
-    assert desk.tenant("ada")["recomputed"] == [
+    assert world.tenant("ada")["recomputed"] == [
         {"cause": "expired", "tokens": 48, "cost_pico": 48 * 900},
         {"cause": "evicted_pressure", "tokens": 32, "cost_pico": 32 * 900},
     ]
-    assert desk.seen.missed_tokens("ada", "evicted_pressure") == 32
-    assert desk.seen.missed_tokens("bob", "evicted_pressure") == 0
+    assert world.analytics.missed_tokens("ada", "evicted_pressure") == 32
+    assert world.analytics.missed_tokens("bob", "evicted_pressure") == 0
 
 
 ANSWER = st.tuples(
@@ -193,25 +191,29 @@ ANSWER = st.tuples(
 
 
 @given(st.lists(ANSWER, max_size=80))
-def test_what_is_shown_is_what_a_plain_list_of_all_answers_comes_to(answers: list[Any]) -> None:
-    """Whenever somebody asks, in minutes that may be long apart, with and without a first token."""
-    desk = Desk()
+def test_sums_equal_those_over_a_list_of_all_requests(answers: list[Any]) -> None:
+    """Whenever they are read, with minutes far apart, with and without a first token."""
+    world = AnalyticsUnderTest()
     rows: list[tuple[int, str, UsageRecord, str, str, float | None]] = []
     for name, words, cached, missed, ending, first_s, pause_s, is_asked in answers:
-        desk.clock.advance(pause_s)
+        world.clock.advance(pause_s)
         total = 16 * len(words)
         found = min(cached, total)
         record = UsageRecord(total, {"5m": found}, {"1h": 1}, total - found, 5, found, found // 2)
         tokens = tuple(ord(word) for word in words for _ in range(16))
-        marks = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
-        facts = Facts(name, record, Rendered(tokens, marks), first_s, missed, ending, found)
-        rows.append((int(desk.clock.now_s * 1000) // 60_000, name, record, missed, ending, first_s))
-        desk.seen.note(facts)
+        boundaries = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
+        facts = CompletedPrompt(
+            name, record, Rendered(tokens, boundaries), first_s, missed, ending, found
+        )
+        rows.append(
+            (int(world.clock.now_s * 1000) // 60_000, name, record, missed, ending, first_s)
+        )
+        world.analytics.note(facts)
         if is_asked:
-            desk.seen.overview()
+            world.analytics.overview()
 
-    shown = [("", desk.seen.overview())]
-    shown += [(name, desk.tenant(name)) for name in {row[1] for row in rows}]
+    shown = [("", world.analytics.overview())]
+    shown += [(name, world.tenant(name)) for name in {row[1] for row in rows}]
     for name, page in shown:
         mine = [row for row in rows if name in ("", row[1])]
         records = [row[2] for row in mine]
@@ -237,11 +239,11 @@ def test_what_is_shown_is_what_a_plain_list_of_all_answers_comes_to(answers: lis
         assert sum(times) == sum(row[5] is not None for row in mine)
 
 
-def test_a_minute_that_comes_again_is_counted_with_the_last() -> None:
-    """A wall clock that is set back by an hour makes no history run backwards."""
+def test_repeated_minute_is_added_to_the_last_one() -> None:
+    """A wall clock set back by an hour does not make history run backwards."""
     clock, wall_s = FakeClock(), [7_200]
     seen = Analytics(clock, lambda: wall_s[0] * 1000, 10, {})
-    facts = Facts("ada", UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
+    facts = CompletedPrompt("ada", UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
 
     for now_s in (7_200, 3_600, 7_259, 7_260):
         wall_s[0] = now_s
@@ -254,25 +256,26 @@ def test_a_minute_that_comes_again_is_counted_with_the_last() -> None:
 @pytest.mark.parametrize(
     ("tokens", "step"), [(100_000, 1), (65_536, 16), (2_048, 1), (512, 2), (64, 1), (0, 1)]
 )
-def test_of_a_prompt_made_to_be_slow_only_so_much_is_looked_at(tokens: int, step: int) -> None:
-    """However long it is, and with as many boundaries: all are counted, and their beginnings."""
+def test_looks_at_a_bounded_part_of_a_prompt(tokens: int, step: int) -> None:
+    """However long the prompt and however many its boundaries: all are counted, their beginnings
+    sampled."""
     chance = random.Random(tokens)
-    desk = Desk()
+    world = AnalyticsUnderTest()
     record = UsageRecord(tokens, fresh=tokens)
     ends = [Boundary(end, f"messages[{end}]") for end in range(0, tokens, step)]
     for _ in range(3):
         prompt = Rendered(tuple(chance.choices(range(50_000), k=tokens)), tuple(ends))
-        desk.seen.note(Facts("ada", record, prompt, None, "", "done"))
+        world.analytics.note(CompletedPrompt("ada", record, prompt, None, "", "done"))
 
-    ada = desk.tenant("ada")
+    ada = world.tenant("ada")
 
     assert ada["sampled_prompts"] == ada["total"]["requests"] == 3
     assert ada["sampled_blocks"] <= min(SAMPLE_MAX, 3 * 80)
     assert sum(one["count"] for one in ada["breaks"]) == (2 if len(ends) > 1 else 0)
 
 
-async def test_the_admin_listener_tells_what_was_seen(gateway: GatewayFixture) -> None:
-    """With the engine's numbers, blocks by tenant, and the shape of a tree."""
+async def test_admin_api_shows_analytics(gateway: GatewayFixture) -> None:
+    """With the engine's statistics, blocks by tenant, and the shape of a tree."""
     for _ in range(2):
         await gateway.ask(body=gateway.chat("a question that fills a block or two of the cache"))
     await gateway.engine.get_stats()
@@ -297,9 +300,11 @@ async def test_the_admin_listener_tells_what_was_seen(gateway: GatewayFixture) -
     assert "question" not in str((overview, tenant, tree))
 
 
-async def test_who_took_whose_blocks_is_told_with_what_it_cost(gateway: GatewayFixture) -> None:
-    """A prefix without a promise is taken by a neighbour; its owner computes it again, and the
-    neighbour's row has the price of that."""
+async def test_admin_api_shows_evictions_between_tenants_with_their_cost(
+    gateway: GatewayFixture,
+) -> None:
+    """A neighbour evicts a prefix without a promise; its owner computes it again, at the price
+    shown in the neighbour's row."""
     admin = Admin(gateway)
     add_card(gateway.store, wall_ms, RateCard("std", input=3_000_000, cache_read=300_000))
     change_tenant(gateway.store, "bob", {"floor_blocks": 230})
@@ -308,7 +313,7 @@ async def test_who_took_whose_blocks_is_told_with_what_it_cost(gateway: GatewayF
     await gateway.ask(body=kept)
     for number in range(24):
         await gateway.ask(body=gateway.chat(f"{number} noise, " * 30), who="bob")
-    await gateway.until(lambda: bool(gateway.engine.losses.taken()))  # it comes with a heartbeat
+    await gateway.until(lambda: bool(gateway.engine.losses.taken()))  # sent with a heartbeat
     await gateway.ask(body=kept)
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
     _, ada = await admin.ask("GET", "/admin/v1/analytics/ada")
@@ -327,7 +332,7 @@ async def test_who_took_whose_blocks_is_told_with_what_it_cost(gateway: GatewayF
     assert overview["churn"]["inserted_blocks"] > ada["churn"]["inserted_blocks"] > 0
 
 
-async def test_what_became_of_a_promise_is_told_by_tenant_and_class(
+async def test_shows_outcomes_of_promises_by_tenant_and_class(
     gateway: GatewayFixture,
 ) -> None:
     """In analytics and in metrics alike."""
@@ -351,8 +356,7 @@ async def test_what_became_of_a_promise_is_told_by_tenant_and_class(
     assert 'trunkline_promises_total{class="5m",outcome="given_up"} 1.0' in metrics
 
 
-async def test_only_an_administrator_sees_them(gateway: GatewayFixture) -> None:
-    """A tenant's key is no administrator's."""
+async def test_tenant_key_may_not_read_analytics(gateway: GatewayFixture) -> None:
     admin = Admin(gateway)
     found = [
         await admin.ask("GET", path, key=key)

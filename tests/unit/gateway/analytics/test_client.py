@@ -1,4 +1,4 @@
-"""Analytics' process says what analytics here would say; when it dies, answers go on without it."""
+"""`AnalyticsProcessClient`: same answers as in-process analytics; requests go on when it dies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from engine.api import Grammar
 from gateway.analytics import client
-from gateway.analytics.aggregates import Analytics, Facts
-from gateway.analytics.client import ANSWERS_MAX, TOKENS_MAX, AnalyticsProcessClient
+from gateway.analytics.aggregates import Analytics, CompletedPrompt
+from gateway.analytics.client import REQUESTS_MAX, TOKENS_MAX, AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import StartAnalytics
 from gateway.child_process import RestartPolicy
@@ -29,28 +29,28 @@ from tests.fakes import FakeClock
 PATIENCE_S = 60.0
 BEGIN = StartAnalytics(10, {"5m": ClassTerms(300.0, "5m"), "1h": ClassTerms(3_600.0, "1h")})
 CARD = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 1_250})
-AT_ONCE = RestartPolicy((0.001,))
+NO_PAUSE = RestartPolicy((0.001,))
 READS_NOTHING = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
 @pytest.fixture(autouse=True)
 def fail_on_blocking_calls() -> None:
-    """Not here: nobody is served meanwhile."""
+    """Disabled here: no request is served meanwhile."""
 
 
-class Opened:
-    """A link, and what it reported."""
+class AnalyticsUnderTest:
+    """An analytics client, and its reported events."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.events: list[str] = []
-        self.link: AnalyticsProcessClient
+        self.client: AnalyticsProcessClient
 
     async def open(self, *command: str) -> AnalyticsProcessClient:
-        self.link = await AnalyticsProcessClient.open(
-            BEGIN, self.clock, self.wall, self.report, command or client.COMMAND, AT_ONCE
+        self.client = await AnalyticsProcessClient.open(
+            BEGIN, self.clock, self.wall, self.report, command or client.COMMAND, NO_PAUSE
         )
-        return self.link
+        return self.client
 
     def wall(self) -> int:
         return 1_700_000_000_123 + int(1_000 * self.clock.now_s)
@@ -58,24 +58,25 @@ class Opened:
     def report(self, event: str, facts: dict[str, object]) -> None:
         self.events.append(event)
 
-    async def until(self, holds: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while not holds():  # noqa: ASYNC110 (whatever it is has no event to wait for)
+            while not condition():  # noqa: ASYNC110 (a condition has no event to wait for)
                 await asyncio.sleep(0.005)
 
 
 @pytest.fixture
-async def made() -> AsyncIterator[Opened]:
-    made = Opened()
-    yield made
-    await made.link.close()
+async def analytics() -> AsyncIterator[AnalyticsUnderTest]:
+    analytics = AnalyticsUnderTest()
+    yield analytics
+    await analytics.client.close()
 
 
-def some_facts(seed: int) -> Facts:
-    """Prompts that begin alike, of three tenants, with all that can be said of them."""
+def make_prompt(seed: int) -> CompletedPrompt:
+    """Return a finished prompt of one of three tenants, with shared beginnings and random
+    attributes."""
     chance = random.Random(seed)
     tokens = tuple(chance.choice((7, 70_000)) for _ in range(16 * chance.randrange(1, 6)))
-    marks = tuple(
+    boundaries = tuple(
         Boundary(place, f"messages[{place}]", retention="5m", role="system")
         for place in range(16, len(tokens) + 1, 16)
     )
@@ -84,10 +85,10 @@ def some_facts(seed: int) -> Facts:
         len(tokens), {"5m": cached} if cached else {}, {}, len(tokens) - cached, 5, cached
     )
     grammar = Grammar("json_object") if chance.random() < 0.3 else None
-    return Facts(
+    return CompletedPrompt(
         chance.choice(("ada", "bob", "eve")),
         record,
-        Rendered(tokens, marks, grammar),
+        Rendered(tokens, boundaries, grammar),
         chance.choice((None, 0.02)),
         chance.choice(("", "expired")),
         chance.choice(("done", "failed")),
@@ -96,108 +97,113 @@ def some_facts(seed: int) -> Facts:
     )
 
 
-async def said(door: AnalyticsClient) -> list[Any]:
-    """All that can be asked."""
+async def ask_everything(asked: AnalyticsClient) -> list[Any]:
+    """Ask every question."""
     return [
-        await door.overview(),
-        *[await door.tenant(name, CARD, 64) for name in ("ada", "bob", "nobody")],
-        await door.missed_tokens("ada", "expired"),
-        await door.missed_tokens("nobody", "expired"),
+        await asked.overview(),
+        *[await asked.tenant(name, CARD, 64) for name in ("ada", "bob", "nobody")],
+        await asked.missed_tokens("ada", "expired"),
+        await asked.missed_tokens("nobody", "expired"),
     ]
 
 
-async def test_a_process_says_what_analytics_here_would_say(made: Opened) -> None:
-    """Over hours, with answers of which only some fill a frame."""
-    link = await made.open()
-    here = InProcessAnalytics(Analytics(made.clock, made.wall, BEGIN.tenants_max, BEGIN.classes))
-    for number in range(3 * ANSWERS_MAX + 7):
-        made.clock.advance(97.0)
-        for door in (here, link):
-            door.note(some_facts(number))
+async def test_process_answers_like_in_process_analytics(analytics: AnalyticsUnderTest) -> None:
+    """Over hours, with requests of which only some fill a frame."""
+    remote = await analytics.open()
+    local = InProcessAnalytics(
+        Analytics(analytics.clock, analytics.wall, BEGIN.tenants_max, BEGIN.classes)
+    )
+    for number in range(3 * REQUESTS_MAX + 7):
+        analytics.clock.advance(97.0)
+        for analytics_client in (local, remote):
+            analytics_client.note(make_prompt(number))
 
-    assert await said(link) == await said(here)
-    assert (await link.overview())["total"]["requests"] > ANSWERS_MAX
+    assert await ask_everything(remote) == await ask_everything(local)
+    assert (await remote.overview())["total"]["requests"] > REQUESTS_MAX
 
 
-async def test_answers_leave_some_at_a_time(made: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their number, and by what their prompts have; a question takes all that wait with it."""
-    link = await made.open()
-    await link.overview()
+async def test_sends_requests_in_batches(
+    analytics: AnalyticsUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By number, and by prompt tokens; a question sends all pending requests first."""
+    remote = await analytics.open()
+    await remote.overview()
     frames: list[object] = []
     packed = child_process.packed
 
     def noted(message: Any) -> bytes:
-        frames.append(len(message.facts) if hasattr(message, "facts") else "question")
+        frames.append(len(message.prompts) if hasattr(message, "prompts") else "question")
         return packed(message)
 
     monkeypatch.setattr(client, "packed", noted)
-    for _ in range(ANSWERS_MAX + 1):
-        link.note(some_facts(1))
+    for _ in range(REQUESTS_MAX + 1):
+        remote.note(make_prompt(1))
     long = Rendered((1,) * TOKENS_MAX)
-    link.note(Facts("ada", UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done"))
-    link.note(some_facts(2))
-    await link.overview()
+    remote.note(
+        CompletedPrompt("ada", UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done")
+    )
+    remote.note(make_prompt(2))
+    await remote.overview()
 
-    assert frames == [ANSWERS_MAX, 2, 1, "question"]
+    assert frames == [REQUESTS_MAX, 2, 1, "question"]
 
 
-async def test_a_process_that_dies_is_replaced_and_begins_anew(made: Opened) -> None:
-    """Whoever asks meanwhile is told to ask again."""
-    link = await made.open()
-    link.note(some_facts(1))
-    before = await link.overview()
-    first = link.pid
+async def test_replaces_dead_process_with_empty_one(analytics: AnalyticsUnderTest) -> None:
+    """Questions are refused meanwhile, with a time to retry."""
+    remote = await analytics.open()
+    remote.note(make_prompt(1))
+    before = await remote.overview()
+    first = remote.pid
     os.kill(first, signal.SIGSTOP)
-    asked = asyncio.create_task(link.overview())
+    asked = asyncio.create_task(remote.overview())
     await asyncio.sleep(0)
     os.kill(first, signal.SIGKILL)
-    with pytest.raises(Refusal, match="being started again") as refused:
+    with pytest.raises(Refusal, match="are restarting") as refused:
         await asked
-    link.note(some_facts(2))
-    await made.until(lambda: link.pid not in (0, first))
-    after = await link.overview()
+    remote.note(make_prompt(2))
+    await analytics.until(lambda: remote.pid not in (0, first))
+    after = await remote.overview()
 
     assert refused.value.code == "analytics_away"
     assert (before["total"]["requests"], after["total"]["requests"]) in ((1, 0), (1, 1))
-    assert made.events == ["analytics_started", "analytics_died", "analytics_started"]
+    assert analytics.events == ["analytics_started", "analytics_died", "analytics_started"]
 
 
-async def test_nobody_waits_for_one_that_cannot_be_started(made: Opened) -> None:
-    """It is tried again, and what comes is let go."""
-    link = await made.open("/nowhere/analytics")
-    for number in range(2 * ANSWERS_MAX):
-        link.note(some_facts(number))
-    with pytest.raises(Refusal, match="being started again"):
-        await link.overview()
-    await made.until(lambda: made.events.count("analytics_not_started") > 1)
+async def test_process_that_cannot_start_delays_nothing(analytics: AnalyticsUnderTest) -> None:
+    """The start is retried, and requests are dropped meanwhile."""
+    remote = await analytics.open("/nowhere/analytics")
+    for number in range(2 * REQUESTS_MAX):
+        remote.note(make_prompt(number))
+    with pytest.raises(Refusal, match="are restarting"):
+        await remote.overview()
+    await analytics.until(lambda: analytics.events.count("analytics_not_started") > 1)
 
 
-async def test_one_that_reads_nothing_costs_so_much_and_no_more(
-    made: Opened, monkeypatch: pytest.MonkeyPatch
+async def test_process_that_reads_nothing_costs_bounded_memory(
+    analytics: AnalyticsUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it is behind is let go, and at the end it is killed."""
+    """Requests beyond the bound are dropped; close kills the process."""
     monkeypatch.setattr(client, "UNSENT_MAX", 2**20)
     monkeypatch.setattr(client, "CLOSE_S", 0.1)
-    link = await made.open(*READS_NOTHING)
+    remote = await analytics.open(*READS_NOTHING)
     long = Rendered(tuple(range(TOKENS_MAX)))
-    one = Facts("ada", UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done")
+    one = CompletedPrompt("ada", UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done")
     for _ in range(200):
-        link.note(one)
-    assert link._wire is not None
-    unsent, pid = link._wire.unsent, link.pid
-    await link.close()
-    await link.close()
+        remote.note(one)
+    assert remote._wire is not None
+    unsent, pid = remote._wire.unsent, remote.pid
+    await remote.close()
+    await remote.close()
 
     assert 2**20 < unsent < 2**20 + 5 * TOKENS_MAX
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-async def test_it_goes_when_its_gateway_does(made: Opened) -> None:
-    """However that ended: nobody is left to tell it."""
-    link = await made.open()
-    await link.overview()
-    process, wire = link._child._process, link._wire
+async def test_process_exits_with_its_gateway(analytics: AnalyticsUnderTest) -> None:
+    remote = await analytics.open()
+    await remote.overview()
+    process, wire = remote._child._process, remote._wire
     assert process is not None
     assert wire is not None
     wire.close()

@@ -1,4 +1,4 @@
-"""What tenants hold, kept by what has changed: the same as if everything were added up."""
+"""`TenantCacheUsage`: incremental sums equal the sums over all namespaces."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from engine.api import NamespaceStats
 from engine.client.namespace_stats import NamespaceTable
-from gateway.analytics.tenant_usage import FIELDS, Holders
+from gateway.analytics.tenant_usage import FIELDS, TenantCacheUsage
 
-facts = st.builds(
+NAMESPACE_STATS = st.builds(
     NamespaceStats,
     namespace=st.sampled_from([b"1a", b"1b", b"2a", b"?"]),
     blocks=st.integers(0, 3),
@@ -23,33 +23,38 @@ facts = st.builds(
 
 
 def owner_of(namespace: bytes) -> int | None:
-    """Its first sign, where that is a number."""
+    """Return the first character as a tenant id, if it is a digit."""
     first = namespace[:1]
     return int(first) if first.isdigit() else None
 
 
-@given(st.lists(st.tuples(facts, st.sampled_from(["", "look", "other book", "none"])), max_size=20))
-def test_the_sums_are_those_of_all_namespaces(history: list[tuple[NamespaceStats, str]]) -> None:
-    """However often somebody looked, and whichever life of an engine it was."""
-    book, holders = NamespaceTable(), Holders()
-    for fact, what in history:
-        if what == "other book":
-            book = NamespaceTable()
+@given(
+    st.lists(
+        st.tuples(NAMESPACE_STATS, st.sampled_from(["", "update", "other table", "none"])),
+        max_size=20,
+    )
+)
+def test_sums_equal_those_over_all_namespaces(history: list[tuple[NamespaceStats, str]]) -> None:
+    """However often they were updated, over any number of engine restarts."""
+    table, usage = NamespaceTable(), TenantCacheUsage()
+    for stats, what in history:
+        if what == "other table":
+            table = NamespaceTable()
         if what == "none":
-            holders.look(None, owner_of)
-        book.add([fact])
-        if what == "look":
-            holders.look(book, owner_of)
-    holders.look(book, owner_of)
+            usage.update(None, owner_of)
+        table.add([stats])
+        if what == "update":
+            usage.update(table, owner_of)
+    usage.update(table, owner_of)
 
     sums: dict[int, dict[str, int]] = defaultdict(lambda: dict.fromkeys(FIELDS, 0))
-    for one in book:
+    for one in table:
         owner = owner_of(one.namespace)
         if owner is not None:
             for name in FIELDS:
                 sums[owner][name] += getattr(one, name)
-    assert dict(holders.largest(9)) == sums
-    assert [held["blocks"] for _, held in holders.largest(9)] == sorted(
+    assert dict(usage.largest(9)) == sums
+    assert [held["blocks"] for _, held in usage.largest(9)] == sorted(
         (held["blocks"] for held in sums.values()), reverse=True
     )
-    assert len(holders.largest(1)) == min(1, len(sums))
+    assert len(usage.largest(1)) == min(1, len(sums))
