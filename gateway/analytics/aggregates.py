@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from gateway.dialects.canonical import Rendered, UsageRecord
-from gateway.observability.metrics import CACHED, cached_as
+from gateway.observability.metrics import CACHE_OUTCOMES, cache_outcome
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms, advise_classes, advise_sizes
 from tenancy.reuse.miss_ratio_curve import (
@@ -101,7 +101,7 @@ class AnalyticsSums:
         self.missed_tokens: defaultdict[str, int] = defaultdict(int)
         self.read_classes: defaultdict[str, int] = defaultdict(int)
         self.write_classes: defaultdict[str, int] = defaultdict(int)
-        self.first_token_ms = {cached: LogHistogram() for cached in CACHED}
+        self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
         endings, reads, writes = self.endings, self.read_classes, self.write_classes
         first_ms = {cached: times.counts for cached, times in self.first_token_ms.items()}
         fresh = out = prompt = physical = breached = further = 0
@@ -127,7 +127,7 @@ class AnalyticsSums:
                 continue
             endings[completed.ending] += 1
             if completed.first_token_s is not None:
-                times = first_ms[cached_as(cached, record.total_in)]
+                times = first_ms[cache_outcome(cached, record.total_in)]
                 times[bucket_of(1000 * completed.first_token_s)] += 1
         self.prompt, self.physical, self.breached = prompt, physical, breached
         read, write = sum(self.read_classes.values()), sum(self.write_classes.values())
@@ -148,7 +148,7 @@ class TenantView:
         self.misses: dict[str, int] = {}
         self.missed_tokens: dict[str, int] = {}
         self.endings: dict[str, int] = {}
-        self.first_token_ms = {cached: LogHistogram() for cached in CACHED}
+        self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
 
     def add(self, minute: int, sums: AnalyticsSums) -> None:
         """Add the sums of more requests of one minute. O(1)."""

@@ -52,4 +52,4 @@ class SoftBudgets:
                     "resets_ms": state.resets_ms,
                 }
                 gateway.log("soft_budget_passed", facts)
-        gateway.telemetry.show_soft_budgets(counts)
+        gateway.telemetry.set_soft_budgets(counts)

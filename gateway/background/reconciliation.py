@@ -67,9 +67,9 @@ class Reconciler:
 
     def _totals(self, epoch: str, stats: Stats, at_ms: int, *, is_last: bool) -> EngineTotals:
         telemetry = self._gateway.telemetry
-        prompt, cached, output = telemetry.of_epoch(epoch)
+        prompt, cached, output = telemetry.epoch_tokens(epoch)
         # Behind the end of a text nothing is charged, whoever noticed that it was drawn.
-        unneeded = stats.unneeded_tokens_total + telemetry.unneeded_in(epoch)
+        unneeded = stats.unneeded_tokens_total + telemetry.epoch_unneeded_tokens(epoch)
         return EngineTotals(
             epoch=epoch,
             at_ms=at_ms,

@@ -40,7 +40,7 @@ from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE, RequestState, asked
 from gateway.http.response import ClientGone, begin, send, streamed, write
 from gateway.ledger.metering import LedgerReservation
-from gateway.observability.tracing import operation_of
+from gateway.observability.tracing import operation_name
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
 from tenancy.ledger.idempotency import ReplayRecord, StoredResponse
 from tenancy.limits import Demand, LimitState, Meter, Reservation
@@ -55,7 +55,7 @@ class Generation:
         self._dialect = dialect
         self._request = request
         self._state: RequestState = request[STATE]
-        self._state.operation = operation_of(dialect.name)
+        self._state.operation = operation_name(dialect.name)
         self._response: web.StreamResponse | None = None
         self._contracts: list[Contract] = []
         self._on_started: Callable[[int], None] | None = None

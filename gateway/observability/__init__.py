@@ -1,1 +1,1 @@
-"""Package."""
+"""Metrics, traces and the log."""

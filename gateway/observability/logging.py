@@ -1,9 +1,8 @@
-"""The log: one JSON line for each event, on a file descriptor; those of a few milliseconds in one
-write.
+"""The log: one JSON line per event on a file descriptor, written in batches of a few milliseconds.
 
-A reader that does not keep up holds nobody up: lines wait for it, up to `WAITING_BYTES_MAX`, and
-what does not fit any more is counted, which a line says when there is room. It knows no event.
-`app` makes one, on standard error.
+A slow reader delays no request: up to `PENDING_BYTES_MAX` bytes of lines wait for it, and lines
+beyond that are dropped and counted, in a line of its own once there is room. This module knows no
+event. `app` makes one log, on standard error.
 """
 
 from __future__ import annotations
@@ -17,79 +16,88 @@ import msgspec
 
 from tenancy.types import WallClock
 
-WAITING_BYTES_MAX = 2**20
-PIECE_BYTES = select.PIPE_BUF
-"""A pipe that takes any takes this much without waiting."""
+PENDING_BYTES_MAX = 2**20
+"""Bytes that wait for a slow reader."""
+WRITE_BYTES_MAX = select.PIPE_BUF
+"""Bytes that a pipe takes without blocking, if it takes any."""
 GATHER_S = 0.005
-"""So long a line waits for others: somebody who asks again at once does not wait for its write."""
+"""Seconds that a line waits for other lines, so that a client's next request does not wait for its
+write."""
 RETRY_S = 0.02
-PATIENCE_S = 1.0
-"""So long a reader is waited for at the end, and outside of an event loop."""
+FINAL_WAIT_S = 1.0
+"""Longest wait, in seconds, for the reader at close and outside of an event loop."""
 
 
 class LogLines:
-    """A log. May be called by any thread; outside of an event loop a line is written at once."""
+    """A log. Thread-safe; outside of an event loop a line is written at once."""
 
     def __init__(self, fd: int, wall: WallClock) -> None:
-        """`fd`: stays its owner's."""
+        """`fd`: stays open; the caller closes it."""
         self._fd = fd
         self._wall = wall
         self._lock = threading.Lock()
-        self._waiting = bytearray()
-        self._left_out = 0
-        self._due: asyncio.AbstractEventLoop | None = None
-        self._room = select.poll()
-        self._room.register(fd, select.POLLOUT)
+        self._pending = bytearray()
+        self._dropped_lines = 0
+        self._flush_loop: asyncio.AbstractEventLoop | None = None
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
 
     def __call__(self, event: str, facts: dict[str, object]) -> None:
-        """One line. O(its length); in an event loop never a wait."""
+        """Log one event. O(length of the line); does not block in an event loop."""
         line = msgspec.json.encode({"at_ms": self._wall(), "event": event, **facts}) + b"\n"
         with self._lock:
-            self._add(line)
+            self._append(line)
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            self._flush(PATIENCE_S)
+            self._flush(FINAL_WAIT_S)
             return
-        if self._due is not loop:
-            self._due = loop
+        if self._flush_loop is not loop:
+            self._flush_loop = loop
             loop.call_later(GATHER_S, self._flush_due, loop)
 
     def close(self) -> None:
-        """Write what waits; a reader that is behind has `PATIENCE_S`. Safe to call twice."""
-        self._flush(PATIENCE_S)
+        """Write pending lines; wait up to `FINAL_WAIT_S` for a slow reader. Safe to repeat."""
+        self._flush(FINAL_WAIT_S)
 
-    def _add(self, line: bytes) -> None:
-        if len(self._waiting) + len(line) > WAITING_BYTES_MAX:
-            self._left_out += 1
+    def _append(self, line: bytes) -> None:
+        if len(self._pending) + len(line) > PENDING_BYTES_MAX:
+            self._dropped_lines += 1
             return
-        if self._left_out:
-            facts = {"at_ms": self._wall(), "event": "log_lines_left_out", "lines": self._left_out}
-            self._waiting += msgspec.json.encode(facts) + b"\n"
-            self._left_out = 0
-        self._waiting += line
+        if self._dropped_lines:
+            facts = {
+                "at_ms": self._wall(),
+                "event": "log_lines_dropped",
+                "lines": self._dropped_lines,
+            }
+            self._pending += msgspec.json.encode(facts) + b"\n"
+            self._dropped_lines = 0
+        self._pending += line
 
     def _flush_due(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._due = None
+        self._flush_loop = None
         self._flush(0)
-        if self._waiting:
-            self._due = loop
+        if self._pending:
+            self._flush_loop = loop
             loop.call_later(RETRY_S, self._flush_due, loop)
 
-    def _flush(self, patience_s: float) -> None:
-        """As much as is taken now. A reader that is gone for good gets nothing more."""
+    def _flush(self, wait_s: float) -> None:
+        """Write what the reader takes within `wait_s`. If the reader is gone, drop all lines."""
         with self._lock:
-            while self._waiting and self._room.poll(patience_s * 1_000):
+            while self._pending and self._poll.poll(wait_s * 1_000):
                 try:
-                    written = os.write(self._fd, self._piece())
+                    written = os.write(self._fd, self._next_write())
                 except BlockingIOError:
-                    return  # somebody else who writes there was faster
+                    return  # another process filled the pipe first
                 except OSError:
-                    written = len(self._waiting)
-                del self._waiting[:written]
+                    written = len(self._pending)
+                del self._pending[:written]
 
-    def _piece(self) -> bytearray:
-        """Whole lines: other processes write there too, and what they say must not stand in the
-        middle of one. Only of a line that no pipe takes at once a part."""
-        end = self._waiting.rfind(b"\n", 0, PIECE_BYTES) + 1
-        return self._waiting[: end or PIECE_BYTES]
+    def _next_write(self) -> bytearray:
+        """Return the pending lines of the next write.
+
+        Only complete lines: other processes write to the same pipe, and must not write into the
+        middle of a line. A line longer than the pipe's atomic size is cut.
+        """
+        end = self._pending.rfind(b"\n", 0, WRITE_BYTES_MAX) + 1
+        return self._pending[: end or WRITE_BYTES_MAX]

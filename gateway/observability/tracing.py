@@ -1,9 +1,9 @@
-"""What a trace says of a request that asked for an answer, by OpenTelemetry's names for it.
+"""Trace attributes of a generation request, by OpenTelemetry's semantic conventions.
 
-It imports nothing of OpenTelemetry: with tracing off nothing does. The middleware makes
-`CompletedRequest` when a request is over, from facts that hold no prompt, no output and no key, and
-hands it to a `Tracer`; `gateway.observability.otel_exporter` is the one that sends spans, made by
-`app` where it was asked for.
+This module does not import OpenTelemetry, so nothing does while tracing is off. The middleware
+makes a `CompletedRequest` when a request ends, from facts that hold no prompt, output or key, and
+hands it to a `Tracer`. `gateway.observability.otel_exporter` has the implementation that sends
+spans; `app` makes it if tracing is configured.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ Attribute = str | int | float | bool | Sequence[str]
 
 _OPERATIONS = {"openai_completions": "text_completion", "gemini": "generate_content"}
 
-CACHE_READ = "gen_ai.usage.cache_read.input_tokens"
-CACHE_WRITE = "gen_ai.usage.cache_write.input_tokens"
+CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+CACHE_WRITE_TOKENS = "gen_ai.usage.cache_write.input_tokens"
 
 
-def operation_of(dialect: str) -> str:
-    """What the conventions call an answer in this dialect."""
+def operation_name(dialect: str) -> str:
+    """Return the conventions' operation name for this dialect."""
     return _OPERATIONS.get(dialect, "chat")
 
 
 class CompletedRequest(Struct, frozen=True):
-    """One request, at its end. Times are seconds after its arrival; `ended_ms` is wall time.
+    """A finished request. Times are seconds after its arrival; `ended_ms` is wall time.
 
-    `error`: a refusal's code, or the ending where there is none, or "". `traceparent`: as it came.
+    `error`: the error code of a refusal, else the ending, else "". `traceparent`: the client's
+    header.
     """
 
     operation: str
@@ -57,17 +58,18 @@ class CompletedRequest(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The span's: few different ones, as backends group by it."""
+        """The span's name: of low cardinality, since backends group by it."""
         return f"{self.operation} {self.model}".rstrip()
 
     @property
     def is_failure(self) -> bool:
-        """Is it ours? A client's mistake is none, nor is its leaving."""
+        """True if the server failed. A client's error or disconnect is no failure."""
         return self.ending == "failed" or self.status >= 500
 
     def attributes(self) -> dict[str, Attribute]:
-        """By the conventions' names; `trunkline.` where they have none."""
-        found: dict[str, Attribute] = {
+        """Return attributes by the conventions' names, and `trunkline.` names where they have
+        none."""
+        attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": self.operation,
             "gen_ai.provider.name": "trunkline",
             "gen_ai.request.stream": self.is_stream,
@@ -77,19 +79,19 @@ class CompletedRequest(Struct, frozen=True):
             "trunkline.request_id": self.request_id,
         }
         if self.status:
-            found["http.response.status_code"] = self.status
+            attributes["http.response.status_code"] = self.status
         if self.model:
-            found["gen_ai.request.model"] = found["gen_ai.response.model"] = self.model
+            attributes["gen_ai.request.model"] = attributes["gen_ai.response.model"] = self.model
         if self.tenant_id is not None:
-            found["trunkline.tenant_id"] = self.tenant_id
+            attributes["trunkline.tenant_id"] = self.tenant_id
         if self.error:
-            found["error.type"] = self.error
-        if self.submitted_s is not None:  # else it never ran: there is nothing to count
-            found.update(self._usage())
-        return found
+            attributes["error.type"] = self.error
+        if self.submitted_s is not None:  # a request that never ran has no usage
+            attributes.update(self._usage())
+        return attributes
 
     def events(self) -> list[tuple[str, float]]:
-        """(name, seconds after arrival) of what it reached, in order."""
+        """Return (name, seconds after arrival) of the stages reached, in order."""
         reached = (
             ("submitted", self.submitted_s),
             ("first_token", self.first_token_s),
@@ -98,26 +100,26 @@ class CompletedRequest(Struct, frozen=True):
         return [(name, at_s) for name, at_s in reached if at_s is not None]
 
     def _usage(self) -> dict[str, Attribute]:
-        found: dict[str, Attribute] = {
+        attributes: dict[str, Attribute] = {
             "gen_ai.response.id": self.response_id,
             "gen_ai.usage.input_tokens": self.prompt_tokens,
             "gen_ai.usage.output_tokens": self.output_tokens,
-            CACHE_READ: self.cache_read_tokens,
-            CACHE_WRITE: self.cache_write_tokens,
+            CACHE_READ_TOKENS: self.cache_read_tokens,
+            CACHE_WRITE_TOKENS: self.cache_write_tokens,
             "trunkline.cached_tokens": self.cached_tokens,
         }
         if self.finish_reasons:
-            found["gen_ai.response.finish_reasons"] = self.finish_reasons
+            attributes["gen_ai.response.finish_reasons"] = self.finish_reasons
         if self.first_token_s is not None:
-            found["gen_ai.response.time_to_first_chunk"] = self.first_token_s
-        return found
+            attributes["gen_ai.response.time_to_first_chunk"] = self.first_token_s
+        return attributes
 
 
 class Tracer(Protocol):
-    """Where spans go."""
+    """Receives finished requests."""
 
-    def record(self, answered: CompletedRequest) -> None:
-        """Make a span of it, if it is sampled. Waits for nothing; raises nothing."""
+    def record(self, request: CompletedRequest) -> None:
+        """Make a span of a request, if sampled. Does not block; raises nothing."""
 
     def close(self) -> None:
-        """Send what is left, for a bounded time. Blocks."""
+        """Send queued spans, for a bounded time. Blocks."""

@@ -39,7 +39,10 @@ class AnalyticsUnderTest:
     def __init__(self, tenants_max: int = 10) -> None:
         self.clock = FakeClock()
         self.analytics = Analytics(
-            self.clock, lambda: int(self.clock.now_s * 1000), tenants_max, {"5m": ClassTerms(300.0, "5m")}
+            self.clock,
+            lambda: int(self.clock.now_s * 1000),
+            tenants_max,
+            {"5m": ClassTerms(300.0, "5m")},
         )
 
     def note(

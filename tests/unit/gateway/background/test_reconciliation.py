@@ -10,7 +10,7 @@ import pytest
 from engine.api import Stats
 from gateway.background.reconciliation import Reconciler
 from gateway.ledger.metering import wall_ms
-from gateway.observability.metrics import EPOCHS_MAX, Metrics
+from gateway.observability.metrics import ENGINE_EPOCHS_MAX, Metrics
 from tenancy.accounting.reconcile import Counts, Epoch, reconcile
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -175,7 +175,7 @@ async def test_what_is_told_of_an_epoch_is_what_metrics_count(gateway: GatewayFi
             round(float(line.rpartition(" ")[2])) for line in lines if line.startswith(f"{name}{{")
         )
 
-    assert gateway.gateway.context.telemetry.of_epoch("1") == (
+    assert gateway.gateway.context.telemetry.epoch_tokens("1") == (
         total("trunkline_prompt_tokens_total"),
         total("trunkline_cached_tokens_total"),
         total("trunkline_output_tokens_total"),
@@ -185,10 +185,10 @@ async def test_what_is_told_of_an_epoch_is_what_metrics_count(gateway: GatewayFi
 def test_lives_of_an_engine_are_forgotten_after_a_while() -> None:
     """One that dies every minute must not grow a gateway."""
     telemetry = Metrics(1)
-    for number in range(EPOCHS_MAX + 1):
+    for number in range(ENGINE_EPOCHS_MAX + 1):
         telemetry.count_epoch(str(number), 1, 0, 0)
     telemetry.count_epoch("16", 1, 0, 0)
 
-    assert telemetry.of_epoch("0") == (0, 0, 0)
-    assert telemetry.of_epoch("1") == (1, 0, 0)
-    assert telemetry.of_epoch("16") == (2, 0, 0)
+    assert telemetry.epoch_tokens("0") == (0, 0, 0)
+    assert telemetry.epoch_tokens("1") == (1, 0, 0)
+    assert telemetry.epoch_tokens("16") == (2, 0, 0)

@@ -1,4 +1,4 @@
-"""The log: whole lines in order, few writes, and nobody who waits for its reader."""
+"""`LogLines`: complete lines in order, few writes, and no request that waits for the reader."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gateway.observability.logging import PIECE_BYTES, WAITING_BYTES_MAX, LogLines
+from gateway.observability.logging import PENDING_BYTES_MAX, WRITE_BYTES_MAX, LogLines
 
 
-class Pipe:
-    """A log and what its reader has read."""
+class LogPipe:
+    """A log, and what its reader has read."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
@@ -25,14 +25,14 @@ class Pipe:
         self._data = b""
 
     def read(self) -> bytes:
-        """What is there now; b"" if nothing is."""
+        """Return what is in the pipe now; b"" if nothing."""
         try:
             return os.read(self.reader, 2**20)
         except BlockingIOError:
             return b""
 
     async def read_until(self, what: str) -> list[dict[str, Any]]:
-        """All lines up to one that says this."""
+        """Return all lines up to the one that contains `what`."""
         async with asyncio.timeout(30):
             while what.encode() not in self._data or not self._data.endswith(b"\n"):
                 self._data += self.read()
@@ -45,14 +45,14 @@ class Pipe:
 
 
 @pytest.fixture
-def pipe() -> Iterator[Pipe]:
-    made = Pipe()
+def pipe() -> Iterator[LogPipe]:
+    made = LogPipe()
     yield made
     made.close()
 
 
-async def test_lines_of_a_moment_are_one_write(pipe: Pipe) -> None:
-    """A write costs more than all else that a line does."""
+async def test_batches_lines_into_one_write(pipe: LogPipe) -> None:
+    """A write costs more than the rest of logging a line."""
     pipe.log("a", {"n": 1})
     await asyncio.sleep(0)
     pipe.log("b", {"n": 2})
@@ -63,8 +63,8 @@ async def test_lines_of_a_moment_are_one_write(pipe: Pipe) -> None:
     assert events == [{"at_ms": 7, "event": "a", "n": 1}, {"at_ms": 7, "event": "b", "n": 2}]
 
 
-def test_without_a_loop_a_line_is_written_at_once(pipe: Pipe) -> None:
-    """Before there is one, and from threads beside it."""
+def test_writes_at_once_outside_an_event_loop(pipe: LogPipe) -> None:
+    """At startup, and in worker threads."""
     pipe.log("a", {})
     thread = threading.Thread(target=pipe.log, args=("b", {}))
     thread.start()
@@ -73,8 +73,8 @@ def test_without_a_loop_a_line_is_written_at_once(pipe: Pipe) -> None:
     assert [json.loads(line)["event"] for line in pipe.read().splitlines()] == ["a", "b"]
 
 
-async def test_a_slow_reader_holds_nobody_up_and_loses_no_line(pipe: Pipe) -> None:
-    """Far more than a pipe holds: it is written as it is read."""
+async def test_slow_reader_delays_no_caller_and_loses_no_line(pipe: LogPipe) -> None:
+    """Far more than a pipe holds is written as the reader reads it."""
     for number in range(1_000):
         pipe.log("a", {"n": number, "filling": "x" * 100})
         await asyncio.sleep(0)
@@ -84,16 +84,16 @@ async def test_a_slow_reader_holds_nobody_up_and_loses_no_line(pipe: Pipe) -> No
     assert [event["n"] for event in events[:-1]] == list(range(1_000))
 
 
-def test_each_write_ends_with_a_line() -> None:
-    """The engine and the ledger write to the same place: their lines stand between ours, not in
-    them. A line that is longer than a pipe takes at once is the exception."""
-    reader, writer = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)  # one read for each write
+def test_writes_only_complete_lines() -> None:
+    """The engine and the ledger write to the same pipe: their lines must stand between these, not
+    inside. A line that is longer than the pipe's atomic size is the exception."""
+    reader, writer = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)  # one read per write
     log = LogLines(writer, lambda: 7)
 
     async def say() -> None:
         for number in range(100):
             log("a", {"n": number, "filling": "x" * 100})
-        log("b", {"filling": "x" * 2 * PIECE_BYTES})
+        log("b", {"filling": "x" * 2 * WRITE_BYTES_MAX})
         log("c", {})
 
     asyncio.run(say())
@@ -107,22 +107,22 @@ def test_each_write_ends_with_a_line() -> None:
     assert [json.loads(line)["event"] for line in b"".join(writes).splitlines()][-2:] == ["b", "c"]
 
 
-async def test_what_does_not_fit_any_more_is_counted(pipe: Pipe) -> None:
-    """A reader that stands still costs a bounded room, and is told what it has missed."""
-    lines = 2 * WAITING_BYTES_MAX // 1_000
+async def test_counts_lines_dropped_for_a_stuck_reader(pipe: LogPipe) -> None:
+    """A stuck reader costs bounded memory, and is told how many lines it has missed."""
+    lines = 2 * PENDING_BYTES_MAX // 1_000
     for number in range(lines):
         pipe.log("a", {"n": number, "filling": "x" * 1_000})
     await pipe.read_until('"n":99,')
     pipe.log("last", {})
     events = await pipe.read_until("last")
-    left_out = [event["lines"] for event in events if event["event"] == "log_lines_left_out"]
+    left_out = [event["lines"] for event in events if event["event"] == "log_lines_dropped"]
 
     assert len(left_out) == 1
     assert len(events) - 2 + left_out[0] == lines
 
 
-async def test_a_reader_that_is_gone_ends_nothing(pipe: Pipe) -> None:
-    """A request is answered whether or not anybody reads that it was."""
+async def test_closed_pipe_raises_nothing(pipe: LogPipe) -> None:
+    """Requests are served whether or not the log is read."""
     os.close(pipe.reader)
     pipe.log("a", {})
     await asyncio.sleep(0)
@@ -130,8 +130,8 @@ async def test_a_reader_that_is_gone_ends_nothing(pipe: Pipe) -> None:
     pipe.reader = os.open("/dev/null", os.O_RDONLY)
 
 
-async def test_closing_writes_what_waits(pipe: Pipe) -> None:
-    """The last lines before the end are those that somebody looks for."""
+async def test_close_writes_pending_lines(pipe: LogPipe) -> None:
+    """The last lines before an exit matter most."""
     pipe.log("a", {})
     pipe.log.close()
 

@@ -22,25 +22,25 @@ ROUTERS = {
 
 
 @pytest.fixture
-def telemetry() -> Metrics:
+def metrics() -> Metrics:
     return Metrics(2)
 
 
-def samples(telemetry: Metrics) -> dict[str, float]:
-    """Every sample without labels, as a Prometheus server reads it."""
-    families = text_string_to_metric_families(telemetry.exposition().decode())
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Return every sample without labels, as a Prometheus server reads it."""
+    families = text_string_to_metric_families(metrics.exposition().decode())
     return {s.name: s.value for family in families for s in family.samples if not s.labels}
 
 
-def test_the_engines_heartbeat_is_shown_as_it_came(telemetry: Metrics) -> None:
-    """Gauges as gauges, counters as counters, whatever was there before."""
-    telemetry.show_engine(Stats(blocks=9, step=7), is_ready=False, restarts=0)
+def test_exposes_latest_engine_heartbeat(metrics: Metrics) -> None:
+    """Gauges as gauges, counters as counters, whatever the values before."""
+    metrics.set_engine_stats(Stats(blocks=9, step=7), is_ready=False, restarts=0)
     stats = Stats(
         blocks=10, pinned_blocks=4, free_blocks=6, waiting=3, running=2, evicted_blocks_total=5,
         prompt_tokens_total=100, cached_tokens_total=40,
     )  # fmt: skip
-    telemetry.show_engine(stats, is_ready=True, restarts=1)
-    shown = samples(telemetry)
+    metrics.set_engine_stats(stats, is_ready=True, restarts=1)
+    shown = samples(metrics)
 
     assert shown["trunkline_kv_blocks"] == 10
     assert shown["trunkline_evicted_blocks_total"] == 5
@@ -51,11 +51,11 @@ def test_the_engines_heartbeat_is_shown_as_it_came(telemetry: Metrics) -> None:
     assert shown["vllm:prefix_cache_hits_total"] == 40
 
 
-def test_what_became_of_promises_is_shown_by_class(telemetry: Metrics) -> None:
-    """Those that ended as counters, those that run as a gauge."""
+def test_exposes_promises_by_class(metrics: Metrics) -> None:
+    """Ended promises as counters, running promises as a gauge."""
     promises = {"5m": {"given": 3, "kept": 1, "broken": 1, "running": 1}, "1h": {"running": 2}}
-    telemetry.show_cache(promises, 7)
-    families = text_string_to_metric_families(telemetry.exposition().decode())
+    metrics.set_cache_stats(promises, 7)
+    families = text_string_to_metric_families(metrics.exposition().decode())
     shown = {
         (s.name, *s.labels.values()): s.value
         for family in families
@@ -70,57 +70,55 @@ def test_what_became_of_promises_is_shown_by_class(telemetry: Metrics) -> None:
     assert ("trunkline_promises_total", "5m", "running") not in shown
 
 
-def test_every_count_of_the_heartbeat_has_a_metric(telemetry: Metrics) -> None:
-    """A count that nobody can see was not worth keeping."""
+def test_every_heartbeat_field_has_a_metric(metrics: Metrics) -> None:
     fields = [f for f in Stats.__struct_fields__ if f not in ("call_id", "changed")]
-    before = samples(telemetry)
+    before = samples(metrics)
     for number, field in enumerate(fields, 1000):
-        telemetry.show_engine(
+        metrics.set_engine_stats(
             structs.replace(Stats(), **{field: number}), is_ready=False, restarts=0
         )
 
-        assert number in samples(telemetry).values(), field
+        assert number in samples(metrics).values(), field
     assert not set(range(1000, 1000 + len(fields))) & set(before.values())
 
 
-def test_deaths_of_the_ledgers_process_are_counted(telemetry: Metrics) -> None:
-    """Requests go on over them; somebody should hear of it all the same."""
-    telemetry.show_ledger(3)
+def test_counts_restarts_of_the_ledger_process(metrics: Metrics) -> None:
+    """Requests survive them, so only the metric shows them."""
+    metrics.set_ledger_restarts(3)
 
-    assert samples(telemetry)["trunkline_ledger_restarts_total"] == 3
-
-
-def test_an_engine_that_never_answered_divides_by_nothing(telemetry: Metrics) -> None:
-    """Before the first heartbeat there are no blocks."""
-    assert samples(telemetry)["vllm:kv_cache_usage_perc"] == 0
+    assert samples(metrics)["trunkline_ledger_restarts_total"] == 3
 
 
-def test_a_thousand_tenants_are_a_few_labels(telemetry: Metrics) -> None:
+def test_exposes_zero_usage_before_the_first_heartbeat(metrics: Metrics) -> None:
+    """There are no blocks to divide by."""
+    assert samples(metrics)["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_limits_tenant_labels(metrics: Metrics) -> None:
     """A label per tenant would be a series per tenant, for ever."""
-    names = {telemetry.tenant_label(f"t{number % 1000}") for number in range(2000)}
+    names = {metrics.tenant_label(f"t{number % 1000}") for number in range(2000)}
 
     assert names == {"t0", "t1", OTHERS}
 
 
-def test_a_tenant_called_others_is_counted_with_them() -> None:
-    """Names are theirs to choose; the series stays one."""
+def test_tenant_named_others_shares_that_label() -> None:
     assert Metrics(0).tenant_label(OTHERS) == OTHERS
 
 
-def test_series_are_not_doubled_by_the_instants_they_were_made(telemetry: Metrics) -> None:
+def test_exposes_no_created_series(metrics: Metrics) -> None:
     """A counter is one series for each set of labels."""
-    telemetry.requests.add(1, "a", "/v1", "done")
+    metrics.requests.add(1, "a", "/v1", "done")
 
-    assert b"_created" not in telemetry.exposition()
+    assert b"_created" not in metrics.exposition()
 
 
-def test_times_are_counted_in_every_bucket_that_holds_them(telemetry: Metrics) -> None:
-    """Buckets are cumulative, a time on an edge is within it, and the last one has all."""
+def test_histogram_buckets_are_cumulative(metrics: Metrics) -> None:
+    """A duration on an edge is within its bucket, and the last bucket has all."""
     for seconds in (0.004, 0.005, 0.3, 1e9):
-        telemetry.first_token_s.add(seconds, "hit")
+        metrics.first_token_s.add(seconds, "hit")
     shown = {
         (s.name.removeprefix("trunkline_first_token_seconds_"), s.labels.get("le")): s.value
-        for family in text_string_to_metric_families(telemetry.exposition().decode())
+        for family in text_string_to_metric_families(metrics.exposition().decode())
         for s in family.samples
         if s.labels.get("cache") == "hit"
     }
@@ -132,8 +130,8 @@ def test_times_are_counted_in_every_bucket_that_holds_them(telemetry: Metrics) -
     assert shown["sum", None] == pytest.approx(1e9 + 0.309)
 
 
-def test_two_gateways_do_not_share_counts() -> None:
-    """Tests, and embedders with two models."""
+def test_gateways_do_not_share_counts() -> None:
+    """Tests and embedders run several in one process."""
     first, second = Metrics(1), Metrics(1)
     first.tokens.add("a", 1, 2, 3)
 
@@ -141,19 +139,18 @@ def test_two_gateways_do_not_share_counts() -> None:
     assert b'tenant="a"' not in second.exposition()
 
 
-def test_names_say_whose_they_are_and_in_which_unit(telemetry: Metrics) -> None:
-    """Ours begin with our name; times are in seconds; each has a text."""
-    for family in text_string_to_metric_families(telemetry.exposition().decode()):
+def test_names_have_prefix_unit_and_help(metrics: Metrics) -> None:
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
         assert re.fullmatch(r"trunkline_[a-z_]+", family.name) or family.name in ROUTERS
         assert family.documentation.endswith(".")
         assert not re.search(r"_(ms|millis|s)$", family.name)
 
 
-def test_every_metric_is_in_the_operators_guide(telemetry: Metrics) -> None:
-    """And the guide names none that is not there."""
+def test_every_metric_is_in_the_operators_guide(metrics: Metrics) -> None:
+    """And the guide names no metric that does not exist."""
     text = (Path(__file__).parents[4] / "docs/operations.md").read_text()
     named = set(re.findall(r"\b(?:trunkline|vllm)[_:][a-z_]*[a-z]", text))
-    families = text_string_to_metric_families(telemetry.exposition().decode())
+    families = text_string_to_metric_families(metrics.exposition().decode())
     there = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
     routers = {name.removesuffix("_total") for name in there if name in ROUTERS or ":" in name}
     ours = {name for name in there if ":" not in name}

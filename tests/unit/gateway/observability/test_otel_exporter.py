@@ -1,4 +1,4 @@
-"""Spans as a collector gets them: real requests, a real exporter, loopback in between."""
+"""Spans as a collector receives them: real requests and a real exporter, over loopback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "a prompt that nobody else may read"
 
 
 class Collector:
-    """Takes OTLP over HTTP. `status`: what it answers, once it `is_answering`."""
+    """An OTLP/HTTP collector. `status`: of its responses, once it `is_answering`."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -50,7 +50,7 @@ class Collector:
         return [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
 
     def spans(self) -> list[Any]:
-        """Everything that came, oldest first."""
+        """Return all received spans, oldest first."""
         return [
             span
             for request in self.requests()
@@ -92,7 +92,7 @@ def set_tracing(gateway: GatewayFixture, **settings: Any) -> None:
 
 
 async def flush(gateway: GatewayFixture) -> None:
-    """Send what waits."""
+    """Send queued spans."""
     await gateway.quiet()
     tracer = gateway.gateway.context.tracer
     assert isinstance(tracer, SpanTracer)
@@ -100,7 +100,7 @@ async def flush(gateway: GatewayFixture) -> None:
 
 
 def facts(span: Any) -> dict[str, Any]:
-    """A span's attributes as plain values."""
+    """Return a span's attributes as plain values."""
     found: dict[str, Any] = {}
     for pair in span.attributes:
         kind = pair.value.WhichOneof("value")
@@ -113,10 +113,10 @@ def logged(gateway: GatewayFixture, event: str) -> list[dict[str, object]]:
     return [line for line in gateway.lines if line["event"] == event]
 
 
-async def test_an_answer_is_one_span_with_its_usage(
+async def test_request_is_one_span_with_its_usage(
     traced: GatewayFixture, collector: Collector
 ) -> None:
-    """What the client was told, the log says and the ledger holds is what the trace says."""
+    """The trace, the response, the log and the ledger agree."""
     _, body, response = await traced.ask(body=traced.chat(SECRET))
     await flush(traced)
     (span,) = collector.spans()
@@ -137,10 +137,10 @@ async def test_an_answer_is_one_span_with_its_usage(
     assert "error.type" not in found
 
 
-async def test_a_spans_events_are_in_order_within_it(
+async def test_span_events_are_ordered_and_inside_the_span(
     traced: GatewayFixture, collector: Collector
 ) -> None:
-    """Admission, first token, ledger: times that lie outside the span would be worth nothing."""
+    """Admission, first token, ledger."""
     await traced.stream(traced.chat())
     await flush(traced)
     (span,) = collector.spans()
@@ -153,10 +153,10 @@ async def test_a_spans_events_are_in_order_within_it(
     assert facts(span)["gen_ai.response.finish_reasons"] == ["length"]
 
 
-async def test_cached_tokens_are_counted_as_the_log_counts_them(
+async def test_span_has_the_cached_tokens_of_the_log(
     traced: GatewayFixture, collector: Collector
 ) -> None:
-    """The second turn's hit is the reason why anybody looks at these traces."""
+    """Of the second turn's cache hit."""
     for _ in range(2):
         await traced.ask(body=traced.chat("x" * 200))
     await flush(traced)
@@ -168,9 +168,7 @@ async def test_cached_tokens_are_counted_as_the_log_counts_them(
     assert second["trunkline.cached_tokens"] > 0
 
 
-async def test_neither_prompts_nor_outputs_nor_keys_are_sent(
-    traced: GatewayFixture, collector: Collector
-) -> None:
+async def test_sends_no_prompt_output_or_key(traced: GatewayFixture, collector: Collector) -> None:
     """A collector is a third party."""
     _, body, _ = await traced.ask(
         body=traced.chat(SECRET), headers={"tracestate": f"x={SECRET.replace(' ', '-')}"}
@@ -186,10 +184,7 @@ async def test_neither_prompts_nor_outputs_nor_keys_are_sent(
     assert body["choices"][0]["message"]["content"].encode() not in sent
 
 
-async def test_a_clients_trace_is_gone_on_with(
-    traced: GatewayFixture, collector: Collector
-) -> None:
-    """Its span and ours are one picture."""
+async def test_continues_a_clients_trace(traced: GatewayFixture, collector: Collector) -> None:
     await traced.ask(body=traced.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
     await flush(traced)
     (span,) = collector.spans()
@@ -197,10 +192,10 @@ async def test_a_clients_trace_is_gone_on_with(
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
 
 
-async def test_a_trace_that_a_client_does_not_sample_is_not_sent(
+async def test_follows_a_clients_decision_not_to_sample(
     traced: GatewayFixture, collector: Collector
 ) -> None:
-    """Half a trace helps nobody."""
+    """Half a trace is useless."""
     await traced.ask(body=traced.chat(), headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
     await flush(traced)
 
@@ -211,10 +206,10 @@ async def test_a_trace_that_a_client_does_not_sample_is_not_sent(
     "header",
     ["", "no", f"00-{'0' * 32}-{PARENT}-01", f"ff-{TRACE}-{PARENT}-01", "0" * 4000, "00-é-ü-01"],
 )
-async def test_a_broken_traceparent_begins_a_new_trace(
+async def test_malformed_traceparent_begins_a_new_trace(
     traced: GatewayFixture, collector: Collector, header: str
 ) -> None:
-    """As the standard says; the answer is the same."""
+    """As the standard says; the response is the same."""
     status, _, _ = await traced.ask(body=traced.chat(), headers={"traceparent": header})
     await flush(traced)
     (span,) = collector.spans()
@@ -225,10 +220,10 @@ async def test_a_broken_traceparent_begins_a_new_trace(
 
 
 @pytest.mark.parametrize(("ratio", "spans"), [(0.0, 0), (1.0, 3)])
-async def test_the_ratio_decides_where_no_client_has(
+async def test_sample_ratio_applies_to_traces_without_parent(
     unopened_gateway: GatewayFixture, collector: Collector, ratio: float, spans: int
 ) -> None:
-    """Zero still follows clients that trace themselves."""
+    """A ratio of zero still follows clients that trace."""
     set_tracing(unopened_gateway, endpoint=collector.url, sample_ratio=ratio)
     await unopened_gateway.open()
     for _ in range(3):
@@ -242,10 +237,10 @@ async def test_the_ratio_decides_where_no_client_has(
     assert len(collector.spans()) == spans + 1
 
 
-async def test_a_refusal_is_a_span_with_its_code(
+async def test_refusal_is_a_span_with_its_error_code(
     traced: GatewayFixture, collector: Collector
 ) -> None:
-    """A client's mistake is named and is no failure of ours."""
+    """A client's error is no failure of the server."""
     status, _, _ = await traced.ask(body={**traced.chat(), "model": "no such model"})
     await flush(traced)
     (span,) = collector.spans()
@@ -256,16 +251,17 @@ async def test_a_refusal_is_a_span_with_its_code(
     assert "gen_ai.usage.input_tokens" not in found
 
 
-async def test_a_client_that_leaves_is_a_span_too(
+async def test_disconnect_is_a_span_with_usage(
     traced: GatewayFixture, collector: Collector
 ) -> None:
-    """Its tokens were computed and are counted."""
+    """Its tokens were computed and are charged."""
     traced.runner.hold_after(3)
     body = json.dumps({**traced.chat(), "stream": True}).encode()
     async with traced.connection() as (reader, writer):
         writer.write(traced.post("/v1/chat/completions", body))
         await reader.readuntil(b"data: ")
-    await traced.until(lambda: bool(traced.gateway.context.background))  # it has been noticed
+    # the disconnect has been noticed
+    await traced.until(lambda: bool(traced.gateway.context.background))
     traced.runner.release()
     await traced.until(lambda: bool(logged(traced, "request")))
     await flush(traced)
@@ -286,18 +282,18 @@ async def test_a_client_that_leaves_is_a_span_too(
         ("/v1/chat/completions", None, "POST"),
     ],
 )
-async def test_what_asks_for_no_answer_is_not_traced(
+async def test_traces_only_generation_requests(
     traced: GatewayFixture, collector: Collector, path: str, who: str | None, method: str
 ) -> None:
-    """Probes would drown the rest; strangers must not be able to."""
+    """Probes would drown the other spans, and unauthenticated clients must not cause any."""
     await traced.ask(path, who=who, method=method)
     await flush(traced)
 
     assert collector.spans() == []
 
 
-async def test_counting_tokens_is_not_traced(traced: GatewayFixture, collector: Collector) -> None:
-    """Nothing is generated, so the conventions have no name for it."""
+async def test_does_not_trace_token_counting(traced: GatewayFixture, collector: Collector) -> None:
+    """It generates nothing, and the conventions have no name for it."""
     body = {"model": traced.model, "messages": [{"role": "user", "content": "hi"}]}
     status, _, _ = await traced.ask("/v1/messages/count_tokens", body)
     await flush(traced)
@@ -318,10 +314,10 @@ async def test_counting_tokens_is_not_traced(traced: GatewayFixture, collector: 
         ),
     ],
 )
-async def test_every_dialect_is_traced(
+async def test_traces_every_dialect(
     traced: GatewayFixture, collector: Collector, path: str, more: dict[str, Any], name: str
 ) -> None:
-    """One span each, by the conventions' name for it."""
+    """One span each, by the conventions' operation name."""
     status, body, _ = await traced.ask(path, {"model": traced.model, **more})
     await flush(traced)
     (span,) = collector.spans()
@@ -331,10 +327,10 @@ async def test_every_dialect_is_traced(
     assert facts(span)["gen_ai.response.id"] == body["id"]
 
 
-async def test_a_server_that_closes_sends_what_is_left(
+async def test_shutdown_sends_queued_spans(
     unopened_gateway: GatewayFixture, collector: Collector
 ) -> None:
-    """The last requests before an upgrade are those that somebody asks about."""
+    """The last requests before an upgrade matter."""
     set_tracing(unopened_gateway, endpoint=collector.url)
     await unopened_gateway.open()
     await unopened_gateway.ask(body=unopened_gateway.chat())
@@ -347,10 +343,10 @@ async def test_a_server_that_closes_sends_what_is_left(
     assert names["service.version"].string_value
 
 
-async def test_a_failing_collector_costs_spans_and_two_lines(
+async def test_failing_collector_costs_spans_and_two_log_lines(
     traced: GatewayFixture, collector: Collector
 ) -> None:
-    """Answers go on; the log says when it began and when it was over, not every time."""
+    """Requests go on; the log says when it began and when it was over, and not every failure."""
     collector.status = 400
     for _ in range(3):
         status, _, _ = await traced.ask(body=traced.chat())
@@ -361,14 +357,14 @@ async def test_a_failing_collector_costs_spans_and_two_lines(
     await flush(traced)
 
     assert [line["spans"] for line in logged(traced, "tracing_failed")] == [1]
-    assert [line["lost_spans"] for line in logged(traced, "tracing_again")] == [3]
+    assert [line["lost_spans"] for line in logged(traced, "tracing_recovered")] == [3]
     assert len(collector.spans()) == 1
 
 
-async def test_a_collector_that_is_not_there_delays_no_end(
+async def test_missing_collector_does_not_delay_shutdown(
     unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM has a deadline, and a trace is worth none of it."""
+    """SIGTERM has a deadline."""
     monkeypatch.setattr(otel_exporter, "TIMEOUT_S", 0.05)
     set_tracing(unopened_gateway, endpoint="http://127.0.0.1:9")
     await unopened_gateway.open()
@@ -379,13 +375,12 @@ async def test_a_collector_that_is_not_there_delays_no_end(
     assert len(logged(unopened_gateway, "tracing_failed")) == 1
 
 
-async def test_a_collector_that_never_answers_delays_no_end(
+async def test_hanging_collector_does_not_delay_shutdown(
     unopened_gateway: GatewayFixture, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waited for it would wait for ever."""
     monkeypatch.setattr(otel_exporter, "TIMEOUT_S", 0.05)
     monkeypatch.setattr(otel_exporter, "BATCH_SPANS_MAX", 2)
-    monkeypatch.setattr(otel_exporter, "DELAY_MS", 10_000_000)
+    monkeypatch.setattr(otel_exporter, "EXPORT_DELAY_MS", 10_000_000)
     collector.is_answering.clear()
     set_tracing(unopened_gateway, endpoint=collector.url)
     await unopened_gateway.open()
@@ -399,16 +394,16 @@ async def test_a_collector_that_never_answers_delays_no_end(
     assert len(logged(unopened_gateway, "tracing_failed")) == 1
 
 
-def test_traces_go_to_the_path_that_the_standard_names() -> None:
-    """A base address, with or without a slash; one that is whole stays."""
+def test_traces_url_follows_the_standard() -> None:
+    """With or without a trailing slash; a full URL stays."""
     assert traces_url("http://a:4318") == traces_url("http://a:4318/") == "http://a:4318/v1/traces"
     assert traces_url("https://a/otel/v1/traces") == "https://a/otel/v1/traces"
 
 
-def test_without_the_extra_the_error_says_what_to_install(
+def test_missing_extra_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found at the start, not with the first request."""
+    """At startup, not with the first request."""
     monkeypatch.setattr("gateway.app.util.find_spec", lambda name: None)
     config = Config(tracing=TracingConfig(endpoint="http://127.0.0.1:4318"))
 
