@@ -110,7 +110,7 @@ class Gateway:
             contracts=ContractManager(
                 config.caching,
                 clock,
-                lambda namespace: engine.losses.of(namespace),
+                lambda namespace: engine.cache_events.losses_of(namespace),
                 lambda: "" if engine.info is None else engine.info.epoch,
                 has_past=has_history(store),
             ),

@@ -1,10 +1,10 @@
-"""A child process of the gateway, kept running: the engine, the ledger's writer, analytics.
+"""Child processes of the gateway, kept running: engine, ledger and analytics.
 
-`ChildProcess` starts one process after another: it reports, reaps, pauses and starts the next when
-one is lost. The standard input of each is a socket; a process takes the end of it for the
-gateway's end, and exits. `FrameWire` is the gateway's end for the ledger and analytics, whose other
-end is `tenancy.ledger.child_process`; `engine.client.client` has its own. This module knows no
-message. All of it belongs to one event loop, and blocks it nowhere.
+`ChildProcess` starts a process, reports what happens to it, reaps it when it is lost, pauses, and
+starts the next one. The standard input of each is a socket; the end of that socket tells the
+process that the gateway is gone, and the process exits. `FrameWire` is the gateway's end for the
+ledger and analytics (their end: `tenancy.ledger.child_process`); `engine.client.client` has its
+own. This module knows no message. All objects belong to one event loop and do not block it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tenancy.errors import TenancyError
 from tenancy.ledger.child_process import FrameReader
 
 READ_BYTES = 2**12
-"""Answers are small."""
+"""Bytes per read: answers are small."""
 
 REAP_S = 1.0
-"""A lost process has this long to log why and to exit."""
+"""Seconds that a lost process has to log the reason and to exit."""
 
 Report = Callable[[str, dict[str, object]], None]
-"""Logs what happens to a process: an event's name and its facts."""
+"""Logs an event of a process: its name and its fields."""
 
 
 class RestartPolicy(Struct, frozen=True):
     """When a lost process is replaced.
 
-    `pauses_s`: the pauses before the first, the second, … start in a row; the last one repeats. A
-    process that served for `steady_s` starts the row anew. After `deaths_max` deaths within
-    `deaths_window_s` the process stays down; 0: it is always replaced.
+    `pauses_s`: the pauses before the first, the second, … consecutive restart; the last one
+    repeats. A process that served for `steady_s` starts the sequence anew. After `deaths_max`
+    deaths within `deaths_window_s` the process stays down; with 0 it is always replaced.
     """
 
     pauses_s: tuple[float, ...]
@@ -53,11 +53,11 @@ class RestartLimit(Exception):
 
 
 class ChildProcess:
-    """One process after another, each for one call of `live`.
+    """Runs one process after another, each in one call of `run_process`.
 
-    `live` spawns a process, calls `set_ready` once the process serves, and returns why the process
-    was lost or could not be started. It raises an error that another start would not mend, and
-    which `wait_ready` raises then. `pausing` is called before each pause.
+    `run_process` spawns a process, calls `set_ready` once the process serves, and returns why the
+    process was lost or could not be started. It raises an error that another start would not cure;
+    `wait_ready` then raises the same error. `on_pause` is called before each pause.
 
     Reports NAME_started, NAME_died (it had served), NAME_not_started, NAME_restart_limit.
     """
@@ -68,41 +68,43 @@ class ChildProcess:
         command: Sequence[str],
         policy: RestartPolicy,
         report: Report,
-        live: Callable[[], Awaitable[str]],
-        pausing: Callable[[], None] = lambda: None,
+        run_process: Callable[[], Awaitable[str]],
+        on_pause: Callable[[], None] = lambda: None,
     ) -> None:
         assert policy.pauses_s[-1] > 0, "restarts without a pause would keep the loop busy"
         self._name = name
         self._command = command
         self._policy = policy
         self._report = report
-        self._live, self._pausing = live, pausing
+        self._run_process, self._on_pause = run_process, on_pause
         self._loop = asyncio.get_running_loop()
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()  # the first process serves, or `failure` is set
-        self._ready_s = inf  # since when the process serves
+        self._settled = asyncio.Event()  # set once the first process serves or `failure` is set
+        self._ready_at_s = inf  # loop time since which the process serves
         self.failure: Exception | None = None
         self.may_restart = True
         self.restarts = 0
 
     @property
     def pid(self) -> int:
-        """The id of the living process; 0 while there is none."""
+        """Id of the running process; 0 without a process."""
         return self._process.pid if self._process is not None else 0
 
     def start(self) -> None:
         """Keep a process running from now on. Returns at once."""
-        self._task = asyncio.create_task(self._keep())
+        self._task = asyncio.create_task(self._supervise())
 
     async def wait_ready(self) -> None:
-        """Wait until the first process serves. Raises the error of `live`, or RestartLimit."""
+        """Wait until the first process serves. Raises the error of `run_process`, or
+        RestartLimit."""
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
 
     async def stop(self) -> None:
-        """Cancel `live` and start no other process; the one that runs goes on. Safe to repeat."""
+        """Cancel `run_process` and start no other process; the running one goes on. Safe to
+        repeat."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -110,8 +112,8 @@ class ChildProcess:
     async def end(self, timeout_s: float) -> int | None:
         """Wait for the exit of a process whose socket is closed, and kill it after `timeout_s`.
 
-        Returns the exit status; None where there is no process. When it is cancelled, the next
-        call reaps the process.
+        Returns the exit status, or None without a process. After a cancellation, the next call
+        reaps the process.
         """
         process = self._process
         if process is None:
@@ -126,11 +128,13 @@ class ChildProcess:
         self._process = None
         return process.returncode
 
-    # -- called by `live` ----------------------------------------------------------------------
+    # -- called by `run_process` ---------------------------------------------------------------
 
     async def spawn(self) -> socket.socket:
-        """Start the command in a session of its own, with one end of a new socket pair as its
-        standard input. Returns the other end. Raises OSError."""
+        """Start the command in a new session, with one end of a socket pair as its standard input.
+
+        Returns the other end. Raises OSError.
+        """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -146,21 +150,21 @@ class ChildProcess:
         return ours
 
     def set_ready(self, **facts: object) -> None:
-        """The process serves from now on. `facts`: for the log."""
-        self._ready_s = self._loop.time()
+        """Declare that the process serves. `facts`: more fields for the log."""
+        self._ready_at_s = self._loop.time()
         self._report(f"{self._name}_started", {"pid": self.pid, **facts})
         self._settled.set()
 
     # -- one process after another -------------------------------------------------------------
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         policy = self._policy
-        pauses_s = _row(policy.pauses_s)
+        pauses_s = _pause_sequence(policy.pauses_s)
         deaths_s: deque[float] = deque(maxlen=policy.deaths_max)
         while True:
-            self._ready_s = inf
+            self._ready_at_s = inf
             try:
-                reason = await self._live()
+                reason = await self._run_process()
             except Exception as error:
                 await self.end(REAP_S)
                 self._give_up("not_started", error)
@@ -169,7 +173,7 @@ class ChildProcess:
             if not self.may_restart:
                 return
             now_s = self._loop.time()
-            served_s = now_s - self._ready_s
+            served_s = now_s - self._ready_at_s
             self.restarts += 1
             self._report(
                 f"{self._name}_{'died' if served_s >= 0 else 'not_started'}",
@@ -183,84 +187,89 @@ class ChildProcess:
                     self._give_up("restart_limit", RestartLimit(message))
                     return
             if served_s > policy.steady_s:
-                pauses_s = _row(policy.pauses_s)
+                pauses_s = _pause_sequence(policy.pauses_s)
             if pause_s := next(pauses_s):
-                self._pausing()
+                self._on_pause()
                 await asyncio.sleep(pause_s)
 
     def _give_up(self, event: str, error: Exception) -> None:
         self.failure = error
         is_ours = isinstance(error, EngineError | TenancyError | RestartLimit)
-        reason = str(error) if is_ours else type(error).__name__  # others may quote a value
+        # messages of other errors may quote a value
+        reason = str(error) if is_ours else type(error).__name__
         self._report(f"{self._name}_{event}", {"reason": reason})
         self._settled.set()
 
 
-def _row(pauses_s: tuple[float, ...]) -> Iterator[float]:
-    """Yield the pauses, and then the last one for ever."""
+def _pause_sequence(pauses_s: tuple[float, ...]) -> Iterator[float]:
+    """Yield the pauses, then the last one for ever."""
     return chain(pauses_s, repeat(pauses_s[-1]))
 
 
 class FrameWire:
-    """The gateway's open end of a child's wire.
+    """The gateway's end of a child's socket.
 
-    When the child closes its end, however that came, `ended` is called once, and this end is
-    closed by then. Frames leave in order; nothing waits for a child that reads slowly.
+    `on_end` is called once when the child closes its end for any reason; this end is closed by
+    then. Frames leave in order, and a child that reads slowly delays no caller.
     """
 
     def __init__(
-        self, end: socket.socket, heard: Callable[[bytes], None], ended: Callable[[], None]
+        self, end: socket.socket, on_frame: Callable[[bytes], None], on_end: Callable[[], None]
     ) -> None:
-        """`end`: owned by the wire from now on. `heard`: called with each frame's body."""
+        """`end`: owned by the wire from now on. `on_frame`: called with each frame's body."""
         self._loop = asyncio.get_running_loop()
         self._end = end
-        self._heard, self._ended = heard, ended
+        self._on_frame, self._on_end = on_frame, on_end
         self._reader = FrameReader()
-        self._unsent = bytearray()  # what the socket has not taken
+        self._unsent = bytearray()  # bytes that the socket has not taken
         end.setblocking(False)
         self._loop.add_reader(end, self._read)
 
     @property
     def unsent(self) -> int:
-        """Bytes that the socket has not taken."""
+        """Number of bytes that the socket has not taken."""
         return len(self._unsent)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame after all earlier ones. Bytes that the socket does not take now leave when
-        it can. One system call, where the child keeps up."""
+        """Send a frame after all earlier ones; bytes that the socket does not take now are sent
+        later.
+
+        One system call if the child keeps up.
+        """
         if self._unsent:
             self._unsent += frame
             return
-        sent = self._try_to_send(frame)
+        sent = self._send_now(frame)
         if sent < len(frame):
             self._unsent += memoryview(frame)[sent:]
             self._loop.add_writer(self._end, self._send_rest)
 
     def end(self) -> None:
-        """Tell the child that no more frames come; it finishes, and closes. Safe to repeat."""
-        with suppress(OSError):  # The child has gone already.
+        """Tell the child that no more frames come; the child finishes and closes its end. Safe to
+        repeat."""
+        with suppress(OSError):  # the child has exited
             self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Hear no more, and lose unsent bytes. Safe to repeat."""
+        """Stop reading and drop unsent bytes. Safe to repeat."""
         if self._end.fileno() >= 0:
             self._loop.remove_reader(self._end)
             self._loop.remove_writer(self._end)
             self._end.close()
 
     def _send_rest(self) -> None:
-        sent = self._try_to_send(self._unsent)
+        sent = self._send_now(self._unsent)
         del self._unsent[:sent]
         if not self._unsent:
             self._loop.remove_writer(self._end)
 
-    def _try_to_send(self, data: bytes | bytearray) -> int:
+    def _send_now(self, data: bytes | bytearray) -> int:
         try:
             return self._end.send(data)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            return len(data)  # The child has gone; `_read` is about to see it.
+            return len(data)  # the child has exited; `_read` notices next
 
     def _read(self) -> None:
         try:
@@ -271,7 +280,7 @@ class FrameWire:
             data = b""
         if not data:
             self.close()
-            self._ended()
+            self._on_end()
             return
         for frame in self._reader.feed(data):
-            self._heard(frame)
+            self._on_frame(frame)

@@ -1,10 +1,10 @@
-"""The engine's process, seen from the gateway's loop: kept running, watched, and asked.
+"""Supervisor of the engine process, seen from the gateway's event loop.
 
-`EngineSupervisor` is an `engine.client.client.Engine`: requests go to the process that lives now. A
-process that dies, or whose heartbeat stops, ends every open stream with `engine_died` and is
+`EngineSupervisor` implements `engine.client.client.Engine` over the process that runs now. A
+process that dies, or whose heartbeat stops, ends every open stream with `engine_died`, and is
 replaced after a pause; after 5 deaths in a minute the engine stays down.
 
-A request that was in flight at two deaths in a row is taken to be the cause, and is refused for ten
+A request in flight at two consecutive deaths is taken for their cause, and is refused for ten
 minutes. A longer refusal would hit a popular request that was in flight by chance.
 """
 
@@ -42,11 +42,13 @@ COMMAND = (sys.executable, "-m", "engine.server.server")
 RESTARTS = RestartPolicy((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0), deaths_max=5)
 WATCH_EVERY_S = 0.25
 CLOSE_S = 2.0
-POISON_REMEMBERED, POISON_S = 64, 600.0
+POISON_MAX, POISON_S = 64, 600.0
+"""Refused requests that are remembered, and the seconds for which each is refused."""
 
 
 class EngineSupervisor:
-    """Owns the engine process. `start` returns at once; `wait_ready` when the engine answers."""
+    """Owns the engine process. `start` returns at once; `wait_ready` returns once the engine
+    answers."""
 
     def __init__(
         self,
@@ -61,24 +63,24 @@ class EngineSupervisor:
         self._config = config
         self._report = report
         self._policy = restarts
-        self._child = ChildProcess("engine", command, restarts, report, self._live)
+        self._child = ChildProcess("engine", command, restarts, report, self._run_process)
         self._engine: SocketEngine | None = None
         self._is_draining = False
         self._last_stats = Stats()
         self._suspects: set[str] = set()
-        self._poison: deque[tuple[str, float]] = deque(maxlen=POISON_REMEMBERED)
+        self._poison: deque[tuple[str, float]] = deque(maxlen=POISON_MAX)
 
     @property
     def restarts(self) -> int:
-        """How often a lost process was replaced, or is about to be."""
+        """Number of restarts, including one that is about to happen."""
         return self._child.restarts
 
     def start(self) -> None:
-        """Begin to keep an engine running."""
+        """Keep an engine running from now on."""
         self._child.start()
 
     async def wait_ready(self) -> None:
-        """Wait until the engine answers. Raises EngineError where it never will."""
+        """Wait until the engine answers. Raises EngineError if it never will."""
         try:
             await self._child.wait_ready()
         except RestartLimit as error:
@@ -93,7 +95,7 @@ class EngineSupervisor:
 
     @property
     def stats(self) -> Stats:
-        """See `engine.client.client.Engine`. Without an engine: the last one's."""
+        """See `engine.client.client.Engine`. Without an engine: those of the last engine."""
         return self._engine.stats if self._engine is not None else self._last_stats
 
     @property
@@ -102,9 +104,9 @@ class EngineSupervisor:
         return self._engine.namespaces if self._engine is not None else NamespaceTable()
 
     @property
-    def losses(self) -> CacheEventTotals:
+    def cache_events(self) -> CacheEventTotals:
         """See `engine.client.client.Engine`. Without an engine: empty."""
-        return self._engine.losses if self._engine is not None else CacheEventTotals()
+        return self._engine.cache_events if self._engine is not None else CacheEventTotals()
 
     def ready(self) -> bool:
         """See `engine.client.client.Engine`."""
@@ -112,15 +114,17 @@ class EngineSupervisor:
 
     def submit(self, request: Request) -> RequestStream:
         """See `engine.client.client.Engine`."""
-        engine = self._living("draining" if self._is_draining else "not_ready")
-        if self._poison and self._is_poison(_digest(request)):
-            message = "The engine died twice while it computed this request."
+        engine = self._running_engine("draining" if self._is_draining else "not_ready")
+        if self._poison and self._is_refused(_digest(request)):
+            message = (
+                "This request is refused for ten minutes: the engine died twice while computing it."
+            )
             raise RequestRefused("poison_request", message)
         return engine.submit(request)
 
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
         """See `engine.client.client.Engine`."""
-        return await self._living().peek(namespace, tokens)
+        return await self._running_engine().peek(namespace, tokens)
 
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         """See `engine.client.client.Engine`."""
@@ -135,15 +139,15 @@ class EngineSupervisor:
         tokens: tuple[int, ...] | None = None,
     ) -> Erased:
         """See `engine.client.client.Engine`."""
-        return await self._living().erase(namespace, lease_id=lease_id, tokens=tokens)
+        return await self._running_engine().erase(namespace, lease_id=lease_id, tokens=tokens)
 
     async def survey(self, namespace: Namespace, most: int) -> Surveyed:
         """See `engine.client.client.Engine`."""
-        return await self._living().survey(namespace, most)
+        return await self._running_engine().survey(namespace, most)
 
     async def get_stats(self) -> Stats:
         """See `engine.client.client.Engine`."""
-        return await self._living().get_stats()
+        return await self._running_engine().get_stats()
 
     async def drain(self, timeout_s: float) -> None:
         """See `engine.client.client.Engine`."""
@@ -152,14 +156,14 @@ class EngineSupervisor:
             await self._engine.drain(timeout_s)
 
     async def close(self) -> None:
-        """End every open stream, and the process."""
+        """End all streams and the process."""
         await self._child.stop()
         await self._child.end(CLOSE_S)
 
     # -- one process --------------------------------------------------------------------------
 
-    async def _live(self) -> str:
-        """See `ChildProcess`: from the start until the connection is lost or the engine stuck."""
+    async def _run_process(self) -> str:
+        """Run one engine until its connection is lost or it is stuck; see `ChildProcess`."""
         hello = Hello(PROTOCOL_VERSION, str(self._model_dir), msgspec.to_builtins(self._config))
         try:
             engine = await SocketEngine.connect(await self._child.spawn(), hello)
@@ -179,44 +183,44 @@ class EngineSupervisor:
             self._last_stats = engine.stats
             self._engine = None
             await engine.close()
-            self._accuse(engine.died_with)
+            self._record_deaths(engine.in_flight_at_death)
 
     async def _watch(self, engine: SocketEngine, lost: asyncio.Task[None]) -> str:
-        """Return why the engine is lost: its connection ended, it fell silent, or it has work and
-        makes no step.
+        """Return why the engine is lost: its connection ended, its heartbeat stopped, or it has
+        work and makes no step.
 
-        Only time during which this process ran counts: after a pause of its own, it listens again
-        before it judges.
+        Only time during which this process ran counts: after a pause of its own, the gateway waits
+        for a new heartbeat before it judges.
         """
         loop = asyncio.get_running_loop()
-        looked_at_s = moved_at_s = loop.time()
+        checked_at_s = progressed_at_s = loop.time()
         step = -1
         while not lost.done():
             await asyncio.wait([lost], timeout=WATCH_EVERY_S)
             now_s, stats = loop.time(), engine.stats
-            if now_s - looked_at_s > 4 * WATCH_EVERY_S:
-                engine.heard_at_s = moved_at_s = now_s
-            looked_at_s = now_s
+            if now_s - checked_at_s > 4 * WATCH_EVERY_S:
+                engine.last_frame_s = progressed_at_s = now_s
+            checked_at_s = now_s
             if stats.step != step or stats.running + stats.waiting == 0:
-                step, moved_at_s = stats.step, now_s
-            idle_s = now_s - min(engine.heard_at_s, moved_at_s)
+                step, progressed_at_s = stats.step, now_s
+            idle_s = now_s - min(engine.last_frame_s, progressed_at_s)
             if idle_s > self._config.step_timeout_s:
                 self._report("engine_stuck", {"idle_s": round(idle_s, 1), "step": stats.step})
                 return "stuck"
         return "connection lost"
 
-    def _accuse(self, died_with: Iterable[Request]) -> None:
+    def _record_deaths(self, in_flight_at_death: Iterable[Request]) -> None:
         """Refuse the requests that were in flight at this death and at the one before."""
         until_s = asyncio.get_running_loop().time() + POISON_S
-        digests = set(map(_digest, died_with))
+        digests = set(map(_digest, in_flight_at_death))
         self._poison.extend((digest, until_s) for digest in sorted(digests & self._suspects))
         self._suspects = digests
 
-    def _is_poison(self, digest: str) -> bool:
+    def _is_refused(self, digest: str) -> bool:
         now_s = asyncio.get_running_loop().time()
         return any(digest == known and now_s < until_s for known, until_s in self._poison)
 
-    def _living(self, code: str = "not_ready") -> SocketEngine:
+    def _running_engine(self, code: str = "not_ready") -> SocketEngine:
         if self._engine is None:
             raise EngineUnavailable(code, "The engine is starting.", self._retry_after_s())
         return self._engine
@@ -226,6 +230,6 @@ class EngineSupervisor:
 
 
 def _digest(request: Request) -> str:
-    """Return what two tries of one request share: a digest of its namespace and its tokens."""
-    words = msgspec.msgpack.encode((request.grant.namespace, request.tokens))
-    return xxhash.xxh3_128_hexdigest(words)
+    """Return a digest of a request's namespace and tokens: equal for two tries of one request."""
+    data = msgspec.msgpack.encode((request.grant.namespace, request.tokens))
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,8 +1,8 @@
-"""Talking to an engine: submit a request, read its events, ask it things.
+"""Client of an engine: submit a request, read its events, call it.
 
-`Engine` is what the gateway sees. A stream of events always ends with one `Finished`, whatever
-happens to the engine or the connection meanwhile. Reading slowly is safe: tokens of one stream are
-joined while they wait, so a stream never holds more than its own output, and never another's up.
+`Engine` is the protocol that the gateway uses. Every stream of events ends with one `Finished`,
+whatever happens to the engine or the connection. A slow reader is safe: tokens of one sample are
+joined while they wait, so a stream holds no more than its own output and delays no other stream.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ from engine.protocol import FrameError, Hello, Rejected, Welcome, downward_decod
 __all__ = ["Engine", "EngineConnection", "RequestStream", "SocketEngine", "Wakeup"]
 
 CALL_TIMEOUT_S = 10.0
-QUOTAS_AT_ONCE = 1_000
+"""Longest wait for the result of a call, in seconds."""
+QUOTAS_PER_COMMAND = 1_000
 UNSENT_BYTES_MAX = 64 * 2**20
-"""An engine that reads slower than this far behind is full for the time being."""
+"""Bytes. An engine that is so far behind in reading refuses requests as `queue_full`."""
 
-STOPPED = "The engine stopped while it worked on this request."
+DIED_MESSAGE = "The engine stopped while it worked on this request."
+"""Message of requests that end with the engine."""
 
 Call = Peek | Erase | Survey | GetStats
-Called = Peeked | Erased | Surveyed | Stats
-CALLED = (Peeked, Erased, Surveyed, Stats)
-Answer = TypeVar("Answer", Peeked, Erased, Surveyed, Stats)
+Result = Peeked | Erased | Surveyed | Stats
+RESULTS = (Peeked, Erased, Surveyed, Stats)
+ResultT = TypeVar("ResultT", Peeked, Erased, Surveyed, Stats)
 
 
 class Engine(Protocol):
@@ -65,7 +67,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo | None:
-        """Of the engine that answers now; None while there is none."""
+        """Description of the running engine; None without an engine."""
 
     @property
     def stats(self) -> Stats:
@@ -73,24 +75,25 @@ class Engine(Protocol):
 
     @property
     def namespaces(self) -> NamespaceTable:
-        """What each holds, as of the latest `Stats` of whatever kind. Another engine, another
-        book."""
+        """Statistics of each namespace, as of the latest `Stats`. A restarted engine has a new
+        table."""
 
     @property
-    def losses(self) -> CacheEventTotals:
-        """What namespaces have lost, as of the latest heartbeat."""
+    def cache_events(self) -> CacheEventTotals:
+        """Blocks that namespaces have lost and gained, as of the latest heartbeat."""
 
     def ready(self) -> bool:
-        """Would a request be taken now?"""
+        """Return whether the engine accepts requests now."""
 
     def submit(self, request: Request) -> RequestStream:
-        """Send a request. Raises EngineUnavailable, or RequestRefused if it must not be tried."""
+        """Submit a request. Raises EngineUnavailable, or RequestRefused if it must not be
+        retried."""
 
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
-        """What would these tokens hit?"""
+        """Return what these tokens would find in the cache."""
 
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
-        """These hold from now on. Nothing is done where there is no engine: it knows no payer."""
+        """Set quotas from now on. Does nothing without an engine."""
 
     async def erase(
         self,
@@ -99,44 +102,44 @@ class Engine(Protocol):
         lease_id: str | None = None,
         tokens: tuple[int, ...] | None = None,
     ) -> Erased:
-        """Forget cached KV; see `engine.api.Erase`."""
+        """Erase cached KV; see `engine.api.Erase`."""
 
-    async def survey(self, namespace: Namespace, most: int) -> Surveyed:
-        """What shape has a namespace's tree?"""
+    async def survey(self, namespace: Namespace, branches_max: int) -> Surveyed:
+        """Return the largest branches of a namespace's tree."""
 
     async def get_stats(self) -> Stats:
-        """Fresh numbers; `namespaces` is as fresh when they are here."""
+        """Return fresh statistics; `namespaces` is as fresh when this returns."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new; let what runs finish."""
+        """Accept no new requests; let running requests finish within `timeout_s`."""
 
     async def close(self) -> None:
-        """Let go of the engine; every open stream ends."""
+        """Disconnect from the engine; every open stream ends."""
 
 
 class EngineConnection(ABC):
-    """Streams and calls over one connection to one engine, whatever carries the messages.
+    """Streams and calls over one connection to an engine, whatever carries the messages.
 
-    `died_with`: the requests that were being computed when the engine was lost.
+    `in_flight_at_death`: the requests that were being computed when the engine was lost.
     """
 
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
         self.stats = Stats()
-        self.losses = CacheEventTotals()
+        self.cache_events = CacheEventTotals()
         self.namespaces = NamespaceTable()
-        self.heard_at_s = 0.0
+        self.last_frame_s = 0.0
         self._streams: dict[str, RequestStream] = {}
-        self._asked: dict[str, Request] = {}  # what each of them is to be answered
-        self._calls: dict[int, asyncio.Future[Called]] = {}
+        self._requests: dict[str, Request] = {}  # the request of each stream
+        self._calls: dict[int, asyncio.Future[Result]] = {}
         self._next_call = 1
         self._is_draining = False
         self._is_closed = False
-        self.died_with: list[Request] = []
+        self.in_flight_at_death: list[Request] = []
 
     @abstractmethod
     def post(self, command: Command) -> None:
-        """Send a command on its way. Never blocks; a lost connection is noticed by the reader."""
+        """Send a command. Never blocks; the reader notices a lost connection."""
 
     def ready(self) -> bool:
         """See `Engine.ready`."""
@@ -146,22 +149,22 @@ class EngineConnection(ABC):
         """See `Engine.submit`."""
         if not self.ready():
             code = "draining" if self._is_draining else "not_ready"
-            raise EngineUnavailable(code, "The engine is not taking requests now.")
+            raise EngineUnavailable(code, "The engine does not accept requests now.")
         if request.request_id in self._streams:
             raise RequestRefused("duplicate_request", "A request with this id is running already.")
         stream = RequestStream(request.request_id, self)
-        self._streams[request.request_id], self._asked[request.request_id] = stream, request
+        self._streams[request.request_id], self._requests[request.request_id] = stream, request
         try:
             self.post(Submit(request))
         except EngineError:
-            del self._streams[request.request_id], self._asked[request.request_id]
+            del self._streams[request.request_id], self._requests[request.request_id]
             raise
         return stream
 
     def forget(self, request_id: str) -> None:
-        """A reader has gone: cancel, and drop what still comes for it."""
+        """Cancel a request whose reader has gone, and drop its further events."""
         if self._streams.pop(request_id, None) is not None:
-            del self._asked[request_id]
+            del self._requests[request_id]
             if not self._is_closed:
                 self.post(Cancel(request_id))
 
@@ -172,8 +175,8 @@ class EngineConnection(ABC):
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         """See `Engine.set_quotas`."""
         if self.info is not None and not self._is_closed:
-            for start in range(0, len(quotas), QUOTAS_AT_ONCE):
-                self.post(SetQuotas(tuple(quotas[start : start + QUOTAS_AT_ONCE])))
+            for start in range(0, len(quotas), QUOTAS_PER_COMMAND):
+                self.post(SetQuotas(tuple(quotas[start : start + QUOTAS_PER_COMMAND])))
 
     async def erase(
         self,
@@ -187,9 +190,9 @@ class EngineConnection(ABC):
             raise ValueError("erase by lease_id or by tokens, not both")
         return await self._call(Erase(self._call_id(), namespace, lease_id, tokens), Erased)
 
-    async def survey(self, namespace: Namespace, most: int) -> Surveyed:
+    async def survey(self, namespace: Namespace, branches_max: int) -> Surveyed:
         """See `Engine.survey`."""
-        return await self._call(Survey(self._call_id(), namespace, most), Surveyed)
+        return await self._call(Survey(self._call_id(), namespace, branches_max), Surveyed)
 
     async def get_stats(self) -> Stats:
         """See `Engine.get_stats`."""
@@ -202,39 +205,39 @@ class EngineConnection(ABC):
             self.post(Drain(timeout_s))
 
     def receive(self, messages: Iterable[Event | Reply]) -> None:
-        """What the engine says, in order."""
+        """Handle the engine's messages, in order."""
         streams = self._streams
         for message in messages:
-            if isinstance(message, Tokens):  # as nearly all are
+            if isinstance(message, Tokens):  # nearly all messages
                 stream = streams.get(message.request_id)
                 if stream is not None:
                     stream.push(message)
             elif isinstance(message, Finished):
-                self._finish(message)
-            elif isinstance(message, CALLED):
-                self._answer(message)
+                self._on_finished(message)
+            elif isinstance(message, RESULTS):
+                self._on_result(message)
             elif isinstance(message, CacheNews):
-                self.losses.add(message)
+                self.cache_events.add(message)
             elif message.request_id in streams:
                 streams[message.request_id].push(message)
 
-    def _finish(self, end: Finished) -> None:
+    def _on_finished(self, end: Finished) -> None:
         stream = self._streams.pop(end.request_id, None)
         if stream is None:
             return
-        request = self._asked.pop(end.request_id)
+        request = self._requests.pop(end.request_id)
         if end.code == "engine_died":
-            self.died_with.append(request)
+            self.in_flight_at_death.append(request)
             stream.fail(end.code, end.message)
         else:
             stream.push(end)
 
-    def lost(self, code: str, message: str) -> None:
-        """The engine is gone: every stream ends, every call fails. Safe to call twice."""
+    def mark_lost(self, code: str, message: str) -> None:
+        """Fail every stream and every call: the engine is gone. Safe to repeat."""
         self._is_closed = True
         streams, self._streams = self._streams, {}
-        self.died_with.extend(self._asked.values())
-        self._asked = {}
+        self.in_flight_at_death.extend(self._requests.values())
+        self._requests = {}
         for stream in streams.values():
             stream.fail(code, message)
         calls, self._calls = self._calls, {}
@@ -246,7 +249,7 @@ class EngineConnection(ABC):
         self._next_call += 1
         return self._next_call
 
-    def _answer(self, reply: Called) -> None:
+    def _on_result(self, reply: Result) -> None:
         if isinstance(reply, Stats):
             self.namespaces.add(reply.changed)
             if reply.call_id == 0:
@@ -255,17 +258,19 @@ class EngineConnection(ABC):
         if (future := self._calls.pop(reply.call_id, None)) is not None and not future.done():
             future.set_result(reply)
 
-    async def _call(self, command: Call, kind: type[Answer]) -> Answer:
+    async def _call(self, command: Call, kind: type[ResultT]) -> ResultT:
         if self._is_closed or self.info is None:
-            raise EngineUnavailable("not_ready", "There is no engine to ask.")
-        future: asyncio.Future[Called] = asyncio.get_running_loop().create_future()
+            raise EngineUnavailable("not_ready", "The engine is not running.")
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._calls[command.call_id] = future
         try:
             self.post(command)
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 reply = await future
         except TimeoutError as error:
-            raise EngineUnavailable("timeout", "The engine did not answer in time.") from error
+            raise EngineUnavailable(
+                "timeout", f"The engine did not answer within {CALL_TIMEOUT_S:.0f} s."
+            ) from error
         finally:
             self._calls.pop(command.call_id, None)
         assert isinstance(reply, kind), "a call is answered by its own kind"
@@ -273,8 +278,11 @@ class EngineConnection(ABC):
 
 
 class SocketEngine(EngineConnection, asyncio.Protocol):
-    """An engine in a process of its own; `connect` makes one. What has come is taken within the
-    transport's own call: a task that reads is a turn of the loop more for each step."""
+    """An engine in a separate process; `connect` makes one.
+
+    Messages are handled inside the transport's callback: a task that reads would cost one more loop
+    turn per step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,14 +293,15 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
         self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.Transport | None = None
-        self.heard_at_s = self._loop.time()
+        self.last_frame_s = self._loop.time()
 
     @classmethod
     async def connect(cls, wire: socket.socket, hello: Hello) -> SocketEngine:
-        """Say hello over the socket of a new process, and wait until its model is loaded.
+        """Send a Hello over the socket of a new process, and wait until its model is loaded.
 
         `wire`: a Unix stream socket, owned by the engine from now on. Raises OSError, and
-        EngineError with the process's own code: engine_died if it closed the connection first.
+        EngineError with the process's error code: engine_died if the process closed the connection
+        first.
         """
         transport, engine = await asyncio.get_running_loop().create_unix_connection(cls, sock=wire)
         try:
@@ -309,11 +318,11 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
 
     def post(self, command: Command) -> None:
         """See `EngineConnection.post`. Raises EngineUnavailable if the engine has stopped reading,
-        but for what ends a request: whoever gives one up has to learn what it has used.
+        except for commands that end a request: a cancelled request must learn its usage.
 
-        For a request alone it leaves at once: the engine works while the turn of the loop goes on.
-        Where there are more, what is posted in one turn leaves in one write, at its end: a write
-        costs more than all else that is done to a command.
+        With fewer than two streams a command is written at once: the engine works while the loop
+        turn goes on. With more streams, all commands of a turn leave in one write at its end: a
+        write costs more than all other work on a command.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -333,7 +342,7 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
             self._transport.write(b"".join(unsent))
 
     async def wait_lost(self) -> None:
-        """Returns when the connection has ended."""
+        """Return when the connection has ended."""
         await asyncio.wait([self._ended])
 
     async def close(self) -> None:
@@ -351,41 +360,41 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`. What breaks the protocol ends the connection."""
-        self.heard_at_s = self._loop.time()
+        """See `asyncio.Protocol`. A protocol error ends the connection."""
+        self.last_frame_s = self._loop.time()
         try:
             for message in self._decoder.feed(data):
                 if isinstance(message, Frame) and message.number == self._frames and self.info:
                     self._frames += 1
                     self.receive(message.messages)
                 elif self._welcome.done():
-                    raise FrameError("a frame out of turn")
+                    raise FrameError("unexpected message after the welcome")
                 else:
-                    self._greet(message)
+                    self._on_welcome(message)
         except EngineError as error:
             if not self._welcome.done():
                 self._welcome.set_exception(error)
-            self._end(STOPPED)
+            self._end(DIED_MESSAGE)
             assert self._transport is not None
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._end(STOPPED)
+        self._end(DIED_MESSAGE)
         if not self._welcome.done():
             closed = EngineUnavailable("engine_died", "The engine closed the connection.")
             self._welcome.set_exception(closed)
 
-    def _greet(self, message: Welcome | Rejected | Frame) -> None:
+    def _on_welcome(self, message: Welcome | Rejected | Frame) -> None:
         if isinstance(message, Rejected):
             raise EngineError(message.code, message.message)
         if isinstance(message, Frame):
-            raise FrameError("a frame before the welcome")
+            raise FrameError("a Frame before the Welcome")
         self.info = message.info
         self._welcome.set_result(message.info)
 
     def _end(self, message: str) -> None:
-        """The same to everybody who waits: this engine is lost. Safe to call twice."""
-        self.lost("engine_died", message)
+        """Mark the engine as lost and wake `wait_lost`. Safe to repeat."""
+        self.mark_lost("engine_died", message)
         if not self._ended.done():
             self._ended.set_result(None)

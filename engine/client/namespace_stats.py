@@ -1,8 +1,8 @@
-"""What each namespace holds and asks for now, kept on the gateway's side.
+"""Statistics of each namespace, on the gateway's side.
 
-The first `Stats` on a connection tells of all namespaces, each later one of such whose numbers have
-changed since they were told. It knows no tenant. `client` keeps one for each
-connection, so another life of the engine begins with an empty one.
+The first `Stats` on a connection lists all namespaces, each later one lists the namespaces whose
+numbers changed since. This module knows no tenant. Each connection has one table, so a restarted
+engine begins with an empty one.
 """
 
 from __future__ import annotations
@@ -12,37 +12,39 @@ from collections.abc import Iterable, Iterator
 from engine.api import Namespace, NamespaceStats
 
 Change = tuple[NamespaceStats | None, NamespaceStats | None]
-"""How it was and how it is; None where there is or was nothing."""
+"""Statistics before and after; None if the namespace did not or does not exist."""
 
 
 class NamespaceTable:
-    """Belongs to one thread."""
+    """The latest statistics of each namespace. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._now: dict[Namespace, NamespaceStats] = {}
-        self._before: dict[object, dict[Namespace, NamespaceStats | None]] = {}
+        self._current: dict[Namespace, NamespaceStats] = {}
+        self._changed_by_reader: dict[object, dict[Namespace, NamespaceStats | None]] = {}
 
     def __len__(self) -> int:
-        return len(self._now)
+        return len(self._current)
 
     def __iter__(self) -> Iterator[NamespaceStats]:
-        return iter(self._now.values())
+        return iter(self._current.values())
 
     def add(self, changed: Iterable[NamespaceStats]) -> None:
-        """These are as they say from now on. O(changed)."""
-        for one in changed:
-            name = one.namespace
-            before = self._now.pop(name, None)
-            if one.blocks or one.running or one.waiting:
-                self._now[name] = one
-            for noted in self._before.values():
+        """Store changed statistics. O(changed)."""
+        for stats in changed:
+            name = stats.namespace
+            before = self._current.pop(name, None)
+            if stats.blocks or stats.running or stats.waiting:
+                self._current[name] = stats
+            for noted in self._changed_by_reader.values():
                 noted.setdefault(name, before)
 
     def take_changes(self, reader: object) -> list[Change]:
-        """All that has changed since the reader's last call; with its first, all there is, and
-        nothing is kept for it before. O(changed)."""
-        noted = self._before.get(reader)
-        self._before[reader] = {}
+        """Return the changes since the reader's last call; on its first call, all namespaces.
+
+        Changes are kept for a reader only from its first call on. O(changes).
+        """
+        noted = self._changed_by_reader.get(reader)
+        self._changed_by_reader[reader] = {}
         if noted is None:
-            return [(None, one) for one in self]
-        return [(before, self._now.get(name)) for name, before in noted.items()]
+            return [(None, stats) for stats in self]
+        return [(before, self._current.get(name)) for name, before in noted.items()]

@@ -1,8 +1,8 @@
-"""One request's events on their way to whoever reads them, at whatever speed.
+"""Events of one request, buffered between the connection and a reader of any speed.
 
-It knows nothing of sockets: a connection pushes, a coroutine reads. Reading slowly is safe: tokens
-of one sample are joined while they wait, so a stream never holds more than its request's own
-output, and never holds another's up. `engine.client.client` makes them, the gateway reads them.
+The connection pushes, a coroutine reads; this module knows no socket. A slow reader is safe: tokens
+of one sample are joined while they wait, so a stream holds no more than its request's output and
+delays no other stream. `engine.client.client` makes streams, the gateway reads them.
 """
 
 from __future__ import annotations
@@ -25,104 +25,107 @@ from engine.api import (
 
 
 class StreamTransport(Protocol):
-    """What a stream needs of its connection."""
+    """The part of a connection that a stream uses to send its commands."""
 
     def post(self, command: Command) -> None:
-        """Send a command on its way."""
+        """Send a command. Never blocks."""
 
     def forget(self, request_id: str) -> None:
-        """A reader has gone: cancel, and drop what still comes for it."""
+        """Cancel a request whose reader has gone, and drop its further events."""
 
 
 class Wakeup:
-    """Wakes one reader of any number of streams. `idle_s`: also when nothing came for so long.
+    """Wakes one reader of any number of streams when an event arrives or nothing came for `idle_s`.
 
-    It costs one future a wait, and one timer for as long as it is used, not one for each wait.
+    A wait costs one future. One timer serves all waits: it is set anew only when it fires.
     """
 
-    __slots__ = ("_idle_s", "_since_s", "_timer", "_waiter")
+    __slots__ = ("_idle_s", "_timer", "_wait_began_s", "_waiter")
 
     def __init__(self, idle_s: float | None = None) -> None:
         self._idle_s = idle_s
-        self._since_s = 0.0
+        self._wait_began_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[bool] | None = None
 
-    def ring(self) -> None:
-        """Something has come. Without anybody waiting it is forgotten."""
+    def notify(self) -> None:
+        """Wake the reader. Without a waiting reader this does nothing."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(True)
 
     async def wait(self) -> bool:
-        """Until something comes: True; or nothing has for `idle_s`: False. Look before waiting."""
+        """Wait for an event: return True; return False if none came for `idle_s`. Check for events
+        first."""
         assert self._waiter is None, "one reader at a time"
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[bool] = loop.create_future()
         self._waiter = waiter
         if self._idle_s is not None:
-            self._since_s = loop.time()
+            self._wait_began_s = loop.time()
             if self._timer is None:
-                self._timer = loop.call_later(self._idle_s, self._look, loop, self._idle_s)
+                self._timer = loop.call_later(self._idle_s, self._on_timer, loop, self._idle_s)
         try:
             return await waiter
         finally:
             self._waiter = None
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancel the timer. The reader waits no more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self, loop: asyncio.AbstractEventLoop, idle_s: float) -> None:
-        """The timer: has the wait that goes on now been long enough? The next one begins anew."""
+    def _on_timer(self, loop: asyncio.AbstractEventLoop, idle_s: float) -> None:
+        """End the present wait if it lasted for `idle_s`, or set the timer for its rest."""
         self._timer = None
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
-        left_s = self._since_s + idle_s - loop.time()
+        left_s = self._wait_began_s + idle_s - loop.time()
         if left_s > 0:
-            self._timer = loop.call_later(left_s, self._look, loop, idle_s)
+            self._timer = loop.call_later(left_s, self._on_timer, loop, idle_s)
         else:
             waiter.set_result(False)
 
 
 class RequestStream(AsyncIterator[Event]):
-    """One request's events, ending after `Finished`. `aclose` before that cancels the request.
+    """Events of one request, ending after `Finished`. `aclose` before that cancels the request.
 
-    `bell` rings when something comes. Whoever reads several streams gives them one of its own.
+    `wakeup` is notified when an event arrives. A reader of several streams sets the same one for
+    all.
     """
 
     def __init__(self, request_id: str, connection: StreamTransport) -> None:
         self.request_id = request_id
         self._connection = connection
         self._events: list[Event] = []
-        self._rows: dict[int, list[Tokens]] = {}  # of those events that are tokens, by sample
-        self._taken: list[Event] = []
-        self.bell = Wakeup()
+        # the token events among them, by sample
+        self._tokens_by_sample: dict[int, list[Tokens]] = {}
+        self._batch: list[Event] = []
+        self.wakeup = Wakeup()
         self._is_over = False
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     def push(self, event: Event) -> None:
-        """Called by the connection, in order. A stream holds at most its own output and two events
-        per sample."""
+        """Add an event; called by the connection, in order. At most the request's output and two
+        events per sample are held."""
         events = self._events
         if not events:
-            self.bell.ring()  # for what waits already it has rung
+            self.wakeup.notify()  # the reader was notified of earlier events already
         if isinstance(event, Tokens):
             self._output_tokens += len(event.tokens)
-            row = self._rows.get(event.index)
-            if row is not None:
-                row.append(event)
+            pieces = self._tokens_by_sample.get(event.index)
+            if pieces is not None:
+                pieces.append(event)
                 return
-            self._rows[event.index] = [event]
+            self._tokens_by_sample[event.index] = [event]
         elif isinstance(event, Started):
             self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
         events.append(event)
 
     def fail(self, code: str, message: str) -> None:
-        """The engine is gone: end with the usage that was seen to arrive."""
+        """End the stream because the engine is gone, with the usage seen so far."""
         seen = Usage(
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -133,45 +136,51 @@ class RequestStream(AsyncIterator[Event]):
 
     @property
     def is_over(self) -> bool:
-        """Has its end been read, or its reader gone?"""
+        """True once `Finished` was read or the reader has gone."""
         return self._is_over
 
     async def __anext__(self) -> Event:
-        if not self._taken:
-            self._taken = (await self.next_batch())[::-1]
-            if not self._taken:
+        if not self._batch:
+            self._batch = (await self.next_batch())[::-1]
+            if not self._batch:
                 raise StopAsyncIteration
-        return self._taken.pop()
+        return self._batch.pop()
 
     async def next_batch(self) -> list[Event]:
-        """Everything there is, at least one event; [] when it is over."""
+        """Wait for events and return all of them; [] once the stream is over."""
         while not self._events and not self._is_over:
-            await self.bell.wait()
+            await self.wakeup.wait()
         return self.take()
 
     def take(self) -> list[Event]:
-        """Everything there is now, perhaps nothing. Tokens of one sample are one event, where the
-        first stood: samples may overtake each other, one sample's events never."""
+        """Return all events that are here now, perhaps none.
+
+        Tokens of one sample are joined into one event at the place of the first: events of
+        different samples may overtake each other, events of one sample never do.
+        """
         events = self._events
         if not events or self._is_over:
             return []
-        for row in self._rows.values():
-            if len(row) > 1:
-                first = row[0]
-                tokens = tuple(chain.from_iterable([event.tokens for event in row]))
+        for pieces in self._tokens_by_sample.values():
+            if len(pieces) > 1:
+                first = pieces[0]
+                tokens = tuple(chain.from_iterable([event.tokens for event in pieces]))
                 events[events.index(first)] = Tokens(self.request_id, first.index, tokens)
-        self._events, self._rows = [], {}
+        self._events, self._tokens_by_sample = [], {}
         self._is_over = isinstance(events[-1], Finished)
         return events
 
     def end_sample(self, index: int, output_tokens: int) -> None:
-        """A stop string was found in sample `index`."""
+        """End sample `index` after `output_tokens` tokens, because a stop string was found."""
         if not self._is_over:
             self._connection.post(EndSample(self.request_id, index, output_tokens))
 
     async def cancel(self) -> Finished | None:
-        """Nobody wants the rest: cancel, and wait for the end and its usage, which the engine tells
-        after the step it is in; without an engine it comes at once."""
+        """Cancel the request; wait for its `Finished`, which has its usage, and return it.
+
+        The engine answers after its present step; without an engine the stream ends at once.
+        Returns None if the stream was over.
+        """
         if self._is_over:
             return None
         self._connection.post(Cancel(self.request_id))
@@ -181,7 +190,7 @@ class RequestStream(AsyncIterator[Event]):
         return None
 
     async def aclose(self) -> None:
-        """Nobody reads on: cancel unless it is over. Safe to call twice."""
+        """Stop reading: cancel the request unless it is over. Safe to repeat."""
         if not self._is_over:
             self._is_over = True
             self._connection.forget(self.request_id)

@@ -45,12 +45,12 @@ class LocalEngine(EngineConnection):
     def _changed(self) -> None:
         if self.service.stopped.is_set():
             self._read()
-            self.lost("engine_died", "The engine stopped.")
+            self.mark_lost("engine_died", "The engine stopped.")
 
     def post(self, command: Command) -> None:
         """See `EngineConnection.post`."""
         if self.service.stopped.is_set():
-            self.lost("engine_died", "The engine stopped.")
+            self.mark_lost("engine_died", "The engine stopped.")
             return
         self.service.post(self, command)
 
@@ -75,4 +75,4 @@ class LocalEngine(EngineConnection):
         """See `Engine.close`."""
         await asyncio.to_thread(self.service.stop)
         self._outbox.close()
-        self.lost("engine_died", "The engine was closed.")
+        self.mark_lost("engine_died", "The engine was closed.")

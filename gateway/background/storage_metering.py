@@ -112,7 +112,7 @@ def held_more(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
 
 def look_at_churn(gateway: Context) -> None:
     """Count what has come and gone since somebody looked. O(namespaces that moved)."""
-    moves, minute = gateway.engine.losses.take_moves(), gateway.wall() // 60_000
+    moves, minute = gateway.engine.cache_events.take_moves(), gateway.wall() // 60_000
     gateway.churn.update(moves, owner_of, minute)
 
 

@@ -183,7 +183,7 @@ class _Desk:
         gateway = self._gateway
         sums: dict[tuple[int | None, int | None], int] = defaultdict(int)
         lost: dict[int | None, int] = defaultdict(int)
-        for (whose, who), blocks in gateway.engine.losses.taken().items():
+        for (whose, who), blocks in gateway.engine.cache_events.evictions_by_taker().items():
             owner = owner_of(whose)
             sums[owner, owner_of(who)] += blocks
             lost[owner] += blocks

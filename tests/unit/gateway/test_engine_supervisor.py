@@ -1,4 +1,4 @@
-"""The keeper of the engine process, with real processes and real signals."""
+"""`EngineSupervisor` with real processes and real signals."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ LONG = 8_000
 
 @pytest.fixture(autouse=True)
 def fail_on_blocking_calls() -> None:
-    """Not here: each start makes a folder for the engine's socket, in microseconds."""
+    """Disabled here: each start makes a folder, in microseconds."""
 
 
 def request(name: str = "a", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4) -> Request:
     return Request(name, prompt, max_tokens, CacheGrant(b"n"), GREEDY)
 
 
-class Kept:
-    """A supervisor with its reports, waited for instead of slept for."""
+class SupervisedEngine:
+    """A supervisor and its reports, for tests that wait instead of sleeping."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Kept:
         self.reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
         self.told: list[str] = []
         self.engine = EngineSupervisor(
-            Path("fake") / fault, config, self._hear, command=COMMAND, restarts=restarts
+            Path("fake") / fault, config, self._on_report, command=COMMAND, restarts=restarts
         )
 
-    def _hear(self, event: str, facts: dict[str, Any]) -> None:
+    def _on_report(self, event: str, facts: dict[str, Any]) -> None:
         self.told.append(event)
         self.reports.put_nowait((event, dict(facts)))
 
     async def report(self, event: str) -> dict[str, Any]:
-        """The facts of the next report of that name."""
+        """Return the fields of the next report of that name."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 name, facts = await self.reports.get()
@@ -75,34 +75,34 @@ class Kept:
                     return facts
 
     async def start(self) -> int:
-        """Up and ready; its process id."""
+        """Start, wait until the engine is ready, and return its process id."""
         self.engine.start()
         async with asyncio.timeout(DEADLINE_S):
             await self.engine.wait_ready()
         return await self.pid()
 
     async def pid(self) -> int:
-        """Of the engine that became ready next."""
+        """Return the process id of the next engine that becomes ready."""
         return int((await self.report("engine_started"))["pid"])
 
     async def answer(self, name: str = "canary") -> list[int]:
-        """A whole answer of the engine that lives now."""
-        return words(await read(self.engine.submit(request(name))))
+        """Return a complete answer of the running engine."""
+        return texts(await read(self.engine.submit(request(name))))
 
 
 @pytest.fixture
-async def kept() -> AsyncIterator[Kept]:
-    kept = Kept()
-    yield kept
-    await kept.engine.close()
+async def supervised() -> AsyncIterator[SupervisedEngine]:
+    supervised = SupervisedEngine()
+    yield supervised
+    await supervised.engine.close()
 
 
 @pytest.fixture
-async def strict() -> AsyncIterator[Kept]:
-    """One that loses its patience."""
-    strict = Kept(config=STRICT)
-    yield strict
-    await strict.engine.close()
+async def short_timeout() -> AsyncIterator[SupervisedEngine]:
+    """A supervisor with a short step timeout."""
+    short_timeout = SupervisedEngine(config=STRICT)
+    yield short_timeout
+    await short_timeout.engine.close()
 
 
 async def read(stream: RequestStream) -> list[Any]:
@@ -118,7 +118,7 @@ async def first(stream: RequestStream, kind: type) -> None:
     raise AssertionError(f"no {kind.__name__}")
 
 
-def words(events: list[Any]) -> list[int]:
+def texts(events: list[Any]) -> list[int]:
     return [t.token_id for e in events if isinstance(e, Tokens) for t in e.tokens]
 
 
@@ -130,31 +130,31 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_an_engine_is_ready_once_it_has_produced_a_token(kept: Kept) -> None:
-    """Before that it refuses with a time to come back."""
+async def test_engine_is_ready_once_it_has_produced_a_token(supervised: SupervisedEngine) -> None:
+    """Until then requests are refused with a time to retry."""
     with pytest.raises(EngineUnavailable) as early:
-        kept.engine.submit(request())
-    assert not kept.engine.ready()
+        supervised.engine.submit(request())
+    assert not supervised.engine.ready()
 
-    await kept.start()
+    await supervised.start()
 
     assert early.value.retry_after_s > 0
-    assert kept.engine.ready()
-    assert await kept.answer() == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
+    assert supervised.engine.ready()
+    assert await supervised.answer() == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
 
 
 @pytest.mark.parametrize("when", ["idle", "prefill", "decode"])
-async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(
-    kept: Kept, when: str
+async def test_killed_engine_ends_its_streams_and_restarts(
+    supervised: SupervisedEngine, when: str
 ) -> None:
-    """SIGKILL is what the memory killer sends: streams end with the connection, which nobody has to
-    be silent for, and the cache starts anew."""
-    pid = await kept.start()
-    epoch = kept.engine.info.epoch if kept.engine.info else ""
+    """SIGKILL, as the out-of-memory killer sends it: streams end with the connection, without a
+    timeout, and the cache begins empty."""
+    pid = await supervised.start()
+    epoch = supervised.engine.info.epoch if supervised.engine.info else ""
     prompt = tuple(range(20)) * 300 if when == "prefill" else (1, 2, 3)
     stream = None
     if when != "idle":
-        stream = kept.engine.submit(request("a", prompt, 2_000))
+        stream = supervised.engine.submit(request("a", prompt, 2_000))
         await first(stream, Started if when == "prefill" else Tokens)
 
     os.kill(pid, signal.SIGKILL)
@@ -164,160 +164,164 @@ async def test_a_killed_engine_ends_its_streams_at_once_and_comes_back(
         assert (end.ending, end.code) == ("failed", "engine_died")
         assert end.usage.prompt_tokens == len(prompt)
 
-    assert await kept.pid() != pid
-    assert "engine_stuck" not in kept.told
-    assert kept.engine.info is not None
-    assert kept.engine.info.epoch != epoch
-    assert (await kept.engine.peek(b"n", prompt)).cached_tokens == 0
-    assert await kept.answer() == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
+    assert await supervised.pid() != pid
+    assert "engine_stuck" not in supervised.told
+    assert supervised.engine.info is not None
+    assert supervised.engine.info.epoch != epoch
+    assert (await supervised.engine.peek(b"n", prompt)).cached_tokens == 0
+    assert await supervised.answer() == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
 
 
 @pytest.mark.parametrize("when", ["idle", "decode"])
-async def test_a_stopped_engine_is_noticed_and_replaced(strict: Kept, when: str) -> None:
-    """A process that exists and does nothing is as dead as one that does not."""
-    pid = await strict.start()
+async def test_stopped_engine_is_replaced(short_timeout: SupervisedEngine, when: str) -> None:
+    """A process that exists and does nothing is as dead as a process that does not exist."""
+    pid = await short_timeout.start()
     stream = None
     if when == "decode":
-        stream = strict.engine.submit(request(max_tokens=LONG))
+        stream = short_timeout.engine.submit(request(max_tokens=LONG))
         await first(stream, Tokens)
 
     os.kill(pid, signal.SIGSTOP)
-    stuck = await strict.report("engine_stuck")
+    stuck = await short_timeout.report("engine_stuck")
 
     if stream is not None:
         assert (await read(stream))[-1].code == "engine_died"
     assert stuck["idle_s"] >= STRICT.step_timeout_s
-    assert await strict.pid() != pid
+    assert await short_timeout.pid() != pid
     assert not is_alive(pid)
-    assert len(await strict.answer()) == 4
+    assert len(await short_timeout.answer()) == 4
 
 
-async def test_an_idle_engine_is_left_alone(strict: Kept) -> None:
-    """No work is no fault: heartbeats go on for longer than any step may take."""
-    await strict.start()
+async def test_idle_engine_is_not_stuck(short_timeout: SupervisedEngine) -> None:
+    """Heartbeats go on for longer than any step may take."""
+    await short_timeout.start()
     loop = asyncio.get_running_loop()
     until_s = loop.time() + 2 * STRICT.step_timeout_s
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout_at(until_s):
-            await strict.report("engine_stuck")
+            await short_timeout.report("engine_stuck")
 
-    assert strict.engine.ready()
-    assert strict.engine.restarts == 0
+    assert short_timeout.engine.ready()
+    assert short_timeout.engine.restarts == 0
 
 
-async def test_a_step_that_never_ends_is_ended() -> None:
+async def test_hanging_step_is_replaced() -> None:
     """The engine's thread hangs while its process still answers signals and sockets."""
-    kept = Kept("hang", STRICT)
-    await kept.start()
-    stream = kept.engine.submit(request())
+    supervised = SupervisedEngine("hang", STRICT)
+    await supervised.start()
+    stream = supervised.engine.submit(request())
 
-    await kept.report("engine_stuck")
+    await supervised.report("engine_stuck")
 
     assert (await read(stream))[-1].code == "engine_died"
-    await kept.engine.close()
+    await supervised.engine.close()
 
 
-async def test_five_deaths_in_a_minute_keep_it_down() -> None:
-    """A crash loop helps nobody: it says so and stays down."""
+async def test_five_deaths_in_a_minute_keep_the_engine_down() -> None:
+    """A crash loop helps no client."""
     # A busy host may take more than a minute for five starts.
-    kept = Kept(restarts=msgspec.structs.replace(RESTARTS, deaths_window_s=600.0))
-    await kept.start()
+    supervised = SupervisedEngine(restarts=msgspec.structs.replace(RESTARTS, deaths_window_s=600.0))
+    await supervised.start()
     for deaths in range(1, 5):
-        assert kept.engine.info is not None
-        os.kill(kept.engine.info.pid, signal.SIGKILL)
-        assert (await kept.report("engine_died"))["restarts"] == deaths
-        await kept.pid()
+        assert supervised.engine.info is not None
+        os.kill(supervised.engine.info.pid, signal.SIGKILL)
+        assert (await supervised.report("engine_died"))["restarts"] == deaths
+        await supervised.pid()
 
-    assert kept.engine.info is not None
-    os.kill(kept.engine.info.pid, signal.SIGKILL)
-    await kept.report("engine_restart_limit")
+    assert supervised.engine.info is not None
+    os.kill(supervised.engine.info.pid, signal.SIGKILL)
+    await supervised.report("engine_restart_limit")
 
-    assert not kept.engine.ready()
+    assert not supervised.engine.ready()
     with pytest.raises(EngineUnavailable):
-        kept.engine.submit(request())
+        supervised.engine.submit(request())
     with pytest.raises(EngineUnavailable):
-        await kept.engine.wait_ready()
-    await kept.engine.close()
+        await supervised.engine.wait_ready()
+    await supervised.engine.close()
 
 
-async def test_a_request_that_kills_twice_is_refused() -> None:
-    """One poisonous prompt must not keep everybody's engine dying; its neighbours come back."""
-    kept = Kept("deadly")
-    await kept.start()
+async def test_refuses_request_in_flight_at_two_deaths() -> None:
+    """One bad prompt must not keep killing the engine; the requests beside it are served again."""
+    supervised = SupervisedEngine("deadly")
+    await supervised.start()
     for attempt in ("first", "second"):
-        stream = kept.engine.submit(request(attempt, (13,)))
+        stream = supervised.engine.submit(request(attempt, (13,)))
         assert (await read(stream))[-1].code == "engine_died"
-        await kept.pid()
+        await supervised.pid()
 
     with pytest.raises(RequestRefused) as refused:
-        kept.engine.submit(request("third", (13,)))
+        supervised.engine.submit(request("third", (13,)))
 
     assert refused.value.code == "poison_request"
-    assert len(words(await read(kept.engine.submit(request("other", (12,)))))) == 4
-    await kept.engine.close()
+    assert len(texts(await read(supervised.engine.submit(request("other", (12,)))))) == 4
+    await supervised.engine.close()
 
 
-async def test_a_finished_request_is_no_suspect(kept: Kept) -> None:
-    """Whoever had its answer before the engine died did not kill it."""
-    await kept.start()
+async def test_finished_request_is_not_suspected(supervised: SupervisedEngine) -> None:
+    """It ended before the engine died."""
+    await supervised.start()
     for attempt in ("first", "second"):
-        assert len(await kept.answer(attempt)) == 4
-        assert kept.engine.info is not None
-        os.kill(kept.engine.info.pid, signal.SIGKILL)
-        await kept.pid()
+        assert len(await supervised.answer(attempt)) == 4
+        assert supervised.engine.info is not None
+        os.kill(supervised.engine.info.pid, signal.SIGKILL)
+        await supervised.pid()
 
-    assert len(await kept.answer("third")) == 4
+    assert len(await supervised.answer("third")) == 4
 
 
-async def test_a_model_that_is_missing_is_said_once() -> None:
-    """Starting again would not find it."""
-    kept = Kept("missing")
-    kept.engine.start()
+async def test_missing_model_is_not_retried() -> None:
+    """Another start would not find it."""
+    supervised = SupervisedEngine("missing")
+    supervised.engine.start()
 
     with pytest.raises(ModelError) as missing:
         async with asyncio.timeout(DEADLINE_S):
-            await kept.engine.wait_ready()
+            await supervised.engine.wait_ready()
 
     assert missing.value.code == "not_found"
-    assert kept.engine.restarts == 0
-    await kept.engine.close()
+    assert supervised.engine.restarts == 0
+    await supervised.engine.close()
 
 
-async def test_drain_lets_a_stream_finish_before_the_process_ends(kept: Kept) -> None:
-    """SIGTERM in a deployment: no new work, no lost answer."""
-    pid = await kept.start()
-    stream = kept.engine.submit(request(max_tokens=500))
+async def test_drain_finishes_streams_before_the_process_exits(
+    supervised: SupervisedEngine,
+) -> None:
+    """SIGTERM in a deployment: no new work, no lost response."""
+    pid = await supervised.start()
+    stream = supervised.engine.submit(request(max_tokens=500))
     await first(stream, Started)
 
-    await kept.engine.drain(CONFIG.drain_timeout_s)
+    await supervised.engine.drain(CONFIG.drain_timeout_s)
     with pytest.raises(EngineUnavailable):
-        kept.engine.submit(request("late"))
+        supervised.engine.submit(request("late"))
     events = await read(stream)
-    await kept.engine.close()
+    await supervised.engine.close()
 
     assert events[-1].ending == "done"
     assert not is_alive(pid)
 
 
-async def test_close_leaves_no_process_behind(kept: Kept) -> None:
-    """Nor one that is in the middle of an answer."""
-    pid = await kept.start()
-    stream = kept.engine.submit(request(max_tokens=LONG))
+async def test_close_leaves_no_process_behind(supervised: SupervisedEngine) -> None:
+    """Nor a process that is in the middle of a request."""
+    pid = await supervised.start()
+    stream = supervised.engine.submit(request(max_tokens=LONG))
     await first(stream, Tokens)
 
-    await kept.engine.close()
+    await supervised.engine.close()
 
     assert not is_alive(pid)
     assert (await read(stream))[-1].ending == "failed"
 
 
-async def test_close_ends_a_process_that_is_being_ended(strict: Kept) -> None:
-    """One that hears no signal lives on when whoever waited for its end has been cancelled."""
-    pid = await strict.start()
+async def test_close_reaps_a_process_whose_reaping_was_cancelled(
+    short_timeout: SupervisedEngine,
+) -> None:
+    """A process that ignores signals must not outlive a cancelled `end`."""
+    pid = await short_timeout.start()
     os.kill(pid, signal.SIGSTOP)
-    await strict.report("engine_stuck")
+    await short_timeout.report("engine_stuck")
 
-    await strict.engine.close()
+    await short_timeout.engine.close()
 
     assert not is_alive(pid)

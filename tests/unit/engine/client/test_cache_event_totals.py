@@ -1,4 +1,4 @@
-"""Losses added up on the gateway's side, for as many namespaces as it can afford."""
+"""`CacheEventTotals`: losses added up on the gateway's side, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from engine.api import CacheNews, Gain, Loss
 from engine.client.cache_event_totals import CacheEventTotals
 
 
-def test_totals_grow_by_cause_and_name_the_taker() -> None:
-    """Who evicted whom is a number, and only between different namespaces."""
+def test_counts_losses_by_cause_and_taker() -> None:
+    """Evictions by taker count only between different namespaces."""
     totals = CacheEventTotals()
     totals.add(CacheNews((Loss(b"a", "evicted_pressure", b"b", 2),)))
     totals.add(
@@ -16,13 +16,13 @@ def test_totals_grow_by_cause_and_name_the_taker() -> None:
         )
     )
 
-    assert totals.of(b"a") == {"evicted_pressure": 5, "evicted_own_quota": 1}
-    assert totals.of(b"b") == {}
-    assert totals.taken() == {(b"a", b"b"): 5}
+    assert totals.losses_of(b"a") == {"evicted_pressure": 5, "evicted_own_quota": 1}
+    assert totals.losses_of(b"b") == {}
+    assert totals.evictions_by_taker() == {(b"a", b"b"): 5}
 
 
-def test_what_came_and_went_is_told_with_how_long_it_lived() -> None:
-    """Churn: blocks in, blocks out, and the seconds those evicted had been there."""
+def test_counts_block_moves_with_lifetimes() -> None:
+    """Churn: blocks inserted, blocks lost, and the seconds that evicted blocks had lived."""
     totals = CacheEventTotals()
     totals.add(CacheNews((Loss(b"a", "evicted_pressure", b"b", 2, 9.0),), (Gain(b"a", 5),)))
     totals.add(CacheNews((Loss(b"a", "expired", b"", 1),), (Gain(b"a", 1), Gain(b"b", 2))))
@@ -32,14 +32,14 @@ def test_what_came_and_went_is_told_with_how_long_it_lived() -> None:
     assert moves[b"a"].lost["expired"] == 1
     assert (moves[b"b"].gained, moves[b"b"].evicted) == (2, 0)
     assert totals.take_moves() == {}
-    assert totals.of(b"a") == {"evicted_pressure": 2, "expired": 1}
+    assert totals.losses_of(b"a") == {"evicted_pressure": 2, "expired": 1}
 
 
-def test_the_namespace_that_lost_nothing_for_longest_is_forgotten() -> None:
+def test_forgets_the_namespace_that_lost_blocks_longest_ago() -> None:
     """A million namespaces must not grow a gateway for ever."""
-    totals = CacheEventTotals(most=2)
+    totals = CacheEventTotals(namespaces_max=2)
     for name in (b"a", b"b", b"a", b"c"):
         totals.add(CacheNews((Loss(name, "expired", b"", 1),)))
 
-    assert totals.of(b"b") == {}
-    assert totals.of(b"a") == {"expired": 2}
+    assert totals.losses_of(b"b") == {}
+    assert totals.losses_of(b"a") == {"expired": 2}

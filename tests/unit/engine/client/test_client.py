@@ -1,4 +1,4 @@
-"""One suite for both engines: over a socket and in a thread, a client sees the same."""
+"""Conformance of both engines, over a socket and in a thread."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def request(
     return Request(name, prompt, max_tokens, CacheGrant(b"n"), GREEDY, **more)
 
 
-class Bench:
-    """An engine with a handle on the service behind it."""
+class EngineUnderTest:
+    """An engine and the service behind it."""
 
     def __init__(self, engine: SocketEngine | LocalEngine, service: EngineService) -> None:
         self.engine = engine
         self.service = service
 
     def break_core(self) -> None:
-        """Plant an invariant violation: the next step finds it."""
+        """Plant an invariant violation, which the next step finds."""
 
         def broken() -> None:
             raise InvariantViolation("planted")
 
-        self.service.join(Planted(broken))
+        self.service.join(EngineThreadCall(broken))
 
 
-class Planted:
-    """An outlet that runs a plan in the engine's thread."""
+class EngineThreadCall:
+    """A response sink that runs a function in the engine's thread."""
 
     def __init__(self, act: Any) -> None:
         self._act = act
@@ -77,7 +77,7 @@ class Planted:
 
 
 @asynccontextmanager
-async def socket_engine() -> AsyncIterator[Bench]:
+async def socket_engine() -> AsyncIterator[EngineUnderTest]:
     loop = asyncio.get_running_loop()
     loaded = asyncio.Event()
 
@@ -99,7 +99,7 @@ async def socket_engine() -> AsyncIterator[Bench]:
     serving = asyncio.create_task(gateway.serve(service))
     engine = await connecting
     try:
-        yield Bench(engine, service)
+        yield EngineUnderTest(engine, service)
     finally:
         await engine.close()
         await serving
@@ -108,18 +108,18 @@ async def socket_engine() -> AsyncIterator[Bench]:
 
 
 @asynccontextmanager
-async def local_engine() -> AsyncIterator[Bench]:
+async def local_engine() -> AsyncIterator[EngineUnderTest]:
     engine = await LocalEngine.start(lambda: fake_core(CONFIG), CONFIG)
     try:
-        yield Bench(engine, engine.service)
+        yield EngineUnderTest(engine, engine.service)
     finally:
         await engine.close()
 
 
 @pytest.fixture(params=[socket_engine, local_engine], ids=["socket", "local"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    async with request.param() as bench:
-        yield bench
+async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[EngineUnderTest]:
+    async with request.param() as under_test:
+        yield under_test
 
 
 async def read(stream: RequestStream) -> list[Any]:
@@ -135,7 +135,7 @@ async def first(stream: RequestStream, kind: type) -> Any:
     raise AssertionError(f"no {kind.__name__}")
 
 
-def words(events: list[Any], index: int = 0) -> list[int]:
+def tokens_of(events: list[Any], index: int = 0) -> list[int]:
     return [
         token.token_id
         for event in events
@@ -144,61 +144,61 @@ def words(events: list[Any], index: int = 0) -> list[int]:
     ]
 
 
-async def test_a_request_is_answered_in_order(bench: Bench) -> None:
+async def test_events_of_a_request_are_in_order(under_test: EngineUnderTest) -> None:
     """Started, tokens, the sample's end, and one final event with the usage."""
-    events = await read(bench.engine.submit(request()))
+    events = await read(under_test.engine.submit(request()))
 
     assert isinstance(events[0], Started)
     assert isinstance(events[-2], SampleEnded)
     assert isinstance(events[-1], Finished)
     assert events[-1].ending == "done"
     assert events[-1].usage.output_tokens == 4
-    assert words(events) == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
+    assert tokens_of(events) == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
 
 
-async def test_streams_at_once_get_their_own(bench: Bench) -> None:
-    """One frame per step carries everybody's tokens; each stream sees its own."""
+async def test_concurrent_streams_get_their_own_tokens(under_test: EngineUnderTest) -> None:
+    """One frame per step carries the tokens of all streams."""
     prompts = [(1, 2, n) for n in range(20)]
-    streams = [bench.engine.submit(request(str(p), p, 30)) for p in prompts]
+    streams = [under_test.engine.submit(request(str(p), p, 30)) for p in prompts]
 
     answers = await asyncio.gather(*(read(stream) for stream in streams))
 
     for prompt, events in zip(prompts, answers, strict=True):
-        assert words(events) == solo_output(prompt, GREEDY, 0, 30, VOCAB)
+        assert tokens_of(events) == solo_output(prompt, GREEDY, 0, 30, VOCAB)
 
 
-async def test_a_refusal_is_a_final_event_with_its_code(bench: Bench) -> None:
-    """Bad input ends like everything else: once, with a reason."""
-    (end,) = await read(bench.engine.submit(request(prompt=(VOCAB,))))
+async def test_refusal_is_a_final_event_with_its_code(under_test: EngineUnderTest) -> None:
+    """Every request ends once, with a reason."""
+    (end,) = await read(under_test.engine.submit(request(prompt=(VOCAB,))))
 
     assert (end.ending, end.code) == ("refused", "token_out_of_range")
 
 
-async def test_an_id_in_use_is_refused_at_once(bench: Bench) -> None:
-    """Two streams under one name would steal each other's events."""
-    stream = bench.engine.submit(request(max_tokens=LONG))
+async def test_refuses_request_id_in_use(under_test: EngineUnderTest) -> None:
+    """Two streams of one id would receive each other's events."""
+    stream = under_test.engine.submit(request(max_tokens=LONG))
 
     with pytest.raises(RequestRefused):
-        bench.engine.submit(request())
+        under_test.engine.submit(request())
 
     await stream.aclose()
 
 
-async def test_a_reader_that_leaves_gives_its_blocks_back(bench: Bench) -> None:
+async def test_closed_stream_releases_its_blocks(under_test: EngineUnderTest) -> None:
     """A disconnect must not go on computing."""
-    stream = bench.engine.submit(request(max_tokens=LONG))
+    stream = under_test.engine.submit(request(max_tokens=LONG))
     await first(stream, Tokens)
 
     await stream.aclose()
     await stream.aclose()
 
-    stats = await bench.engine.get_stats()
+    stats = await under_test.engine.get_stats()
     assert (stats.running, stats.waiting, stats.pinned_blocks) == (0, 0, 0)
 
 
-async def test_a_cancelled_request_says_what_it_used(bench: Bench) -> None:
-    """The ledger settles what was computed, however it ended."""
-    stream = bench.engine.submit(request(max_tokens=LONG))
+async def test_cancelled_request_ends_with_its_usage(under_test: EngineUnderTest) -> None:
+    """The ledger settles what was computed, however the request ended."""
+    stream = under_test.engine.submit(request(max_tokens=LONG))
     await first(stream, Tokens)
 
     async with asyncio.timeout(DEADLINE_S):
@@ -210,19 +210,19 @@ async def test_a_cancelled_request_says_what_it_used(bench: Bench) -> None:
     assert end.usage.output_tokens >= 1
 
 
-async def test_what_ends_a_request_is_sent_to_an_engine_that_is_behind(
+async def test_sends_cancels_to_an_engine_that_is_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A refusal there would leave the request running, and its hold in the ledger."""
-    async with socket_engine() as bench:
-        stream = bench.engine.submit(request(max_tokens=LONG))
+    """Refusing them would leave the request running, and its hold in the ledger."""
+    async with socket_engine() as under_test:
+        stream = under_test.engine.submit(request(max_tokens=LONG))
         await first(stream, Tokens)
         monkeypatch.setattr(client, "UNSENT_BYTES_MAX", -1)
 
         with pytest.raises(EngineUnavailable) as refused:
-            bench.engine.submit(request("b"))
+            under_test.engine.submit(request("b"))
         with pytest.raises(EngineUnavailable):
-            await bench.engine.get_stats()
+            await under_test.engine.get_stats()
         async with asyncio.timeout(DEADLINE_S):
             end = await stream.cancel()
 
@@ -231,9 +231,9 @@ async def test_what_ends_a_request_is_sent_to_an_engine_that_is_behind(
     assert end.ending == "cancelled"
 
 
-async def test_a_stop_string_ends_a_sample_and_sets_its_charge(bench: Bench) -> None:
+async def test_stop_string_ends_a_sample_and_sets_its_usage(under_test: EngineUnderTest) -> None:
     """The gateway finds it in text while the engine has run ahead."""
-    stream = bench.engine.submit(request(max_tokens=LONG))
+    stream = under_test.engine.submit(request(max_tokens=LONG))
     await first(stream, Tokens)
 
     stream.end_sample(0, 1)
@@ -243,54 +243,56 @@ async def test_a_stop_string_ends_a_sample_and_sets_its_charge(bench: Bench) -> 
     assert (events[-1].ending, events[-1].usage.output_tokens) == ("done", 1)
 
 
-async def test_a_slow_reader_holds_nobody_up_and_little_memory(bench: Bench) -> None:
-    """Its waiting tokens are joined; another's stream runs to its end meanwhile."""
-    slow = bench.engine.submit(request("slow", (9,), 200, samples=2))
-    await read(bench.engine.submit(request("fast", (1, 2), 300)))
+async def test_slow_reader_delays_no_stream_and_holds_little_memory(
+    under_test: EngineUnderTest,
+) -> None:
+    """Its waiting tokens are joined; another stream runs to its end meanwhile."""
+    slow = under_test.engine.submit(request("slow", (9,), 200, samples=2))
+    await read(under_test.engine.submit(request("fast", (1, 2), 300)))
 
     batch = await slow.next_batch()
 
     assert len(batch) <= 6
-    assert len(words(batch, 0)) == len(words(batch, 1)) == 200
+    assert len(tokens_of(batch, 0)) == len(tokens_of(batch, 1)) == 200
 
 
-async def test_what_is_cached_can_be_asked_and_erased(bench: Bench) -> None:
-    """Peek changes nothing; erase takes a namespace away."""
+async def test_peeks_and_erases_cached_tokens(under_test: EngineUnderTest) -> None:
+    """Peek changes nothing; erase empties a namespace."""
     prompt = tuple(range(40))
-    await read(bench.engine.submit(request(prompt=prompt)))
+    await read(under_test.engine.submit(request(prompt=prompt)))
 
-    before = await bench.engine.peek(b"n", (*prompt, 1))
-    other = await bench.engine.peek(b"m", (*prompt, 1))
-    erased = await bench.engine.erase(b"n")
-    after = await bench.engine.peek(b"n", (*prompt, 1))
+    before = await under_test.engine.peek(b"n", (*prompt, 1))
+    other = await under_test.engine.peek(b"m", (*prompt, 1))
+    erased = await under_test.engine.erase(b"n")
+    after = await under_test.engine.peek(b"n", (*prompt, 1))
 
     assert before.cached_tokens == 40
     assert other.cached_tokens == after.cached_tokens == 0
     assert erased.blocks >= 2
     with pytest.raises(ValueError, match="not both"):
-        await bench.engine.erase(b"n", lease_id="l", tokens=(1,))
+        await under_test.engine.erase(b"n", lease_id="l", tokens=(1,))
 
 
-async def test_the_heartbeat_comes_unasked(bench: Bench) -> None:
-    """An idle engine is told apart from a dead one by it, from the first moment on."""
+async def test_heartbeat_comes_unasked(under_test: EngineUnderTest) -> None:
+    """It tells an idle engine from a dead one, from the first moment on."""
     heard: asyncio.Queue[int] = asyncio.Queue()
-    receive = bench.engine.receive
+    receive = under_test.engine.receive
 
     def listening(messages: Any) -> None:
         receive(messages)
         heard.put_nowait(len(messages))
 
-    bench.engine.receive = listening  # type: ignore[method-assign]
+    under_test.engine.receive = listening  # type: ignore[method-assign]
     async with asyncio.timeout(DEADLINE_S):
         for _ in range(3):
             await heard.get()
 
-    assert bench.engine.stats.blocks > 0
+    assert under_test.engine.stats.blocks > 0
 
 
-async def test_a_request_alone_leaves_at_once_and_many_of_a_turn_together() -> None:
-    """The engine works while the rest of a turn is done; but each write costs more than a command,
-    and what leaves alone is answered alone."""
+async def test_single_command_is_written_at_once_and_many_together() -> None:
+    """The engine works while the rest of the turn runs; but a write costs more than a command, and
+    a command sent alone is answered alone."""
     _, info = fake_core(CONFIG)
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
@@ -327,14 +329,14 @@ async def test_a_request_alone_leaves_at_once_and_many_of_a_turn_together() -> N
         ([["e"]], []),
         ([["f"]], []),
     ]
-    assert last == ["g", "h"]  # what was posted before the end still leaves
+    assert last == ["g", "h"]  # commands posted before the end are still sent
 
 
-async def test_who_is_cancelled_as_the_answer_comes_is_cancelled(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+async def test_cancellation_with_the_last_event_is_not_swallowed(
+    under_test: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A watch that swallows its own end goes on for ever, and who closes it waits as long."""
-    hear = bench.engine.receive
+    """A watch that swallows its cancellation goes on for ever, and its canceller waits as long."""
+    hear = under_test.engine.receive
 
     def hear_and_leave(messages: Any) -> None:
         heard = list(messages)
@@ -342,79 +344,80 @@ async def test_who_is_cancelled_as_the_answer_comes_is_cancelled(
         if any(isinstance(message, Stats) and message.call_id for message in heard):
             asking.cancel()
 
-    monkeypatch.setattr(bench.engine, "receive", hear_and_leave)
-    asking = asyncio.create_task(bench.engine.get_stats())
+    monkeypatch.setattr(under_test.engine, "receive", hear_and_leave)
+    asking = asyncio.create_task(under_test.engine.get_stats())
     await asyncio.wait([asking])
 
     assert asking.cancelled()
 
 
-async def test_drain_finishes_what_runs_and_refuses_the_rest(bench: Bench) -> None:
-    """A deployment loses no answer that was under way."""
-    stream = bench.engine.submit(request(max_tokens=200))
+async def test_drain_finishes_running_requests_and_refuses_others(
+    under_test: EngineUnderTest,
+) -> None:
+    """A deployment loses no running response."""
+    stream = under_test.engine.submit(request(max_tokens=200))
     await first(stream, Started)
 
-    await bench.engine.drain(DEADLINE_S)
+    await under_test.engine.drain(DEADLINE_S)
     with pytest.raises(EngineUnavailable) as refused:
-        bench.engine.submit(request("late"))
+        under_test.engine.submit(request("late"))
     events = await read(stream)
 
     assert refused.value.code == "draining"
     assert events[-1].ending == "done"
-    assert await asyncio.to_thread(bench.service.stopped.wait, DEADLINE_S)
+    assert await asyncio.to_thread(under_test.service.stopped.wait, DEADLINE_S)
 
 
-async def test_a_drain_that_takes_too_long_ends_the_rest(bench: Bench) -> None:
-    """After its time the rest ends as `shutdown`, with its usage."""
-    stream = bench.engine.submit(request(max_tokens=LONG))
+async def test_drain_ends_remaining_requests_after_its_timeout(under_test: EngineUnderTest) -> None:
+    """As `shutdown`, with their usage."""
+    stream = under_test.engine.submit(request(max_tokens=LONG))
     await first(stream, Tokens)
 
-    await bench.engine.drain(0.05)
+    await under_test.engine.drain(0.05)
     events = await read(stream)
 
     assert events[-1].ending == "shutdown"
     assert events[-1].usage.prompt_tokens == 3
 
 
-async def test_a_broken_engine_ends_every_stream_and_call(bench: Bench) -> None:
-    """Nobody waits for an engine that has ended, and what was seen to arrive is not lost."""
-    stream = bench.engine.submit(request(max_tokens=LONG))
+async def test_broken_engine_ends_every_stream_and_call(under_test: EngineUnderTest) -> None:
+    """No caller waits for an engine that has ended, and the usage seen is not lost."""
+    stream = under_test.engine.submit(request(max_tokens=LONG))
     await first(stream, Tokens)
 
-    bench.break_core()
+    under_test.break_core()
     events = await read(stream)
 
     assert (events[-1].ending, events[-1].code) == ("failed", "engine_died")
     assert events[-1].usage.prompt_tokens == 3
     assert events[-1].usage.output_tokens >= 1
     with pytest.raises(EngineUnavailable):
-        await bench.engine.get_stats()
-    assert isinstance(bench.service.failure, InvariantViolation)
+        await under_test.engine.get_stats()
+    assert isinstance(under_test.service.failure, InvariantViolation)
 
 
-async def test_a_closed_engine_takes_nothing_and_ends_its_streams(bench: Bench) -> None:
-    """Closing is an end like any other."""
-    stream = bench.engine.submit(request(max_tokens=LONG))
+async def test_closed_engine_ends_streams_and_refuses_requests(under_test: EngineUnderTest) -> None:
+    stream = under_test.engine.submit(request(max_tokens=LONG))
     await first(stream, Started)
 
-    await bench.engine.close()
+    await under_test.engine.close()
 
     assert (await read(stream))[-1].ending == "failed"
     with pytest.raises(EngineUnavailable):
-        bench.engine.submit(request("b"))
+        under_test.engine.submit(request("b"))
 
 
-async def test_loading_that_fails_says_why() -> None:
-    """A missing model is the operator's to mend: the reason must arrive."""
+async def test_failed_loading_raises_its_reason() -> None:
+    """A missing model is the operator's to fix, so the reason must arrive."""
     with pytest.raises(EngineError) as caught:
         await LocalEngine.start(lambda: fake_core(CONFIG, "missing"), CONFIG)
 
     assert caught.value.code == "not_found"
 
 
-def test_an_engine_that_outlives_its_loop_is_not_broken_by_it() -> None:
-    """Who embeds it may leave in a hurry; its thread must not end with an error that nobody hears,
-    in the middle of something else."""
+def test_engine_survives_the_end_of_its_loop() -> None:
+    """An embedding program may exit in a hurry; the engine's thread must not end with an unhandled
+    error."""
     silent = msgspec.structs.replace(CONFIG, heartbeat_s=3_600.0)
 
     async def leave() -> LocalEngine:

@@ -1,4 +1,4 @@
-"""What namespaces hold, kept by what has changed: the same as if all were told each time."""
+"""`NamespaceTable`: changes add up to the full statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ facts = st.builds(
 
 
 def played(picture: dict[bytes, NamespaceStats], changes: list[Change]) -> None:
-    """Bring a reader's own picture up to date; it must agree with what was before."""
+    """Apply changes to a reader's picture; its state before each change must agree."""
     for before, after in changes:
         if before is not None:
             assert picture.pop(before.namespace) == before
@@ -29,8 +29,10 @@ def played(picture: dict[bytes, NamespaceStats], changes: list[Change]) -> None:
 
 
 @given(st.lists(st.tuples(facts, st.booleans()), max_size=20))
-def test_a_reader_of_changes_sees_what_is_there(history: list[tuple[NamespaceStats, bool]]) -> None:
-    """Whenever it looks: what came and went between two looks it need not know of."""
+def test_reader_of_changes_sees_the_present_state(
+    history: list[tuple[NamespaceStats, bool]],
+) -> None:
+    """Whenever it reads: it need not see namespaces that came and went between two reads."""
     book, picture = NamespaceTable(), dict[bytes, NamespaceStats]()
     for fact, is_read in history:
         book.add([fact])
@@ -42,8 +44,8 @@ def test_a_reader_of_changes_sees_what_is_there(history: list[tuple[NamespaceSta
     assert len(book) == len(list(book))
 
 
-def test_a_namespace_that_holds_and_asks_nothing_is_not_there() -> None:
-    """A million that came once must not grow a gateway for ever."""
+def test_removes_empty_namespaces() -> None:
+    """A million namespaces used once must not grow a gateway for ever."""
     book = NamespaceTable()
     book.add([NamespaceStats(b"a", 1, 0, 0, 0), NamespaceStats(b"b", 0, 0, 0, 1)])
     assert len(book) == 2

@@ -1,4 +1,4 @@
-"""One request's events: joined while they wait, and one reader woken for them."""
+"""`RequestStream` joins waiting tokens; `Wakeup` wakes one reader of several streams."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.api import Cancel, Command, Finished, SampledToken, Started, Tokens,
 from engine.client.client import RequestStream, Wakeup
 
 
-class Way:
-    """A connection that goes nowhere."""
+class FakeTransport:
+    """A connection that sends nothing."""
 
     def __init__(self) -> None:
         self.posted: list[Command] = []
@@ -27,9 +27,9 @@ def tokens(*ids: int, index: int = 0) -> Tokens:
     return Tokens("a", index, tuple(SampledToken(i) for i in ids))
 
 
-async def test_tokens_that_wait_are_one_event_and_samples_keep_apart() -> None:
-    """A slow reader gets all of them, and a stream holds no more than its own output."""
-    stream = RequestStream("a", Way())
+async def test_joins_waiting_tokens_of_each_sample() -> None:
+    """A slow reader gets all tokens, and a stream holds no more than its own output."""
+    stream = RequestStream("a", FakeTransport())
     for event in (tokens(1), tokens(7, index=1), tokens(2, 3), tokens(4)):
         stream.push(event)
 
@@ -37,9 +37,8 @@ async def test_tokens_that_wait_are_one_event_and_samples_keep_apart() -> None:
     assert stream.take() == []
 
 
-async def test_what_was_read_is_not_joined_to() -> None:
-    """Tokens that came after a read are a new event, whole as they came."""
-    stream = RequestStream("a", Way())
+async def test_tokens_after_a_read_are_a_new_event() -> None:
+    stream = RequestStream("a", FakeTransport())
     stream.push(tokens(1))
     first = stream.take()
     stream.push(tokens(2))
@@ -47,9 +46,9 @@ async def test_what_was_read_is_not_joined_to() -> None:
     assert [first, stream.take()] == [[tokens(1)], [tokens(2)]]
 
 
-async def test_a_lost_engine_ends_a_stream_with_what_was_seen() -> None:
-    """Usage of an answer that broke off is what came of it, whoever has read it."""
-    stream = RequestStream("a", Way())
+async def test_lost_engine_ends_a_stream_with_the_usage_seen() -> None:
+    """Whether the reader has read the events or not."""
+    stream = RequestStream("a", FakeTransport())
     stream.push(Started("a", 9, 4))
     stream.push(tokens(1, 2))
     stream.push(tokens(3))
@@ -61,11 +60,11 @@ async def test_a_lost_engine_ends_a_stream_with_what_was_seen() -> None:
     assert stream.is_over
 
 
-async def test_whoever_cancels_hears_the_end_however_long_a_step_takes(
+async def test_cancel_waits_for_usage_however_long_a_step_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine has counted what it computed: an entry without it would be apart from that."""
-    loop, way = asyncio.get_running_loop(), Way()
+    """The engine has counted what it computed: an entry without it would not reconcile."""
+    loop, way = asyncio.get_running_loop(), FakeTransport()
     stream = RequestStream("a", way)
     stream.push(Started("a", 9, 4))
     cancelling = asyncio.create_task(stream.cancel())
@@ -81,13 +80,13 @@ async def test_whoever_cancels_hears_the_end_however_long_a_step_takes(
     assert way.posted == [Cancel("a")]
 
 
-async def test_one_bell_wakes_a_reader_of_several_streams() -> None:
-    """An answer to several prompts is read by one coroutine, whichever of them has something."""
-    bell = Wakeup()
-    streams = [RequestStream(name, Way()) for name in "ab"]
+async def test_one_wakeup_serves_several_streams() -> None:
+    """One coroutine reads the answer to several prompts."""
+    wakeup = Wakeup()
+    streams = [RequestStream(name, FakeTransport()) for name in "ab"]
     for stream in streams:
-        stream.bell = bell
-    waiting = asyncio.ensure_future(bell.wait())
+        stream.wakeup = wakeup
+    waiting = asyncio.ensure_future(wakeup.wait())
     await asyncio.sleep(0)
     streams[1].push(tokens(5))
 
@@ -95,24 +94,24 @@ async def test_one_bell_wakes_a_reader_of_several_streams() -> None:
     assert [stream.take() for stream in streams] == [[], [tokens(5)]]
 
 
-async def test_a_bell_tells_silence_from_news() -> None:
+async def test_wakeup_tells_silence_from_events() -> None:
     """Silence is when keep-alives are due."""
-    bell = Wakeup(idle_s=0.001)
-    silence = await bell.wait()
-    waiting = asyncio.ensure_future(bell.wait())
+    wakeup = Wakeup(idle_s=0.001)
+    silence = await wakeup.wait()
+    waiting = asyncio.ensure_future(wakeup.wait())
     await asyncio.sleep(0)
-    bell.ring()
-    bell.ring()  # a second one while the first is on its way
+    wakeup.notify()
+    wakeup.notify()  # a second one before the reader ran
     news = await waiting
-    bell.close()
+    wakeup.close()
 
     assert (silence, news) == (False, True)
 
 
-async def test_a_bell_has_one_timer_however_often_it_is_waited_for(
+async def test_wakeup_sets_one_timer_for_many_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A timer per token was a tenth of what a stream took."""
+    """A timer per token was a tenth of a stream's processor time."""
     loop, timers = asyncio.get_running_loop(), []
     call_later = loop.call_later
 
@@ -121,27 +120,27 @@ async def test_a_bell_has_one_timer_however_often_it_is_waited_for(
         return call_later(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "call_later", counted)
-    bell = Wakeup(idle_s=60.0)
+    wakeup = Wakeup(idle_s=60.0)
     for _ in range(20):
-        waiting = asyncio.ensure_future(bell.wait())
+        waiting = asyncio.ensure_future(wakeup.wait())
         await asyncio.sleep(0)
-        bell.ring()
+        wakeup.notify()
         await waiting
-    bell.close()
+    wakeup.close()
 
     assert len(timers) == 1
 
 
-async def test_a_cancelled_wait_leaves_the_bell_usable() -> None:
-    """Leaving early and then waiting for the cancelled request's end is the usual way out."""
-    bell = Wakeup()
-    waiting = asyncio.ensure_future(bell.wait())
+async def test_wakeup_is_usable_after_a_cancelled_wait() -> None:
+    """A reader that leaves early then waits for the end of the cancelled request."""
+    wakeup = Wakeup()
+    waiting = asyncio.ensure_future(wakeup.wait())
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
-    bell.ring()
-    again = asyncio.ensure_future(bell.wait())
+    wakeup.notify()
+    again = asyncio.ensure_future(wakeup.wait())
     await asyncio.sleep(0)
-    bell.ring()
+    wakeup.notify()
 
     assert await again is True

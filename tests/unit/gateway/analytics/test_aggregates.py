@@ -316,7 +316,9 @@ async def test_admin_api_shows_evictions_between_tenants_with_their_cost(
     await gateway.ask(body=kept)
     for number in range(24):
         await gateway.ask(body=gateway.chat(f"{number} noise, " * 30), who="bob")
-    await gateway.until(lambda: bool(gateway.engine.losses.taken()))  # sent with a heartbeat
+    await gateway.until(
+        lambda: bool(gateway.engine.cache_events.evictions_by_taker())
+    )  # sent with a heartbeat
     await gateway.ask(body=kept)
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
     _, ada = await admin.ask("GET", "/admin/v1/analytics/ada")
