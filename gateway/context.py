@@ -16,7 +16,7 @@ from engine.api import Clock
 from engine.client.client import Engine
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
-from gateway.analytics.tenant_usage import Holders
+from gateway.analytics.tenant_usage import TenantCacheUsage
 from gateway.caching import ContractManager
 from gateway.config import Config
 from gateway.ledger.interface import LedgerClient
@@ -91,7 +91,7 @@ class Context:
     is_draining: bool = False
     running: Counter[int] = field(default_factory=Counter)
     churn: BlockChurn = field(default_factory=BlockChurn)
-    holders: Holders = field(default_factory=Holders)
+    holders: TenantCacheUsage = field(default_factory=TenantCacheUsage)
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -136,7 +136,7 @@ class OutputStream:
         """Cancel the requests that still run and record their usage."""
         running = [(n, stream) for n, stream in enumerate(self._streams) if not stream.is_over]
         for _, stream in running:
-            stream.bell = Wakeup()
+            stream.wakeup = Wakeup()
         ends = await asyncio.gather(*(stream.cancel() for _, stream in running))
         for (number, _), end in zip(running, ends, strict=True):
             if end is not None:
@@ -184,7 +184,7 @@ class OutputStream:
         """Return one wakeup for all engine streams."""
         wakeup = Wakeup(idle_s)
         for stream in self._streams:
-            stream.bell = wakeup
+            stream.wakeup = wakeup
         return wakeup
 
     def _poll(self) -> list[Delta] | None:

@@ -33,7 +33,7 @@ from gateway.http.request_context import (
 )
 from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
 from gateway.http.route_table import RouteTable, canonical
-from gateway.observability.metrics import cached_as
+from gateway.observability.metrics import cache_outcome
 from tenancy.errors import KeyRefused
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -181,7 +181,7 @@ class Middleware:
         if state.code:
             telemetry.refusals.add(1, state.code)
         if state.first_token_s is not None:
-            cached = cached_as(state.cached_tokens, state.prompt_tokens)
+            cached = cache_outcome(state.cached_tokens, state.prompt_tokens)
             telemetry.first_token_s.add(state.first_token_s, cached)
         # Probes ask every second and say nothing: only what had a key, or was refused.
         has_key = state.identity is not None or state.admin_key_id is not None

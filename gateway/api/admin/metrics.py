@@ -14,15 +14,15 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     """The admin endpoints."""
 
     async def metrics(request: web.BaseRequest) -> web.StreamResponse:
-        gateway.telemetry.show_engine(
+        gateway.telemetry.set_engine_stats(
             gateway.engine.stats,
             is_ready=gateway.is_ready(),
             restarts=gateway.engine_restarts(),
         )
-        gateway.telemetry.show_ledger(gateway.ledger.restarts)
+        gateway.telemetry.set_ledger_restarts(gateway.ledger.restarts)
         look_at_churn(gateway)
         promises = gateway.contracts.promises.by_class(gateway.clock())
-        gateway.telemetry.show_cache(promises, gateway.churn.all.total[0])
+        gateway.telemetry.set_cache_stats(promises, gateway.churn.all.total[0])
         return web.Response(
             body=gateway.telemetry.exposition(),
             headers={"Content-Type": telemetry.CONTENT_TYPE},

@@ -63,7 +63,7 @@ def slow(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> SlowEntrie
 
 def counted(gateway: GatewayFixture) -> tuple[int, int]:
     """Return the prompt and output tokens in the metrics."""
-    prompt, _, output = gateway.gateway.context.telemetry.of_epoch("1")
+    prompt, _, output = gateway.gateway.context.telemetry.epoch_tokens("1")
     return prompt, output
 
 

@@ -1,4 +1,4 @@
-"""What a trace says of a request: the conventions' names, true counts, nothing else."""
+"""Trace attributes: the conventions' names, true counts, nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.observability.tracing import CompletedRequest, operation_of
+from gateway.observability.tracing import CompletedRequest, operation_name
 
 ROOT = Path(__file__).parents[4]
 ASKED = CompletedRequest(
@@ -22,7 +22,7 @@ ANSWERED = msgspec.structs.replace(
 )  # fmt: skip
 
 
-def test_an_answers_attributes_have_the_conventions_names() -> None:
+def test_attributes_have_the_conventions_names() -> None:
     """Backends read usage and latency by these names and no others."""
     assert ANSWERED.attributes() == {
         "gen_ai.operation.name": "chat",
@@ -47,8 +47,8 @@ def test_an_answers_attributes_have_the_conventions_names() -> None:
     }
 
 
-def test_what_never_ran_has_no_counts() -> None:
-    """A zero would be averaged into somebody's usage."""
+def test_request_that_never_ran_has_no_usage() -> None:
+    """A zero would distort averages."""
     refused = msgspec.structs.replace(ASKED, status=429, ending="refused", error="rate_limited")
 
     assert not [name for name in refused.attributes() if "usage" in name or "response.id" in name]
@@ -56,8 +56,8 @@ def test_what_never_ran_has_no_counts() -> None:
     assert refused.events() == []
 
 
-def test_events_are_what_was_reached() -> None:
-    """Admission, the first token and the ledger: where the time went."""
+def test_events_are_the_stages_reached() -> None:
+    """Admission, the first token and the ledger."""
     assert ANSWERED.events() == [("submitted", 0.25), ("first_token", 0.5), ("settled", 1.5)]
     assert msgspec.structs.replace(ANSWERED, first_token_s=None).events() == [
         ("submitted", 0.25),
@@ -75,24 +75,24 @@ def test_events_are_what_was_reached() -> None:
         (0, "cancelled", False),
     ],
 )
-def test_only_our_failures_are_errors(status: int, ending: str, is_failure: bool) -> None:
-    """An alert on failed spans must not ring for what clients do wrong."""
+def test_only_server_failures_are_errors(status: int, ending: str, is_failure: bool) -> None:
+    """An alert on failed spans must not fire for clients' errors."""
     answered = msgspec.structs.replace(ASKED, status=status, ending=ending)
 
     assert answered.is_failure is is_failure
 
 
-def test_an_operation_is_named_by_dialect() -> None:
-    """Three kinds of answers are known to the conventions."""
+def test_operation_name_depends_on_the_dialect() -> None:
+    """The conventions know three kinds."""
     names = ("anthropic", "openai_chat", "openai_responses", "openai_completions", "gemini")
 
-    assert [operation_of(name) for name in names] == [
+    assert [operation_name(name) for name in names] == [
         "chat", "chat", "chat", "text_completion", "generate_content",
     ]  # fmt: skip
 
 
-def test_with_tracing_off_nothing_of_opentelemetry_is_imported() -> None:
-    """Off means off: no thread, no memory, no environment read by somebody else's code."""
+def test_does_not_import_opentelemetry_while_tracing_is_off() -> None:
+    """No thread, no memory, and no environment variables read by the SDK."""
     program = (
         "import sys, gateway.app, gateway.__main__; from gateway.config import Config;"
         "assert gateway.app.open_tracer(Config(), lambda event, facts: None) is None;"
