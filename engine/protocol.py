@@ -1,14 +1,14 @@
-"""The messages between gateway and engine, each in one frame over the socket of the process.
+"""Messages between gateway and engine, each in one frame over the engine process's socket.
 
-A frame is four bytes of length, little-endian, then one msgpack message. A prompt's token ids
-travel as four bytes each, in this machine's order. Pure: bytes in, messages out. Server and client
-share it.
+A frame is four bytes of length, little-endian, then one msgpack message. A prompt's token ids take
+four bytes each, in the machine's byte order. Pure: bytes in, messages out. Server and client share
+this module.
 
     client                               server
       Hello(version, model) ───────────▶
                              ◀─────────── Welcome(info)   once the engine answers, or Rejected
       Submit, Cancel, Peek… ───────────▶
-                             ◀─────────── Frame           one per step: all events and replies of it
+                             ◀─────────── Frame           one per step: all its events and replies
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class Hello(Struct, frozen=True, tag="hello"):
     """The client's first message: the model to load, and an `EngineConfig` as plain data.
 
-    Open to unknown fields, so that another version is answered by a `Rejected` that says so.
+    Unknown fields are allowed, so that another version gets a `Rejected` that says so.
     """
 
     version: int
@@ -48,15 +48,17 @@ class Welcome(Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
 
 
 class Rejected(Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
-    """The version is not this engine's, or the model cannot be loaded; the process exits."""
+    """The engine has another protocol version, or cannot load the model; the process exits."""
 
     code: str
     message: str
 
 
 class PackedSubmit(Struct, frozen=True, tag="packed_submit", forbid_unknown_fields=True):
-    """A `Submit` on the wire: its request without tokens, and these packed. Reading two thousand
-    packed ids takes half the time that reading as many numbers does."""
+    """A `Submit` on the wire: its request without tokens, and the packed tokens.
+
+    Reading two thousand packed ids takes half the time of reading as many msgpack integers.
+    """
 
     request: Request
     token_ids: bytes
@@ -67,32 +69,32 @@ Downward = Welcome | Rejected | Frame
 
 
 class FrameError(EngineError):
-    """The peer does not speak this protocol; the connection is closed."""
+    """The peer violates this protocol; the connection is closed."""
 
     def __init__(self, message: str) -> None:
         super().__init__("unsupported", message)
 
 
 def encode(message: Upward | Downward) -> bytes:
-    """One frame. Raises FrameError if it is longer than a peer would take."""
-    body = msgspec.msgpack.encode(_packed(message) if type(message) is Submit else message)
+    """Encode one frame. Raises FrameError if it exceeds FRAME_BYTES_MAX."""
+    body = msgspec.msgpack.encode(_pack_submit(message) if type(message) is Submit else message)
     if len(body) > FRAME_BYTES_MAX:
-        raise FrameError(f"a message of {len(body)} bytes; at most {FRAME_BYTES_MAX} are sent")
+        raise FrameError(f"message of {len(body)} bytes; limit {FRAME_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
 
 
-def _packed(message: Submit) -> PackedSubmit:
+def _pack_submit(message: Submit) -> PackedSubmit:
     request = message.request
     try:
         token_ids = struct.pack(f"={len(request.tokens)}I", *request.tokens)
     except struct.error as error:
-        raise FrameError("a token id that is not of four bytes") from error
+        raise FrameError("a token id does not fit into four bytes") from error
     return PackedSubmit(replace(request, tokens=()), token_ids)
 
 
-def _unpacked(body: bytes) -> Upward:
-    """Raises struct.error for half a token id."""
-    message: PackedSubmit | Upward = _read_upward(body)
+def _unpack_submit(body: bytes) -> Upward:
+    """Decode a body. Raises struct.error for an incomplete token id."""
+    message: PackedSubmit | Upward = _decode_upward(body)
     if not isinstance(message, PackedSubmit):
         return message
     token_ids = struct.unpack(f"={len(message.token_ids) // 4}I", message.token_ids)
@@ -100,23 +102,23 @@ def _unpacked(body: bytes) -> Upward:
 
 
 class Decoder(Generic[T]):
-    """Cuts a byte stream into messages of one type, however it arrives in pieces."""
+    """Splits a byte stream into messages of one type, wherever the stream is cut."""
 
-    def __init__(self, read: Callable[[bytes], T]) -> None:
-        self._read = read
+    def __init__(self, decode_body: Callable[[bytes], T]) -> None:
+        self._read = decode_body
         self._buffer = bytearray()
         self._is_broken = False
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """Messages that are whole now. Raises FrameError for what cannot be one."""
+        """Yield the messages that are complete now. Raises FrameError for an invalid frame."""
         if self._is_broken:
-            raise FrameError("nothing can follow a broken frame")
+            raise FrameError("data after a broken frame")
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > FRAME_BYTES_MAX:
                 self._is_broken = True
-                raise FrameError(f"a frame of {length} bytes; at most {FRAME_BYTES_MAX} are taken")
+                raise FrameError(f"frame of {length} bytes; limit {FRAME_BYTES_MAX}")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
@@ -124,9 +126,9 @@ class Decoder(Generic[T]):
             del self._buffer[:end]
             message = self._decode(body)
             if message is None:
-                # Without the decoder's own words: they may quote what came, a prompt perhaps.
+                # Without the decoder's message, which may quote a prompt.
                 self._is_broken = True
-                raise FrameError(f"a frame of {length} bytes that is no message")
+                raise FrameError(f"frame of {length} bytes is not a valid message")
             yield message
 
     def _decode(self, body: bytes) -> T | None:
@@ -136,15 +138,15 @@ class Decoder(Generic[T]):
             return None
 
 
-_read_upward = msgspec.msgpack.Decoder(PackedSubmit | Upward).decode
-_read_downward = msgspec.msgpack.Decoder(Downward).decode
+_decode_upward = msgspec.msgpack.Decoder(PackedSubmit | Upward).decode
+_decode_downward = msgspec.msgpack.Decoder(Downward).decode
 
 
 def upward_decoder() -> Decoder[Upward]:
-    """What a server reads."""
-    return Decoder(_unpacked)
+    """Return a decoder of the client's messages."""
+    return Decoder(_unpack_submit)
 
 
 def downward_decoder() -> Decoder[Downward]:
-    """What a client reads."""
-    return Decoder(_read_downward)
+    """Return a decoder of the server's messages."""
+    return Decoder(_decode_downward)

@@ -1,1 +1,1 @@
-"""Package."""
+"""The engine as a process: its socket, its thread, its heartbeat."""

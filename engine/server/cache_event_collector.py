@@ -1,7 +1,8 @@
-"""What namespaces have lost from the cache, by cause and by who took it, and what came into it.
+"""Collects cache events for the heartbeat: blocks lost, by cause and taker, and blocks inserted.
 
-The engine's thread notes facts as they happen and hands out what is new with the heartbeat;
-`loss_totals` adds it up on the other side. Counts, never tokens. `service` calls it.
+The engine's thread records events as they happen and sends the new ones with each heartbeat;
+`engine.client.cache_event_totals` adds them up on the other side. Counts, never tokens.
+`engine.server.service` calls it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from engine.api import CacheNews, Gain, Loss, LossCause, Namespace
 from engine.cache import Fact
 from engine.cache.events import BlocksErased, Committed, Evicted, Expired
 
-Key = tuple[Namespace, LossCause, Namespace]
+_LossKey = tuple[Namespace, LossCause, Namespace]
 
 
 class CacheEventCollector:
-    """Facts in, news out."""
+    """Sums of cache events that have not been sent."""
 
     def __init__(self) -> None:
-        self._lost: Counter[Key] = Counter()
-        self._lived_s: dict[Key, float] = {}
+        self._lost: Counter[_LossKey] = Counter()
+        self._lived_s: dict[_LossKey, float] = {}
         self._gained: Counter[Namespace] = Counter()
 
     def note(self, fact: Fact) -> None:
-        """One fact of the cache. O(1)."""
+        """Record one event. O(1)."""
         match fact:
             case Committed(namespace, _, _, new_blocks) if new_blocks:
                 self._gained[namespace] += new_blocks
@@ -44,10 +45,13 @@ class CacheEventCollector:
     def __len__(self) -> int:
         return len(self._lost) + len(self._gained)
 
-    def take(self, most: int) -> CacheNews | None:
-        """So many losses and gains at most of those not taken yet, the oldest first; None if there
-        are none. O(most)."""
-        lost, gained = list(islice(self._lost, most)), list(islice(self._gained, most))
+    def take(self, items_max: int) -> CacheNews | None:
+        """Return and remove up to `items_max` losses and as many gains, oldest first; None without
+        any.
+
+        O(items_max).
+        """
+        lost, gained = list(islice(self._lost, items_max)), list(islice(self._gained, items_max))
         if not lost and not gained:
             return None
         return CacheNews(

@@ -1,6 +1,6 @@
-"""An engine in a thread of this process: for tests and for embedding.
+"""An engine in a thread of this process, for embedding and for tests.
 
-The same service and the same streams as over a socket, without the socket.
+It uses the service and the streams of the socket engine, without the socket.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from engine.server.service import EngineService
 
 
 class LocalEngine(EngineConnection):
-    """`engine.client.client.Engine` over a service in a thread. Make one with `start`."""
+    """An `engine.client.client.Engine` over a service in a thread. Make one with `start`."""
 
     def __init__(self, service: EngineService, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self.service = service
         self._loop = loop
-        self._outbox = Outbox(self._wake)
+        self._outbox = Outbox(self._schedule_read)
 
     @classmethod
     async def start(
         cls, make_core: Callable[[], tuple[Core, EngineInfo]], config: EngineConfig
     ) -> LocalEngine:
-        """Load and wait until it has produced a token. Raises what loading raised."""
+        """Load the model and wait until a token was produced. Raises the error of a failed
+        start."""
         loop = asyncio.get_running_loop()
 
-        service = EngineService(make_core, config, changed=lambda: engine._tell(engine._changed))
+        service = EngineService(
+            make_core, config, on_change=lambda: engine._call_in_loop(engine._on_service_change)
+        )
         engine = cls(service, loop)
         service.start()
         await asyncio.to_thread(service.ready.wait)
@@ -42,9 +45,9 @@ class LocalEngine(EngineConnection):
         service.join(engine)
         return engine
 
-    def _changed(self) -> None:
+    def _on_service_change(self) -> None:
         if self.service.stopped.is_set():
-            self._read()
+            self._receive_all()
             self.mark_lost("engine_died", "The engine stopped.")
 
     def post(self, command: Command) -> None:
@@ -55,19 +58,19 @@ class LocalEngine(EngineConnection):
         self.service.post(self, command)
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
-        """`engine.server.service.ResponseSink`: called on the service's thread."""
+        """`engine.server.service.ResponseSink`: called in the service's thread."""
         self._outbox.put((step, messages))
 
-    def _wake(self) -> None:
-        self._tell(self._read)
+    def _schedule_read(self) -> None:
+        self._call_in_loop(self._receive_all)
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _call_in_loop(self, callback: Callable[[], None]) -> None:
         try:
-            self._loop.call_soon_threadsafe(what)
-        except RuntimeError:  # the loop has ended before its engine: nobody reads any more
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the event loop ended before the engine did
             self._outbox.close()
 
-    def _read(self) -> None:
+    def _receive_all(self) -> None:
         for _, messages in self._outbox.take():
             self.receive(messages)
 

@@ -1,9 +1,10 @@
-"""The engine as a process: `python -m engine.server.server`, started by a gateway.
+"""The engine process: `python -m engine.server.server`, started by a gateway.
 
-Its standard input is a socket, over which it speaks `frames` with the gateway; the first message
-names the model. The end of the socket means that the gateway is gone, and the process exits, even
-while a step hangs. SIGTERM drains: nothing new is taken, running requests may finish; a second one
-ends the process at once. Log lines are JSON, one per event, on standard error; never prompts.
+Its standard input is a socket, over which it speaks `engine.protocol` with the gateway; the first
+message names the model. When the socket ends, the gateway is gone and the process exits, even while
+a step hangs. SIGTERM drains: no new requests are accepted, running ones may finish; a second
+SIGTERM ends the process at once. Log lines are JSON, one per event, on standard error, and contain
+no prompt.
 """
 
 from __future__ import annotations
@@ -43,40 +44,44 @@ from engine.signals import handle_signals
 READ_BYTES = 1 << 18
 FLUSH_S = 1.0
 OUTBOX_BYTES_MAX = 8 * 2**20
-"""Bytes. A gateway that is so far behind stops the engine until it catches up."""
+"""Bytes. A gateway that is so far behind in reading stops the engine until it catches up."""
 
 
 class ServerSettings(Struct, frozen=True):
-    """The model and the configuration that the gateway's hello names."""
+    """The model and the configuration of the gateway's Hello."""
 
     model_dir: str
     config: EngineConfig
 
 
 class SocketResponseSink:
-    """Events on their way to the gateway: put in by the service's thread, written by the loop."""
+    """A `ResponseSink` that writes to the gateway's socket.
+
+    The service's thread puts messages in; the event loop writes them.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
         self._writer = writer
         self._loop = loop
         self._number = 0
-        self._outbox = Outbox(self._wake)
+        self._outbox = Outbox(self._schedule_write)
         self._catching_up: asyncio.Task[None] | None = None
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
-        """Blocks while the peer is far behind, for as long as it is connected."""
+        """Send one step's messages. Blocks while the gateway is far behind, as long as it is
+        connected."""
         self._outbox.put((step, messages))
 
     def close(self) -> None:
-        """The connection is gone: the engine no longer waits for it."""
+        """Close the connection; the engine waits for it no longer."""
         self._outbox.close()
         self._writer.close()
 
-    def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended before its engine
-            self._loop.call_soon_threadsafe(self._write)
+    def _schedule_write(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop ended before the engine did
+            self._loop.call_soon_threadsafe(self._write_frames)
 
-    def _write(self) -> None:
+    def _write_frames(self) -> None:
         answers = self._outbox.take()
         if self._writer.is_closing():
             return
@@ -89,31 +94,34 @@ class SocketResponseSink:
                 self._catching_up = self._loop.create_task(self._catch_up())
 
     async def flush(self) -> None:
-        """Give the peer a moment to read the last frames."""
+        """Wait up to `FLUSH_S` for the gateway to read the last frames."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(FLUSH_S):
                 self._writer.transport.set_write_buffer_limits(high=0)
                 await self._writer.drain()
 
     async def _catch_up(self) -> None:
-        with contextlib.suppress(OSError):  # the connection's own reader sees it too
+        with contextlib.suppress(OSError):  # the connection's reader handles this error
             await self._writer.drain()
         self._catching_up = None
         self._outbox.release()
 
 
 class GatewayConnection:
-    """The engine's end of its socket: a hello first, then commands in and events out."""
+    """The engine's end of the socket: first a Hello, then commands in and events out."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._decoder = upward_decoder()
-        self._outlet = SocketResponseSink(writer, asyncio.get_running_loop())
-        self._is_welcome = False
+        self._sink = SocketResponseSink(writer, asyncio.get_running_loop())
+        self._is_welcomed = False
 
     async def read_settings(self) -> ServerSettings | None:
-        """Read the hello. None where the gateway left or spoke another protocol: then it has been
-        answered, and the process can only exit."""
+        """Read the Hello.
+
+        Returns None if the gateway left or speaks another protocol: then it has been answered, and
+        the process can only exit.
+        """
         messages: list[Upward] = []
         try:
             while not messages and (data := await self._reader.read(READ_BYTES)):
@@ -124,51 +132,57 @@ class GatewayConnection:
                 case [Hello(version=version, model_dir=model_dir, config=config)]:
                     if version == PROTOCOL_VERSION:
                         return ServerSettings(model_dir, msgspec.convert(config, EngineConfig))
-                    self.reject("unsupported", f"This engine speaks version {PROTOCOL_VERSION}.")
+                    self.reject(
+                        "unsupported",
+                        f"Unsupported protocol version: {version}; expected {PROTOCOL_VERSION}.",
+                    )
                 case _:
-                    self.reject("unsupported", "The first message has to be a hello, alone.")
+                    self.reject("unsupported", "The first message must be a single Hello.")
         except (FrameError, OSError, msgspec.ValidationError) as error:
             log("connection_lost", reason=type(error).__name__)
         return None
 
     def reject(self, code: str, message: str) -> None:
-        """Say why there will be no service."""
+        """Tell the gateway why it will not be served."""
         self._writer.write(encode(Rejected(code, message)))
 
     def welcome(self, service: EngineService, info: EngineInfo) -> None:
-        """Say that the model is loaded; the events of each step follow."""
-        self._is_welcome = True
+        """Tell the gateway that the model is loaded; the events of each step follow."""
+        self._is_welcomed = True
         self._writer.write(encode(Welcome(info)))
-        service.join(self._outlet)
+        service.join(self._sink)
 
     async def serve(self, service: EngineService) -> None:
-        """Pass commands on until the gateway closes its end or breaks the protocol."""
+        """Pass commands to the service until the gateway closes its end or violates the
+        protocol."""
         try:
             while data := await self._reader.read(READ_BYTES):
                 for message in self._decoder.feed(data):
-                    if isinstance(message, Hello) or not self._is_welcome:
-                        raise FrameError("a message out of turn")
-                    service.post(self._outlet, message)
+                    if isinstance(message, Hello) or not self._is_welcomed:
+                        raise FrameError(
+                            "unexpected message: Hello twice, or a command before the Welcome"
+                        )
+                    service.post(self._sink, message)
         except (FrameError, OSError) as error:
             log("connection_lost", reason=type(error).__name__)
         finally:
-            service.leave(self._outlet)
+            service.leave(self._sink)
 
     async def close(self) -> None:
-        """Let the last frames leave, and hang up."""
-        await self._outlet.flush()
-        self._outlet.close()
+        """Flush the last frames and close the connection."""
+        await self._sink.flush()
+        self._sink.close()
 
 
-class _Silent:
-    """An outlet for commands whose replies are not read."""
+class _DiscardSink:
+    """A `ResponseSink` for commands whose replies are not read."""
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
-        """Nothing."""
+        """Discard the messages."""
 
 
 def log(event: str, **facts: object) -> None:
-    """Write one JSON line to standard error; nothing where its reader has gone."""
+    """Write one JSON line to standard error; do nothing if its reader has gone."""
     at = datetime.now(UTC).isoformat(timespec="milliseconds")
     line = msgspec.json.encode({"at": at, "event": event, **facts})
     with contextlib.suppress(OSError, ValueError):
@@ -179,7 +193,7 @@ def log(event: str, **facts: object) -> None:
 async def run(
     wire: socket.socket, make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
 ) -> int:
-    """Serve until drained, told to stop, left, or broken. Returns the exit status."""
+    """Serve until drained, stopped, disconnected or broken. Returns the exit status."""
     loop = asyncio.get_running_loop()
     streams = await asyncio.open_unix_connection(sock=wire, limit=READ_BYTES)
     gateway = GatewayConnection(*streams)
@@ -189,28 +203,30 @@ async def run(
         return 1
     stop, loaded, draining = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    def changed() -> None:
+    def on_change() -> None:
         loaded.set()
         if service.stopped.is_set():
             stop.set()
 
-    def asked_to_end() -> None:
+    def on_sigterm() -> None:
         if draining.is_set() or not loaded.is_set():
             stop.set()
             return
         draining.set()
         log("draining")
-        service.post(_Silent(), Drain(settings.config.drain_timeout_s))
+        service.post(_DiscardSink(), Drain(settings.config.drain_timeout_s))
 
     service = EngineService(
-        lambda: make_core(settings), settings.config, changed=lambda: _tell_loop(loop, changed)
+        lambda: make_core(settings),
+        settings.config,
+        on_change=lambda: _call_in_loop(loop, on_change),
     )
-    # A terminal's interrupt reaches the gateway too, which decides.
-    with handle_signals({signal.SIGTERM: asked_to_end, signal.SIGINT: lambda: None}):
+    # The gateway receives a terminal's interrupt, too, and decides.
+    with handle_signals({signal.SIGTERM: on_sigterm, signal.SIGINT: lambda: None}):
         service.start()
         serving = loop.create_task(gateway.serve(service))
         serving.add_done_callback(lambda _: stop.set())
-        await _either(loaded, stop)
+        await _wait_any(loaded, stop)
         info, failure = service.info, service.failure
         if info is not None:
             log("ready", model=info.model, blocks=info.blocks, pid=os.getpid())
@@ -218,52 +234,53 @@ async def run(
             await stop.wait()
         elif failure is not None:
             log("loading_failed", error=type(failure).__name__)
-            gateway.reject(*_reason(failure))
+            gateway.reject(*_failure_reason(failure))
         if serving.done():
             log("parent_gone")
         await gateway.close()
         serving.cancel()
     failure = service.failure
     if failure is not None:
-        # Only our own words are known to quote no prompt.
+        # Messages of other errors may quote a prompt.
         message = failure.message if isinstance(failure, EngineError) else ""
         log("engine_failed", error=type(failure).__name__, message=message)
     return 0 if failure is None else 1
 
 
-def _reason(failure: BaseException) -> tuple[str, str]:
-    """The code and the message of a failed start. Other messages than ours may quote a prompt."""
+def _failure_reason(failure: BaseException) -> tuple[str, str]:
+    """Return the code and the message of a failed start, without messages that may quote a
+    prompt."""
     if isinstance(failure, EngineError):
         return failure.code, failure.message
     return "engine_died", f"The engine failed to start: {type(failure).__name__}."
 
 
-async def _either(*events: asyncio.Event) -> None:
+async def _wait_any(*events: asyncio.Event) -> None:
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
 
 
-def _tell_loop(loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended before its engine
-        loop.call_soon_threadsafe(changed)
+def _call_in_loop(loop: asyncio.AbstractEventLoop, on_change: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the event loop ended before the engine did
+        loop.call_soon_threadsafe(on_change)
 
 
 def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]) -> NoReturn:
     """Serve the gateway at the other end of standard input, and end the process.
 
-    It leaves without joining the engine's thread: that one may be deep in a step that never ends.
+    Exits without joining the engine's thread, which may be in a step that never ends.
     """
 
     def make(settings: ServerSettings) -> tuple[Core, EngineInfo]:
         made = make_core(settings)
-        FrozenHeap().settle()  # Libraries and weights stay for as long as this process lives.
+        FrozenHeap().settle()  # libraries and weights live as long as the process
         return made
 
     wire = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     with Path(os.devnull).open() as nothing:
-        # Compilers that the engine starts inherit its input: they must not keep the socket open.
+        # The engine's compilers inherit its standard input and must not keep the socket open.
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     status = asyncio.run(run(wire, make))
     with contextlib.suppress(OSError, ValueError):
@@ -272,7 +289,7 @@ def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
 
 
 def main() -> NoReturn:
-    """The real engine: a prepared model folder over the real runner."""
+    """Serve a prepared model folder with the real runner."""
     serve_process(lambda settings: core_of_model(Path(settings.model_dir), settings.config))
 
 

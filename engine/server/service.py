@@ -1,8 +1,9 @@
-"""The engine as a service: one thread that owns the core, commands in, one frame per step out.
+"""The engine as a service: a thread that owns the core, reads commands, and sends one frame per
+step.
 
-It knows no socket. `engine.server.server` puts it behind one; `engine.server.embedded` runs it in
-the same process. An outlet is where answers go: each connection has one, and hears only of its own
-requests.
+The service knows no socket: `engine.server.server` puts it behind one, `engine.server.embedded`
+runs it in the same process. Each connection has a `ResponseSink`, which receives the events of its
+own requests only.
 """
 
 from __future__ import annotations
@@ -51,30 +52,31 @@ from engine.model_store import ModelCard, load_card
 from engine.server.cache_event_collector import CacheEventCollector
 from engine.server.tree_snapshot import survey
 
-CANARY: Final = "canary"
-CANARY_STEPS_MAX: Final = 8
-COMPILE_WAIT_S: Final = 0.001
-"""Between two looks at grammars that are being compiled, with nothing else to do."""
+SMOKE_TEST_ID: Final = "canary"
+SMOKE_TEST_STEPS_MAX: Final = 8
+COMPILE_POLL_S: Final = 0.001
+"""Seconds between two checks of grammars that are being compiled, without other work."""
 
-TOLD_MAX: Final = 128
-"""Namespaces, and losses and gains of theirs, that a heartbeat tells of between two steps."""
+HEARTBEAT_ITEMS_MAX: Final = 128
+"""Namespaces, and losses and gains, that a heartbeat sends between two steps."""
 
-BEATS_PART: Final = 20
-BEAT_S_MAX: Final = 5.0
-"""Nobody is without news for longer, where beats are not further apart anyway."""
+HEARTBEAT_SHARE: Final = 20
+"""Heartbeats take at most one part in this many of the engine's time."""
+HEARTBEAT_S_MAX: Final = 5.0
+"""Longest time between heartbeats, in seconds, unless they are configured further apart."""
 
-Asked = Command | Literal["join", "leave"]
+SinkCommand = Command | Literal["join", "leave"]
 
 
 class ResponseSink(Protocol):
-    """Where one connection's answers go. Called on the service's thread."""
+    """Receives the messages for one connection. Called in the service's thread."""
 
     def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
-        """Everything one step has to say to this connection. May block: that is back-pressure."""
+        """Send all messages of one step to this connection. May block, which is back-pressure."""
 
 
 class EngineService:
-    """Runs a core in a thread of its own until `stop`."""
+    """Runs a core in a thread until `stop`."""
 
     def __init__(
         self,
@@ -82,44 +84,47 @@ class EngineService:
         config: EngineConfig,
         clock: Clock = time.monotonic,
         *,
-        changed: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`changed` is called in the service's thread when `ready` and when `stopped` are set."""
+        """`on_change`: called in the service's thread when `ready` and when `stopped` are set."""
         self.config = config
         self.clock = clock
         self.info: EngineInfo | None = None
         self.failure: BaseException | None = None
         self._make_core = make_core
-        self._changed = changed
-        self._inbox: queue.SimpleQueue[tuple[ResponseSink, Asked] | None] = queue.SimpleQueue()
+        self._on_change = on_change
+        self._inbox: queue.SimpleQueue[tuple[ResponseSink, SinkCommand] | None] = (
+            queue.SimpleQueue()
+        )
         self._owners: dict[str, ResponseSink] = {}
-        self._outlets: dict[ResponseSink, set[Namespace]] = {}  # and of whom it is to be told
+        # the namespaces that each sink must be sent
+        self._sinks: dict[ResponseSink, set[Namespace]] = {}
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._losses = CacheEventCollector()
+        self._cache_events = CacheEventCollector()
         self.ready = threading.Event()
         self.stopped = threading.Event()
-        self._beat_at_s = clock()
-        self._is_telling = False
+        self._heartbeat_at_s = clock()
+        self._has_more_news = False
         self._is_draining = False
 
     def start(self) -> None:
-        """Begin to load; `ready` is set when a token has been produced or loading has failed."""
+        """Start loading; `ready` is set once a token was produced or loading has failed."""
         self._thread.start()
 
-    def post(self, outlet: ResponseSink, command: Command) -> None:
-        """Hand in a command; answers go to `outlet`. Thread-safe, never blocks."""
-        self._inbox.put((outlet, command))
+    def post(self, sink: ResponseSink, command: Command) -> None:
+        """Submit a command; replies go to `sink`. Thread-safe, never blocks."""
+        self._inbox.put((sink, command))
 
-    def join(self, outlet: ResponseSink) -> None:
-        """A connection begins: from now on it hears the heartbeat, asked or not."""
-        self._inbox.put((outlet, "join"))
+    def join(self, sink: ResponseSink) -> None:
+        """Add a connection: from now on it receives heartbeats."""
+        self._inbox.put((sink, "join"))
 
-    def leave(self, outlet: ResponseSink) -> None:
-        """A connection is gone: everything it asked for is cancelled."""
-        self._inbox.put((outlet, "leave"))
+    def leave(self, sink: ResponseSink) -> None:
+        """Remove a connection and cancel its requests."""
+        self._inbox.put((sink, "leave"))
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread; what runs is abandoned."""
+        """End the thread and abandon running requests."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
@@ -129,14 +134,14 @@ class EngineService:
         core: Core | None = None
         try:
             core, info = self._make_core()
-            core.cache.facts = self._losses.note
+            core.cache.facts = self._cache_events.note
             smoke_test(core)
             self.info = info
             self.ready.set()
-            self._changed()
+            self._on_change()
             while self._take_commands(core):
                 self._deliver(core.engine_stats.step, core.step())
-                self._beat(core)
+                self._send_heartbeat(core)
                 if self._is_draining and not core.has_work():
                     break
         except BaseException as failure:
@@ -145,21 +150,21 @@ class EngineService:
         finally:
             if core is not None:
                 core.constraints.close()
-            self._refuse_the_late()
+            self._refuse_late_requests()
             self.ready.set()
             self.stopped.set()
-            self._changed()
+            self._on_change()
 
     def _take_commands(self, core: Core) -> bool:
-        """Everything in the inbox; without work, waits for some until the heartbeat. False: stop.
+        """Handle all commands in the inbox; without work, wait for one until the heartbeat.
 
-        The core keeps house at each heartbeat, so nothing expires later than that. Grammars that
-        are being compiled are looked after in between.
+        Returns False to stop. The core runs its maintenance at each heartbeat, so no block expires
+        later than that. Grammars that are being compiled are polled in between.
         """
         is_busy = core.has_work() or core.is_recounting
-        wait_s = 0.0 if is_busy else max(0.0, self._beat_at_s - self.clock())
+        wait_s = 0.0 if is_busy else max(0.0, self._heartbeat_at_s - self.clock())
         if core.is_waiting_for_grammars:
-            wait_s = COMPILE_WAIT_S
+            wait_s = COMPILE_POLL_S
         while True:
             try:
                 item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
@@ -167,66 +172,66 @@ class EngineService:
                 return True
             if item is None:
                 return False
-            self._obey(core, *item)
+            self._handle(core, *item)
             wait_s = 0.0
 
-    def _obey(self, core: Core, outlet: ResponseSink, asked: Asked) -> None:
-        match asked:
+    def _handle(self, core: Core, sink: ResponseSink, command: SinkCommand) -> None:
+        match command:
             case "join":
-                self._note_changed(core)
-                self._outlets[outlet] = core.namespaces()
-                self._tell_stats(outlet, core)
+                self._collect_changes(core)
+                self._sinks[sink] = core.namespaces()
+                self._send_stats(sink, core)
             case "leave":
-                self._outlets.pop(outlet, None)
-                for request_id in [r for r, owner in self._owners.items() if owner is outlet]:
+                self._sinks.pop(sink, None)
+                for request_id in [r for r, owner in self._owners.items() if owner is sink]:
                     del self._owners[request_id]
                     core.cancel(request_id)
             case Submit(request):
                 if request.request_id in self._owners:
                     message = "A request with this id is running already."
-                    self._tell(outlet, core, _refused(request, "duplicate_request", message))
+                    self._reply(sink, core, _refused(request, "duplicate_request", message))
                 else:
-                    self._owners[request.request_id] = outlet
+                    self._owners[request.request_id] = sink
                     core.submit(request)
             case Cancel(request_id):
-                if self._owners.get(request_id) is outlet:
+                if self._owners.get(request_id) is sink:
                     core.cancel(request_id)
             case EndSample(request_id, index, output_tokens):
-                if self._owners.get(request_id) is outlet:
+                if self._owners.get(request_id) is sink:
                     core.end_sample(request_id, index, output_tokens)
             case Peek():
-                self._tell(outlet, core, core.peek(asked))
+                self._reply(sink, core, core.peek(command))
             case SetQuotas(quotas):
                 for quota in quotas:
                     core.cache.set_quota(quota)
             case Erase():
-                self._tell(outlet, core, core.erase(asked))
+                self._reply(sink, core, core.erase(command))
             case Survey(call_id, namespace, most):
                 found = survey(core.cache, namespace, most, self.clock())
-                self._tell(outlet, core, Surveyed(call_id, found))
+                self._reply(sink, core, Surveyed(call_id, found))
             case GetStats(call_id):
-                self._tell_stats(outlet, core, call_id)
+                self._send_stats(sink, core, call_id)
             case Drain(timeout_s):
                 self._is_draining = True
                 core.drain(timeout_s)
 
-    def _tell(self, outlet: ResponseSink, core: Core, message: Event | Reply) -> None:
-        outlet.send(core.engine_stats.step, (message,))
+    def _reply(self, sink: ResponseSink, core: Core, message: Event | Reply) -> None:
+        sink.send(core.engine_stats.step, (message,))
 
-    def _tell_stats(self, outlet: ResponseSink, core: Core, call_id: int = 0) -> None:
-        """With all the namespaces that have changed since it was told last."""
-        self._note_changed(core)
-        names = self._outlets.get(outlet, set())
-        self._tell(outlet, core, core.stats(call_id, names))
+    def _send_stats(self, sink: ResponseSink, core: Core, call_id: int = 0) -> None:
+        """Send the statistics, with all namespaces that changed since the sink's last ones."""
+        self._collect_changes(core)
+        names = self._sinks.get(sink, set())
+        self._reply(sink, core, core.stats(call_id, names))
         names.clear()
 
-    def _note_changed(self, core: Core) -> None:
+    def _collect_changes(self, core: Core) -> None:
         changed = core.take_changed()
-        for untold in self._outlets.values():
-            untold |= changed
+        for changes in self._sinks.values():
+            changes |= changed
 
     def _deliver(self, step: int, events: list[Event]) -> None:
-        """One batch per connection."""
+        """Send one batch of events per connection."""
         batches: dict[int, tuple[ResponseSink, list[Event | Reply]]] = {}
         for event in events:
             owner = self._owners.get(event.request_id)
@@ -235,39 +240,43 @@ class EngineService:
             batches.setdefault(id(owner), (owner, []))[1].append(event)
             if isinstance(event, Finished):
                 del self._owners[event.request_id]
-        for outlet, batch in batches.values():
-            outlet.send(step, tuple(batch))
+        for sink, batch in batches.values():
+            sink.send(step, tuple(batch))
 
-    def _beat(self, core: Core) -> None:
-        """A heartbeat, or as much of one as may keep a step waiting: the rest follows beside later
-        steps. Where tens of thousands of namespaces change all the time, telling takes its own: of
-        it all, one part in `BEATS_PART` at most, while that makes nobody deaf."""
+    def _send_heartbeat(self, core: Core) -> None:
+        """Send a heartbeat, or the part of it that may delay a step; the rest follows after later
+        steps.
+
+        With tens of thousands of changing namespaces a heartbeat takes long: then all heartbeats
+        together take at most 1/HEARTBEAT_SHARE of the time, unless they would be further apart than
+        HEARTBEAT_S_MAX.
+        """
         began_s = self.clock()
-        if began_s < self._beat_at_s:
+        if began_s < self._heartbeat_at_s:
             return
-        if not self._is_telling:
-            self._note_changed(core)
-        news = self._losses.take(TOLD_MAX)
-        self._is_telling = len(self._losses) > 0
-        for outlet, untold in self._outlets.items():
-            names = [untold.pop() for _ in range(min(TOLD_MAX, len(untold)))]
-            self._tell(outlet, core, core.stats(0, names))
-            self._is_telling |= bool(untold)
+        if not self._has_more_news:
+            self._collect_changes(core)
+        news = self._cache_events.take(HEARTBEAT_ITEMS_MAX)
+        self._has_more_news = len(self._cache_events) > 0
+        for sink, changes in self._sinks.items():
+            names = [changes.pop() for _ in range(min(HEARTBEAT_ITEMS_MAX, len(changes)))]
+            self._reply(sink, core, core.stats(0, names))
+            self._has_more_news |= bool(changes)
             if news is not None:
-                self._tell(outlet, core, news)
-        rest_s = min(BEAT_S_MAX, BEATS_PART * (self.clock() - began_s))
-        next_s = rest_s if self._is_telling else max(rest_s, self.config.heartbeat_s)
-        self._beat_at_s = began_s + next_s
+                self._reply(sink, core, news)
+        rest_s = min(HEARTBEAT_S_MAX, HEARTBEAT_SHARE * (self.clock() - began_s))
+        next_s = rest_s if self._has_more_news else max(rest_s, self.config.heartbeat_s)
+        self._heartbeat_at_s = began_s + next_s
 
     def _fail_all(self) -> None:
-        """The engine is broken: nobody waits for ever. Clients know what they had by then."""
+        """End all requests with `engine_died`. Clients know the usage seen by then."""
         message = "The engine stopped while it worked on this request."
-        for request_id, outlet in self._owners.items():
-            outlet.send(0, (Finished(request_id, "failed", Usage(), "engine_died", message),))
+        for request_id, sink in self._owners.items():
+            sink.send(0, (Finished(request_id, "failed", Usage(), "engine_died", message),))
         self._owners.clear()
 
-    def _refuse_the_late(self) -> None:
-        """What came after the last step gets its answer too."""
+    def _refuse_late_requests(self) -> None:
+        """Refuse the requests that came after the last step."""
         while True:
             try:
                 item = self._inbox.get_nowait()
@@ -283,24 +292,26 @@ def _refused(request: Request, code: str, message: str) -> Finished:
 
 
 def smoke_test(core: Core) -> None:
-    """Readiness means that a token was produced, which no count keeps. Raises EngineError if none
-    comes."""
+    """Produce one token, which no counter keeps: the engine is ready only after that.
+
+    Raises EngineError if no token comes.
+    """
     grant = Grant(namespace=b"", read=False, write=False)
-    core.submit(Request(CANARY, (0,), 1, grant, Sampling(temperature=0)))
-    for _ in range(CANARY_STEPS_MAX):
+    core.submit(Request(SMOKE_TEST_ID, (0,), 1, grant, Sampling(temperature=0)))
+    for _ in range(SMOKE_TEST_STEPS_MAX):
         for event in core.step():
             if isinstance(event, Finished):
                 if event.ending != "done":
-                    raise EngineError(event.code, f"The engine's first token failed: {event.code}.")
+                    raise EngineError(event.code, f"The engine's smoke test failed: {event.code}.")
                 core.engine_stats.reset_token_counters()
                 return
-    raise EngineError("not_ready", "The engine produced no token.")
+    raise EngineError("not_ready", f"The engine produced no token in {SMOKE_TEST_STEPS_MAX} steps.")
 
 
 def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]:
-    """The composition root: a core over the real runner of a prepared model folder.
+    """Build a core over the real runner of a prepared model folder: the composition root.
 
-    Torch is imported here and nowhere above. Raises ModelError.
+    Torch is imported here and in no module above. Raises ModelError.
     """
     import torch
 
@@ -344,7 +355,7 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
 
 
 def _constraints(card: ModelCard, config: EngineConfig) -> Constraints:
-    """Nothing of it costs anything before the first grammar comes."""
+    """Build the grammar compiler; it costs nothing before the first grammar."""
     settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
     threads = config.threads or os.cpu_count() or 1
     return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(min(threads, 8)))

@@ -1,7 +1,7 @@
-"""The shape of a namespace's tree, for people to look at: counts, never tokens.
+"""Shape of a namespace's tree, for operators: counts, never tokens.
 
-Chains without branches are one node, and of those only the largest are told, each under its
-nearest told ancestor. `service` calls it when somebody asks; it changes nothing.
+A chain of nodes without a fork is one branch. Only the largest branches are returned, each under
+its nearest returned ancestor. `engine.server.service` calls it on a `Survey`; it changes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.cache.prefix_tree import Node
 
 
-def survey(cache: PrefixCache, namespace: Namespace, most: int, now_s: float) -> tuple[Branch, ...]:
-    """The `most` largest branches with all their ancestors, parents first. O(blocks)."""
+def survey(
+    cache: PrefixCache, namespace: Namespace, branches_max: int, now_s: float
+) -> tuple[Branch, ...]:
+    """Return the `branches_max` largest branches and all their ancestors, parents first.
+    O(blocks)."""
     root = cache.tree_root(namespace)
     if root is None:
         return ()
@@ -25,7 +28,8 @@ def survey(cache: PrefixCache, namespace: Namespace, most: int, now_s: float) ->
             below = weight[id(child)]
             blocks, tokens = blocks + below[0], tokens + below[1]
         weight[id(node)] = (blocks, tokens)
-    chains: list[tuple[int, int, list[Node]]] = []  # (parent's place, tokens under it, nodes)
+    # (index of the parent, tokens in the subtree, nodes)
+    chains: list[tuple[int, int, list[Node]]] = []
     stack: list[tuple[int, Node]] = [(-1, child) for child in root.children.values()]
     while stack:
         parent, node = stack.pop()
@@ -35,7 +39,7 @@ def survey(cache: PrefixCache, namespace: Namespace, most: int, now_s: float) ->
         place = len(chains)
         chains.append((parent, weight[id(node)][1], chain))
         stack.extend((place, child) for child in chain[-1].children.values())
-    chosen = _largest(chains, most)
+    chosen = _largest(chains, branches_max)
     places = {place: number for number, place in enumerate(chosen)}
     return tuple(
         _branch(places.get(chains[place][0], -1), chains[place][1], chains[place][2], now_s)
@@ -43,11 +47,14 @@ def survey(cache: PrefixCache, namespace: Namespace, most: int, now_s: float) ->
     )
 
 
-def _largest(chains: Sequence[tuple[int, int, list[Node]]], most: int) -> list[int]:
-    """Places of the largest, in order. A parent holds all its children's tokens, and stands before
-    them, so it is chosen whenever one of them is."""
+def _largest(chains: Sequence[tuple[int, int, list[Node]]], branches_max: int) -> list[int]:
+    """Return the indices of the largest branches, in order.
+
+    A parent holds all tokens of its children and stands before them, so it is chosen with any of
+    them.
+    """
     order = sorted(range(len(chains)), key=lambda place: (-chains[place][1], place))
-    return sorted(order[:most])
+    return sorted(order[:branches_max])
 
 
 def _branch(parent: int, total_tokens: int, chain: Sequence[Node], now_s: float) -> Branch:

@@ -86,7 +86,7 @@ async def socket_engine() -> AsyncIterator[EngineUnderTest]:
         if service.failure is not None:
             asyncio.run_coroutine_threadsafe(gateway.close(), loop)
 
-    service = EngineService(lambda: fake_core(CONFIG), CONFIG, changed=changed)
+    service = EngineService(lambda: fake_core(CONFIG), CONFIG, on_change=changed)
     ours, theirs = socket.socketpair()
     gateway = GatewayConnection(*await asyncio.open_unix_connection(sock=theirs))
     hello = Hello(PROTOCOL_VERSION, "fake", msgspec.to_builtins(CONFIG))

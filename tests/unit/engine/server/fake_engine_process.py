@@ -2,9 +2,9 @@
 
 Run as `python -m tests.unit.engine.server.fake_engine_process`.
 
-The same program as `python -m engine.server.server`, with another core. A model folder's name says
-what is planted: `hang` never ends its first step after the canary, `missing` is a model that is not
-there, `deadly` kills the process in the step that computes token 13.
+The same program as `python -m engine.server.server`, with another core. A model folder's name
+selects a fault: `hang` never ends its first step after the smoke test, `missing` is a missing
+model, `deadly` kills the process in the step that computes token 13.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ CONTEXT_TOKENS = 100_000
 BLOCKS = 512
 
 
-class PlantedRunner(FakeRunner):
-    """The fake runner, and what a real one may do to its process."""
+class FaultyRunner(FakeRunner):
+    """The fake runner, with a fault that a real one may have."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(BLOCKS, 16, vocab_size=VOCAB)
         self.fault = fault
 
     def launch(self, plan: StepPlan) -> None:
-        """Hang or die as planted, else compute."""
+        """Hang or die as selected, else compute."""
         if self.fault == "hang" and plan.step > 1:
             threading.Event().wait()
         if self.fault == "deadly" and any(13 in (row.token_ids or ()) for row in plan.rows):
@@ -45,12 +45,12 @@ class PlantedRunner(FakeRunner):
 
 
 def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
-    """A core over the fake runner, and how it introduces itself."""
+    """Return a core over the fake runner, and its EngineInfo."""
     if fault == "missing":
         raise ModelError("not_found", "There is no such model here.")
     core = Core(
         PrefixCache(blocks=BLOCKS, block_size=16),
-        PlantedRunner(fault),
+        FaultyRunner(fault),
         config,
         time.monotonic,
         vocab_size=VOCAB,

@@ -1,4 +1,4 @@
-"""What namespaces lost, from the cache's facts to whoever asks why."""
+"""`CacheEventCollector`: from the cache's events to the heartbeat."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from engine.cache.events import BlocksErased, Committed, Evicted, Expired, Match
 from engine.server.cache_event_collector import CacheEventCollector
 
 
-def test_losses_are_told_once_by_cause_and_by_who_took_them() -> None:
-    """News are differences: what was told is not told again."""
+def test_reports_losses_once_by_cause_and_taker() -> None:
+    """News are differences to the last ones."""
     collector = CacheEventCollector()
     for fact in (
         Evicted(b"a", b"a", 1, 2.0),
@@ -37,8 +37,8 @@ def test_losses_are_told_once_by_cause_and_by_who_took_them() -> None:
     assert collector.take(9) is None
 
 
-def test_losses_are_taken_a_part_at_a_time_the_oldest_first() -> None:
-    """However many there are, no step waits for the telling of all; none of them waits for ever."""
+def test_takes_oldest_losses_first_in_bounded_parts() -> None:
+    """No step waits for all of them, and no loss waits for ever."""
     collector = CacheEventCollector()
     for taker in (b"a", b"b", b"c"):
         collector.note(Evicted(b"n", taker, 1, 1.0))

@@ -1,7 +1,7 @@
-"""What the garbage collector looks at in the engine's process, and what it need not.
+"""Garbage collection in the engine process.
 
-Whatever belongs to a request or to a block goes by itself: a thousand requests, and nothing of them
-is left for a collector to find.
+Objects of a request or of a block form no cycles: after a thousand requests a collector finds
+nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import pytest
 
 from engine.api import CacheGrant, Erase, Grammar, LeaseRequest, Quota, Request, Retention, Sampling
 from engine.config import EngineConfig
-from engine.server.gc_tuning import GROWTH, YOUNG_OBJECTS_MAX, FrozenHeap, peak_bytes
+from engine.server.gc_tuning import GROWTH_FACTOR, YOUNG_OBJECTS_MAX, FrozenHeap, peak_bytes
 from tests.checkers import World
 
 
-class Knot:
-    """Refers to itself, so that a collector alone finds out that nobody needs it."""
+class Cycle:
+    """An object that refers to itself, so that only a collector frees it."""
 
     def __init__(self) -> None:
         self.me = self
 
 
-class Memory:
-    """What the process is said to use."""
+class FakeMemory:
+    """The memory that the process is said to use."""
 
     def __init__(self) -> None:
         self.bytes_in_use = 1000
@@ -37,51 +37,52 @@ class Memory:
 
 
 @pytest.fixture
-def memory() -> Iterator[Memory]:
-    """Of a heap that has been settled, until the test is over."""
-    memory = Memory()
+def memory() -> Iterator[FakeMemory]:
+    """The memory of a settled heap, for the length of the test."""
+    memory = FakeMemory()
     heap = FrozenHeap(memory)
     heap.settle()
     yield memory
-    heap.leave()
+    heap.restore()
 
 
-def looks() -> list[object]:
-    """Enough new objects for two looks at them, and that they are there."""
+def collect_twice() -> list[object]:
+    """Make enough objects for two young collections, and return them."""
     return [[] for _ in range(5 * YOUNG_OBJECTS_MAX)]
 
 
-def test_what_was_looked_at_twice_is_looked_at_no_more(memory: Memory) -> None:
-    """A million blocks stopped every step for a second whenever a quarter of them was new."""
+def test_freezes_objects_that_survive_two_collections(memory: FakeMemory) -> None:
+    """Scanning a million blocks stopped every step for a second whenever a quarter of them was
+    new."""
     before = gc.get_freeze_count()
-    blocks = looks()
+    blocks = collect_twice()
 
     assert gc.get_freeze_count() > before + len(blocks) // 2
     assert len(gc.get_objects()) < len(blocks)
 
 
-def test_garbage_that_is_young_is_found(memory: Memory) -> None:
-    """An exception that holds its own frame, say."""
-    knot = weakref.ref(Knot())
+def test_collects_young_garbage(memory: FakeMemory) -> None:
+    """Such as an exception that holds its own frame."""
+    knot = weakref.ref(Cycle())
 
-    kept = looks()
+    kept = collect_twice()
 
     assert knot() is None
     del kept
 
 
-def test_a_process_that_has_grown_looks_at_everything_once(memory: Memory) -> None:
-    """Knots that were in use at their second look are lost, until they are many."""
-    tied = [Knot() for _ in range(10)]
+def test_grown_process_scans_everything_once(memory: FakeMemory) -> None:
+    """Cycles in use at their second scan leak until there are many."""
+    tied = [Cycle() for _ in range(10)]
     lost = [weakref.ref(knot) for knot in tied]
-    kept = [looks()]
+    kept = [collect_twice()]
     del tied
-    kept.append(looks())
+    kept.append(collect_twice())
     missed = [knot() is not None for knot in lost]
     full = [one["collections"] for one in gc.get_stats()][2]
 
-    memory.bytes_in_use = GROWTH * 1000 + 1
-    kept += [looks(), looks()]
+    memory.bytes_in_use = GROWTH_FACTOR * 1000 + 1
+    kept += [collect_twice(), collect_twice()]
 
     assert missed == [True] * 10
     assert [knot() for knot in lost] == [None] * 10
@@ -89,30 +90,29 @@ def test_a_process_that_has_grown_looks_at_everything_once(memory: Memory) -> No
     assert len(gc.get_objects()) < len(kept[0])
 
 
-def test_leaving_it_leaves_nothing() -> None:
-    """Tests share a process; an engine's own ends with it."""
+def test_restore_resets_the_collector() -> None:
+    """Tests share a process."""
     before = (gc.get_threshold(), list(gc.callbacks), gc.get_freeze_count())
     heap = FrozenHeap()
 
     heap.settle()
     settled = gc.get_freeze_count()
-    heap.leave()
+    heap.restore()
 
     assert settled > 0
     assert (gc.get_threshold(), list(gc.callbacks), gc.get_freeze_count()) == before
 
 
 def test_memory_is_counted_in_bytes() -> None:
-    """Systems tell it in units of their own. An interpreter takes ten million of them."""
+    """Operating systems report it in different units. An interpreter takes at least ten million
+    bytes."""
     assert 10**7 < peak_bytes() < 10**12
 
 
-def test_no_request_and_no_block_leaves_anything_to_collect() -> None:
-    """A collector that looks at no old object finds none of these later either.
-
-    Answered, refused, cancelled, late, failed, forked, preempted, held to a grammar, under leases
-    that lapse, in namespaces and of payers that are forgotten, in a cache that evicts.
-    """
+def test_requests_and_blocks_leave_no_garbage() -> None:
+    """A collector that skips old objects would never find it. Requests end, are refused, cancelled,
+    late, failed, forked, preempted, constrained by a grammar, under leases that lapse, in
+    namespaces and of payers that are forgotten, in a cache that evicts."""
     config = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=32, sequences_max=8)
     world = World(config, blocks=64, block_size=4, depth=2, context_tokens=128)
     chance = random.Random(0)
@@ -136,7 +136,7 @@ def test_no_request_and_no_block_leaves_anything_to_collect() -> None:
 
 
 def live(world: World, number: int, chance: random.Random) -> None:
-    """One request of some kind, and now and then some steps, an erasure, a step that breaks."""
+    """Run one request of some kind, and sometimes steps, an erasure, or a step that fails."""
     kind = number % 8
     namespace = f"own {number}" if number % 3 else f"shared {chance.randrange(20)}"
     leases = (LeaseRequest(8, Retention("short", 0.3, 0.6), f"lease {number}"),)

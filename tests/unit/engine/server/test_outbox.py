@@ -1,4 +1,4 @@
-"""What waits between the engine's thread and whoever reads: bounded, held, and let go."""
+"""`Outbox`: bounded, held and released."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.server.outbox import OUTBOX_STEPS_MAX, Outbox
 DEADLINE_S = 60.0
 
 
-class Filler:
+class FillingThread:
     """A thread that puts so many steps into an outbox."""
 
     def __init__(self, outbox: Outbox, steps: int) -> None:
@@ -25,17 +25,17 @@ class Filler:
         threading.Thread(target=fill, daemon=True).start()
 
     def wait_for(self, steps: int) -> None:
-        """Until that many more have found room."""
+        """Wait until that many more steps were put."""
         for _ in range(steps):
             assert self.put.acquire(timeout=DEADLINE_S)
 
 
-def test_a_full_outbox_holds_the_engine_until_it_is_read() -> None:
-    """A gateway that does not read costs patience, not memory."""
+def test_full_outbox_blocks_the_engine_until_it_is_read() -> None:
+    """A gateway that does not read costs time, not memory."""
     wakes: list[int] = []
     outbox = Outbox(lambda: wakes.append(1))
 
-    filler = Filler(outbox, OUTBOX_STEPS_MAX + 1)
+    filler = FillingThread(outbox, OUTBOX_STEPS_MAX + 1)
     filler.wait_for(OUTBOX_STEPS_MAX)
     was_held = not filler.done.wait(0.05)
     first = outbox.take()
@@ -44,16 +44,16 @@ def test_a_full_outbox_holds_the_engine_until_it_is_read() -> None:
     assert was_held
     assert filled
     assert [step for step, _ in first + outbox.take()] == list(range(OUTBOX_STEPS_MAX + 1))
-    assert len(wakes) == 2  # once per filling
+    assert len(wakes) == 2  # once per fill
 
 
-def test_a_held_outbox_stays_full_until_released() -> None:
-    """The peer's socket may be the one that is behind."""
+def test_held_outbox_blocks_until_released() -> None:
+    """The peer's socket may be the one that is full."""
     outbox = Outbox(lambda: None)
     outbox.hold()
     outbox.take()
 
-    filler = Filler(outbox, 1)
+    filler = FillingThread(outbox, 1)
     was_held = not filler.done.wait(0.05)
     outbox.release()
 
@@ -61,11 +61,11 @@ def test_a_held_outbox_stays_full_until_released() -> None:
     assert filler.done.wait(DEADLINE_S)
 
 
-def test_a_closed_outbox_takes_everything_and_keeps_nothing() -> None:
-    """A connection that is gone must not stop the engine for the others."""
+def test_closed_outbox_drops_messages() -> None:
+    """A lost connection must not stop the engine for the others."""
     outbox = Outbox(lambda: None)
     outbox.hold()
-    filler = Filler(outbox, 3 * OUTBOX_STEPS_MAX)
+    filler = FillingThread(outbox, 3 * OUTBOX_STEPS_MAX)
 
     outbox.close()
 

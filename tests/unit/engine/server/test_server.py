@@ -1,4 +1,4 @@
-"""The engine's process from outside: what it answers, and when it ends."""
+"""The engine process from outside: what it answers, and when it exits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Child:
         self._lines = lines
 
     async def event(self, name: str) -> dict[str, Any]:
-        """The next log line of that event."""
+        """Return the next log line of that event."""
         async with asyncio.timeout(DEADLINE_S):
             while line := await self._lines.readline():
                 facts: dict[str, Any] = json.loads(line)
@@ -69,7 +69,7 @@ class Child:
         raise AssertionError(f"it ended without {name}")
 
     async def ended(self) -> int:
-        """Its exit status."""
+        """Wait for the exit and return its status."""
         async with asyncio.timeout(DEADLINE_S):
             return await self.process.wait()
 
@@ -77,12 +77,12 @@ class Child:
         return Hello(PROTOCOL_VERSION, self._model, msgspec.to_builtins(CONFIG))
 
     async def connect(self) -> SocketEngine:
-        """Welcomed: its model is loaded."""
+        """Connect and wait until the model is loaded."""
         async with asyncio.timeout(DEADLINE_S):
             return await SocketEngine.connect(self.wire, self.hello())
 
-    async def say(self, *messages: Upward) -> list[Any]:
-        """Everything that the engine answers until it hangs up."""
+    async def read_all(self, *messages: Upward) -> list[Any]:
+        """Send messages; return all answers until the engine closes the connection."""
         reader, writer = await asyncio.open_unix_connection(sock=self.wire)
         for message in messages:
             writer.write(encode(message))
@@ -118,8 +118,8 @@ async def child(fault: str = "") -> AsyncIterator[Child]:
         log.close()
 
 
-async def first(engine: SocketEngine, asked: Request, kind: type) -> Any:
-    stream = engine.submit(asked)
+async def first(engine: SocketEngine, command: Request, kind: type) -> Any:
+    stream = engine.submit(command)
     async with asyncio.timeout(DEADLINE_S):
         async for event in stream:
             if isinstance(event, kind):
@@ -128,27 +128,27 @@ async def first(engine: SocketEngine, asked: Request, kind: type) -> Any:
 
 
 @pytest.mark.parametrize("opening", [Hello(99, "fake"), Cancel("a")], ids=["version", "none"])
-async def test_a_wrong_opening_is_answered(opening: Upward) -> None:
-    """Another version, or no hello: one clear answer, and an end."""
+async def test_rejects_wrong_first_message(opening: Upward) -> None:
+    """Another version, or no Hello: one clear answer, then the end."""
     async with child() as engine:
-        answers = await engine.say(opening)
+        answers = await engine.read_all(opening)
 
         assert [type(answer) for answer in answers] == [Rejected]
         assert await engine.ended() == 1
 
 
-async def test_a_configuration_of_another_version_ends_it() -> None:
+async def test_exits_on_configuration_of_another_version() -> None:
     """The gateway sees the end; the log says why."""
     async with child() as engine:
-        answers = await engine.say(Hello(PROTOCOL_VERSION, "fake", {"no_such_setting": 1}))
+        answers = await engine.read_all(Hello(PROTOCOL_VERSION, "fake", {"no_such_setting": 1}))
         lost = await engine.event("connection_lost")
 
         assert (answers, lost["reason"]) == ([], "ValidationError")
         assert await engine.ended() == 1
 
 
-async def test_a_broken_protocol_ends_it() -> None:
-    """Only the gateway that started it can break it, and starts another."""
+async def test_exits_on_protocol_error() -> None:
+    """Only its own gateway can cause one, and starts another engine."""
     async with child() as engine:
         reader, writer = await asyncio.open_unix_connection(sock=engine.wire)
         writer.write(encode(engine.hello()))
@@ -163,16 +163,16 @@ async def test_a_broken_protocol_ends_it() -> None:
         assert await engine.ended() == 0
 
 
-async def test_a_message_before_the_welcome_is_refused() -> None:
-    """There is no engine yet that could take it."""
+async def test_exits_on_command_before_the_welcome() -> None:
+    """No engine runs yet that could handle it."""
     async with child() as engine:
-        answers = await engine.say(engine.hello(), Cancel("a"))
+        answers = await engine.read_all(engine.hello(), Cancel("a"))
 
         assert [type(answer) for answer in answers] == [Rejected]
 
 
 @pytest.mark.parametrize("when", ["before its hello", "while it serves"])
-async def test_the_gateways_death_is_the_engines(when: str) -> None:
+async def test_exits_with_its_gateway(when: str) -> None:
     """No engine may hold a device's memory for a gateway that is gone."""
     async with child() as engine:
         if when == "while it serves":
@@ -184,7 +184,7 @@ async def test_the_gateways_death_is_the_engines(when: str) -> None:
         assert await engine.ended() == (0 if when == "while it serves" else 1)
 
 
-async def test_the_gateways_death_ends_a_step_that_hangs() -> None:
+async def test_exits_with_its_gateway_during_a_hanging_step() -> None:
     """An engine stuck in a kernel must not outlive its gateway either."""
     async with child("hang") as engine:
         client = await engine.connect()
@@ -194,8 +194,8 @@ async def test_the_gateways_death_ends_a_step_that_hangs() -> None:
         assert await engine.ended() == 0
 
 
-async def test_a_compiler_that_it_started_does_not_keep_its_end_open() -> None:
-    """Its standard input is the null device by the time it loads a model."""
+async def test_child_compilers_do_not_keep_the_socket_open() -> None:
+    """Standard input is the null device by the time the engine loads a model."""
     async with child() as engine:
         client = await engine.connect()
         target = await asyncio.to_thread(Path(f"/proc/{engine.process.pid}/fd/0").readlink)
@@ -204,8 +204,8 @@ async def test_a_compiler_that_it_started_does_not_keep_its_end_open() -> None:
         assert str(target) == os.devnull
 
 
-async def test_sigterm_drains_and_a_second_one_does_not_wait() -> None:
-    """The first lets answers finish; the second is for somebody who cannot wait."""
+async def test_sigterm_drains_and_a_second_one_exits_at_once() -> None:
+    """The first lets requests finish; the second is for an operator who cannot wait."""
     async with child() as engine:
         client = await engine.connect()
         stream = await first(client, request("a", LONG), Started)
@@ -224,8 +224,7 @@ async def test_sigterm_drains_and_a_second_one_does_not_wait() -> None:
         await client.close()
 
 
-async def test_sigterm_while_idle_ends_it() -> None:
-    """Nothing to finish: nothing to wait for."""
+async def test_sigterm_exits_at_once_while_idle() -> None:
     async with child() as engine:
         client = await engine.connect()
 
@@ -235,8 +234,8 @@ async def test_sigterm_while_idle_ends_it() -> None:
         await client.close()
 
 
-async def test_a_model_that_is_missing_is_told_to_whoever_waits() -> None:
-    """With its code, so that it is not tried again."""
+async def test_rejects_missing_model_with_its_code() -> None:
+    """So that it is not retried."""
     async with child("missing") as engine:
         with pytest.raises(EngineError) as caught:
             await engine.connect()
@@ -244,7 +243,7 @@ async def test_a_model_that_is_missing_is_told_to_whoever_waits() -> None:
         assert caught.value.code == "not_found"
 
 
-async def test_a_gateway_that_does_not_read_holds_the_engine_not_its_memory() -> None:
+async def test_gateway_that_does_not_read_costs_bounded_memory() -> None:
     """Outboxes are bounded: the engine waits, and goes on when the gateway reads again."""
     async with child() as engine:
         reader, writer = await asyncio.open_unix_connection(sock=engine.wire)
@@ -268,8 +267,7 @@ async def test_a_gateway_that_does_not_read_holds_the_engine_not_its_memory() ->
         writer.close()
 
 
-async def test_its_log_can_be_closed() -> None:
-    """Nobody to log to is no reason to stop."""
+async def test_survives_a_closed_log() -> None:
     async with child() as engine:
         client = await engine.connect()
         engine.log.close()

@@ -1,4 +1,4 @@
-"""The engine's thread, without any loop or socket around it."""
+"""The engine's thread, without an event loop or a socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
-from engine.server.service import TOLD_MAX, EngineService, smoke_test
+from engine.server.service import HEARTBEAT_ITEMS_MAX, EngineService, smoke_test
 from tests.unit.engine.server.fake_engine_process import fake_core
 
 CONFIG = EngineConfig(heartbeat_s=0.05, prefill_chunk_tokens_max=16)
@@ -37,20 +37,20 @@ def request(name: str, max_tokens: int = 4) -> Request:
     return Request(name, (1, 2, 3), max_tokens, CacheGrant(b"n"), Sampling(temperature=0))
 
 
-class Ear:
-    """An outlet that keeps what it hears."""
+class RecordingSink:
+    """A `ResponseSink` that keeps its messages."""
 
     def __init__(self) -> None:
-        self.heard: queue.Queue[Any] = queue.Queue()
+        self.received: queue.Queue[Any] = queue.Queue()
 
     def send(self, step: int, messages: tuple[Any, ...]) -> None:
         for message in messages:
-            self.heard.put(message)
+            self.received.put(message)
 
     def until(self, kind: type, **fields: Any) -> Any:
-        """The next message of that kind with these fields."""
+        """Return the next message of that kind with these fields."""
         while True:
-            message = self.heard.get(timeout=DEADLINE_S)
+            message = self.received.get(timeout=DEADLINE_S)
             if isinstance(message, kind) and all(
                 getattr(message, name) == value for name, value in fields.items()
             ):
@@ -66,26 +66,26 @@ def service() -> Any:
     service.stop()
 
 
-def test_a_connection_hears_only_of_its_own(service: EngineService) -> None:
-    """Two gateways on one engine must not read each other's answers, nor end each other's work."""
-    mine, theirs = Ear(), Ear()
+def test_connections_receive_only_their_own_events(service: EngineService) -> None:
+    """Two gateways on one engine must not read each other's responses, nor cancel each other's
+    requests."""
+    ours, theirs = RecordingSink(), RecordingSink()
     service.post(theirs, Submit(request("theirs", LONG)))
     theirs.until(Tokens)
 
-    service.post(mine, Cancel("theirs"))
-    service.post(mine, Submit(request("theirs")))
-    service.post(mine, Submit(request("mine")))
+    service.post(ours, Cancel("theirs"))
+    service.post(ours, Submit(request("theirs")))
+    service.post(ours, Submit(request("ours")))
 
-    assert mine.until(Finished).code == "duplicate_request"
-    assert mine.until(Started).request_id == "mine"
-    assert mine.until(Finished).ending == "done"
+    assert ours.until(Finished).code == "duplicate_request"
+    assert ours.until(Started).request_id == "ours"
+    assert ours.until(Finished).ending == "done"
     service.post(theirs, GetStats(1))
     assert theirs.until(Stats, call_id=1).running == 1
 
 
-def test_a_connection_that_leaves_cancels_its_own(service: EngineService) -> None:
-    """And nobody else's."""
-    gone, stays = Ear(), Ear()
+def test_leaving_connection_cancels_only_its_requests(service: EngineService) -> None:
+    gone, stays = RecordingSink(), RecordingSink()
     service.post(gone, Submit(request("gone", LONG)))
     service.post(stays, Submit(request("stays", LONG)))
     gone.until(Tokens)
@@ -94,68 +94,72 @@ def test_a_connection_that_leaves_cancels_its_own(service: EngineService) -> Non
     service.post(stays, GetStats(1))
 
     there = stays.until(Stats, call_id=1)
-    assert there.running + there.waiting == 1  # it may have waited for the twin that is gone
+    # it may have waited for the cancelled request of the same prompt
+    assert there.running + there.waiting == 1
 
 
 def test_heartbeats_take_a_twentieth_of_the_time_at_most() -> None:
-    """With ten thousand namespaces to tell of, an engine that told twice a second would do little
-    else."""
+    """With ten thousand namespaces to report, an engine that reported twice a second would do
+    little else."""
     taken_s = 0.0
 
     def clock() -> float:
         return time.monotonic() + taken_s
 
-    class SlowEar(Ear):
+    class SlowSink(RecordingSink):
         def send(self, step: int, messages: tuple[Any, ...]) -> None:
             """Each takes as long as if it told of much."""
             nonlocal taken_s
             at_s = clock()
             taken_s += 0.01
             if any(isinstance(message, Stats) for message in messages):
-                self.heard.put(at_s)
+                self.received.put(at_s)
 
-    ear, quick = SlowEar(), EngineConfig(heartbeat_s=0.01)
+    sink, quick = SlowSink(), EngineConfig(heartbeat_s=0.01)
     service = EngineService(lambda: fake_core(quick), quick, clock)
     service.start()
     assert service.ready.wait(DEADLINE_S)
-    service.join(ear)
-    beats = [ear.heard.get(timeout=DEADLINE_S) for _ in range(4)]
+    service.join(sink)
+    beats = [sink.received.get(timeout=DEADLINE_S) for _ in range(4)]
     service.stop()
 
     assert min(late - early for early, late in pairwise(beats[1:])) > 0.15
 
 
-def test_a_heartbeat_that_has_much_to_tell_tells_it_between_steps() -> None:
-    """Otherwise whoever decodes waits for all of it, twice a second. One beat, then as much as is
-    left of it: the next beat is an hour away."""
+def test_large_heartbeat_is_split_between_steps() -> None:
+    """Otherwise all decoding requests wait for it, twice a second. The next heartbeat is an hour
+    away."""
     passed_s, hourly = 0.0, EngineConfig(heartbeat_s=3_600.0, prefill_chunk_tokens_max=16)
     service = EngineService(lambda: fake_core(hourly), hourly, lambda: time.monotonic() + passed_s)
     service.start()
     assert service.ready.wait(DEADLINE_S)
-    ear, names = Ear(), {b"%d" % number for number in range(TOLD_MAX + TOLD_MAX // 2)}
-    service.join(ear)
-    assert ear.until(Stats).changed == ()
+    sink, names = (
+        RecordingSink(),
+        {b"%d" % number for number in range(HEARTBEAT_ITEMS_MAX + HEARTBEAT_ITEMS_MAX // 2)},
+    )
+    service.join(sink)
+    assert sink.until(Stats).changed == ()
     for name in names:
-        service.post(ear, Submit(Request(name.decode(), (1,), 1, CacheGrant(name))))
+        service.post(sink, Submit(Request(name.decode(), (1,), 1, CacheGrant(name))))
     for _ in names:
-        ear.until(Finished)
+        sink.until(Finished)
 
     passed_s = 3_600.0
-    service.post(ear, Cancel("to wake it"))
-    told = [{one.namespace for one in ear.until(Stats).changed} for _ in range(2)]
+    service.post(sink, Cancel("to wake it"))
+    told = [{one.namespace for one in sink.until(Stats).changed} for _ in range(2)]
     service.stop()
 
-    assert sorted(map(len, told)) == [len(names) - TOLD_MAX, TOLD_MAX]
+    assert sorted(map(len, told)) == [len(names) - HEARTBEAT_ITEMS_MAX, HEARTBEAT_ITEMS_MAX]
     assert told[0] | told[1] == names
 
 
-def test_each_connection_is_told_of_a_namespace_when_it_has_changed() -> None:
-    """What twenty thousand hold would be megabytes, twice a second; who comes later is told all."""
+def test_heartbeat_lists_changed_namespaces_per_connection() -> None:
+    """Twenty thousand namespaces would be megabytes, twice a second; a new connection gets all."""
     never = EngineConfig(heartbeat_s=3_600.0)
     service = EngineService(lambda: fake_core(never), never)
     service.start()
     assert service.ready.wait(DEADLINE_S)
-    early, late = Ear(), Ear()
+    early, late = RecordingSink(), RecordingSink()
     service.join(early)
     assert early.until(Stats).changed == ()
     service.post(early, Submit(request("a")))
@@ -180,20 +184,19 @@ def test_each_connection_is_told_of_a_namespace_when_it_has_changed() -> None:
     assert [one.namespace for one in then] == [b"n"]
 
 
-def test_a_request_that_comes_after_the_end_is_answered(service: EngineService) -> None:
+def test_request_after_the_end_is_refused(service: EngineService) -> None:
     """The last steps of a drain and a late request meet in the inbox."""
-    ear = Ear()
+    sink = RecordingSink()
 
-    service.post(ear, Drain(0.0))
-    service.post(ear, Submit(request("late")))
+    service.post(sink, Drain(0.0))
+    service.post(sink, Submit(request("late")))
 
-    assert ear.until(Finished).code == "draining"
+    assert sink.until(Finished).code == "draining"
     assert service.stopped.wait(DEADLINE_S)
     assert service.failure is None
 
 
-def test_an_engine_without_a_first_token_is_not_ready() -> None:
-    """Readiness is a token, not a process."""
+def test_engine_without_a_first_token_is_not_ready() -> None:
     core, _ = fake_core(CONFIG)
     core.drain(100.0)
 
@@ -201,29 +204,29 @@ def test_an_engine_without_a_first_token_is_not_ready() -> None:
         smoke_test(core)
 
 
-def test_the_canary_leaves_no_trace_in_the_cache(service: EngineService) -> None:
+def test_smoke_test_leaves_no_block_in_the_cache(service: EngineService) -> None:
     """An epoch begins with every block free."""
-    ear = Ear()
-    service.join(ear)
+    sink = RecordingSink()
+    service.join(sink)
 
-    stats = ear.until(Stats)
+    stats = sink.until(Stats)
 
     assert stats.free_blocks == stats.blocks
 
 
-def test_the_canary_is_in_no_count(service: EngineService) -> None:
-    """What is compared with a ledger counts nobody's tokens but clients'."""
-    ear = Ear()
-    service.join(ear)
+def test_smoke_test_is_not_counted(service: EngineService) -> None:
+    """Counters that are reconciled with a ledger count clients' tokens only."""
+    sink = RecordingSink()
+    service.join(sink)
 
-    stats = ear.until(Stats)
+    stats = sink.until(Stats)
 
     assert (stats.prompt_tokens_total, stats.computed_tokens_total) == (0, 0)
     assert (stats.cached_tokens_total, stats.output_tokens_total) == (0, 0)
 
 
-def test_loading_that_fails_is_kept_and_ends_the_thread() -> None:
-    """Whoever waits for readiness finds the reason."""
+def test_failed_loading_is_kept_and_ends_the_thread() -> None:
+    """A caller that waits for readiness finds the reason."""
 
     def broken() -> tuple[Core, Any]:
         raise OSError("planted")

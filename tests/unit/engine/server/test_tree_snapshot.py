@@ -1,4 +1,4 @@
-"""The shape of a tree as counts: chains folded, the largest branches kept."""
+"""`survey`: the tree as counts, chains folded, the largest branches kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.server.tree_snapshot import survey
 SIZE = 4
 
 
-def filled(*prompts: tuple[int, ...]) -> PrefixCache:
+def filled_cache(*prompts: tuple[int, ...]) -> PrefixCache:
     cache = PrefixCache(blocks=64, block_size=SIZE)
     for prompt in prompts:
         table = cache.begin(b"ns", prompt, 0.0)
@@ -22,10 +22,10 @@ def filled(*prompts: tuple[int, ...]) -> PrefixCache:
     return cache
 
 
-def test_a_shared_prefix_is_one_branch_with_its_own_two_above_it() -> None:
-    """A chain without a fork is one thing to look at."""
+def test_shared_prefix_is_a_branch_with_two_children() -> None:
+    """A chain without a fork is one branch."""
     trunk = (1,) * 8
-    cache = filled(trunk + (2,) * 4, trunk + (3,) * 8)
+    cache = filled_cache(trunk + (2,) * 4, trunk + (3,) * 8)
 
     found = survey(cache, b"ns", 100, 5.0)
 
@@ -38,10 +38,10 @@ def test_a_shared_prefix_is_one_branch_with_its_own_two_above_it() -> None:
     assert found[0].idle_s == 5.0
 
 
-def test_only_the_largest_are_told_and_every_one_has_its_parent() -> None:
-    """However many small ones there are."""
+def test_keeps_the_largest_branches_with_their_parents() -> None:
+    """However many small ones exist."""
     trunk = (1,) * 8
-    cache = filled(*(trunk + (n,) * 4 for n in range(2, 12)))
+    cache = filled_cache(*(trunk + (n,) * 4 for n in range(2, 12)))
 
     found = survey(cache, b"ns", 4, 0.0)
 
@@ -50,15 +50,13 @@ def test_only_the_largest_are_told_and_every_one_has_its_parent() -> None:
     assert all(branch.parent == 0 for branch in found[1:])
 
 
-def test_a_namespace_that_holds_nothing_has_no_shape() -> None:
-    """Nor one that nobody knows."""
-    assert survey(filled(), b"ns", 10, 0.0) == ()
+def test_empty_or_unknown_namespace_has_no_branches() -> None:
+    assert survey(filled_cache(), b"ns", 10, 0.0) == ()
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=4, max_size=16), max_size=6))
-def test_tokens_add_up(prompts: list[list[int]]) -> None:
-    """What a branch holds in all is its own and its children's."""
-    cache = filled(*map(tuple, prompts))
+def test_total_tokens_are_own_plus_children(prompts: list[list[int]]) -> None:
+    cache = filled_cache(*map(tuple, prompts))
 
     found = survey(cache, b"ns", 1_000, 0.0)
 
