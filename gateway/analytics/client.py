@@ -30,7 +30,7 @@ from gateway.analytics.protocol import (
 from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from gateway.dialects.canonical import Rendered
 from gateway.errors import Kind, Refusal
-from tenancy.ledger.child_process import packed
+from tenancy.ledger.child_process import encode_frame
 from tenancy.pricing.charges import RateCard
 
 COMMAND = (sys.executable, "-m", "gateway.analytics.process")
@@ -129,7 +129,7 @@ class AnalyticsProcessClient:
         pending, self._pending, self._pending_tokens = self._pending, [], 0
         if pending and self._wire is not None and self._wire.unsent <= UNSENT_MAX:
             self._wire.send(
-                packed(CompletedRequests(self._wall() - 1_000 * self._clock(), pending))
+                encode_frame(CompletedRequests(self._wall() - 1_000 * self._clock(), pending))
             )
 
     async def _ask(self, question: Question) -> Any:
@@ -138,7 +138,7 @@ class AnalyticsProcessClient:
             raise _unavailable_error()
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions.append(answer)
-        self._wire.send(packed(question))
+        self._wire.send(encode_frame(question))
         return await answer
 
     def _on_frame(self, frame: bytes) -> None:
@@ -165,7 +165,7 @@ class AnalyticsProcessClient:
             return str(error.strerror)
         finally:
             self._first_start_done.set()
-        self._wire.send(packed(self._begin))
+        self._wire.send(encode_frame(self._begin))
         self._child.set_ready()
         await self._lost.wait()
         return "connection lost"

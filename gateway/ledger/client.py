@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
-from tenancy.ledger.child_process import packed
+from tenancy.ledger.child_process import encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.protocol import BatchResult, NotOpened, Open, Opened, error_of, read_from_writer
@@ -199,7 +199,7 @@ class LedgerProcessClient:
             return
         queued, self._queued = self._queued, []
         try:
-            frame = packed([item for item, _ in queued])
+            frame = encode_frame([item for item, _ in queued])
         except (ValueError, OverflowError):
             queued, frame = self._drop_unencodable(queued)
         if not self._in_flight:
@@ -212,7 +212,7 @@ class LedgerProcessClient:
         good, frames = [], []
         for item, waiter in queued:
             try:
-                frames.append(packed([item]))
+                frames.append(encode_frame([item]))
             except (ValueError, OverflowError) as error:
                 message = f"Ledger item cannot be encoded: {type(error).__name__}."
                 self._fail(item, waiter, LedgerUnavailable("impossible_entry", message))
@@ -293,7 +293,7 @@ class LedgerProcessClient:
         # A request whose entry is queued has an open hold in the database, too.
         waiting = [entry.request_id for item, _ in self._queued if (entry := entry_in(item))]
         living = [*self._held_requests, *waiting]
-        self._wire.send(packed(Open(self._place, str(self._folder), living, self._writer_id)))
+        self._wire.send(encode_frame(Open(self._place, str(self._folder), living, self._writer_id)))
         self._flush()
         return await self._opening
 

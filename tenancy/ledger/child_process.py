@@ -1,8 +1,8 @@
-"""The child's end of a wire to its gateway: frames over the socket that is its standard input.
+"""The child's end of its socket to the gateway: frames over standard input.
 
-A frame is four bytes of length, little-endian, then one msgpack message. The ledger's process and
-the gateway's analytics process each `run` one loop over the frames that they `receive`. The
-gateway's end is `gateway.child_process`. This module knows no message.
+A frame is four bytes of length, little-endian, then one msgpack message. The ledger process and the
+analytics process each `run` one loop over the frames that they `receive`. The gateway's end is
+`gateway.child_process`. This module knows no message.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from contextlib import suppress
 import msgspec
 
 READ_BYTES = 2**16
-"""As much as a transaction of small ledger items."""
+"""Bytes per read: as many as a transaction of small ledger items."""
 
 _LENGTH = struct.Struct("<I")
-_ENCODE = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
-def packed(message: object) -> bytes:
-    """Encode one frame. Raises ValueError and OverflowError for texts and numbers that msgpack
+def encode_frame(message: object) -> bytes:
+    """Encode one frame. Raises ValueError and OverflowError for text and numbers that msgpack
     cannot hold."""
-    data = _ENCODE(message)
+    data = _encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
 class FrameReader:
-    """Cuts a byte stream into frames, wherever the socket cut it."""
+    """Splits a byte stream into frames, wherever it is cut."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -44,7 +44,7 @@ class FrameReader:
         """Return the bodies of the frames that are complete now. O(bytes)."""
         rest, at, size = self._rest, 0, _LENGTH.size
         if not rest and len(data) >= size and _LENGTH.unpack_from(data)[0] == len(data) - size:
-            return [data[size:]]  # The usual case: exactly one frame.
+            return [data[size:]]  # the usual case: exactly one frame
         rest += data
         frames = []
         while len(rest) - at >= size:
@@ -63,7 +63,7 @@ def receive(wire: socket.socket) -> Iterator[list[bytes]]:
     while True:
         try:
             data = wire.recv(READ_BYTES)
-        except ConnectionError:  # The gateway was killed before it read the last answers.
+        except ConnectionError:  # the gateway was killed before it read the last answers
             return
         if not data:
             return
@@ -72,21 +72,21 @@ def receive(wire: socket.socket) -> Iterator[list[bytes]]:
 
 
 def send(wire: socket.socket, message: object) -> None:
-    """Send one message. A gateway that has gone needs none."""
+    """Send one message, or nothing if the gateway has gone."""
     with suppress(OSError):
-        wire.sendall(packed(message))
+        wire.sendall(encode_frame(message))
 
 
 def run(name: str, serve: Callable[[socket.socket], int]) -> int:
     """Serve the gateway over standard input and return the exit status.
 
-    SIGINT, SIGTERM and SIGHUP are ignored: the process ends when its gateway closes the wire, after
-    the work that it was sent. An exception is logged as one line `NAME_failed` on standard error,
-    without its message, which may quote a value; the gateway sees the wire end.
+    SIGINT, SIGTERM and SIGHUP are ignored: the process ends when its gateway closes the socket,
+    after the work that it was sent. An exception is logged as one line `NAME_failed` on standard
+    error, without its message, which may quote a value; the gateway sees the socket end.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    gc.freeze()  # Imported modules live as long as the process: the collector may skip them.
+    gc.freeze()  # imported modules live as long as the process
     try:
         with socket.socket(fileno=sys.stdin.fileno()) as wire:
             return serve(wire)

@@ -1,13 +1,13 @@
-"""The messages between a gateway and its ledger's process. Pure: bytes in, messages out.
+"""Messages between a gateway and its ledger process. Pure: bytes in, messages out.
 
-    gateway                              ledger's process
+    gateway                              ledger process
       Open ────────────────────────────▶
                              ◀─────────── Opened, or NotOpened
       a list of up to sixteen items, once or more in a turn of the gateway's loop
         ───────────────────────────────▶
-                             ◀─────────── Answered        one per commit, for several items
+                             ◀─────────── BatchResult     one per commit, for several items
 
-Each is the body of one frame of `child_process`.
+Each message is the body of one frame of `tenancy.ledger.child_process`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Failure(Struct, frozen=True, array_like=True):
 
 
 class Open(Struct, frozen=True, array_like=True):
-    """The gateway's first message: its database, as `backends` names it.
+    """The gateway's first message: its database, as `tenancy.storage.backends` names it.
 
-    `living`: the ids of running requests. Their holds were written by the writer `successor_of`,
-    which died, and stay open.
+    `living`: ids of running requests. Their holds were written by the dead writer `successor_of`,
+    and stay open.
     """
 
     place: str
@@ -42,7 +42,7 @@ class Open(Struct, frozen=True, array_like=True):
 
 
 class Opened(Struct, frozen=True, array_like=True, tag="opened"):
-    """The ledger takes items. The fields are `LedgerWriter`'s."""
+    """The ledger accepts items. The fields are those of `LedgerWriter`."""
 
     writer_id: int
     interrupted: int
@@ -56,7 +56,7 @@ class NotOpened(Struct, frozen=True, array_like=True, tag="not_opened"):
 
 
 class BatchResult(Struct, frozen=True, array_like=True, tag="answered"):
-    """The next `count` items are durable, except those `refused`, by their index among them."""
+    """The next `count` items are durable, except the `refused` ones, by their index among them."""
 
     count: int
     refused: dict[int, Failure] = {}
@@ -70,7 +70,7 @@ _FROM_WRITER: msgspec.msgpack.Decoder[FromWriter] = msgspec.msgpack.Decoder(From
 
 
 def read_open(data: bytes) -> Open:
-    """Decode a frame's body. Raises msgspec's errors, as all readers here do."""
+    """Decode a frame's body. Raises msgspec's errors, as all readers of this module do."""
     return _OPEN.decode(data)
 
 

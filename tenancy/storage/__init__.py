@@ -1,1 +1,1 @@
-"""Package."""
+"""The database under tenancy: a SQLite file or a PostgreSQL server, behind one interface."""

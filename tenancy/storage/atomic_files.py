@@ -1,8 +1,8 @@
-"""Files that are whole or not there: written beside their place, and on the disk when they take it.
+"""Files that are written completely or not at all: written beside their target, then renamed.
 
-Each writer has a file of its own there, locked for as long as it lives, so that two at once are not
-in each other's way, and what a process left that was killed is known for that. It knows no database
-and no format; `sqlite_store`, `backups`, `exports` and the command line write by it.
+Each writer has a part file of its own, locked for as long as the writer lives: concurrent writers
+do not interfere, and the part file of a killed process is recognised by its free lock. This module
+knows no database and no format. SQLite's marker, backups, exports and the command line use it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-PART = ".trunkline-part"
-"""Ends the names of files that are not whole yet. Nobody else's end so."""
+PART_SUFFIX = ".trunkline-part"
+"""Suffix of files that are not complete. No other file has it."""
 
 
 @contextmanager
 def written_whole(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
-    """An empty file for the caller alone, which takes the target's place when the block has ended.
+    """Yield the path of an empty part file, which replaces `target` when the block has ended.
 
-    Where the block raises there is nothing of it, nor of what was put beside it under names that
-    begin with its own. Removes what dead writers have left in the folder. Raises OSError.
+    If the block raises, the part file is removed, and all files beside it whose names begin with
+    its name. Removes the part files of dead writers in the folder. Raises OSError.
     """
-    _sweep(target.parent)
-    part, file = _begun(target, mode)
+    _remove_stale_parts(target.parent)
+    part, file = _create_part(target, mode)
     try:
         yield part
         os.fsync(file)
@@ -39,7 +39,7 @@ def written_whole(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
 
 
 def synced(path: Path) -> None:
-    """Have a file, or a folder's names, on the disk. Raises OSError."""
+    """Flush a file, or a folder's entries, to the disk. Raises OSError."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -47,37 +47,37 @@ def synced(path: Path) -> None:
         os.close(file)
 
 
-def _begun(target: Path, mode: int) -> tuple[Path, int]:
-    """A new file under a name that is free, locked."""
+def _create_part(target: Path, mode: int) -> tuple[Path, int]:
+    """Create and lock a part file under a free name."""
     for number in count():
-        part = target.with_name(f"{target.name}.{number}{PART}")
+        part = target.with_name(f"{target.name}.{number}{PART_SUFFIX}")
         try:
             file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         except FileExistsError:
             continue
         except OSError as error:
-            error.filename = str(target)  # what was asked for, and not what we call it meanwhile
+            error.filename = str(target)  # name the target in the error, not the part file
             raise
-        if _is_locked(file, part):
+        if _try_lock(file, part):
             return part, file
-        os.close(file)  # somebody took it for what a dead one left
+        os.close(file)  # another writer removed it as stale
     raise AssertionError("numbers do not end")
 
 
-def _sweep(folder: Path) -> None:
-    """Files of writers that have died: the kernel let go of their locks."""
-    for part in folder.glob(f"*{PART}"):
-        with suppress(OSError):  # another removes it, or it is another user's
+def _remove_stale_parts(folder: Path) -> None:
+    """Remove the part files of writers that have died: the kernel has released their locks."""
+    for part in folder.glob(f"*{PART_SUFFIX}"):
+        with suppress(OSError):  # another writer removes it, or it belongs to another user
             file = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                if _is_locked(file, part):
+                if _try_lock(file, part):
                     _remove(part)
             finally:
                 os.close(file)
 
 
-def _is_locked(file: int, path: Path) -> bool:
-    """Is it ours now, and still what the name means?"""
+def _try_lock(file: int, path: Path) -> bool:
+    """Lock the file; return whether that succeeded and the path still names this file."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file), path.stat())
@@ -86,6 +86,6 @@ def _is_locked(file: int, path: Path) -> bool:
 
 
 def _remove(part: Path) -> None:
-    """It, after what lies beside it: who finds it knows that there may be more."""
+    """Remove a part file, after the files beside it: while it exists, there may be more."""
     for left in sorted(part.parent.glob(f"{glob.escape(part.name)}*"), reverse=True):
         left.unlink(missing_ok=True)

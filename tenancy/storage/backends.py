@@ -1,7 +1,7 @@
-"""Which database: a file in the data directory, or a PostgreSQL server.
+"""Chooses the database: a file in the data directory, or a PostgreSQL server.
 
-What a setting says is a file's name, or a URL that begins with `postgresql://`. The server's driver
-is imported only for that. The composition roots call it.
+A setting is a file name, or a URL that begins with `postgresql://`. The server's driver is imported
+only for a URL. The composition roots and the command line call this module.
 """
 
 from __future__ import annotations
@@ -23,38 +23,41 @@ SCHEMES = ("postgresql://", "postgres://")
 
 
 def is_server(place: str) -> bool:
-    """Or else a file's name."""
+    """Return whether the setting names a server; otherwise it is a file name."""
     return place.startswith(SCHEMES)
 
 
 def check_place(place: str) -> None:
-    """Raises StoreError for an address that no server can have, and for one with a password."""
+    """Check a setting. Raises StoreError for an invalid address, and for an address with a
+    password."""
     if is_server(place):
         read_address(place, {}, "anybody")
 
 
 def open_store(place: str, folder: Path, environment: Mapping[str, str]) -> Store:
-    """Open it, and bring it up to date. `folder`: where files are; `environment`: where passwords
-    for servers may stand. Raises StoreError."""
-    return _opened(place, folder, environment, is_ready=False)
+    """Open a database and run its missing migrations.
+
+    `folder`: where files are. `environment`: where passwords of servers may be. Raises StoreError.
+    """
+    return _open(place, folder, environment, is_ready=False)
 
 
 def look(place: str, folder: Path, environment: Mapping[str, str]) -> str:
-    """What is there, in words. Makes nothing. Raises StoreError."""
+    """Describe the database in words without creating it. Raises StoreError."""
     if not is_server(place) and not (folder / place).exists():
         return f"{folder / place}, made at the first start"
-    store = _opened(place, folder, environment, is_ready=True)
+    store = _open(place, folder, environment, is_ready=True)
     try:
-        is_ours = not is_server(place) or store.query(_OURS)[0][0]
+        is_ours = not is_server(place) or store.query(_HAS_SCHEMA)[0][0]
         return store.place if is_ours else f"{store.place}, filled at the first start"
     finally:
         store.close()
 
 
-_OURS = "select to_regclass('public.trunkline_schema') is not null"
+_HAS_SCHEMA = "select to_regclass('public.trunkline_schema') is not null"
 
 
-def _opened(place: str, folder: Path, environment: Mapping[str, str], *, is_ready: bool) -> Store:
+def _open(place: str, folder: Path, environment: Mapping[str, str], *, is_ready: bool) -> Store:
     if not is_server(place):
         return SqliteStore(folder / place)
     return open_server(place, environment, is_ready=is_ready)
@@ -63,7 +66,7 @@ def _opened(place: str, folder: Path, environment: Mapping[str, str], *, is_read
 def open_server(
     place: str, environment: Mapping[str, str], *, is_ready: bool = False
 ) -> PostgresStore:
-    """The same of a server, for what only one can do. Raises StoreError."""
+    """Open a PostgreSQL store, for callers that need one. Raises StoreError."""
     try:
         from tenancy.storage.postgres import PostgresStore
     except ImportError as error:

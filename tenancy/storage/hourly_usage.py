@@ -1,7 +1,8 @@
-"""Usage summed by hour, as a relation that queries read from.
+"""Usage by hour, as a relation that queries read from.
 
-Sums by hour lie in two tables: `recent_sums`, where the ledger adds them, and `usage_hours`, where
-it moves them later. `HOURS` reads both. It knows no entries and no prices.
+The sums of an hour are in two tables: `recent_sums`, where the ledger adds to them, and
+`usage_hours`, where it moves them later. `HOURS` reads both. This module knows no entries and no
+prices.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ HOUR_SUMS = (
     *("ttft_hits", "ttft_hit_ms", "ttft_misses", "ttft_miss_ms"),
     *("charge_micros", "charge_rest", "saved_micros", "saved_rest"),
 )
-"""Columns that an entry adds to in every table of sums by time."""
+"""Columns that an entry adds to, in every table of sums by time."""
 
 _COLUMNS = f"tenant_id, hour_ms, key_id, model, {', '.join(HOUR_SUMS)}"
 

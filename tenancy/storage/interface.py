@@ -1,12 +1,13 @@
-"""What tenancy asks of a database, whichever it is.
+"""The interface of a database: what tenancy needs of SQLite and of PostgreSQL.
 
-A `Store` is an open database, a `Transaction` what is done in it all at once. `sqlite_store` has
-one in a file, `postgres_store` on a server; `backends` opens the one that a setting names.
+A `Store` is an open database, a `Transaction` a set of statements that succeed or fail together.
+`tenancy.storage.sqlite` has a store in a file, `tenancy.storage.postgres` one on a server;
+`tenancy.storage.backends` opens the one that a setting names.
 
-Statements are written once, in the SQL that both understand: values are bound to `?`, or to `?1`,
-`?2` where one stands twice; a conflict names its columns, and what is added to them its table; a
-value that may be null is cast where it is asked whether it is. Integers have 64 bits. Text with a
-NUL character is stored `without_nul` on a server, which cannot store NUL.
+Statements are written once, in the SQL that both databases understand: values are bound to `?`, or
+to `?1`, `?2` if one is used twice; a conflict names its columns, and an upsert names the table of
+the value it adds to; a value that may be null is cast where it is compared with null. Integers have
+64 bits. Text with a NUL character is stored `without_nul` on a server, which cannot store NUL.
 """
 
 from __future__ import annotations
@@ -22,22 +23,25 @@ T = TypeVar("T")
 
 
 class Transaction(Protocol):
-    """Statements that happen all or not at all. What goes wrong in one ends it, and becomes a
-    StoreError where it was opened."""
+    """Statements that succeed or fail together. A failed statement ends the transaction, and
+    becomes a StoreError where the transaction was opened."""
 
     @property
     def as_of(self) -> object:
-        """Which commit it saw; when it has ended, which it made. An equal value, on the same store,
-        says that nobody has changed anything since. None where that is not known."""
+        """Identify the commit that the transaction sees or, once it has ended, has made.
+
+        An equal value on the same store means that no writer has changed anything since. None if
+        unknown.
+        """
 
     def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
-        """Run one statement. Returns how many rows it changed."""
+        """Run one statement. Returns the number of rows it changed."""
 
     def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
-        """Run one statement for each of these rows, in order, before whatever is asked next."""
+        """Run one statement for each row, in order, before any later statement."""
 
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """All rows of one statement."""
+        """Return all rows of one statement."""
 
 
 class Store(Protocol):
@@ -45,72 +49,82 @@ class Store(Protocol):
 
     @property
     def place(self) -> str:
-        """Which it is, for messages: no secret is in it."""
+        """Name the database for messages, without a secret."""
 
     @property
     def is_near(self) -> bool:
-        """Do questions cost microseconds, so that they may be asked on an event loop?"""
+        """True if a query costs microseconds, so that an event loop may run one."""
 
     @property
     def changes(self) -> int:
-        """How many this object has committed: it grows before whoever made one is told."""
+        """Number of commits of this object: it grows before the caller of a commit continues."""
 
     def query(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """Rows of one statement, as of the last commit. Waits for no writer. Raises StoreError."""
+        """Return the rows of one statement, as of the last commit. Waits for no writer. Raises
+        StoreError."""
 
     def change(self) -> AbstractContextManager[Transaction]:
-        """A transaction that nobody else's interleaves with, durable when it has ended.
+        """Open a transaction that is isolated from others, and durable once it has ended.
 
-        Raises StoreError: ConstraintBroken, or StoreBusy after five seconds behind others, with
-        nothing changed; `outcome_unknown` where it may have been. What else is raised inside rolls
-        back and goes on.
+        Raises StoreError: ConstraintBroken, or StoreBusy after five seconds behind other writers,
+        with nothing changed; `outcome_unknown` if the commit may have been made. Any other
+        exception inside rolls back and propagates.
         """
 
     def snapshot(self) -> AbstractContextManager[Transaction]:
-        """Reads only, all as of one commit: nobody waits for it, and it for nobody, however long
-        it takes. Raises StoreError."""
+        """Open a read-only transaction as of one commit. It delays no writer and waits for none,
+        however long it takes. Raises StoreError."""
 
     def registry_version(self) -> int:
-        """Differs after any change of tenants or keys, by whatever process. Raises StoreError."""
+        """Return a number that differs after any change of tenants or keys, by any process. Raises
+        StoreError."""
 
     def claim(self, successor_of: int = 0, patience_s: float = 0.0) -> int:
-        """Keep holds here, until `disclaim` or the end of the process, however it ends: the number
-        to write them with. `successor_of`: the number of one that is dead, whose holds these are
-        from now on. Raises StoreError, also where only one may and another still does after
-        `patience_s`."""
+        """Become the writer of holds here, until `disclaim` or the end of the process; return the
+        writer's id.
+
+        `successor_of`: id of a dead writer, whose holds this writer takes over. Raises StoreError,
+        also if the database allows one writer and another still writes after `patience_s`.
+        """
 
     def disclaim(self) -> None:
-        """Keep none. Safe to call twice."""
+        """Give up the claim on holds. Safe to repeat."""
 
     def is_over(self, writer_id: int) -> bool:
-        """Has who kept holds by this number gone? Raises StoreError."""
+        """Return whether the writer of this id has ended. Raises StoreError."""
 
     def remember(self, point: bytes) -> None:
-        """Keep this beside the database and not in it: what takes its place has another. Nothing on
-        a server. Raises OSError."""
+        """Keep a marker beside the database and not in it, so that a replaced database has another
+        one.
+
+        Does nothing on a server. Raises OSError.
+        """
 
     def recall(self) -> bytes | None:
-        """What was kept so last; None where there is nothing, or no place for it."""
+        """Return the last marker; None if none was kept, or on a server."""
 
     def another(self) -> Store:
-        """A second store of the same database. Raises StoreError."""
+        """Open a second store of the same database. Raises StoreError."""
 
     def reopen(self) -> None:
-        """After an error that was none of the statement's: close, open, and check what can be
-        before going on. Raises StoreError."""
+        """Close, open and check the database, after an error that was not the statement's own.
+
+        Raises StoreError.
+        """
 
     def close(self) -> None:
-        """Close it. Safe to call twice."""
+        """Close the database. Safe to repeat."""
 
 
 @lru_cache(maxsize=256)
 def marks(count: int) -> str:
-    """`(?, ?, ?)`: for a row, or behind `in`."""
+    """Return `(?, ?, ?)`, for a row or after `in`."""
     return f"({', '.join('?' * count)})"
 
 
 def filled_up(asked: Sequence[T]) -> list[T]:
-    """The last repeated up to a power of two, so that lists of marks are of few lengths."""
+    """Return the values, the last one repeated up to a power of two: statements then have few
+    lengths."""
     if len(asked) == 1:
         return list(asked)
     missing = (1 << (len(asked) - 1).bit_length()) - len(asked)

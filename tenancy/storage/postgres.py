@@ -1,13 +1,13 @@
-"""A store on a PostgreSQL server, for several gateways at once, with the promises of one in a file.
+"""A store on a PostgreSQL server, for several gateways at once, with the guarantees of a file's.
 
-Every transaction that writes takes one lock in the database first, so that transactions follow each
-other as in SQLite, whichever gateway makes them: chains, sums and budgets need that order, and no
-transaction meets a conflict. Each transaction leaves its number in its writer's row. When a
+Every writing transaction first takes one lock in the database, so that transactions run one after
+the other as in SQLite, whichever gateway runs them: chains, sums and budgets need that order, and
+no transaction meets a conflict. Each transaction writes its number into its writer's row. If a
 connection is lost between a commit and its answer, the next connection ends the lost session, and
 the row says whether the commit was made.
 
-One connection writes, one reads; each is opened when it is needed, and again when it was lost. A
-query costs a round trip, so no event loop waits for one. `backends` opens the store.
+One connection writes, one reads; each is opened when needed, and again when lost. A query costs a
+round trip, so no event loop runs one. `tenancy.storage.backends` opens the store.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from tenancy.storage.postgres_connection import ConnectionLost, PostgresConnecti
 
 VERSION_MIN = 14
 WRITE_LOCK = 0x7472756E
-"""The database's lock that the writing transaction holds."""
+"""Advisory lock that the writing transaction holds."""
 
 WRITERS = 0x7472756F
-"""With a writer's id: the lock that the writer's connection holds as long as it lives."""
+"""First key of advisory locks; with a writer's id, that writer's connection holds it while it
+lives."""
 
 WRITERS_KEPT = 1_000
-"""Rows of writers that have ended. The connection of a writer may be lost for a moment only."""
+"""Rows kept of writers that have ended: a writer's connection may be lost for a moment only."""
 
-PATIENCE_S = 8.0
-"""How long a writer waits, once, for a server that went away: a crashed one is back in seconds."""
+RECONNECT_S = 8.0
+"""Seconds that a writer retries, once, a server that went away: a crashed one is back in
+seconds."""
 
 LOCK_WAIT = "5s"
-"""The longest wait for the write lock, as for SQLite's."""
+"""Longest wait for the write lock, as for SQLite's."""
 
 _SESSION = {"synchronous_commit": "on", "search_path": "public"}
 _WRITER = {
     **_SESSION,
     "idle_in_transaction_session_timeout": "60s",
-    # The writer asks by keys. A plan made while a table was small would scan the table, or join by
-    # scanning it, for ever; with scans off, a query that must scan looks so dear that PostgreSQL
-    # would compile it each time, for 0.2 s, so compiling is off too.
+    # The writer queries by key. A plan made while a table was small would scan the table, or join
+    # by scanning it, for ever. With scans off, a query that must scan has so high a cost that
+    # PostgreSQL would JIT-compile it each time, for 0.2 s, so JIT is off, too.
     **dict.fromkeys(("enable_seqscan", "enable_hashjoin", "enable_mergejoin", "jit"), "off"),
 }
 _READER = {**_SESSION, "default_transaction_read_only": "on"}
@@ -55,7 +57,7 @@ _LONG_STATEMENT_S = 900.0
 
 
 class PostgresTransaction:
-    """A transaction that `PostgresStore` has begun. The store commits it or rolls it back."""
+    """A transaction that `PostgresStore` has begun, and commits or rolls back."""
 
     def __init__(self, connection: PostgresConnection) -> None:
         self._connection = connection
@@ -69,8 +71,8 @@ class PostgresTransaction:
         return self._connection.execute(sql, values)
 
     def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
-        """See `Transaction`. One round trip, two for many rows that are inserted."""
-        if len(rows) >= COPIED_MIN and (insert := _INSERT.fullmatch(sql)):
+        """See `Transaction`. One round trip; two to insert many rows."""
+        if len(rows) >= COPY_ROWS_MIN and (insert := _INSERT.fullmatch(sql)):
             self.copy_rows(insert[1], insert[2].split(", "), rows)
         elif rows:
             self._connection.execute_many(sql, rows)
@@ -89,7 +91,7 @@ class PostgresTransaction:
 _INSERT = re.compile(r"insert into (\w+) \(([\w, ]+)\) values \(\?(?:, \?)*\)")
 """A plain insert, which COPY can do."""
 
-COPIED_MIN = 16
+COPY_ROWS_MIN = 16
 """Rows from which on COPY takes less time than a statement for each row."""
 
 
@@ -97,16 +99,16 @@ class PostgresStore:
     """An open database on a server. Thread-safe."""
 
     def __init__(self, address: PostgresAddress, *, is_ready: bool = False) -> None:
-        """Connect and run the missing migrations, unless it `is_ready`. Raises StoreError."""
+        """Connect and run missing migrations, unless the database `is_ready`. Raises StoreError."""
         self._address = address
         self._write_lock = threading.RLock()
         self._read_lock = threading.Lock()
         self._closing = threading.Event()
         self._writer: PostgresConnection | None = None
         self._reader: PostgresConnection | None = None
-        self._writer_id = 0  # names the writer's row; 0 while it has none
-        self._number = 0  # of the last transaction that was begun
-        self._patient_until_s: float | None = None  # while the server is away
+        self._writer_id = 0  # id of the writer's row; 0 without one
+        self._number = 0  # number of the last transaction begun
+        self._retry_until_s: float | None = None  # set while the server is unreachable
         self.changes = 0
         if not is_ready:
             self._migrate()
@@ -122,8 +124,8 @@ class PostgresStore:
         return False
 
     def query(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Store`. One round trip; one more connection if the last one was lost."""
-        with self._read_lock, self._failing("cannot be read", "unusable"):
+        """See `Store`. One round trip, and a new connection if the last one was lost."""
+        with self._read_lock, self._translate_errors("cannot be read", "unusable"):
             if self._reader is not None:
                 with suppress(ConnectionLost):  # while it was idle
                     return self._reader.rows(sql, values)
@@ -137,7 +139,7 @@ class PostgresStore:
         Raises StoreError: StoreBusy after five seconds behind other writers, TryAgain if the
         connection was lost and nothing was changed.
         """
-        with self._write_lock, self._failing("was not changed", "not_written"):
+        with self._write_lock, self._translate_errors("was not changed", "not_written"):
             connection = self._begin()
             try:
                 yield PostgresTransaction(connection)
@@ -146,14 +148,14 @@ class PostgresStore:
                 finally:
                     self.changes += 1  # also if the outcome is unknown
             except BaseException:
-                with suppress(ConnectionLost):  # which ends the transaction too
+                with suppress(ConnectionLost):  # a lost connection has ended the transaction, too
                     connection.execute("rollback")
                 raise
 
     @contextmanager
     def snapshot(self) -> Iterator[PostgresTransaction]:
         """See `Store`. Opens a connection."""
-        with self._failing("cannot be read", "unusable"):
+        with self._translate_errors("cannot be read", "unusable"):
             connection = self._connect(_READER, _LONG_STATEMENT_S)
             try:
                 connection.execute("begin isolation level repeatable read read only")
@@ -166,20 +168,22 @@ class PostgresStore:
         return int(self.query("select version from registry_version")[0][0])
 
     def claim(self, successor_of: int = 0, patience_s: float = 0.0) -> int:
-        """See `Store`. Each gateway has an id of its own, so `patience_s` is not needed. A
-        successor takes over the id that it is given once the server has ended the old session, or
-        gets a new id if that one is no longer known. Raises StoreError."""
-        with self._write_lock, self._failing("was not changed", "not_written"):
+        """See `Store`. Each gateway has an id of its own, so `patience_s` is not used.
+
+        A successor takes over the id it is given once the server has ended the old session, or gets
+        a new id if that one is no longer known. Raises StoreError.
+        """
+        with self._write_lock, self._translate_errors("was not changed", "not_written"):
             self.disclaim()
             self._writer_id = successor_of
-            connection = self._writing()
-            rows = connection.rows(_NUMBER, (self._writer_id,))
+            connection = self._writer_connection()
+            rows = connection.rows(_SELECT_NUMBER, (self._writer_id,))
             if rows:
                 self._number = rows[0][0]
             else:
                 self.disclaim()
-                connection = self._writing()
-            connection.execute(_FORGET, (self._writer_id - WRITERS_KEPT, WRITERS))
+                connection = self._writer_connection()
+            connection.execute(_DELETE_ENDED_WRITERS, (self._writer_id - WRITERS_KEPT, WRITERS))
             return self._writer_id
 
     def is_over(self, writer_id: int) -> bool:
@@ -188,7 +192,7 @@ class PostgresStore:
             return False
         with self.change() as db:
             if not db.rows("select 1 from writers where writer_id = ?", (writer_id,)):
-                return True  # it gave up its id; the server may not have ended its session yet
+                return True  # the writer released its id; its session may still end
             sql = "select pg_try_advisory_xact_lock(?::int, ?::int)"
             return bool(db.rows(sql, (WRITERS, writer_id))[0][0])
 
@@ -231,11 +235,11 @@ class PostgresStore:
     # -- writing ------------------------------------------------------------------------------
 
     def _begin(self) -> PostgresConnection:
-        """Begin the only transaction that writes, with its number in its writer's row."""
+        """Begin the only writing transaction, and write its number into its writer's row."""
         try:
-            return self._begin_on(self._writing())
-        except ConnectionLost:  # while it was idle: nothing was begun
-            return self._begin_on(self._writing())
+            return self._begin_on(self._writer_connection())
+        except ConnectionLost:  # lost while idle: no transaction was begun
+            return self._begin_on(self._writer_connection())
 
     def _begin_on(self, connection: PostgresConnection) -> PostgresConnection:
         number = self._number + 1
@@ -262,54 +266,63 @@ class PostgresStore:
                 raise ConnectionLost("nothing was committed") from error
 
     def _last_number(self) -> int:
-        """Return the number of the writer's last transaction that was committed. A transaction that
-        was not committed is undone by then."""
+        """Return the number of the writer's last committed transaction.
+
+        A transaction that was not committed is rolled back by then.
+        """
         try:
-            connection = self._writing()
-            return int(connection.rows(_NUMBER, (self._writer_id,))[0][0])
+            connection = self._writer_connection()
+            return int(connection.rows(_SELECT_NUMBER, (self._writer_id,))[0][0])
         except (ConnectionLost, StatementFailed, StoreError, IndexError) as error:
             message = f"{self.place} cannot be asked whether the last change was committed."
             raise StoreError("outcome_unknown", message) from error
 
-    def _writing(self) -> PostgresConnection:
-        """Return the connection that writes and that holds the lock of its writer's row. If there
-        was one before, the server has ended that session when this returns."""
+    def _writer_connection(self) -> PostgresConnection:
+        """Return the writing connection, which holds the lock of its writer's row.
+
+        If there was one before, the server has ended its session when this returns.
+        """
         if self._writer is None or self._writer.is_lost:
-            connection = self._connect_patiently()
+            connection = self._connect_with_retry()
             try:
-                _check(connection)
+                _check_server(connection)
                 if self._writer_id:
-                    connection.execute(_END, (WRITERS, self._writer_id))
+                    connection.execute(_END_SESSION, (WRITERS, self._writer_id))
                     connection.execute(f"select pg_advisory_lock({WRITERS}, {self._writer_id})")
                 else:
-                    self._writer_id, self._number = connection.rows(_REGISTER, (WRITERS,))[0][0], 0
+                    self._writer_id, self._number = (
+                        connection.rows(_REGISTER_WRITER, (WRITERS,))[0][0],
+                        0,
+                    )
             except BaseException:
                 connection.close()
                 raise
             self._writer = connection
         return self._writer
 
-    def _connect_patiently(self) -> PostgresConnection:
-        """Connect. If the server was there before, it may be restarting: wait for it, once."""
-        if self._writer is not None and self._patient_until_s is None:
-            self._patient_until_s = time.monotonic() + PATIENCE_S
+    def _connect_with_retry(self) -> PostgresConnection:
+        """Connect. If the server was reachable before, it may be restarting: retry for
+        `RECONNECT_S`, once."""
+        if self._writer is not None and self._retry_until_s is None:
+            self._retry_until_s = time.monotonic() + RECONNECT_S
         while True:
             try:
                 connection = self._connect({**_WRITER, "lock_timeout": LOCK_WAIT}, _STATEMENT_S)
-                self._patient_until_s = None
+                self._retry_until_s = None
                 return connection
             except (ConnectionLost, StatementFailed) as error:
                 is_away = isinstance(error, ConnectionLost) or error.state in _AWAY
-                until_s = self._patient_until_s or 0.0
+                until_s = self._retry_until_s or 0.0
                 if not is_away or time.monotonic() >= until_s or self._closing.wait(0.05):
-                    message = f"{self.place} cannot be reached: {error}.{self._hint(error)}"
+                    message = f"{self.place} cannot be reached: {error}.{self._login_hint(error)}"
                     raise StoreError("unusable", message) from error
 
-    def _hint(self, error: ConnectionLost | StatementFailed) -> str:
+    def _login_hint(self, error: ConnectionLost | StatementFailed) -> str:
         """Return what a refused login may mean."""
         match error:
-            case StatementFailed(state="08P01"):  # poolers do not know our settings, servers do
-                return f" {_POOLED}"
+            # a pooler does not know these settings, a server does
+            case StatementFailed(state="08P01"):
+                return f" {_POOLER_MESSAGE}"
             case StatementFailed(state="28P01") if self._address.password is None:
                 return " No password for it is in PGPASSWORD or in a password file (~/.pgpass)."
             case _:
@@ -323,12 +336,12 @@ class PostgresStore:
     # -- the schema ---------------------------------------------------------------------------
 
     def _migrate(self) -> None:
-        """Check the server, and run the missing migrations in one transaction."""
+        """Check the server, and run missing migrations in one transaction."""
         files = migrations()
-        with self._failing("cannot be used", "unusable"):
-            connection = self._connect_patiently()
+        with self._translate_errors("cannot be used", "unusable"):
+            connection = self._connect_with_retry()
             try:
-                _check(connection)
+                _check_server(connection)
                 if self._version(connection, files) < len(files):
                     connection.execute(f"begin; select pg_advisory_xact_lock({WRITE_LOCK})")
                     have = self._version(connection, files)  # another gateway may have run some
@@ -340,10 +353,12 @@ class PostgresStore:
                 connection.close()
 
     def _version(self, connection: PostgresConnection, files: Sequence[str]) -> int:
-        ours, tables = connection.rows(_TABLES)[0]
-        if not ours and tables:
+        has_schema, tables = connection.rows(_FIND_SCHEMA)[0]
+        if not has_schema and tables:
             raise StoreError("not_ours", f"{self.place} is the database of another program.")
-        have = int(connection.rows("select version from trunkline_schema")[0][0]) if ours else 0
+        have = (
+            int(connection.rows("select version from trunkline_schema")[0][0]) if has_schema else 0
+        )
         if have > len(files):
             raise StoreError(
                 "newer_schema",
@@ -353,8 +368,8 @@ class PostgresStore:
         return have
 
     @contextmanager
-    def _failing(self, what: str, code: str) -> Iterator[None]:
-        """Turn the connection's errors into the store's."""
+    def _translate_errors(self, what: str, code: str) -> Iterator[None]:
+        """Turn the connection's errors into StoreErrors."""
         try:
             yield
         except ConnectionLost as error:
@@ -371,28 +386,28 @@ class PostgresStore:
 
 
 _AWAY = ("57P01", "57P02", "57P03")
-"""The server shuts down, crashed, or starts."""
+"""SQLSTATEs of a server that shuts down, has crashed, or starts."""
 
-_POOLED = (
+_POOLER_MESSAGE = (
     "There is a pooler in between: connect to the server itself. Writers are known by the locks of"
     " their sessions, and a pooler lends one session to many clients, or its locks to others."
 )
 
-_NUMBER = "select number from writers where writer_id = ?"
-_END = (
+_SELECT_NUMBER = "select number from writers where writer_id = ?"
+_END_SESSION = (
     "select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory' and granted"
     " and database = (select oid from pg_database where datname = current_database())"
     " and classid::bigint = ? and objid::bigint = ? and objsubid = 2 and pid <> pg_backend_pid()"
 )
-_FORGET = (
+_DELETE_ENDED_WRITERS = (
     "delete from writers where writer_id < ?1 and pg_try_advisory_lock(?2::int, writer_id::int)"
     " and pg_advisory_unlock(?2::int, writer_id::int)"
 )
-_REGISTER = (
+_REGISTER_WRITER = (
     "with made as (insert into writers (number) values (0) returning writer_id)"
     " select writer_id, pg_advisory_lock(?::int, writer_id::int) from made"
 )
-_TABLES = (
+_FIND_SCHEMA = (
     "select to_regclass('public.trunkline_schema') is not null,"
     " exists (select from pg_tables where schemaname = 'public')"
 )
@@ -407,15 +422,15 @@ def migrations() -> list[str]:
     return [file.read_text() for file in files]
 
 
-def _check(connection: PostgresConnection) -> None:
+def _check_server(connection: PostgresConnection) -> None:
     """Raise StoreError for a pooler, and for a server that is too old, a standby, in another
-    encoding, or that may lose what it confirmed."""
+    encoding, or may lose confirmed commits."""
     names = ("server_version_num", "server_encoding", "fsync", "synchronous_commit")
     asked = ", ".join(f"current_setting('{name}')" for name in names)
     row = connection.rows(f"select {asked}, pg_is_in_recovery(), pg_backend_pid()")[0]
     version, encoding, fsync, commit, is_standby, pid = row
     if pid != connection.server_pid:
-        raise StoreError("pooled", _POOLED)
+        raise StoreError("pooled", _POOLER_MESSAGE)
     if int(version) // 10_000 < VERSION_MIN:
         message = f"PostgreSQL {int(version) // 10_000} is too old; {VERSION_MIN} is needed."
         raise StoreError("postgres_too_old", message)

@@ -1,10 +1,11 @@
 """The address of a PostgreSQL database, and the password for it.
 
 An address is a URL, `postgresql://[USER@][HOST[:PORT]]/DATABASE[?host=FOLDER]`. Settings and logs
-show it, so a password may not stand in it; the password stands in the environment (PGPASSWORD) or
-in a password file (PGPASSFILE, ~/.pgpass), as for PostgreSQL's own programs. asyncpg's own reading
-is not used: it takes passwords and unchecked certificates, ignores `?host=` beside a port, and
-keeps the escapes of a password file. This module connects to nothing; `backends` calls it.
+show it, so it may not contain a password; the password is in the environment (PGPASSWORD) or in a
+password file (PGPASSFILE, ~/.pgpass), as for PostgreSQL's own programs. asyncpg's own parsing is
+not used: it accepts passwords and unchecked certificates, ignores `?host=` beside a port, and keeps
+the escapes of a password file. This module connects to nothing; `tenancy.storage.backends` calls
+it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ _OPTIONS = ("host", "sslmode", "sslrootcert")
 
 
 class PostgresAddress(Struct, frozen=True):
-    """Where a database is. `folder`: of the server's Unix socket; empty for TCP. Over TCP the
-    connection `is_encrypted` and the certificate checked, unless the URL has `sslmode=disable`."""
+    """The address of a database. `folder`: of the server's Unix socket; empty for TCP.
+
+    A TCP connection `is_encrypted` and its certificate checked, unless the URL has
+    `sslmode=disable`.
+    """
 
     database: str
     user: str
@@ -37,45 +41,47 @@ class PostgresAddress(Struct, frozen=True):
     password: str | None
 
     def __repr__(self) -> str:
-        return f"Address({self.shown!r})"
+        return f"PostgresAddress({self.shown!r})"
 
     @property
     def shown(self) -> str:
-        """Database, place and port, without a secret."""
+        """Return database, place and port, without a secret."""
         place = self.folder or self.host
         return f"PostgreSQL database {self.database} at {place}, port {self.port}"
 
 
 def read_address(url: str, environment: Mapping[str, str], system_user: str) -> PostgresAddress:
-    """Read a URL, and find the password for it. Raises StoreError."""
+    """Parse a URL and find its password. Raises StoreError."""
     try:
         parts = urlsplit(url)
         port = parts.port or PORT
         options = dict(parse_qsl(parts.query, strict_parsing=True) if parts.query else ())
     except ValueError as error:
-        raise _bad(f"it cannot be read: {error}") from error
+        raise _address_error(f"it cannot be read: {error}") from error
     if parts.scheme not in ("postgresql", "postgres"):
-        raise _bad("it must begin with postgresql://")
+        raise _address_error("it must begin with postgresql://")
     if parts.password is not None:
-        raise _bad(
+        raise _address_error(
             "no password may stand in it; put the password into the environment, PGPASSWORD, or a"
             " password file, ~/.pgpass"
         )
     for name in options.keys() - set(_OPTIONS):
-        raise _bad(f"{name[:40]!r} is not an option; expected {', '.join(_OPTIONS)}")
+        raise _address_error(f"{name[:40]!r} is not an option; expected {', '.join(_OPTIONS)}")
     mode = options.get("sslmode", "verify-full")
     if mode not in ("verify-full", "disable"):
-        raise _bad(
+        raise _address_error(
             f"sslmode is {mode[:40]!r}; expected verify-full or disable. Encryption without a"
             " checked certificate protects nothing; sslrootcert=FILE names an authority of your own"
         )
     database, user = unquote(parts.path[1:]), unquote(parts.username or "")
     if not database or "/" in database or "\0" in url:
-        raise _bad("it must end with /DATABASE")
+        raise _address_error("it must end with /DATABASE")
     user = user or environment.get("PGUSER") or system_user
     host = options.get("host") or parts.hostname or SOCKET_FOLDER
     if "," in host:
-        raise _bad("it must name one server; that may be a name that moves with the primary")
+        raise _address_error(
+            "it must name one server; that may be a name that moves with the primary"
+        )
     folder = host if host.startswith("/") else ""
     return PostgresAddress(
         database=database,
@@ -89,12 +95,14 @@ def read_address(url: str, environment: Mapping[str, str], system_user: str) -> 
     )
 
 
-def _bad(why: str) -> StoreError:
+def _address_error(why: str) -> StoreError:
     return StoreError("bad_address", f"The address of the database is wrong: {why}.")
 
 
-def _password(environment: Mapping[str, str], whom: tuple[str, ...], is_local: bool) -> str | None:
-    """Return PGPASSWORD, or the password in the first line of the password file that fits."""
+def _password(
+    environment: Mapping[str, str], fields_wanted: tuple[str, ...], is_local: bool
+) -> str | None:
+    """Return PGPASSWORD, or the password of the first matching line of the password file."""
     if password := environment.get("PGPASSWORD"):
         return password
     home = environment.get("HOME")
@@ -112,10 +120,12 @@ def _password(environment: Mapping[str, str], whom: tuple[str, ...], is_local: b
     except OSError as error:
         raise StoreError("bad_password_file", f"{file}: {error.strerror}.") from error
     for line in lines:
-        *fields, password = (re.sub(r"\\(.)", r"\1", one) for one in _FIELD.findall(line)[:5])
+        *fields, password = (re.sub(r"\\(.)", r"\1", field) for field in _FIELD.findall(line)[:5])
         if is_local and fields[:1] == ["localhost"]:
-            fields[0] = whom[0]
-        if len(fields) == 4 and all(map(lambda have, want: have in ("*", want), fields, whom)):
+            fields[0] = fields_wanted[0]
+        if len(fields) == 4 and all(
+            map(lambda have, want: have in ("*", want), fields, fields_wanted)
+        ):
             return password
     return None
 

@@ -1,9 +1,10 @@
-"""One connection to a PostgreSQL server: asyncpg, for callers that are synchronous.
+"""One connection to a PostgreSQL server: asyncpg, for synchronous callers.
 
-asyncpg does the protocol, TLS, prepared statements and COPY. This file gives each connection an
-event loop, which runs in the caller's thread while a statement runs, and turns errors into two
+asyncpg handles the protocol, TLS, prepared statements and COPY. This module gives each connection
+an event loop, which runs in the caller's thread while a statement runs, and sorts errors into two
 kinds: the server refused the statement, or the connection is lost. It knows no tables.
-`postgres_store` calls it; no other module imports it or asyncpg, which is an extra.
+`tenancy.storage.postgres` calls it; no other module imports it or asyncpg, which is an optional
+dependency.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from tenancy.storage.postgres_address import PostgresAddress
 
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
+"""Seconds to connect, and to close."""
 STATEMENTS_MAX = 200
-"""Prepared statements that asyncpg keeps for a connection; the one used longest ago goes first."""
+"""Prepared statements that asyncpg keeps for a connection; the least recently used is dropped
+first."""
 
-_IMPOSSIBLE = "22000"
-"""The SQLSTATE of a value that the server's type cannot hold, here where asyncpg finds it."""
+_IMPOSSIBLE_VALUE = "22000"
+"""SQLSTATE of a value that the server's type cannot hold, for values that asyncpg refuses."""
 
-_MARK = re.compile(r"\?(\d*)")
+_PLACEHOLDER = re.compile(r"\?(\d*)")
 
 T = TypeVar("T")
 
@@ -45,16 +48,17 @@ class StatementFailed(Exception):
 
 
 class ConnectionLost(Exception):
-    """The connection is gone: the statement that was running may have run or not."""
+    """The connection is lost: the running statement may or may not have run."""
 
 
 class PostgresConnection:
-    """An open connection. One thread at a time may use it. A lost connection stays lost."""
+    """An open connection, for one thread at a time. A lost connection stays lost."""
 
     def __init__(
         self, address: PostgresAddress, settings: Mapping[str, str], timeout_s: float
     ) -> None:
-        """Connect. `settings`: of the session. `timeout_s`: the longest that a statement may take.
+        """Connect. `settings`: of the session. `timeout_s`: the longest time that a statement may
+        take.
 
         Raises StatementFailed if the server refuses the login, ConnectionLost if no server answers,
         StoreError if the root certificate cannot be read.
@@ -62,10 +66,10 @@ class PostgresConnection:
         encryption = _encryption(address)
         self._loop = asyncio.new_event_loop()
         try:
-            self._driver = self._run(_connected(address, encryption, settings, timeout_s))
+            self._driver = self._run(_connect(address, encryption, settings, timeout_s))
         except BaseException as error:
             self._loop.close()
-            if isinstance(error, asyncpg.PostgresError) and not _is_cut(error):
+            if isinstance(error, asyncpg.PostgresError) and not _is_disconnect(error):
                 raise _refusal(error) from error
             if isinstance(error, _FAILURES):
                 raise _loss(error) from error
@@ -73,12 +77,12 @@ class PostgresConnection:
 
     @property
     def is_lost(self) -> bool:
-        """Is the connection closed, or known to be lost?"""
+        """True if the connection is closed, or known to be lost."""
         return bool(self._driver.is_closed())
 
     @property
     def server_pid(self) -> int:
-        """The server process as it named itself at login. A pooler gives a number of its own."""
+        """Process id that the server sent at login. A pooler sends a number of its own."""
         return int(self._driver.get_server_pid())
 
     def rows(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
@@ -86,20 +90,23 @@ class PostgresConnection:
 
         Raises StatementFailed, after which the connection is still usable, and ConnectionLost.
         """
-        typed = _typed(sql, tuple(map(type, values)))
+        typed = _add_casts(sql, tuple(map(type, values)))
         return list(map(tuple, self._exchange(self._driver.fetch, typed, *without_nul(values))))
 
     def execute(self, sql: str, values: Sequence[Value] = ()) -> int:
-        """Run one statement, or without values several. Returns how many rows the last one changed.
-        Raises as `rows`."""
-        typed = _typed(sql, tuple(map(type, values)))
+        """Run one statement, or several without values. Returns the number of rows that the last
+        one changed.
+
+        Raises as `rows`.
+        """
+        typed = _add_casts(sql, tuple(map(type, values)))
         status: str = self._exchange(self._driver.execute, typed, *without_nul(values))
         count = status.rpartition(" ")[2]
         return int(count) if count.isdigit() else 0
 
     def execute_many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
         """Run one statement for each row, in order, in one round trip. Raises as `rows`."""
-        typed = _typed(sql, _types_of(rows))
+        typed = _add_casts(sql, _types_of(rows))
         self._exchange(self._driver.executemany, typed, map(without_nul, rows))
 
     def copy_rows(
@@ -110,43 +117,45 @@ class PostgresConnection:
         self._exchange(copy, table, columns=columns, records=records)
 
     def commit(self) -> None:
-        """End the transaction. Raises as `rows`, also if the server rolled it back instead."""
+        """Commit the transaction. Raises as `rows`, also if the server rolled it back instead."""
         if self._exchange(self._driver.execute, "commit") != "COMMIT":
             raise StatementFailed("25P02", "a statement had failed before the commit")
 
     def close(self) -> None:
-        """Close the connection. Safe to call twice."""
+        """Close the connection. Safe to repeat."""
         if not self._loop.is_closed():
             with suppress(*_FAILURES):
-                self._run(_closed(self._driver))
+                self._run(_close(self._driver))
             self._loop.close()
 
     def _exchange(self, call: Callable[..., Coroutine[Any, Any, T]], *args: Any, **named: Any) -> T:
-        """Run one exchange with the server. After any error but a refusal the state of the
-        connection is unknown, so it is closed."""
+        """Run one exchange with the server.
+
+        After any error but a refusal the state of the connection is unknown, so it is closed.
+        """
         if self.is_lost:
             self._abort()
             raise ConnectionLost("the connection is closed")
         try:
             return self._run(call(*args, **named))
         except BaseException as error:
-            if isinstance(error, asyncpg.PostgresError) and not _is_last(error):
+            if isinstance(error, asyncpg.PostgresError) and not _ends_connection(error):
                 raise _refusal(error) from error
             if isinstance(error, ValueError) and not self.is_lost:  # nothing was sent
-                raise StatementFailed(_IMPOSSIBLE, str(error)) from error
+                raise StatementFailed(_IMPOSSIBLE_VALUE, str(error)) from error
             self._abort()
             if isinstance(error, _FAILURES):
                 raise _loss(error) from error
             raise
 
     def _abort(self) -> None:
-        """Close the connection without a word to the server."""
+        """Close the connection without telling the server."""
         if not self._loop.is_closed():
-            self._run(_aborted(self._driver))
+            self._run(_terminate(self._driver))
             self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the connection's loop, to its end.
+        """Run a coroutine to its end on the connection's loop.
 
         The loop runs in the caller's thread: a switch to another thread and back costs more than a
         short statement. If the caller's thread already runs a loop, as a test's does, the
@@ -159,7 +168,7 @@ class PostgresConnection:
 
 
 def _is_loop_running() -> bool:
-    """Does the caller's thread run an event loop?"""
+    """Return whether the caller's thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -168,17 +177,19 @@ def _is_loop_running() -> bool:
 
 
 _FAILURES = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
-"""All that asyncpg raises for a server, a network or a value; a timeout is an OSError."""
+"""All errors that asyncpg raises for a server, a network or a value; a timeout is an OSError."""
 
 
-async def _connected(
+async def _connect(
     address: PostgresAddress,
     encryption: ssl.SSLContext | None,
     settings: Mapping[str, str],
     timeout_s: float,
 ) -> Any:
-    """Return asyncpg's connection. All that asyncpg would read from the process's environment is
-    given here."""
+    """Return asyncpg's connection.
+
+    Every setting that asyncpg would read from the process's environment is given explicitly.
+    """
     try:
         driver = await asyncpg.connect(
             host=address.folder or address.host,
@@ -196,7 +207,7 @@ async def _connected(
             server_settings={"application_name": "trunkline", **settings},
         )
     except BaseException:
-        await asyncio.sleep(0)  # as in `_closed`
+        await asyncio.sleep(0)  # as in `_close`
         raise
     try:
         # PostgreSQL sums 64-bit integers into decimals; our sums are integers.
@@ -204,25 +215,25 @@ async def _connected(
             "numeric", schema="pg_catalog", encoder=str, decoder=_number, format="text"
         )
     except BaseException:
-        await _aborted(driver)
+        await _terminate(driver)
         raise
     return driver
 
 
-async def _closed(driver: Any) -> None:
+async def _close(driver: Any) -> None:
     try:
         await driver.close(timeout=CLOSE_TIMEOUT_S)
     finally:
         await asyncio.sleep(0)  # the transport closes its socket in the loop's next turn
 
 
-async def _aborted(driver: Any) -> None:
+async def _terminate(driver: Any) -> None:
     driver.terminate()
     await asyncio.sleep(0)
 
 
 def _encryption(address: PostgresAddress) -> ssl.SSLContext | None:
-    """Return what the server's certificate must satisfy. Raises StoreError."""
+    """Return the TLS context that checks the server's certificate. Raises StoreError."""
     if not address.is_encrypted:
         return None
     try:
@@ -234,19 +245,22 @@ def _encryption(address: PostgresAddress) -> ssl.SSLContext | None:
 
 
 @lru_cache(maxsize=2_000)
-def _typed(sql: str, types: tuple[type, ...]) -> str:
+def _add_casts(sql: str, types: tuple[type, ...]) -> str:
     """Return a statement with `$1::bigint` for `?`, and `$2::text` for `?2`, by the types of its
-    values: what PostgreSQL would infer from the statement alone depends on where a mark stands. No
-    statement of ours has a `?` in a literal."""
+    values.
+
+    PostgreSQL alone would infer a type from the place of the placeholder. No statement of tenancy
+    has a `?` in a literal.
+    """
     count = 0
 
-    def mark(found: re.Match[str]) -> str:
+    def placeholder(found: re.Match[str]) -> str:
         nonlocal count
         count += 1
         number = int(found[1] or count)
         return f"${number}{_CASTS[types[number - 1]]}"
 
-    return _MARK.sub(mark, sql)
+    return _PLACEHOLDER.sub(placeholder, sql)
 
 
 _CASTS: dict[type, str] = {
@@ -260,7 +274,7 @@ _CASTS: dict[type, str] = {
 
 
 def _types_of(rows: Sequence[Sequence[Value]]) -> tuple[type, ...]:
-    """Return each column's type: of its first value that is not null."""
+    """Return each column's type: that of its first value that is not null."""
     types = list(map(type, rows[0]))
     for place, kind in enumerate(types):
         if kind is type(None):
@@ -273,14 +287,15 @@ def _number(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
 
-def _is_cut(error: asyncpg.PostgresError) -> bool:
-    """Did the connection end without a word from the server? asyncpg raises these errors itself."""
+def _is_disconnect(error: asyncpg.PostgresError) -> bool:
+    """Return whether the connection ended without an error from the server; asyncpg then raises
+    these."""
     return isinstance(error, asyncpg.ConnectionDoesNotExistError | asyncpg.ConnectionFailureError)
 
 
-def _is_last(error: asyncpg.PostgresError) -> bool:
-    """Did the connection end, or does the server end it after this error?"""
-    return _is_cut(error) or error.severity_en in ("FATAL", "PANIC")
+def _ends_connection(error: asyncpg.PostgresError) -> bool:
+    """Return whether the connection has ended, or the server ends it after this error."""
+    return _is_disconnect(error) or error.severity_en in ("FATAL", "PANIC")
 
 
 def _refusal(error: asyncpg.PostgresError) -> StatementFailed:
@@ -288,7 +303,7 @@ def _refusal(error: asyncpg.PostgresError) -> StatementFailed:
 
 
 def _loss(error: BaseException) -> ConnectionLost:
-    """Return the error with the reason, and with the setting that would change it."""
+    """Return the error with its reason, and with the setting that would change it."""
     match error:
         case ssl.SSLCertVerificationError():
             why = error.verify_message.rstrip(".")

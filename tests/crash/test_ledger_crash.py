@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.storage.atomic_files import PART
+from tenancy.storage.atomic_files import PART_SUFFIX
 from tests.crash.ledger_checks import check_ledger
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_kill_at_each_system_call_loses_nothing(tmp_path: Path, is_new: bool, ca
             path = tmp_path / f"{number}.db"
             confirmed.clear()
         inject = ["strace", "-f", "-qq", "-o", "/dev/null"]
-        for suffix in ("", "-wal", "-shm", ".lock", f".known.0{PART}"):
+        for suffix in ("", "-wal", "-shm", ".lock", f".known.0{PART_SUFFIX}"):
             inject += ["-P", f"{path}{suffix}"]
         inject += ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=KILL:when={number}"]
         run = subprocess.run(

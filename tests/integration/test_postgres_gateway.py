@@ -173,7 +173,7 @@ async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
     card: ModelCard, tmp_path: Path, frail: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """503 with when to come again; it goes on by itself when the server is back."""
-    monkeypatch.setattr(postgres, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(postgres, "RECONNECT_S", 0.5)
     name = await asyncio.to_thread(frail.database)
     store = await asyncio.to_thread(PostgresStore, frail.address(name))
     gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)

@@ -11,7 +11,7 @@ from engine.api import Cancel
 from engine.errors import ModelError
 from engine.protocol import Upward, encode, upward_decoder
 from gateway.child_process import ChildProcess, FrameWire, RestartLimit, RestartPolicy
-from tenancy.ledger.child_process import FrameReader, packed
+from tenancy.ledger.child_process import FrameReader, encode_frame
 from tenancy.ledger.transactions import Item
 from tests.unit.tenancy.conftest import used
 
@@ -48,19 +48,19 @@ async def test_sends_the_rest_when_the_socket_has_room(wire_ends: WireEnds) -> N
     """In order, though the peer does not read at first."""
     items: list[list[Item]] = [[used(str(number) * 1_000, 10)] for number in range(2_000)]
     for one in items:
-        wire_ends.wire.send(packed(one))
+        wire_ends.wire.send(encode_frame(one))
     reader = FrameReader()
     frames: list[bytes] = []
     loop = asyncio.get_running_loop()
     while len(frames) < len(items):
         frames.extend(reader.feed(await loop.sock_recv(wire_ends.theirs, 2**16)))
 
-    assert frames == [packed(one)[4:] for one in items]
+    assert frames == [encode_frame(one)[4:] for one in items]
 
 
 async def test_splits_stream_into_frames(wire_ends: WireEnds) -> None:
     """Cut anywhere, or many at once."""
-    first, second = packed([used("a", 10)]), packed([used("b", 10)])
+    first, second = encode_frame([used("a", 10)]), encode_frame([used("b", 10)])
     data = first + second + first
     for at in range(0, len(data), 7):
         wire_ends.theirs.send(data[at : at + 7])
@@ -76,7 +76,7 @@ async def test_splits_stream_into_frames(wire_ends: WireEnds) -> None:
 async def test_reports_a_closed_peer_once(wire_ends: WireEnds) -> None:
     """A writer learns it in the same way as a reader."""
     wire_ends.theirs.close()
-    wire_ends.wire.send(packed([used("a", 10)]))
+    wire_ends.wire.send(encode_frame([used("a", 10)]))
     await wire_ends.until_ended()
     wire_ends.wire.end()
     wire_ends.wire.close()
@@ -87,18 +87,18 @@ async def test_reports_a_closed_peer_once(wire_ends: WireEnds) -> None:
 
 async def test_end_tells_the_peer_that_no_more_frames_come(wire_ends: WireEnds) -> None:
     """The peer may still answer what it was sent."""
-    wire_ends.wire.send(packed([used("a", 10)]))
+    wire_ends.wire.send(encode_frame([used("a", 10)]))
     wire_ends.wire.end()
     loop = asyncio.get_running_loop()
     data = b""
     while piece := await loop.sock_recv(wire_ends.theirs, 2**16):
         data += piece
-    wire_ends.theirs.send(packed([used("b", 10)]))
+    wire_ends.theirs.send(encode_frame([used("b", 10)]))
     wire_ends.theirs.close()
     await wire_ends.until_ended()
 
-    assert data == packed([used("a", 10)])
-    assert wire_ends.heard == [packed([used("b", 10)])[4:]]
+    assert data == encode_frame([used("a", 10)])
+    assert wire_ends.heard == [encode_frame([used("b", 10)])[4:]]
 
 
 class ScriptedChild:
@@ -200,7 +200,7 @@ async def test_permanent_error_is_raised_and_quoted_only_if_ours() -> None:
 def test_both_codecs_cut_the_same_frames() -> None:
     """The engine and tenancy may not import each other, so each has a reader of the same frames."""
     messages: list[Upward] = [Cancel("a"), Cancel("b" * 300)]
-    data = b"".join(map(packed, messages))
+    data = b"".join(map(encode_frame, messages))
 
     assert data == b"".join(map(encode, messages))
     assert list(upward_decoder().feed(data)) == messages

@@ -129,13 +129,13 @@ async def test_sends_requests_in_batches(
     remote = await analytics.open()
     await remote.overview()
     frames: list[object] = []
-    packed = child_process.packed
+    encode_frame = child_process.encode_frame
 
     def noted(message: Any) -> bytes:
         frames.append(len(message.prompts) if hasattr(message, "prompts") else "question")
-        return packed(message)
+        return encode_frame(message)
 
-    monkeypatch.setattr(client, "packed", noted)
+    monkeypatch.setattr(client, "encode_frame", noted)
     for _ in range(REQUESTS_MAX + 1):
         remote.note(make_prompt(1))
     long = Rendered((1,) * TOKENS_MAX)

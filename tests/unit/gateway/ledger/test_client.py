@@ -122,13 +122,13 @@ async def code(waiter: asyncio.Future[None]) -> str:
 def _record_frame_sizes(patch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the number of items of each frame sent from now on."""
     frames: list[int] = []
-    packed = child_process.packed
+    encode_frame = child_process.encode_frame
 
     def counted(message: list[Item]) -> bytes:
         frames.append(len(message))
-        return packed(message)
+        return encode_frame(message)
 
-    patch.setattr(client, "packed", counted)
+    patch.setattr(client, "encode_frame", counted)
     return frames
 
 

@@ -1,4 +1,4 @@
-"""The ledger's process, held by a test: frames in, frames out, and its life."""
+"""A ledger process for tests: frames in, frames out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tenancy.ledger.child_process import FrameReader, packed
+from tenancy.ledger.child_process import FrameReader, encode_frame
 from tenancy.ledger.protocol import BatchResult, FromWriter, Open, error_of, read_from_writer
 from tenancy.ledger.transactions import Item
 
@@ -24,40 +24,40 @@ class Process:
         self.process = process
         self.wire = wire
         self._reader = FrameReader()
-        self._heard: list[FromWriter] = []
+        self._messages: list[FromWriter] = []
 
-    def say(self, message: Open | list[Item]) -> None:
-        """Send it, and wait for nothing."""
-        self.wire.sendall(packed(message))
+    def send(self, message: Open | list[Item]) -> None:
+        """Send a message without waiting."""
+        self.wire.sendall(encode_frame(message))
 
-    def hear(self) -> FromWriter:
-        """Its next word."""
-        while not self._heard:
+    def receive(self) -> FromWriter:
+        """Return the process's next message."""
+        while not self._messages:
             data = self.wire.recv(2**16)
-            assert data, "it has ended"
-            self._heard += map(read_from_writer, self._reader.feed(data))
-        return self._heard.pop(0)
+            assert data, "the process has exited"
+            self._messages += map(read_from_writer, self._reader.feed(data))
+        return self._messages.pop(0)
 
     def write(self, *items: Item) -> list[str]:
-        """For each item the code of its refusal, or nothing."""
-        self.say(list(items))
+        """Write items; return the error code of each, or ""."""
+        self.send(list(items))
         codes: list[str] = []
         while len(codes) < len(items):
-            answered = self.hear()
+            answered = self.receive()
             assert isinstance(answered, BatchResult)
             errors = {at: error_of(failure) for at, failure in answered.refused.items()}
             codes += [errors[at].code if at in errors else "" for at in range(answered.count)]
         return codes
 
     def end(self) -> int:
-        """Nobody is at the other end any more: its exit status."""
+        """Close the gateway's end; return the exit status."""
         self.wire.close()
         return self.process.wait(PATIENCE_S)
 
 
 @contextmanager
 def ledger_process() -> Iterator[Process]:
-    """A process that has not been told which database; killed if it is still there at the end."""
+    """A process that has not received a first message; killed at the end if it still runs."""
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE_S)
     with theirs:

@@ -1,4 +1,4 @@
-"""The ledger's process: what was sent is written, whoever dies; no signal ends it but SIGKILL."""
+"""The ledger process: it writes what it was sent; no signal ends it but SIGKILL."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.unit.tenancy.storage.postgres_server import Server
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A database with a tenant."""
     if request.param == "postgres":
         server: Server = request.getfixturevalue("postgres_server")
-        place = server.url(server.database())
+        database = server.url(server.database())
     else:
-        place = str(tmp_path / "test.db")
-    with closing(open_store(place, Path(), {})) as store:
+        database = str(tmp_path / "test.db")
+    with closing(open_store(database, Path(), {})) as store:
         create_tenant(store, Wall(), "ada")
-    return place
+    return database
 
 
 @pytest.fixture
-def store(place: str) -> Iterator[Store]:
-    """The same database, for a look."""
-    with closing(open_store(place, Path(), {})) as store:
+def store(database: str) -> Iterator[Store]:
+    """The same database, to check what was written."""
+    with closing(open_store(database, Path(), {})) as store:
         yield store
 
 
@@ -45,15 +45,17 @@ def hold(request_id: str) -> Hold:
     return Hold(request_id, 1, 1, "m", 10)
 
 
-def opened(process: Process, place: str, living: tuple[str, ...] = (), before: int = 0) -> Opened:
-    process.say(Open(place, "", [*living], before))
-    word = process.hear()
+def open_ledger(
+    process: Process, database: str, living: tuple[str, ...] = (), before: int = 0
+) -> Opened:
+    process.send(Open(database, "", [*living], before))
+    word = process.receive()
     assert isinstance(word, Opened), word
     return word
 
 
 def endings(store: Store) -> dict[str, tuple[str, int]]:
-    """(ending, output tokens) of each entry."""
+    """Return (ending, output tokens) of each entry."""
     rows = store.query("select request_id, ending, output_tokens from ledger")
     return {request_id: (ending, tokens) for request_id, ending, tokens in rows}
 
@@ -62,10 +64,10 @@ def holds(store: Store) -> int:
     return int(store.query("select count(*) from holds")[0][0])
 
 
-def test_it_writes_what_it_is_sent_and_says_so(place: str, store: Store) -> None:
-    """A hold, its entry; the same again is refused or changes nothing."""
+def test_writes_and_confirms_items(database: str, store: Store) -> None:
+    """A hold, its entry; repeated items are refused or change nothing."""
     with ledger_process() as process:
-        word = opened(process, place)
+        word = open_ledger(process, database)
         codes = process.write(hold("a"), used("a", 10), hold("a"), used("a", 10))
         status = process.end()
         said = process.process.communicate()
@@ -76,27 +78,26 @@ def test_it_writes_what_it_is_sent_and_says_so(place: str, store: Store) -> None
     assert said == (b"", b"")
 
 
-def test_more_than_fits_a_transaction_is_answered_in_parts(place: str, store: Store) -> None:
-    """One turn of a busy loop hands in hundreds; others who write wait for one transaction."""
+def test_answers_a_large_frame_in_batches(database: str, store: Store) -> None:
+    """A busy turn hands in hundreds of items; other writers wait for one transaction only."""
     count = 2 * BATCH_MAX + 7
     items: list[Item] = [used(str(number), 10) for number in range(count)]
     with ledger_process() as process:
-        opened(process, place)
+        open_ledger(process, database)
         codes = process.write(*items)
 
     assert codes == [""] * count
     assert len(endings(store)) == count
 
 
-def test_what_was_sent_before_its_gateway_died_is_written(place: str, store: Store) -> None:
-    """And what nobody will settle any more is closed with what was noted of it; half a message is
-    none."""
+def test_writes_items_of_a_dead_gateway(database: str, store: Store) -> None:
+    """And closes the remaining holds with their progress; half a message is ignored."""
     with ledger_process() as process:
-        opened(process, place)
+        open_ledger(process, database)
         process.write(hold("open"), hold("sent"))
-        process.say([ProgressNote({"open": Progress(output_tokens=3)})])
-        for _ in range(20):  # each a commit: most of them wait in the socket
-            process.say([used("sent", 10)])
+        process.send([ProgressNote({"open": Progress(output_tokens=3)})])
+        for _ in range(20):  # each is a commit: most of them wait in the socket
+            process.send([used("sent", 10)])
         process.wire.sendall(b"\x80\0\0\0half")
         status = process.end()
 
@@ -106,13 +107,13 @@ def test_what_was_sent_before_its_gateway_died_is_written(place: str, store: Sto
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_to_its_gateways_group_do_not_end_it(tmp_path: Path, number: int) -> None:
-    """A service manager sends them to all; what runs is still to be settled."""
-    place = str(tmp_path / "test.db")
-    with closing(open_store(place, Path(), {})) as store:
+def test_ignores_signals_to_its_gateways_group(tmp_path: Path, number: int) -> None:
+    """A service manager signals all processes; running requests are still to be settled."""
+    database = str(tmp_path / "test.db")
+    with closing(open_store(database, Path(), {})) as store:
         create_tenant(store, Wall(), "ada")
         with ledger_process() as process:
-            opened(process, place)
+            open_ledger(process, database)
             process.process.send_signal(number)
             codes = process.write(hold("a"), used("a", 10))
             status = process.end()
@@ -120,14 +121,14 @@ def test_signals_to_its_gateways_group_do_not_end_it(tmp_path: Path, number: int
     assert (codes, status) == (["", ""], 0)
 
 
-def test_one_that_is_killed_is_succeeded(place: str, store: Store) -> None:
-    """What lives goes on with the next; the rest is closed."""
+def test_successor_takes_over_holds_of_a_killed_writer(database: str, store: Store) -> None:
+    """Holds of running requests stay open; the others are closed."""
     with ledger_process() as process:
-        before = opened(process, place)
+        before = open_ledger(process, database)
         process.write(hold("lives"), hold("dead"))
         process.process.kill()
         with ledger_process() as successor:
-            word = opened(successor, place, ("lives",), before.writer_id)
+            word = open_ledger(successor, database, ("lives",), before.writer_id)
             left = holds(store)
             codes = successor.write(used("lives", 10))
             successor.end()
@@ -137,18 +138,18 @@ def test_one_that_is_killed_is_succeeded(place: str, store: Store) -> None:
     assert endings(store) == {"dead": ("interrupted", 0), "lives": ("done", 4)}
 
 
-def test_the_next_gateway_waits_for_the_end_of_the_one_before(tmp_path: Path) -> None:
-    """It may start while what was sent before is being written."""
-    place = str(tmp_path / "test.db")
-    with closing(open_store(place, Path(), {})) as store:
+def test_next_gateway_waits_for_the_former_writer(tmp_path: Path) -> None:
+    """It may start while earlier items are being written."""
+    database = str(tmp_path / "test.db")
+    with closing(open_store(database, Path(), {})) as store:
         create_tenant(store, Wall(), "ada")
         with ledger_process() as process, ledger_process() as successor:
-            opened(process, place)
+            open_ledger(process, database)
             for number in range(200):
-                process.say([hold(str(number))])
-            successor.say(Open(place, ""))
+                process.send([hold(str(number))])
+            successor.send(Open(database, ""))
             status = process.end()
-            word = successor.hear()
+            word = successor.receive()
             left = holds(store)
             successor.end()
 
@@ -156,12 +157,12 @@ def test_the_next_gateway_waits_for_the_end_of_the_one_before(tmp_path: Path) ->
     assert isinstance(word, Opened)
 
 
-def test_a_database_that_cannot_be_opened_is_told_as_its_error(tmp_path: Path) -> None:
-    """The gateway says it as if it had opened it itself."""
+def test_reports_why_a_database_cannot_be_opened(tmp_path: Path) -> None:
+    """As if the gateway had opened it itself."""
     (tmp_path / "test.db").write_bytes(b"no database" * 100)
     with ledger_process() as process:
-        process.say(Open("test.db", str(tmp_path)))
-        word = process.hear()
+        process.send(Open("test.db", str(tmp_path)))
+        word = process.receive()
         status = process.end()
 
     assert isinstance(word, NotOpened)
@@ -169,19 +170,19 @@ def test_a_database_that_cannot_be_opened_is_told_as_its_error(tmp_path: Path) -
     assert status == 1
 
 
-def test_who_is_never_told_a_database_goes(tmp_path: Path) -> None:
-    """Its gateway died in between."""
+def test_exits_without_a_first_message(tmp_path: Path) -> None:
+    """Its gateway died before it sent one."""
     with ledger_process() as process:
         status = process.end()
 
     assert status == 0
 
 
-def test_a_mistake_of_ours_says_where_and_quotes_nothing(tmp_path: Path) -> None:
-    """The line goes to the gateway's log; the gateway sees an end and starts another."""
-    place = str(tmp_path / "test.db")
+def test_logs_a_bug_without_quoting_values(tmp_path: Path) -> None:
+    """The line goes to the gateway's log; the gateway starts another process."""
+    database = str(tmp_path / "test.db")
     with ledger_process() as process:
-        opened(process, place)
+        open_ledger(process, database)
         process.wire.sendall(b"\x0e\0\0\0\x91secret-secret")
         process.process.wait(20)
         out, err = process.process.communicate()

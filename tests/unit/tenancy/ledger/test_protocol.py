@@ -1,4 +1,4 @@
-"""What crosses between a gateway and its ledger's process arrives as it was sent, however cut."""
+"""Messages between gateway and ledger process arrive as they were sent, however they were cut."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenancy import errors
-from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, TenancyError
-from tenancy.ledger.child_process import FrameReader, packed
+from tenancy.errors import BudgetExceeded, LimitExceeded, IdempotencyConflict, TenancyError
+from tenancy.ledger.child_process import FrameReader, encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.progress import Progress, ProgressNote
@@ -44,8 +44,9 @@ PLAIN: dict[object, st.SearchStrategy[object]] = {
 }
 
 
-def made(kind: type[T], **more: st.SearchStrategy[object]) -> st.SearchStrategy[T]:
-    """Any value of a struct of texts, numbers, counts and truths; `more` for its other fields."""
+def structs_of(kind: type[T], **more: st.SearchStrategy[object]) -> st.SearchStrategy[T]:
+    """Return a strategy for a struct of texts, numbers, counts and booleans; `more`: its other
+    fields."""
     fields = {
         field.name: more[field.name] if field.name in more else PLAIN[field.type]
         for field in msgspec.structs.fields(kind)
@@ -56,33 +57,31 @@ def made(kind: type[T], **more: st.SearchStrategy[object]) -> st.SearchStrategy[
 CLAIM = st.none() | st.builds(Claim, TEXT, st.binary(max_size=40), NUMBER)
 ANSWER = st.none() | st.builds(StoredResponse, TEXT, st.binary(max_size=500))
 KEEPING = st.none() | st.builds(ReplayRecord, NUMBER, NUMBER, ANSWER)
-ENTRY = made(UsageEntry, ttft_ms=st.none() | NUMBER)
+ENTRY = structs_of(UsageEntry, ttft_ms=st.none() | NUMBER)
 PROGRESS = st.builds(Progress, COUNTS, COUNTS, *[st.integers(0, 2**63 - 1)] * 4)
 ITEM: st.SearchStrategy[Item] = st.one_of(
-    made(Hold, claim=CLAIM),
+    structs_of(Hold, claim=CLAIM),
     ENTRY,
     st.builds(NamedEntry, ENTRY, KEEPING),
-    made(StorageReading),
-    made(EngineTotals, is_ended=st.booleans()),
+    structs_of(StorageReading),
+    structs_of(EngineTotals, is_ended=st.booleans()),
     st.builds(ProgressNote, st.dictionaries(TEXT, PROGRESS, max_size=3)),
 )
 
 
-def cut(data: bytes, at: list[int]) -> list[bytes]:
-    """The same bytes in pieces."""
+def cut_into_pieces(data: bytes, at: list[int]) -> list[bytes]:
+    """Return the same bytes in pieces."""
     places = sorted({place % (len(data) + 1) for place in at})
     return [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(ITEM, max_size=4), max_size=3), st.lists(st.integers(0), max_size=6))
-def test_items_arrive_as_they_were_sent_however_they_were_cut(
-    batches: list[list[Item]], at: list[int]
-) -> None:
-    """A socket knows no frames; a token that came as another would be money."""
+def test_items_round_trip_however_they_were_cut(batches: list[list[Item]], at: list[int]) -> None:
+    """A socket knows no frames, and a wrong token count would be wrong money."""
     reader = FrameReader()
-    sent = b"".join(map(packed, batches))
-    frames = [frame for piece in cut(sent, at) for frame in reader.feed(piece)]
+    sent = b"".join(map(encode_frame, batches))
+    frames = [frame for piece in cut_into_pieces(sent, at) for frame in reader.feed(piece)]
 
     assert [read_items(frame) for frame in frames] == batches
 
@@ -90,10 +89,8 @@ def test_items_arrive_as_they_were_sent_however_they_were_cut(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
-def test_each_error_arrives_as_the_same_error(
-    kind: type[TenancyError], data: st.DataObject
-) -> None:
-    """What a client is told depends on its class and on all of its fields."""
+def test_errors_round_trip(kind: type[TenancyError], data: st.DataObject) -> None:
+    """A client's message depends on the class and on all fields."""
     seconds = st.none() | st.floats(0, 10**6)
     error: TenancyError
     if kind is BudgetExceeded:
@@ -112,7 +109,7 @@ def test_each_error_arrives_as_the_same_error(
         )
     else:
         error = kind(data.draw(TEXT), data.draw(TEXT))
-    (frame,) = FrameReader().feed(packed(BatchResult(1, {0: failure_of(error)})))
+    (frame,) = FrameReader().feed(encode_frame(BatchResult(1, {0: failure_of(error)})))
     answered = read_from_writer(frame)
     assert isinstance(answered, BatchResult)
     again = error_of(answered.refused[0])
@@ -130,39 +127,39 @@ def test_each_error_arrives_as_the_same_error(
         BatchResult(128),
     ],
 )
-def test_the_writers_words_are_told_apart(message: FromWriter) -> None:
-    """An answer that is taken for a start would be a promise."""
-    (frame,) = FrameReader().feed(packed(message))
+def test_writers_messages_are_distinguishable(message: FromWriter) -> None:
+    """A BatchResult taken for an Opened would confirm items."""
+    (frame,) = FrameReader().feed(encode_frame(message))
 
     assert read_from_writer(frame) == message
 
 
-def test_the_first_word_says_which_database_and_who_lives() -> None:
-    """The rest of what a successor must know is in the database."""
+def test_open_names_the_database_and_running_requests() -> None:
+    """The rest that a successor must know is in the database."""
     message = Open("trunkline.db", "/data", ["a", "b"], 7)
-    (frame,) = FrameReader().feed(packed(message))
+    (frame,) = FrameReader().feed(encode_frame(message))
 
     assert read_open(frame) == message
 
 
 @pytest.mark.parametrize("wrong", ["\ud800", 2**70], ids=["text", "number"])
-def test_what_cannot_be_said_raises_before_anything_is_sent(wrong: str | int) -> None:
-    """Half a frame would be the end of all others."""
+def test_unencodable_item_raises_before_anything_is_sent(wrong: str | int) -> None:
+    """Half a frame would corrupt all that follow."""
     item = Hold(wrong if isinstance(wrong, str) else "a", 1, 1, "m", 1)
     if isinstance(wrong, int):
         item = msgspec.structs.replace(item, input_tokens=wrong)
     with pytest.raises((ValueError, OverflowError)):
-        packed([item])
+        encode_frame([item])
 
 
-def test_an_answer_of_many_megabytes_is_one_frame() -> None:
-    """Kept answers are as large as they are."""
+def test_large_response_is_one_frame() -> None:
+    """Stored responses have any size."""
     body = bytes(20 * 2**20)
     item = NamedEntry(
         UsageEntry("a", 1, 1, "m", "done", 1, 2, 0, 0, 0, 0, 0, 0),
         ReplayRecord(1, 2, StoredResponse("{}", body)),
     )
-    data, reader = packed([item]), FrameReader()
+    data, reader = encode_frame([item]), FrameReader()
     frames = [
         frame for at in range(0, len(data), 2**16) for frame in reader.feed(data[at : at + 2**16])
     ]

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of a test's own, in a temporary folder, on a Unix socket."""
+"""A PostgreSQL server for tests, in a temporary folder, on a Unix socket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODEL = "model"
 
 
 class Server:
-    """One server. `folder` is its own, with the data and the socket."""
+    """One server. `folder`: its own, with the data and the socket."""
 
     def __init__(
         self,
@@ -46,45 +46,45 @@ class Server:
         port: int = PORT,
         prepare: Callable[[Path], Sequence[str]] = lambda _: (),
     ) -> None:
-        """`is_in_memory`: on a disk in memory, where there is one. `port`: of its socket, and where
-        it listens if a setting says so. `prepare`: puts files into its
-        folder before it starts, and says more settings."""
+        """`is_in_memory`: put the data on a memory disk, if there is one. `port`: of the socket,
+        and of TCP if a setting enables it. `prepare`: writes files into the folder before the start
+        and returns more settings."""
         assert BINARIES is not None, "whoever asks has looked whether there are binaries"
         self._binaries = BINARIES
-        # Not the test's own folder: another user must be able to enter.
+        # Not pytest's folder: another user must be able to enter.
         place = IN_MEMORY if is_in_memory and os.access(IN_MEMORY, os.W_OK) else None
         self._owned = ExitStack()
         home = self._owned.enter_context(own_folder("trunkline-postgres-", place))
         home.chmod(0o711)
         self.folder = home / "server"
         self.folder.mkdir(mode=0o700)
-        self._user = "nobody" if os.geteuid() == 0 else None  # the server refuses to be root
-        self._give()
+        self._user = "nobody" if os.geteuid() == 0 else None  # the server refuses to run as root
+        self._chown_folder()
         self._port = port
         self._names = count(1)
         initdb = ["initdb", "-D", "data", "-A", "trust", "-U", "trunkline", "-E", "UTF8"]
         made = self._spawn([*initdb, "--locale=C.UTF-8", "--no-sync"])
         assert made.wait(PATIENCE_S) == 0, (self.folder / "log").read_text()
         self._settings = (*SETTINGS, f"port={port}", *prepare(self.folder))
-        self._give()
+        self._chown_folder()
         self.start()
 
     @property
     def pid(self) -> int:
-        """Of the postmaster."""
+        """Process id of the postmaster."""
         return self._process.pid
 
     def start(self) -> None:
-        """Start it, and wait until it answers; what it was doing when it died is recovered."""
+        """Start, and wait until the server answers; it recovers from an earlier kill."""
         self._process = self._spawn(self._command())
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Until it answers: it is starting, or recovers from the death of one of its processes."""
+        """Wait until the server answers, during a start or a recovery."""
         pause, until_s = threading.Event(), time.monotonic() + PATIENCE_S
         while True:
             assert time.monotonic() < until_s, (self.folder / "log").read_text()
-            if self._process.poll() is not None:  # children of one that was killed still end
+            if self._process.poll() is not None:  # children of a killed server are still ending
                 self._process = self._spawn(self._command())
             with suppress(ConnectionLost, StatementFailed):
                 PostgresConnection(self.address("postgres"), {}, PATIENCE_S).close()
@@ -96,15 +96,15 @@ class Server:
         return ["postgres", "-D", "data", "-k", str(self.folder), *settings]
 
     def stop(self) -> None:
-        """As its administrator does: quickly, and in order."""
+        """Shut down as an administrator does: quickly and in order."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(PATIENCE_S)
 
     def kill(self) -> None:
-        """As a power failure does, but for the disk: those that serve connections go too, which
-        would answer for a moment more on a busy machine."""
+        """Kill all processes, as a power failure does except for the disk. Backends are killed,
+        too: on a busy machine they would answer for a moment longer."""
         children: list[str] = []
-        with suppress(FileNotFoundError):  # where there is no /proc
+        with suppress(FileNotFoundError):  # without /proc
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         self._process.kill()
         for child in children:
@@ -113,21 +113,21 @@ class Server:
         self._process.wait(PATIENCE_S)
 
     def close(self) -> None:
-        """Stop it, and leave nothing."""
+        """Stop, and remove the folder."""
         if self._process.poll() is None:
             self.stop()
         self._owned.close()
 
     def url(self, database: str) -> str:
-        """As the configuration has it."""
+        """Return the URL of a database, as a configuration has it."""
         return f"postgresql://trunkline@:{self._port}/{database}?host={self.folder}"
 
     def address(self, database: str) -> PostgresAddress:
-        """The same, read."""
+        """Return the parsed URL."""
         return read_address(self.url(database), {}, "")
 
     def database(self, *, is_empty: bool = False) -> str:
-        """A new one, with our schema in it unless it is to be empty."""
+        """Create a database, with the schema unless it is to be empty."""
         name = f"test_{next(self._names)}"
         connection = PostgresConnection(self.address("postgres"), {}, PATIENCE_S)
         try:
@@ -142,15 +142,15 @@ class Server:
         return name
 
     def drop(self, database: str) -> None:
-        """Remove it, whoever is connected."""
+        """Remove a database, and end its connections."""
         connection = PostgresConnection(self.address("postgres"), {}, PATIENCE_S)
         try:
             connection.execute(f"drop database {database} with (force)")
         finally:
             connection.close()
 
-    def _give(self) -> None:
-        """What is in its folder belongs to whom it runs as."""
+    def _chown_folder(self) -> None:
+        """Give the folder to the user that the server runs as."""
         if self._user is not None:
             who = pwd.getpwnam(self._user)
             for file in (self.folder, *self.folder.iterdir()):

@@ -1,4 +1,4 @@
-"""A file is whole or not there, whoever else writes one, and whoever died at it."""
+"""Atomic files: complete or absent, beside concurrent writers and after killed ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.storage.atomic_files import PART, written_whole
+from tenancy.storage.atomic_files import PART_SUFFIX, written_whole
 
 DYING = """
 import os, signal, sys
@@ -27,8 +27,8 @@ with written_whole(Path(sys.argv[1])) as part:
 
 
 @contextmanager
-def another(target: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that writes, until its input ends: then it is killed."""
+def start_writer(target: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that writes until its input ends; then it is killed."""
     with subprocess.Popen(
         [sys.executable, "-c", DYING, target],
         stdin=subprocess.PIPE,
@@ -44,8 +44,8 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_it_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
-    """Not before, over what was there; for whom it is meant."""
+def test_replaces_target_when_complete(tmp_path: Path) -> None:
+    """Not before, and with the requested mode."""
     target = tmp_path / "a"
     target.write_text("before")
     with written_whole(target, mode=0o600) as part:
@@ -57,8 +57,8 @@ def test_it_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
-def test_what_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    """Nor does what was put beside it."""
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    """Nor the files beside the part file."""
 
     def half() -> None:
         with written_whole(tmp_path / "a") as part:
@@ -71,8 +71,8 @@ def test_what_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_two_at_once_are_not_in_each_others_way(tmp_path: Path) -> None:
-    """Each has a file of its own; who ends last has the place."""
+def test_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
+    """Each has a part file of its own; the last to finish wins."""
     with written_whole(tmp_path / "a") as first, written_whole(tmp_path / "a") as second:
         first.write_text("first")
         second.write_text("second")
@@ -82,10 +82,10 @@ def test_two_at_once_are_not_in_each_others_way(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
-def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
-    """Known by the lock, which the kernel lets go of; of other names in the folder too."""
-    (tmp_path / f"b{PART}.txt").write_text("somebody's")
-    with another(tmp_path / "b") as process:
+def test_removes_part_files_of_dead_writers_only(tmp_path: Path) -> None:
+    """They are recognised by their free locks, whatever the target's name."""
+    (tmp_path / f"b{PART_SUFFIX}.txt").write_text("somebody's")
+    with start_writer(tmp_path / "b") as process:
         with written_whole(tmp_path / "a") as part:
             part.write_text("whole")
         beside = names(tmp_path)
@@ -95,13 +95,13 @@ def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_pa
         part.write_text("whole")
 
     assert process.returncode == -signal.SIGKILL
-    assert beside == ["a", f"b.0{PART}", f"b.0{PART}-wal", f"b{PART}.txt"]
+    assert beside == ["a", f"b.0{PART_SUFFIX}", f"b.0{PART_SUFFIX}-wal", f"b{PART_SUFFIX}.txt"]
     assert left == beside
-    assert names(tmp_path) == ["a", f"b{PART}.txt"]
+    assert names(tmp_path) == ["a", f"b{PART_SUFFIX}.txt"]
 
 
-def test_where_there_is_no_folder_it_is_said(tmp_path: Path) -> None:
-    """Before anything is written, by the name that was asked for."""
+def test_missing_folder_is_reported_with_the_target(tmp_path: Path) -> None:
+    """Before anything is written."""
     with (
         pytest.raises(OSError, match=r"No such file .*/no/a'"),
         written_whole(tmp_path / "no" / "a"),

@@ -15,8 +15,8 @@ from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.storage.postgres_server import Server
 
 
-def test_a_name_is_a_file_in_the_folder(tmp_path: Path) -> None:
-    """The default, and no server anywhere."""
+def test_name_is_a_file_in_the_data_folder(tmp_path: Path) -> None:
+    """The default."""
     before = look("t.db", tmp_path, {})
     store = open_store("t.db", tmp_path, {})
     store.close()
@@ -26,8 +26,8 @@ def test_a_name_is_a_file_in_the_folder(tmp_path: Path) -> None:
     assert look("t.db", tmp_path, {}) == store.place == str(tmp_path / "t.db")
 
 
-def test_a_url_is_a_server(tmp_path: Path, postgres_server: Server) -> None:
-    """One line of configuration; looking makes nothing."""
+def test_url_is_a_server(tmp_path: Path, postgres_server: Server) -> None:
+    """Describing a database creates nothing."""
     url = postgres_server.url(postgres_server.database(is_empty=True))
     before = look(url, tmp_path, {})
     store = open_store(url, tmp_path, {})
@@ -39,17 +39,17 @@ def test_a_url_is_a_server(tmp_path: Path, postgres_server: Server) -> None:
     assert (tenants, look(url, tmp_path, {})) == ([], store.place)
 
 
-def test_a_wrong_address_is_known_before_anything_is_opened() -> None:
+def test_refuses_wrong_address_before_opening() -> None:
     """When the settings are read."""
     check_place("trunkline.db")
     with pytest.raises(StoreError, match="no password"):
         check_place("postgresql://ada:secret@h/books")
 
 
-def test_without_the_driver_it_says_what_to_install(
+def test_missing_driver_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is an extra: whoever keeps a file needs none of it."""
+    """The driver is optional."""
     usual = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What every store does, whichever database is under it."""
+"""Conformance of every store, whichever database it uses."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ INSERT = (
 )
 
 
-def test_what_fails_inside_a_transaction_leaves_nothing(store: Store) -> None:
-    """Half a change is worse than none."""
+def test_failed_transaction_leaves_nothing(store: Store) -> None:
 
-    def half() -> None:
+    def change_half() -> None:
         with store.change() as db:
             db.execute("insert into tenants (name, status, created_ms) values ('ada', 'active', 0)")
             raise BadName("any", "any")
 
     with pytest.raises(BadName):
-        half()
+        change_half()
     assert store.query("select * from tenants") == []
 
 
@@ -39,8 +38,8 @@ ERASURE = (
 )
 
 
-def test_many_rows_come_back_as_they_went(store: Store) -> None:
-    """Whatever signs are in a text, and however many rows there are."""
+def test_many_rows_round_trip(store: Store) -> None:
+    """Whatever characters a text has, and however many rows there are."""
     create_tenant(store, Wall(), "ada")
     texts = ["", "plain", "ä 語 😀", "a\tb\n\\ ' \" {} , ?1", "\\x00", "null"]
     rows = [
@@ -57,8 +56,8 @@ def test_many_rows_come_back_as_they_went(store: Store) -> None:
     assert sorted(found) == sorted(rows)
 
 
-def test_bytes_and_nothing_are_among_many_rows_too(store: Store) -> None:
-    """Of a column that has nothing at all, and one that has something."""
+def test_bytes_and_nulls_round_trip(store: Store) -> None:
+    """Columns with nulls only, and with some."""
     create_tenant(store, Wall(), "ada")
     names = ("resource_id", "tenant_id", "workspace", "model", "display_name", "content")
     sql = (
@@ -75,8 +74,8 @@ def test_bytes_and_nothing_are_among_many_rows_too(store: Store) -> None:
     assert found == [row[:6] for row in (*kept, *ended)]
 
 
-def test_many_rows_are_there_for_what_is_asked_next(store: Store) -> None:
-    """In the order in which they were handed in, also between statements that conflict."""
+def test_next_statement_sees_many_rows(store: Store) -> None:
+    """In order, also between statements that conflict."""
     add = "insert into named_sums values (?, ?, ?) on conflict (tenant_id) do update set bytes = ?"
     create_tenant(store, Wall(), "ada")
     with store.change() as db:
@@ -90,8 +89,8 @@ def test_many_rows_are_there_for_what_is_asked_next(store: Store) -> None:
     assert store.query("select names, bytes from named_sums") == [(7, 12)]
 
 
-def test_many_rows_that_are_named_are_changed_in_order(store: Store) -> None:
-    """The last of two for one row holds, and one for no row changes nothing."""
+def test_execute_many_updates_in_order(store: Store) -> None:
+    """The last of two updates of one row wins; an update of no row changes nothing."""
     create_tenant(store, Wall(), "ada")
     with store.change() as db:
         LedgerTransactions().apply(db, [Hold(name, 1, 1, "m", 1) for name in "abcd"])
@@ -104,8 +103,8 @@ def test_many_rows_that_are_named_are_changed_in_order(store: Store) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_one_impossible_row_of_many_undoes_all(store: Store, wrong: int) -> None:
-    """Also where it is found out only when all is to be kept."""
+def test_one_impossible_row_rolls_back_all(store: Store, wrong: int) -> None:
+    """Also if the error comes with the commit only."""
     create_tenant(store, Wall(), "ada")
     rows = [(f"{number}", 1, 1, 1, "", 0, "", 0) for number in range(3)]
     rows[wrong] = ("x", 99, 1, 1, "", 0, "", 0)
@@ -121,8 +120,8 @@ def test_one_impossible_row_of_many_undoes_all(store: Store, wrong: int) -> None
     assert store.query("select name from tenants order by 1") == [("ada",), ("eve",)]
 
 
-def test_a_reader_does_not_wait_for_a_writer(store: Store) -> None:
-    """Authentication happens on the event loop; a commit waits for the disk."""
+def test_reader_does_not_wait_for_writer(store: Store) -> None:
+    """Authentication runs on the event loop; a commit waits for the disk."""
     create_tenant(store, Wall(), "ada")
     found: list[object] = []
     with store.change() as db:
@@ -136,8 +135,8 @@ def test_a_reader_does_not_wait_for_a_writer(store: Store) -> None:
     assert found == [("ada",)]
 
 
-def test_entries_cannot_be_changed_or_deleted(store: Store) -> None:
-    """The database itself says no, whatever program asks."""
+def test_database_refuses_to_change_or_delete_entries(store: Store) -> None:
+    """Whichever program tries."""
     create_tenant(store, Wall(), "ada")
     with store.change() as db:
         db.execute(INSERT, ("a", 1))
@@ -148,8 +147,8 @@ def test_entries_cannot_be_changed_or_deleted(store: Store) -> None:
     assert store.query("select output_tokens from ledger") == [(1,)]
 
 
-def test_counts_that_do_not_add_up_are_no_entry(store: Store) -> None:
-    """prompt = read + write + fresh, for ever and in the schema."""
+def test_database_refuses_entries_whose_counts_do_not_add_up(store: Store) -> None:
+    """prompt = read + write + fresh."""
     create_tenant(store, Wall(), "ada")
 
     with pytest.raises(ConstraintBroken, match="not changed"), store.change() as db:
@@ -157,8 +156,8 @@ def test_counts_that_do_not_add_up_are_no_entry(store: Store) -> None:
 
 
 @pytest.mark.parametrize("table", ["tenants", "keys", "shared_scopes"])
-def test_an_id_of_a_deleted_row_is_not_reused(store: Store, table: str) -> None:
-    """A deleted tenant's id may still stand in a cache, a receipt or a log."""
+def test_does_not_reuse_ids_of_deleted_rows(store: Store, table: str) -> None:
+    """A deleted tenant's id may still be in a cache, a receipt or a log."""
     insert = {
         "tenants": "insert into tenants (name, status, created_ms) values ('bob', 'active', 0)",
         "keys": "insert into keys (tenant_id, workspace, label, digest, shown, created_ms)"
@@ -179,8 +178,8 @@ def test_an_id_of_a_deleted_row_is_not_reused(store: Store, table: str) -> None:
 DIGEST = {True: "zeroblob(32)", False: "decode(repeat('00', 32), 'hex')"}
 
 
-def test_a_store_opens_again_after_an_error(store: Store) -> None:
-    """What the disk kept is there, and the file was checked."""
+def test_reopens_after_an_error(store: Store) -> None:
+    """The committed data is there, and a file was checked."""
     create_tenant(store, Wall(), "ada")
     store.reopen()
 
@@ -188,8 +187,8 @@ def test_a_store_opens_again_after_an_error(store: Store) -> None:
     assert store.query("select name from tenants") == [("ada",), ("bob",)]
 
 
-def test_a_store_that_was_opened_again_is_at_no_commit_of_before(store: Store) -> None:
-    """Its file may be another by then; what a writer keeps in memory is read again."""
+def test_reopened_store_is_at_a_new_commit(store: Store) -> None:
+    """The file may be another one by then, so a writer's memory must be read again."""
     seen: set[object] = set()
     for _ in range(9):
         with store.change() as db:
@@ -203,9 +202,9 @@ def test_a_store_that_was_opened_again_is_at_no_commit_of_before(store: Store) -
     assert not store.is_near or db.as_of not in seen
 
 
-def test_what_a_store_has_committed_is_counted(store: Store) -> None:
-    """Who keeps what it read asks this before each use: it must not miss one, and what others
-    commit it has to look for itself."""
+def test_counts_its_own_commits(store: Store) -> None:
+    """A cache checks the count before each use: it must not miss a commit. Commits of other stores
+    do not count."""
     before = store.changes
     with store.change():
         pass
@@ -217,9 +216,9 @@ def test_what_a_store_has_committed_is_counted(store: Store) -> None:
     assert store.changes == before + 1
 
 
-def test_who_changed_something_since_is_seen(store: Store) -> None:
-    """The number of a commit comes again where nothing came between, if it is known at all: what a
-    writer keeps in memory holds until then."""
+def test_as_of_identifies_a_commit(store: Store) -> None:
+    """It is equal if no commit came between, if it is known at all: a writer's memory is valid
+    until then."""
     with closing(store.another()) as other:
         with store.change() as first:
             first.execute("delete from holds")

@@ -1,4 +1,4 @@
-"""A store on a server: what it demands, what is as in a file, and what happens when wires break."""
+"""A store on a server: what it requires, how it differs from a file, and lost connections."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def connection(postgres: PostgresStore, postgres_server: Server) -> Iterator[PostgresConnection]:
-    """Somebody else, on the same database."""
+    """Another client of the same database."""
     ((name,),) = postgres.query("select current_database()")
     connection = PostgresConnection(postgres_server.address(name), {}, 20.0)
     yield connection
@@ -49,18 +49,20 @@ def connection(postgres: PostgresStore, postgres_server: Server) -> Iterator[Pos
 
 
 @pytest.fixture
-def wire(postgres: PostgresStore, postgres_server: Server) -> Iterator[tuple[Wire, PostgresStore]]:
-    """A store by a way that can be cut."""
+def cuttable(
+    postgres: PostgresStore, postgres_server: Server
+) -> Iterator[tuple[Wire, PostgresStore]]:
+    """A store over a connection that a test can cut."""
     ((name,),) = postgres.query("select current_database()")
-    wire = Wire(postgres_server.folder)
-    store = PostgresStore(wire.address(name))
-    yield wire, store
+    cuttable = Wire(postgres_server.folder)
+    store = PostgresStore(cuttable.address(name))
+    yield cuttable, store
     store.close()
-    wire.close()
+    cuttable.close()
 
 
 def until(connection: PostgresConnection, question: str) -> None:
-    """The server reads its settings when it comes to it."""
+    """Wait until the server has read its settings."""
     pause = threading.Event()
     while connection.rows(question) != [(True,)]:
         pause.wait(0.01)
@@ -69,8 +71,8 @@ def until(connection: PostgresConnection, question: str) -> None:
 # --- opening -------------------------------------------------------------------------------------
 
 
-def test_both_kinds_have_the_same_tables(postgres: PostgresStore, tmp_path: Path) -> None:
-    """Statements are written once for both; only the server's own books are its own."""
+def test_both_databases_have_the_same_tables(postgres: PostgresStore, tmp_path: Path) -> None:
+    """Statements are written once for both; only the server's own bookkeeping differs."""
     SqliteStore(tmp_path / "t.db").close()
     with closing(sqlite3.connect(tmp_path / "t.db")) as file:
         tables = file.execute("select name from sqlite_master where type = 'table'").fetchall()
@@ -93,10 +95,10 @@ def test_both_kinds_have_the_same_tables(postgres: PostgresStore, tmp_path: Path
     "table", ["ledger", "rate_cards", "adjustments", "closes", "seals", "ledger_epochs"]
 )
 @pytest.mark.parametrize("verb", ["delete from", "truncate", "update"])
-def test_what_stays_is_guarded_by_the_database_itself(
+def test_database_guards_permanent_tables(
     postgres: PostgresStore, wall: Wall, table: str, verb: str
 ) -> None:
-    """Whatever program asks, emptying a table at once too."""
+    """Whichever program tries, also against truncation."""
     guards = postgres.query(
         "select count(*) from information_schema.triggers where event_object_table = ?"
         " and event_manipulation in ('DELETE', 'UPDATE')",
@@ -109,8 +111,7 @@ def test_what_stays_is_guarded_by_the_database_itself(
     assert guards == [(2,)]
 
 
-def test_a_second_start_finds_what_the_first_left(postgres_server: Server) -> None:
-    """Migrations run once."""
+def test_second_start_runs_no_migration(postgres_server: Server) -> None:
     address = postgres_server.address(postgres_server.database(is_empty=True))
     first = PostgresStore(address)
     create_tenant(first, Wall(), "ada")
@@ -123,7 +124,7 @@ def test_a_second_start_finds_what_the_first_left(postgres_server: Server) -> No
     assert (names, version) == ([("ada",)], [(len(migrations()),)])
 
 
-def test_a_database_of_an_older_version_is_brought_up_to_date(
+def test_migrates_database_of_an_older_version(
     postgres_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later migration runs once, and keeps the data."""
@@ -142,7 +143,7 @@ def test_a_database_of_an_older_version_is_brought_up_to_date(
     assert (found, version) == ([("ada", "none")], [(2,)])
 
 
-def test_two_starts_at_once_make_one_schema(postgres_server: Server) -> None:
+def test_concurrent_starts_make_one_schema(postgres_server: Server) -> None:
     """Several gateways are started together."""
     address = postgres_server.address(postgres_server.database(is_empty=True))
     stores: list[PostgresStore] = []
@@ -159,8 +160,8 @@ def test_two_starts_at_once_make_one_schema(postgres_server: Server) -> None:
     assert len(stores) == 4
 
 
-def test_another_programs_database_is_left_alone(postgres_server: Server) -> None:
-    """A name typed wrong must not put our tables into somebody's database."""
+def test_refuses_database_of_another_program(postgres_server: Server) -> None:
+    """A mistyped name must not create tables in it."""
     address = postgres_server.address(postgres_server.database(is_empty=True))
     with closing(PostgresConnection(address, {}, 20.0)) as connection:
         connection.execute("create table songs (name text)")
@@ -170,10 +171,10 @@ def test_another_programs_database_is_left_alone(postgres_server: Server) -> Non
     assert caught.value.code == "not_ours"
 
 
-def test_a_database_of_a_newer_version_is_refused(
+def test_refuses_database_of_a_newer_version(
     postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
-    """Writing to a schema one does not know would damage it."""
+    """Writing to an unknown schema would damage it."""
     connection.execute("update trunkline_schema set version = 999")
 
     with pytest.raises(StoreError) as caught:
@@ -181,21 +182,21 @@ def test_a_database_of_a_newer_version_is_refused(
     assert caught.value.code == "newer_schema"
 
 
-def test_a_server_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
-    """With the place, and no password; a start does not wait for it."""
-    wire = Wire(tmp_path)
-    address = structs.replace(wire.address("books"), password="secret")
-    wire.close()
+def test_unreachable_server_is_reported_at_once(tmp_path: Path) -> None:
+    """With its address and without a password; a start does not retry."""
+    cuttable = Wire(tmp_path)
+    address = structs.replace(cuttable.address("books"), password="secret")
+    cuttable.close()
 
     with pytest.raises(StoreError, match=r"books at .* cannot be reached") as caught:
         PostgresStore(address)
     assert "secret" not in caught.value.message
 
 
-def test_a_pooler_in_between_is_refused(wire: tuple[Wire, PostgresStore]) -> None:
-    """One that lends a session to many would lend the locks that writers are known by. It gives its
-    own numbers to sessions; most do not know our settings, and say so."""
-    way, store = wire
+def test_refuses_a_pooler(cuttable: tuple[Wire, PostgresStore]) -> None:
+    """A pooler that shares a session among clients would share the locks that identify writers. Its
+    session numbers differ from the server's, and most poolers refuse the session's settings."""
+    way, store = cuttable
     way.is_pooler = True
     with pytest.raises(StoreError, match="connect to the server itself") as lent:
         store.reopen()
@@ -209,11 +210,11 @@ def test_a_pooler_in_between_is_refused(wire: tuple[Wire, PostgresStore]) -> Non
     assert (lent.value.code, said.value.code) == ("pooled", "unusable")
 
 
-def test_a_server_that_may_lose_what_it_confirmed_is_refused(
+def test_refuses_a_server_that_may_lose_commits(
     postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
-    """`fsync` off is fine for a test's data, not for a ledger; what a database says of
-    `synchronous_commit` is overruled."""
+    """`fsync` off is fine for a test's data, and not for a ledger; a database's own
+    `synchronous_commit` is overridden."""
     connection.execute("alter system set fsync = off")
     connection.execute("select pg_reload_conf()")
     try:
@@ -235,9 +236,9 @@ def test_a_server_that_may_lose_what_it_confirmed_is_refused(
     assert commit == [("on",)]
 
 
-def test_what_is_asked_by_key_is_looked_up_however_tables_grow(postgres: PostgresStore) -> None:
-    """A plan is kept from when the ledger was small: one that scans would take ever longer, and
-    nobody would see it before there are thousands of entries."""
+def test_queries_by_key_use_an_index(postgres: PostgresStore) -> None:
+    """A plan is kept from when the ledger was small; a plan that scans would take ever longer,
+    unnoticed until the ledger has thousands of entries."""
     with postgres.change() as db:
         looked_up, joined = (
             "".join(line for (line,) in db.rows(f"explain (costs off) {statement}"))
@@ -255,10 +256,10 @@ def test_what_is_asked_by_key_is_looked_up_however_tables_grow(postgres: Postgre
 
 
 @pytest.mark.parametrize("state", ["58030", "53100", "XX001", "XX002"])
-def test_what_the_servers_disk_failed_once_may_be_asked_again(
+def test_connection_survives_a_servers_disk_error(
     postgres: PostgresStore, connection: PostgresConnection, state: str
 ) -> None:
-    """It has to say it of each statement: a session is none the worse for it, as is ours."""
+    """The server reports it per statement; its session and this connection are still usable."""
     connection.execute(
         "create function read_wrong() returns bigint language plpgsql as $$ begin"
         f" raise exception 'could not read block' using errcode = '{state}'; end $$"
@@ -275,11 +276,11 @@ def test_what_the_servers_disk_failed_once_may_be_asked_again(
 TRIPS = {"rows": 1, "execute": 1, "execute_many": 1, "copy_rows": 2, "commit": 1}
 
 
-def test_a_batch_is_few_round_trips_however_large(
+def test_batch_takes_few_round_trips(
     postgres: PostgresStore, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each costs as much as the way is long, and other gateways wait meanwhile: one for each kind
-    of row that is read or written, and one more where many rows of a kind are inserted."""
+    """Each costs the network's latency while other gateways wait: one per kind of row read or
+    written, and one more to insert many rows of a kind."""
     create_tenant(postgres, wall, "ada")
     trips: list[int] = []
     for name, cost in TRIPS.items():
@@ -310,7 +311,7 @@ def test_a_batch_is_few_round_trips_however_large(
 
 
 def counted(call: Callable[..., object], trips: list[int], cost: int) -> Callable[..., object]:
-    """The same, with its round trips noted; rows that COPY takes come by `execute_many` too."""
+    """Run and count round trips; COPY comes by `execute_many`, too."""
 
     def noting(*args: object) -> object:
         trips.append(cost)
@@ -322,8 +323,8 @@ def counted(call: Callable[..., object], trips: list[int], cost: int) -> Callabl
 # --- several servers -----------------------------------------------------------------------------
 
 
-def test_a_start_leaves_the_holds_of_those_who_live(postgres: PostgresStore, wall: Wall) -> None:
-    """Another gateway's requests run; a dead one's are closed, and cost nothing."""
+def test_start_closes_only_holds_of_dead_writers(postgres: PostgresStore, wall: Wall) -> None:
+    """Another gateway's requests still run; a dead gateway's holds are closed, and cost nothing."""
     create_tenant(postgres, wall, "ada")
     dead, beside, third = (postgres.another() for _ in range(3))
     living = Ledger(postgres, wall)
@@ -343,11 +344,11 @@ def test_a_start_leaves_the_holds_of_those_who_live(postgres: PostgresStore, wal
     assert postgres.query("select request_id, ending from ledger") == [("0-2", "interrupted")]
 
 
-def test_who_took_leave_is_gone_although_its_session_lingers(
+def test_released_writer_is_gone_while_its_session_ends(
     postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
     """A server ends a session some time after its client has closed it: the next start must not
-    take the holds for another's."""
+    take the holds for another writer's."""
     left = postgres.another()
     writer_id = left.claim()
     left.disclaim()
@@ -357,8 +358,8 @@ def test_who_took_leave_is_gone_although_its_session_lingers(
     left.close()
 
 
-def test_a_budget_is_a_wall_for_two_servers(postgres: PostgresStore, wall: Wall) -> None:
-    """Both reach for the last dollar; what fits is admitted, and no more."""
+def test_gateways_share_a_budget(postgres: PostgresStore, wall: Wall) -> None:
+    """Both reserve the last dollar; only what fits is admitted."""
     tenant = create_tenant(postgres, wall, "ada")
     add_card(postgres, wall, RateCard("std", output=10**6))
     set_budget(postgres, Budget(tenant.tenant_id, "day", hard_micros=500))
@@ -381,8 +382,8 @@ def test_a_budget_is_a_wall_for_two_servers(postgres: PostgresStore, wall: Wall)
     assert check_books(postgres) == []
 
 
-def test_two_servers_write_one_chain(postgres: PostgresStore, wall: Wall) -> None:
-    """At once, entry by entry; then every sum is right."""
+def test_gateways_write_one_chain(postgres: PostgresStore, wall: Wall) -> None:
+    """Concurrently, entry by entry; then every sum is right."""
     furnish(postgres)
     beside = postgres.another()
     ledgers = [Ledger(postgres, wall), Ledger(beside, wall)]
@@ -401,10 +402,10 @@ def test_two_servers_write_one_chain(postgres: PostgresStore, wall: Wall) -> Non
     assert check_books(postgres) == []
 
 
-def test_behind_another_writer_it_is_busy(
+def test_busy_behind_another_writer(
     postgres: PostgresStore, connection: PostgresConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After five seconds, or what stands for them here."""
+    """After five seconds, shortened here."""
     monkeypatch.setattr(postgres_store, "LOCK_WAIT", "50ms")
     connection.execute(f"begin; select pg_advisory_xact_lock({WRITE_LOCK})")
     with pytest.raises(StoreBusy, match="not changed"):
@@ -415,15 +416,15 @@ def test_behind_another_writer_it_is_busy(
     assert len(list_tenants(postgres)) == 1
 
 
-# --- what breaks ---------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["before", "after", "hung"])
-def test_a_commit_without_an_answer_is_found_out(
-    wire: tuple[Wire, PostgresStore], wall: Wall, where: Where
+def test_finds_outcome_of_unanswered_commit(
+    cuttable: tuple[Wire, PostgresStore], wall: Wall, where: Where
 ) -> None:
-    """It was made or it was not, and whoever asked is told what is true."""
-    way, store = wire
+    """The commit was made or not, and the caller learns which."""
+    way, store = cuttable
     furnish(store)
     ledger = Ledger(store, wall)
     for number in range(6):
@@ -440,11 +441,11 @@ def test_a_commit_without_an_answer_is_found_out(
 
 
 @pytest.mark.parametrize(("where", "error"), [("before", TryAgain), ("after", None)])
-def test_a_change_that_lost_its_answer_is_told_as_it_is(
-    wire: tuple[Wire, PostgresStore], where: Where, error: type[StoreError] | None
+def test_change_with_a_lost_answer_reports_its_true_outcome(
+    cuttable: tuple[Wire, PostgresStore], where: Where, error: type[StoreError] | None
 ) -> None:
-    """A tenant is made once: nothing says no that means yes."""
-    way, store = wire
+    """A tenant is created once: no error may mean success."""
+    way, store = cuttable
     create_tenant(store, Wall(), "ada")
     way.cuts.append(where)
     if error is None:
@@ -457,13 +458,13 @@ def test_a_change_that_lost_its_answer_is_told_as_it_is(
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_while_nobody_knows_nothing_is_promised_and_later_it_is_put_right(
-    wire: tuple[Wire, PostgresStore], wall: Wall, monkeypatch: pytest.MonkeyPatch, where: Where
+def test_unknown_outcome_is_refused_and_repaired_later(
+    cuttable: tuple[Wire, PostgresStore], wall: Wall, monkeypatch: pytest.MonkeyPatch, where: Where
 ) -> None:
-    """The server stays away: the client is refused; a hold that was written all the same is closed
-    when it is back, and reserves nothing."""
-    monkeypatch.setattr(postgres_store, "PATIENCE_S", 0.1)
-    way, store = wire
+    """The server stays away: the request is refused. A hold that was written all the same is closed
+    when the server is back, and reserves nothing."""
+    monkeypatch.setattr(postgres_store, "RECONNECT_S", 0.1)
+    way, store = cuttable
     furnish(store)
     ledger = Ledger(store, wall)
     ledger.hold(hold("0-1")).result(PATIENCE_S)
@@ -482,10 +483,11 @@ def test_while_nobody_knows_nothing_is_promised_and_later_it_is_put_right(
     assert check_books(store) == []
 
 
-def test_a_connection_that_ended_while_nobody_used_it_costs_nobody_anything(
+def test_reconnects_after_an_idle_disconnect(
     postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
-    """A server restarts, a firewall forgets: the next question and the next change go on."""
+    """A server restarts, a firewall drops the connection: the next query and the next change
+    succeed."""
     create_tenant(postgres, Wall(), "ada")
     list_tenants(postgres)
     connection.execute(
@@ -498,10 +500,10 @@ def test_a_connection_that_ended_while_nobody_used_it_costs_nobody_anything(
     assert len(list_tenants(postgres)) == 2
 
 
-def test_a_database_that_was_put_in_anothers_place_is_noticed(
+def test_notices_a_replaced_database(
     postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
-    """A backup restored under a running server is not what its holds are in."""
+    """A backup restored under a running gateway does not have its holds."""
     create_tenant(postgres, Wall(), "ada")
     connection.execute("delete from writers")
 

@@ -1,4 +1,4 @@
-"""Where a server's database is: what a URL says, what it may not say, and where passwords stand."""
+"""Addresses of servers: what a URL may say, and where passwords are."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tenancy.errors import StoreError
 from tenancy.storage.postgres_address import read_address
 
 
-def test_a_url_says_where_and_who() -> None:
-    """Over TCP with a certificate that is checked, unless it says otherwise."""
+def test_parses_url() -> None:
+    """TLS with a checked certificate by default."""
     address = read_address("postgresql://ada@db.example:6000/books", {}, "me")
 
     assert (address.database, address.user) == ("books", "ada")
     assert (address.host, address.port, address.is_encrypted) == ("db.example", 6000, True)
 
 
-def test_without_a_host_it_is_the_socket_of_this_machine() -> None:
-    """As for PostgreSQL's own programs; a folder may be named."""
+def test_url_without_host_is_the_local_socket() -> None:
+    """As for PostgreSQL's own programs; a folder may be given."""
     usual = read_address("postgresql:///books", {}, "me")
     other = read_address("postgres:///books?host=/tmp/pg", {"PGUSER": "eve"}, "me")
 
@@ -47,24 +47,24 @@ def test_without_a_host_it_is_the_socket_of_this_machine() -> None:
         ("mysql://h/books", "must begin with"),
     ],
 )
-def test_a_wrong_address_is_refused_with_the_reason(url: str, why: str) -> None:
-    """Settings are shown and logged: a password in one would be too."""
+def test_refuses_wrong_address_with_the_reason(url: str, why: str) -> None:
+    """Settings are shown and logged, so a password in one is refused, too."""
     with pytest.raises(StoreError, match=why) as caught:
         read_address(url, {}, "me")
 
     assert "secret" not in caught.value.message
 
 
-def test_a_password_comes_from_the_environment_and_is_shown_nowhere() -> None:
-    """Not in what an address says of itself, either."""
+def test_password_of_the_environment_is_never_shown() -> None:
+    """Not in the address's repr either."""
     address = read_address("postgresql://ada@h/books", {"PGPASSWORD": "secret"}, "me")
 
     assert address.password == "secret"
     assert "secret" not in f"{address!r} {address} {address.shown}"
 
 
-def test_a_password_file_is_asked_by_host_port_database_and_user(tmp_path: Path) -> None:
-    """The first line that fits; signs behind a backslash are themselves."""
+def test_password_file_matches_host_port_database_and_user(tmp_path: Path) -> None:
+    """The first line that matches; a backslash escapes a character."""
     file = tmp_path / ".pgpass"
     file.write_text("# ours\nh:5432:other:*:no\nh:*:books:ada:a\\:b\\\\c\n*:*:*:*:last\n")
     file.chmod(0o600)
@@ -77,8 +77,7 @@ def test_a_password_file_is_asked_by_host_port_database_and_user(tmp_path: Path)
     assert (one, other, local) == ("a:b\\c", "last", "last")
 
 
-def test_a_password_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    """A secret that is none is better noticed."""
+def test_refuses_password_file_readable_by_others(tmp_path: Path) -> None:
     file = tmp_path / ".pgpass"
     file.write_text("*:*:*:*:secret\n")
     file.chmod(0o644)

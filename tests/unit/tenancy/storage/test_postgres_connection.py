@@ -1,4 +1,4 @@
-"""One connection: values there and back, refusals, and how a connection ends."""
+"""`PostgresConnection`: values, refusals, and how a connection ends."""
 
 from __future__ import annotations
 
@@ -44,10 +44,8 @@ VALUES: list[tuple[str, Value]] = [
 
 
 @pytest.mark.parametrize(("kind", "value"), VALUES)
-def test_a_value_comes_back_as_it_went(
-    connection: PostgresConnection, kind: str, value: Value
-) -> None:
-    """Whichever way it is sent."""
+def test_values_round_trip(connection: PostgresConnection, kind: str, value: Value) -> None:
+    """Whichever way they are sent."""
     connection.execute(f"create temporary table seen (number bigint, value {kind})")
     connection.execute("insert into seen values (?, ?)", (1, value))
     connection.execute_many("insert into seen values (?, ?)", [(2, None), (3, value)])
@@ -59,20 +57,20 @@ def test_a_value_comes_back_as_it_went(
     ]
 
 
-def test_sums_of_whole_numbers_are_whole(connection: PostgresConnection) -> None:
-    """PostgreSQL sums 64 bits into decimals; money is whole numbers everywhere."""
+def test_sums_of_integers_are_integers(connection: PostgresConnection) -> None:
+    """PostgreSQL sums 64-bit integers into decimals; money is an integer everywhere."""
     (row,) = connection.rows("select sum(x), 0.5 from (values (?), (?)) as v (x)", (2**62, 2**62))
 
     assert row == (2**63, 0.5)
     assert isinstance(row[0], int)
 
 
-def test_a_number_names_a_value_twice(connection: PostgresConnection) -> None:
+def test_numbered_placeholder_repeats_a_value(connection: PostgresConnection) -> None:
     """As in SQLite."""
     assert connection.rows("select ?2, ?1, ?2", (1, "b")) == [("b", 1, "b")]
 
 
-def test_nul_in_text_is_replaced(connection: PostgresConnection) -> None:
+def test_replaces_nul_in_text(connection: PostgresConnection) -> None:
     """SQLite stores NUL, PostgreSQL cannot: no request fails for it."""
     connection.execute("create temporary table seen (value text)")
     connection.execute("insert into seen values (?)", ("a\0b",))
@@ -84,8 +82,8 @@ def test_nul_in_text_is_replaced(connection: PostgresConnection) -> None:
     )
 
 
-def test_the_rows_that_a_statement_changed_are_counted(connection: PostgresConnection) -> None:
-    """The last one of several."""
+def test_counts_changed_rows(connection: PostgresConnection) -> None:
+    """Of the last statement of several."""
     connection.execute("create temporary table seen (number bigint)")
     inserted = connection.execute("insert into seen values (?), (?)", (1, 2))
     several = connection.execute("delete from seen; insert into seen values (1), (2), (3)")
@@ -94,8 +92,8 @@ def test_the_rows_that_a_statement_changed_are_counted(connection: PostgresConne
     assert (inserted, several, nothing) == (2, 3, 0)
 
 
-def test_a_refused_statement_leaves_the_connection_usable(connection: PostgresConnection) -> None:
-    """The server's refusal, and a value that cannot be sent."""
+def test_refused_statement_leaves_the_connection_usable(connection: PostgresConnection) -> None:
+    """Refused by the server, or a value that cannot be sent."""
     with pytest.raises(StatementFailed) as refused:
         connection.rows("select 1 / ?", (0,))
     for value in ("\ud800", 2**63):
@@ -109,10 +107,10 @@ def test_a_refused_statement_leaves_the_connection_usable(connection: PostgresCo
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_one_impossible_row_of_many_is_refused(
+def test_refuses_all_rows_for_an_impossible_one(
     connection: PostgresConnection, wrong: int, is_copied: bool
 ) -> None:
-    """Nothing of them is kept, however they are sent."""
+    """However they are sent."""
     connection.execute("create temporary table seen (number bigint, what text)")
     rows = [(number, "ok") for number in range(3)]
     rows[wrong] = (wrong, "\ud800")
@@ -127,8 +125,8 @@ def test_one_impossible_row_of_many_is_refused(
     assert connection.rows("select count(*) from seen") == [(0,)]
 
 
-def test_a_commit_that_rolls_back_is_refused(connection: PostgresConnection) -> None:
-    """PostgreSQL answers ROLLBACK, and no error, after a statement that failed."""
+def test_raises_if_commit_rolled_back(connection: PostgresConnection) -> None:
+    """PostgreSQL answers ROLLBACK, without an error, after a failed statement."""
     connection.execute("begin")
     with pytest.raises(StatementFailed):
         connection.rows("select 1 / 0")
@@ -140,8 +138,8 @@ def test_a_commit_that_rolls_back_is_refused(connection: PostgresConnection) -> 
     assert caught.value.state == "25P02"
 
 
-def test_many_statements_do_not_gather_on_the_server(connection: PostgresConnection) -> None:
-    """Those used last are kept."""
+def test_bounds_prepared_statements(connection: PostgresConnection) -> None:
+    """The most recently used are kept."""
     for number in range(STATEMENTS_MAX + 50):
         connection.rows(f"select {number}")
 
@@ -149,16 +147,16 @@ def test_many_statements_do_not_gather_on_the_server(connection: PostgresConnect
     assert kept <= STATEMENTS_MAX
 
 
-async def test_a_thread_that_runs_an_event_loop_may_ask(connection: PostgresConnection) -> None:
+async def test_works_in_a_thread_with_an_event_loop(connection: PostgresConnection) -> None:
     """The connection's own loop cannot run inside another."""
     assert asyncio.get_running_loop().is_running()
     assert connection.rows("select ?", (1,)) == [(1,)]
 
 
-def test_a_lost_connection_stays_lost(
+def test_lost_connection_stays_lost(
     connection: PostgresConnection, postgres_server: Server
 ) -> None:
-    """The statement that was running may have run or not."""
+    """The running statement may or may not have run."""
     ((pid,),) = connection.rows("select pg_backend_pid()")
     with closing(PostgresConnection(postgres_server.address("postgres"), {}, TIMEOUT_S)) as other:
         other.execute("select pg_terminate_backend(?::int)", (pid,))
@@ -169,8 +167,8 @@ def test_a_lost_connection_stays_lost(
     assert connection.is_lost
 
 
-def test_a_statement_that_takes_too_long_ends_the_connection(postgres_server: Server) -> None:
-    """A server that does not answer may do so later, and to another statement."""
+def test_statement_timeout_ends_the_connection(postgres_server: Server) -> None:
+    """A late answer could be taken for that of another statement."""
     connection = PostgresConnection(postgres_server.address("postgres"), {}, 0.2)
     with pytest.raises(ConnectionLost, match="TimeoutError"):
         connection.rows("select pg_sleep(60)")
@@ -178,7 +176,7 @@ def test_a_statement_that_takes_too_long_ends_the_connection(postgres_server: Se
     assert connection.is_lost
 
 
-def test_a_database_that_is_not_there_is_refused(postgres_server: Server) -> None:
+def test_missing_database_is_refused(postgres_server: Server) -> None:
     """By the server, with its SQLSTATE."""
     with pytest.raises(StatementFailed) as caught:
         PostgresConnection(postgres_server.address("nowhere"), {}, TIMEOUT_S)

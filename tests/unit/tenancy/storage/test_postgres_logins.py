@@ -1,4 +1,4 @@
-"""Who may log in, and at whose server: TLS with authorities of a test's own, passwords over TCP."""
+"""Logins: TLS with test authorities, passwords over TCP."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ hostnossl eve eve 127.0.0.1/32 scram-sha-256
 """
 
 
-class Place(Struct, frozen=True):
-    """A server that asks for passwords, and is called localhost by the authority `ours`."""
+class LoginServer(Struct, frozen=True):
+    """A server that requires passwords; the authority `ours` certifies it as localhost."""
 
     server: Server
     port: int
@@ -36,7 +36,7 @@ class Place(Struct, frozen=True):
     theirs: Path
 
     def url(self, user: str, host: str = "localhost", options: str = "") -> str:
-        """To the user's own database. `options`: where none are given, those that are right."""
+        """Return the URL of the user's own database. `options`: by default the right ones."""
         return f"postgresql://{user}@{host}:{self.port}/{user}?{options or self.trusting}"
 
     @property
@@ -44,7 +44,7 @@ class Place(Struct, frozen=True):
         return f"sslrootcert={self.ours}"
 
     def run(self, *statements: str) -> list[Row]:
-        """As its administrator: the rows of the last."""
+        """Run statements as administrator; return the rows of the last."""
         rows: list[Row] = []
         with closing(
             PostgresConnection(self.server.address("postgres"), {}, PATIENCE_S)
@@ -54,7 +54,7 @@ class Place(Struct, frozen=True):
         return rows
 
     def has_tls(self, word: str) -> None:
-        """Whoever connects from now on finds it so."""
+        """Switch TLS on or off for new connections."""
         self.run(f"alter system set ssl = {word}", "select pg_reload_conf()")
         until_s = time.monotonic() + PATIENCE_S
         while self.run("show ssl") != [(word,)]:
@@ -62,7 +62,7 @@ class Place(Struct, frozen=True):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def login_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoginServer]:
     if BINARIES is None or shutil.which("openssl") is None:
         pytest.skip("PostgreSQL's binaries and openssl are not both here")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         return ["listen_addresses=127.0.0.1", *files]
 
     server = Server(prepare=prepare, port=port)
-    found = Place(server, port, folder / "ours.crt", folder / "theirs.crt")
+    found = LoginServer(server, port, folder / "ours.crt", folder / "theirs.crt")
     found.has_tls("on")
     for user in ("ada", "eve"):
         found.run(f"create role {user} login password '{PASSWORD}'")
@@ -89,7 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def certify(folder: Path, name: str, more: list[str]) -> None:
-    """A key and a certificate for it, by itself or by an authority, for a day."""
+    """Make a key and a certificate for a day, signed by itself or by an authority."""
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
     out = ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.crt"]
     command = ["openssl", "req", "-x509", *key, "-subj", f"/CN={name}", "-days", "1", *out, *more]
@@ -98,7 +98,7 @@ def certify(folder: Path, name: str, more: list[str]) -> None:
 
 
 def refusal(url: str, environment: Mapping[str, str]) -> str:
-    """Why it does not open; no password is in it."""
+    """Return why the store does not open, and check that no password is in it."""
     with pytest.raises(StoreError) as caught:
         open_store(url, Path(), environment).close()
     assert PASSWORD not in caught.value.message
@@ -118,10 +118,14 @@ def by_file(folder: Path, port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("way", [by_environment, by_file])
-def test_a_password_opens_over_tls(place: Place, tmp_path: Path, way: object) -> None:
-    """SCRAM, bound to the connection; the schema is made, and what is written is there."""
+def test_logs_in_by_password_over_tls(
+    login_server: LoginServer, tmp_path: Path, way: object
+) -> None:
+    """SCRAM with channel binding; the schema is created and data is written."""
     assert callable(way)
-    with closing(open_store(place.url("ada"), tmp_path, way(tmp_path, place.port))) as store:
+    with closing(
+        open_store(login_server.url("ada"), tmp_path, way(tmp_path, login_server.port))
+    ) as store:
         with store.change() as db:
             sql = "select ssl, version from pg_stat_ssl where pid = pg_backend_pid()"
             written = db.rows(sql)
@@ -133,68 +137,66 @@ def test_a_password_opens_over_tls(place: Place, tmp_path: Path, way: object) ->
     assert tenants == [(0,)]
 
 
-def test_without_tls_a_password_opens_where_that_is_said(place: Place, tmp_path: Path) -> None:
-    """Eve's network is her own; her address says so."""
-    url = place.url("eve", options="sslmode=disable")
+def test_logs_in_without_tls_if_the_url_allows_it(
+    login_server: LoginServer, tmp_path: Path
+) -> None:
+    url = login_server.url("eve", options="sslmode=disable")
     with closing(open_store(url, tmp_path, {"PGPASSWORD": PASSWORD})) as store:
         rows = store.query("select ssl from pg_stat_ssl where pid = pg_backend_pid()")
 
     assert rows == [(False,)]
 
 
-def test_a_wrong_password_is_the_servers_to_refuse(place: Place, tmp_path: Path) -> None:
-    """One that is not there at all, or in a line for somebody else, is told apart: it is looked for
-    in other places."""
-    wrong = refusal(place.url("ada"), {"PGPASSWORD": "guess"})
-    missing = refusal(place.url("eve", options="sslmode=disable"), by_file(tmp_path, 1))
+def test_wrong_password_is_refused_by_the_server(login_server: LoginServer, tmp_path: Path) -> None:
+    """A missing password is reported differently, with the places where it is looked up."""
+    wrong = refusal(login_server.url("ada"), {"PGPASSWORD": "guess"})
+    missing = refusal(login_server.url("eve", options="sslmode=disable"), by_file(tmp_path, 1))
 
     assert wrong.endswith('password authentication failed for user "ada".')
     assert 'password authentication failed for user "eve". No password for it is in' in missing
 
 
-def test_who_may_not_come_that_way_is_told_so(place: Place) -> None:
-    """A server that wants encryption says that it does."""
-    message = refusal(place.url("ada", options="sslmode=disable"), {"PGPASSWORD": PASSWORD})
+def test_reports_a_server_that_requires_tls(login_server: LoginServer) -> None:
+    message = refusal(login_server.url("ada", options="sslmode=disable"), {"PGPASSWORD": PASSWORD})
 
     assert "no pg_hba.conf entry" in message
     assert "no encryption" in message
 
 
-def test_a_server_must_show_a_certificate_by_a_known_authority(place: Place) -> None:
-    """Else it is anybody's, and would be told the password's proof, and the ledger."""
-    for options in (f"sslrootcert={place.theirs}", "sslmode=verify-full"):
-        message = refusal(place.url("ada", options=options), {"PGPASSWORD": PASSWORD})
+def test_requires_certificate_of_a_known_authority(login_server: LoginServer) -> None:
+    """Any other server would get the password's proof, and the ledger."""
+    for options in (f"sslrootcert={login_server.theirs}", "sslmode=verify-full"):
+        message = refusal(login_server.url("ada", options=options), {"PGPASSWORD": PASSWORD})
 
         assert "its certificate is refused" in message
         assert "sslrootcert=FILE" in message
 
 
-def test_a_certificate_is_for_its_name_alone(place: Place) -> None:
-    """The authority may have certified others."""
-    message = refusal(place.url("ada", host="127.0.0.1"), {"PGPASSWORD": PASSWORD})
+def test_requires_certificate_for_the_host_name(login_server: LoginServer) -> None:
+    """The authority may have certified other hosts."""
+    message = refusal(login_server.url("ada", host="127.0.0.1"), {"PGPASSWORD": PASSWORD})
 
     assert "its certificate is refused: IP address mismatch" in message
 
 
-def test_a_server_without_tls_is_refused_before_it_hears_who_asks(place: Place) -> None:
-    """Whoever sits in between could say that there is none."""
-    place.has_tls("off")
+def test_refuses_server_without_tls_before_login(login_server: LoginServer) -> None:
+    """An attacker in between could claim that the server has none."""
+    login_server.has_tls("off")
     try:
-        message = refusal(place.url("ada"), {"PGPASSWORD": PASSWORD})
+        message = refusal(login_server.url("ada"), {"PGPASSWORD": PASSWORD})
     finally:
-        place.has_tls("on")
+        login_server.has_tls("on")
 
     assert "the server has no TLS" in message
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
-def test_an_authority_that_cannot_be_read_is_named(
-    place: Place, tmp_path: Path, content: str | None
+def test_reports_unreadable_root_certificate(
+    login_server: LoginServer, tmp_path: Path, content: str | None
 ) -> None:
-    """Not found, or something else."""
     file = tmp_path / "ours.pem"
     if content is not None:
         file.write_text(content)
-    message = refusal(place.url("ada", options=f"sslrootcert={file}"), {})
+    message = refusal(login_server.url("ada", options=f"sslrootcert={file}"), {})
 
     assert f"sslrootcert: {file} cannot be read" in message

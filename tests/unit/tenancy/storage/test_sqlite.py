@@ -1,4 +1,4 @@
-"""The database file: whose it is, who may read it, and what it survives."""
+"""The database file: its owner and mode, and disk errors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def refusal(path: Path) -> str:
     return caught.value.code
 
 
-def test_only_its_owner_reads_it(tmp_path: Path) -> None:
-    """Digests of keys and the usage of tenants are nobody else's business; a wider mode that an
-    earlier hand left is narrowed."""
+def test_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    """It has key digests and tenants' usage; a wider mode is narrowed."""
     path = tmp_path / "test.db"
     path.touch(mode=0o644)
     store = SqliteStore(path)
@@ -51,8 +50,8 @@ def test_only_its_owner_reads_it(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
-def test_a_commit_is_on_the_disk_when_it_returns(store: Store) -> None:
-    """Anything less than `full` loses confirmed entries when the power goes."""
+def test_commits_with_full_sync(store: Store) -> None:
+    """Less than `full` loses confirmed entries in a power failure."""
     with store.change() as db:
         settings = [db.rows(f"pragma {name}") for name in ("synchronous", "foreign_keys")]
 
@@ -60,8 +59,7 @@ def test_a_commit_is_on_the_disk_when_it_returns(store: Store) -> None:
     assert store.query("pragma journal_mode") == [("wal",)]
 
 
-def test_a_second_start_finds_what_the_first_left(tmp_path: Path) -> None:
-    """Migrations run once."""
+def test_second_start_runs_no_migration(tmp_path: Path) -> None:
     first = SqliteStore(tmp_path / "test.db")
     create_tenant(first, Wall(), "ada")
     first.close()
@@ -74,7 +72,7 @@ def test_a_second_start_finds_what_the_first_left(tmp_path: Path) -> None:
     assert version == [(len(migrations()),)]
 
 
-def test_a_database_of_an_older_version_is_brought_up_to_date(
+def test_migrates_database_of_an_older_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later migration runs once, and keeps the data."""
@@ -92,8 +90,8 @@ def test_a_database_of_an_older_version_is_brought_up_to_date(
     assert (found, version) == ([("ada", "none")], [(2,)])
 
 
-def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    """Writing to a schema one does not know would damage it."""
+def test_refuses_database_of_a_newer_version(tmp_path: Path) -> None:
+    """Writing to an unknown schema would damage it."""
     store = SqliteStore(tmp_path / "test.db")
     with store.change() as db:
         db.execute("pragma user_version=999")
@@ -102,8 +100,8 @@ def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "test.db") == "newer_schema"
 
 
-def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
-    """A path typed wrong must not put our tables into somebody's file."""
+def test_refuses_database_of_another_program(tmp_path: Path) -> None:
+    """A mistyped path must not create tables in it."""
     path = tmp_path / "other.db"
     db = apsw.Connection(str(path))
     db.execute("create table songs (name)").fetchall()
@@ -116,8 +114,7 @@ def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "folder", "missing_parent_is_a_file"])
-def test_what_is_no_database_is_named(tmp_path: Path, kind: str) -> None:
-    """The message says which file, or nobody finds it."""
+def test_names_a_file_that_is_no_database(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "test.db"
     if kind == "text":
         path.write_text("not a database, and long enough to be taken for one" * 100)
@@ -130,7 +127,7 @@ def test_what_is_no_database_is_named(tmp_path: Path, kind: str) -> None:
     assert refusal(path) == "unusable"
 
 
-def test_an_old_sqlite_is_refused() -> None:
+def test_refuses_old_sqlite() -> None:
     """Before 3.51.3 two connections that write and checkpoint at once could damage the file."""
     check_sqlite(".".join(map(str, SQLITE_MIN)))
     check_sqlite("4.0.0")
@@ -139,8 +136,8 @@ def test_an_old_sqlite_is_refused() -> None:
         check_sqlite("3.51.2")
 
 
-def test_a_damaged_file_does_not_open_again(tmp_path: Path) -> None:
-    """Going on over damage spreads it."""
+def test_does_not_reopen_a_damaged_file(tmp_path: Path) -> None:
+    """Continuing would spread the damage."""
     store = SqliteStore(tmp_path / "test.db")
     for number in range(200):
         create_tenant(store, Wall(), f"tenant-{number}")
@@ -161,7 +158,7 @@ def test_a_damaged_file_does_not_open_again(tmp_path: Path) -> None:
 
 
 def attempts(*works: Callable[[], object]) -> list[str]:
-    """What comes of each: no more than whether it was done."""
+    """Try a query and a change; return whether each succeeded."""
     found = []
     for work in works:
         try:
@@ -173,7 +170,7 @@ def attempts(*works: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("sick", "while_sick"),
+    ("sick", "while_failing"),
     [
         ("no_reads", ["unusable", "unusable", "not_written", "unusable"]),
         ("wrong_reads", ["unusable", "unusable", "not_written", "unusable"]),
@@ -182,13 +179,13 @@ def attempts(*works: Callable[[], object]) -> list[str]:
         ("full", ["done", "done", "not_written", "not_written"]),
     ],
 )
-def test_when_the_disk_is_well_again_so_is_the_store(
+def test_recovers_when_the_disk_recovers(
     tmp_path: Path,
     sick: Literal["no_reads", "wrong_reads", "no_writes", "no_syncs", "full"],
-    while_sick: list[str],
+    while_failing: list[str],
 ) -> None:
-    """A page that was read wrong once stays wrong in a connection's memory, and would stay until
-    the next start. What was committed, in the log too, is there."""
+    """A page read wrong once stays wrong in a connection's memory. Committed data, also in the log,
+    is there."""
     disk, path = Disk(), tmp_path / "test.db"
     with disk_of(disk):
         store = SqliteStore(path)
@@ -220,13 +217,13 @@ def test_when_the_disk_is_well_again_so_is_the_store(
         weights = store.query("select distinct weight from tenants")
         store.close()
 
-    assert before == while_sick
+    assert before == while_failing
     assert after == ["done"] * 5
     assert weights == [(3.0,)]
 
 
-def test_after_an_error_of_the_disk_a_damaged_file_is_not_written(tmp_path: Path) -> None:
-    """Until it is whole again, each time it is tried; what can still be read is."""
+def test_does_not_write_a_damaged_file_after_a_disk_error(tmp_path: Path) -> None:
+    """Until it is repaired, at each attempt; readable data is still read."""
     disk, path = Disk(), tmp_path / "test.db"
     with disk_of(disk):
         store = SqliteStore(path)
@@ -250,15 +247,15 @@ def test_after_an_error_of_the_disk_a_damaged_file_is_not_written(tmp_path: Path
     assert names == [("ada",)]
 
 
-def test_a_database_says_whose_it_is(store: Store) -> None:
-    """`file` and other programs can tell."""
+def test_file_has_the_application_id(store: Store) -> None:
+    """`file` and other programs show it."""
     assert store.query("pragma application_id") == [(APPLICATION_ID,)]
 
 
-def test_behind_another_writer_or_a_full_disk_it_is_busy(
+def test_busy_behind_another_writer_or_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What may work later is told from what must be looked into."""
+    """Temporary errors are told from permanent ones."""
     monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 1)
     path = tmp_path / "test.db"
     store = SqliteStore(path)
@@ -277,8 +274,8 @@ def test_behind_another_writer_or_a_full_disk_it_is_busy(
     assert found == []
 
 
-def test_what_is_deleted_is_written_over(tmp_path: Path) -> None:
-    """Erased contents are not in the file's free pages, for whoever reads it with other tools."""
+def test_overwrites_deleted_content(tmp_path: Path) -> None:
+    """Erased content must not remain in the file's free pages."""
     path, secret = tmp_path / "test.db", b"nobody may read this again. " * 500
     store = SqliteStore(path)
     create_tenant(store, lambda: 1, "ada")
@@ -317,7 +314,7 @@ while time.monotonic() < until_s:
 """Commits without a pause, each as long as on a slow disk."""
 
 
-def test_a_change_gets_in_beside_a_process_that_always_writes(tmp_path: Path) -> None:
+def test_change_succeeds_beside_a_busy_writer(tmp_path: Path) -> None:
     """The ledger's writer is one: an administrator's change must not starve behind it."""
     path, passed = tmp_path / "test.db", "select count(*) from writes where whose = 0"
     with closing(SqliteStore(path)) as store:
@@ -337,4 +334,4 @@ def test_a_change_gets_in_beside_a_process_that_always_writes(tmp_path: Path) ->
         rows = store.query("select count(*) from writes where whose = 1")
 
     assert rows == [(8,)]
-    assert writes / 8 < 70  # SQLite's own way waits for more than a hundred of the other's
+    assert writes / 8 < 70  # SQLite's own handler waits for more than a hundred

@@ -1,4 +1,4 @@
-"""One transaction on a file: how it ends, and who may write then."""
+"""`LockedTransaction`: how it ends, and who may write then."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def numbers(connection: apsw.Connection) -> list[int]:
     return [row[0] for row in connection.execute("select number from things")]
 
 
-def test_the_lock_is_free_however_it_ends(connection: apsw.Connection) -> None:
-    """Committed, refused by a statement, by the commit, at its beginning, or broken off; and only
-    what was committed is there."""
+def test_releases_the_lock_however_it_ends(connection: apsw.Connection) -> None:
+    """Committed, failed in a statement, in the commit or at its beginning, or interrupted; only a
+    commit leaves data."""
     lock = threading.Lock()
     counted: list[bool] = []
 
@@ -69,7 +69,7 @@ def test_the_lock_is_free_however_it_ends(connection: apsw.Connection) -> None:
     assert not lock.locked()
 
 
-def test_nobody_else_writes_meanwhile(connection: apsw.Connection) -> None:
+def test_excludes_other_writers(connection: apsw.Connection) -> None:
     """From its beginning on, whether or not it has written yet."""
     lock = threading.Lock()
     with (
