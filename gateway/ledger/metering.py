@@ -82,8 +82,8 @@ class LedgerReservation:
     async def open(self) -> None:
         """Write the hold. The request may not run if this raises.
 
-        Raises BudgetExceeded, IdempotencyConflict, BadPrice (the maximum price exceeds what the
-        ledger can count): then nothing is left to settle. Raises LedgerUnavailable.
+        Raises BudgetExceeded, IdempotencyConflict, BadPrice (the maximum price exceeds the largest
+        charge): then nothing is left to settle. Raises LedgerUnavailable.
         """
         self.is_open = True
         try:

@@ -67,9 +67,9 @@ def serve(wire: socket.socket, environment: Mapping[str, str], clock: WallClock)
         send(wire, Opened(writer.writer_id, writer.interrupted, writer.found_epoch))
         for items in _batches(chain([frames[1:]], received)):
             send(wire, _batch_result(writer.write(items)))
-            writer.look_after()
+            writer.run_maintenance()
         with suppress(StoreError):  # the next start closes the holds
-            writer.abandon()
+            writer.close_own_holds()
         writer.close()
     return 0
 

@@ -225,7 +225,7 @@ async def test_killed_gateways_items_are_written(model: Path, place: Place) -> N
         load = Load(server)
         clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + 10 * LATE_S
+        until_s = loop.time() + 10 * DEFER_S
         while loop.time() < until_s:  # the requests wait for their holds or entries
             async with server.asked(max_tokens="none") as (_, content):
                 await content.read()

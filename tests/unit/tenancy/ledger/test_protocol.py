@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenancy import errors
-from tenancy.errors import BudgetExceeded, LimitExceeded, IdempotencyConflict, TenancyError
+from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, TenancyError
 from tenancy.ledger.child_process import FrameReader, encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
