@@ -88,10 +88,10 @@ class Gateway:
         given, and closed with this, whoever made them. Raises StoreError."""
         vocab = renderer.card.config.vocab
         self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))
-        if store.is_near:  # elsewhere each look for budgets would be a round trip
+        if store.is_local:  # elsewhere each look for budgets would be a round trip
             self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
         self._registry = KeyAuthenticator(store, wall, clock)
-        if not store.is_near:
+        if not store.is_local:
             self._registry.start_watching()
         self.context = Context(
             config=config,
@@ -100,7 +100,7 @@ class Gateway:
             ledger=self.ledger,
             journal=ProgressJournal(
                 partial(note_progress, self.ledger),
-                PROGRESS_FLUSH_S if store.is_near else PROGRESS_FLUSH_REMOTE_S,
+                PROGRESS_FLUSH_S if store.is_local else PROGRESS_FLUSH_REMOTE_S,
             ),
             store=store,
             reports=QueryPool(store),

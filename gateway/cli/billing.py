@@ -39,7 +39,7 @@ from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import ANY, RateCard, format_dollars
 from tenancy.pricing.rate_cards import add_card, load_cards
-from tenancy.storage.atomic_files import written_whole
+from tenancy.storage.atomic_files import atomic_write
 
 Adder = Callable[[argparse.ArgumentParser], None]
 Write = Callable[[bytes], object]
@@ -283,7 +283,7 @@ def _export(options: argparse.Namespace, config: Config, write: Write, show: Sho
 def _write_file(path: Path, data: Iterator[bytes]) -> int:
     """Whole, or not there."""
     size = 0
-    with written_whole(path) as part, part.open("wb") as file:
+    with atomic_write(path) as part, part.open("wb") as file:
         for chunk in data:
             size += file.write(chunk)
     return size

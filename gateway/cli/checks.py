@@ -93,7 +93,7 @@ def _data_dir(config: Config) -> Found:
 
 def _database(config: Config) -> Found:
     try:
-        found = backends.look(config.tenancy.database, config.data, os.environ)
+        found = backends.describe_place(config.tenancy.database, config.data, os.environ)
     except StoreError as error:
         return [("database", False, error.message)]
     return [("database", True, found)]

@@ -33,7 +33,7 @@ def opened(config: Config, *, makes: bool = True) -> Iterator[Store]:
     before = store.changes
     try:
         yield store
-        if store.is_near and store.changes != before:
+        if store.is_local and store.changes != before:
             sleep(REFRESH_S)
     finally:
         store.close()

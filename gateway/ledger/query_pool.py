@@ -73,7 +73,7 @@ class QueryPool:
         return [by_tenant, self._tenant_limit, self._total_limit]
 
     def _answer(self, question: Callable[[Store], T], spare: Store | None) -> T:
-        store = self._store.another() if spare is None else spare
+        store = self._store.open_another() if spare is None else spare
         try:
             return question(store)
         finally:

@@ -21,7 +21,7 @@ from tenancy.ledger.entries import (
 from tenancy.pricing.budgets import list_budgets, sum_window, window_of
 from tenancy.pricing.charges import PICO_PER_MICRO, compute_charge, compute_savings
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
-from tenancy.storage.hourly_usage import HOUR_SUMS, HOURS
+from tenancy.storage.hourly_usage import HOUR_SUMS, HOURLY_USAGE
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import DAY_MS
 
@@ -109,7 +109,7 @@ def _breach_credits(db: Transaction, credit: Adjustment | None, entry_id: int) -
 def _hours(db: Transaction) -> Iterator[str]:
     """Check hourly sums against entries, day by day, as one day's hours fit into memory."""
     seen = 0
-    for (day_ms,) in db.rows(f"select distinct hour_ms / {DAY_MS} * {DAY_MS} from {HOURS}"):
+    for (day_ms,) in db.rows(f"select distinct hour_ms / {DAY_MS} * {DAY_MS} from {HOURLY_USAGE}"):
         day = (day_ms, day_ms + DAY_MS)
         expected_sums = {row[:4]: _join_money(row[4:]) for row in db.rows(_OF_ENTRIES, day)}
         seen += sum(sums[0] for sums in expected_sums.values())
@@ -132,7 +132,7 @@ _OF_ENTRIES, _OF_HOURS = (
     " group by 1, 2, 3, 4"
     for table, at, hour, sums in (
         ("ledger", "booked_ms", f"booked_ms / {HOUR_MS} * {HOUR_MS}", ENTRY_SUMS),
-        (HOURS, "hour_ms", "hour_ms", [f"sum({name})" for name in HOUR_SUMS]),
+        (HOURLY_USAGE, "hour_ms", "hour_ms", [f"sum({name})" for name in HOUR_SUMS]),
     )
 )
 

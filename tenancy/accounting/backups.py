@@ -25,9 +25,9 @@ from tenancy.ledger.epochs import (
     ledger_epoch,
     save_known_point,
 )
-from tenancy.storage.atomic_files import synced, written_whole
+from tenancy.storage.atomic_files import atomic_write, fsync_path
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore, claimed, is_patient, recalled
+from tenancy.storage.sqlite import SqliteStore, hold_writer_lock, read_marker, retry_while_busy
 from tenancy.types import WallClock
 
 _COMPANION_SUFFIXES = ("-wal", "-shm", "-journal")
@@ -62,7 +62,7 @@ def backup(path: Path, target: Path) -> int:
     """
     if target.exists():
         raise StoreError("target_exists", f"File exists: {target}; expected a new file.")
-    with written_whole(target, mode=0o600) as part:
+    with atomic_write(target, mode=0o600) as part:
         _copy(path, part)
     return target.stat().st_size
 
@@ -78,8 +78,8 @@ def restore(
     """
     if not source.is_file():
         raise StoreError("unusable", f"Not a file: {source}.")
-    with claimed(path):
-        with written_whole(path, mode=0o600) as part:
+    with hold_writer_lock(path):
+        with atomic_write(path, mode=0o600) as part:
             _copy(source, part)
             _check_has_schema(part, source)
             with closing(_open_checked(part, source, progress)) as store:
@@ -100,13 +100,13 @@ def mark_restored(store: Store, clock: WallClock) -> LedgerEpoch:
     """
     store.claim()
     try:
-        known = decode_known_point(store.recall())
+        known = decode_known_point(store.load_marker())
         with store.change() as db:
             above = 0 if known is None else known.epoch
             epoch = begin_ledger_epoch(db, clock(), "marked", above=above)
         save_known_point(store, clock)
     finally:
-        store.disclaim()
+        store.release_claim()
     return epoch
 
 
@@ -117,7 +117,7 @@ def _copy(source: Path, target: Path) -> None:
             closing(apsw.Connection(str(source), flags=apsw.SQLITE_OPEN_READONLY)) as there,
             closing(apsw.Connection(str(target))) as here,
         ):
-            there.set_busy_handler(is_patient)
+            there.set_busy_handler(retry_while_busy)
             with here.backup("main", there, "main") as pages:
                 pages.step(-1)
     except apsw.NotADBError as error:
@@ -134,14 +134,14 @@ def _make_single_file(path: Path) -> None:
     """
     try:
         with closing(apsw.Connection(str(path))) as connection:
-            connection.set_busy_handler(is_patient)
+            connection.set_busy_handler(retry_while_busy)
             mode = connection.execute("pragma journal_mode=delete").fetchall()
     except (apsw.BusyError, apsw.LockedError) as error:
         raise StoreBusy("in_use", f"Database is in use by another program: {path}.") from error
     except apsw.Error as error:
         raise StoreError("unusable", f"Cannot use {path}: {error}.") from error
     assert mode == [("delete",)], "only another open connection keeps the mode"
-    synced(path)
+    fsync_path(path)
 
 
 def _set_aside(path: Path) -> Path | None:
@@ -216,5 +216,5 @@ def _count_missing(path: Path, backup: Store) -> tuple[int, MissingEntries]:
             return number, MissingEntries()
         sql = "select count(*), min(booked_ms), max(ended_ms) from ledger where entry_id > ?"
         return number, MissingEntries(*store.query(sql, (entry_id,))[0])
-    known = decode_known_point(recalled(path))
+    known = decode_known_point(read_marker(path))
     return (known.epoch, MissingEntries(until_ms=known.at_ms)) if known else (0, MissingEntries())

@@ -16,7 +16,7 @@ from msgspec import Struct
 from tenancy.accounting.reconcile import reconcile_in
 from tenancy.errors import CloseRefused
 from tenancy.ledger.entries import read_number
-from tenancy.storage.hourly_usage import HOURS
+from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import DAY_MS, WallClock
 
@@ -232,7 +232,7 @@ def _last_closed(db: Transaction) -> int | None:
 
 
 def _first_day(db: Transaction) -> int | None:
-    first: int | None = db.rows(f"select min(hour_ms) from {HOURS}")[0][0]
+    first: int | None = db.rows(f"select min(hour_ms) from {HOURLY_USAGE}")[0][0]
     return None if first is None else first // DAY_MS
 
 

@@ -20,7 +20,7 @@ from msgspec import structs
 from tenancy.accounting.usage import entries_of, span_of
 from tenancy.errors import TenancyError
 from tenancy.pricing.charges import CHARGED, write_tokens_by_class
-from tenancy.storage.atomic_files import written_whole
+from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry, format_utc
 
@@ -135,7 +135,7 @@ def write_parquet(columns: Sequence[str], rows: Rows, path: Path) -> int:
         raise TenancyError("no_parquet", message) from error
     schema = pyarrow.schema([(name, _parquet_type(pyarrow, name)) for name in columns])
     written = 0
-    with written_whole(path) as part, parquet.ParquetWriter(part, schema) as writer:
+    with atomic_write(path) as part, parquet.ParquetWriter(part, schema) as writer:
         for page in _chunks(rows):
             data = {name: [row[name] for row in page] for name in columns}
             writer.write_table(pyarrow.table(data, schema=schema))

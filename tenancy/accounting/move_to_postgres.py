@@ -18,8 +18,8 @@ from msgspec import Struct
 from tenancy.accounting.audit import findings_in
 from tenancy.errors import StoreError
 from tenancy.pricing.charges import PICO_PER_MICRO
-from tenancy.storage.hourly_usage import HOURS
-from tenancy.storage.interface import Row, Store, Transaction, Value, marks, without_nul
+from tenancy.storage.hourly_usage import HOURLY_USAGE
+from tenancy.storage.interface import Row, Store, Transaction, Value, placeholders, without_nul
 
 if TYPE_CHECKING:
     from tenancy.storage.postgres import PostgresStore, PostgresTransaction
@@ -127,7 +127,7 @@ def move(
                 _set_sequences(source_db, target_db)
                 return _compare(source_db, target_db, target.place, back)
     finally:
-        source.disclaim()
+        source.release_claim()
 
 
 def _has_rows(target: PostgresStore) -> bool:
@@ -217,7 +217,7 @@ def _pages(db: Transaction, table: str, columns: Sequence[str]) -> Iterator[list
     while page := db.rows(sql, values):
         yield page
         values = [page[-1][place] for place in places]
-        sql = f"{selected} where ({_column_list(keys)}) > {marks(len(keys))} {in_order}"
+        sql = f"{selected} where ({_column_list(keys)}) > {placeholders(len(keys))} {in_order}"
 
 
 def _page_rows(table: str) -> int:
@@ -235,7 +235,7 @@ def _column_list(names: Sequence[str]) -> str:
 
 def _totals(target_db: Transaction, counts: dict[str, int], *, was_there: bool) -> MoveResult:
     micros, rest = target_db.rows(
-        f"select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0) from {HOURS}"
+        f"select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0) from {HOURLY_USAGE}"
     )[0]
     last = target_db.rows("select chain from ledger order by entry_id desc limit 1")
     charged = int(micros) * PICO_PER_MICRO + int(rest)

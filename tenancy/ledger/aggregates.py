@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.hourly_usage import HOUR_SUMS
-from tenancy.storage.interface import Transaction, Value, marks
+from tenancy.storage.interface import Transaction, Value, placeholders
 from tenancy.types import DAY_MS, UsageEntry
 
 HOUR_MS = 3_600_000
@@ -98,11 +98,11 @@ _GROUP = "tenant_id, hour_ms, key_id, model, epoch"
 _SUMS = ", ".join(HOUR_SUMS)
 _ADD = (
     f"insert into recent_sums ({_GROUP}, {_SUMS}, last_ended_ms)"
-    f" values {marks(6 + len(HOUR_SUMS))} on conflict ({_GROUP})"
+    f" values {placeholders(6 + len(HOUR_SUMS))} on conflict ({_GROUP})"
     f" do update set {_add_columns('recent_sums', HOUR_SUMS)},"
     f" last_ended_ms = {max_of('recent_sums', 'last_ended_ms')}"
 )
-_UP_TO = f"({_GROUP}) <= {marks(5)}"
+_UP_TO = f"({_GROUP}) <= {placeholders(5)}"
 _EPOCH_SUMS = ("prompt_tokens", "physical_cached_tokens", "output_tokens")
 _FOLD = (
     *(

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from tenancy.ledger.aggregates import HOUR_MS, HourlySums
-from tenancy.storage.interface import Transaction, Value, marks
+from tenancy.storage.interface import Transaction, Value, placeholders
 from tenancy.types import DAY_MS, UsageEntry
 
 NO_CHAIN = b""
@@ -119,6 +119,7 @@ def hour_of(at_ms: int) -> int:
 
 _READS, _WRITES = ENTRY_FIELDS.index("reads"), ENTRY_FIELDS.index("writes")
 _INSERT_ENTRIES = (
-    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain) values {marks(len(ENTRY_FIELDS) + 1)}"
+    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain)"
+    f" values {placeholders(len(ENTRY_FIELDS) + 1)}"
 )
 _INSERT_SEAL = "insert into seals (hour_ms, entry_id, chain) select ?, max(entry_id), ? from ledger"

@@ -71,7 +71,7 @@ def detect_replacement(store: Store, clock: WallClock) -> LedgerEpoch | None:
 
     Returns the new epoch, or None. Raises StoreError.
     """
-    known = decode_known_point(store.recall())
+    known = decode_known_point(store.load_marker())
     if known is None:
         return None
     latest = ledger_epoch(store)
@@ -105,12 +105,12 @@ def save_known_point(store: Store, clock: WallClock) -> None:
 
     Best effort: after a failed write the next call tries again. Raises StoreError.
     """
-    if not store.is_near:
+    if not store.is_local:
         return
     entry_id, chain = _last_entry(store.query(_LAST_ENTRY))
     point = KnownPoint(ledger_epoch(store).number, entry_id, chain.hex(), clock())
     with suppress(OSError):
-        store.remember(msgspec.json.encode(point))
+        store.save_marker(msgspec.json.encode(point))
 
 
 def _last_entry(rows: list[tuple[int, bytes]]) -> tuple[int, bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from tenancy.storage.interface import Transaction, Value, filled_up, marks
+from tenancy.storage.interface import Transaction, Value, pad_to_power_of_two, placeholders
 
 HeldTerms = tuple[str, int, int]
 """Terms of a hold: rate card id, reserved pico-dollars, and the instant it is booked at (ms)."""
@@ -30,7 +30,7 @@ class Holds:
         self._made: dict[str, tuple[Value, ...]] = {}
         self._released: list[tuple[str]] = []
         for first in range(0, len(request_ids), IDS_AT_ONCE):
-            asked = filled_up(request_ids[first : first + IDS_AT_ONCE])
+            asked = pad_to_power_of_two(request_ids[first : first + IDS_AT_ONCE])
             for request_id, card_id, pico, booked_ms in db.rows(_select_ids(len(asked)), asked):
                 if card_id is None:
                     self._settled.add(request_id)
@@ -83,4 +83,6 @@ HOLD_FIELDS = (
 )
 """Columns of an open hold."""
 
-_INSERT_HOLDS = f"insert into holds ({', '.join(HOLD_FIELDS)}) values {marks(len(HOLD_FIELDS))}"
+_INSERT_HOLDS = (
+    f"insert into holds ({', '.join(HOLD_FIELDS)}) values {placeholders(len(HOLD_FIELDS))}"
+)

@@ -17,7 +17,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from tenancy.errors import IdempotencyConflict
-from tenancy.storage.interface import Store, Transaction, Value, filled_up, marks
+from tenancy.storage.interface import Store, Transaction, Value, pad_to_power_of_two, placeholders
 
 T = TypeVar("T")
 
@@ -122,13 +122,15 @@ class IdempotencyNames:
         self._sums: dict[int, tuple[int, int]] = {}
         self._active: set[int] = set()
         for keys in _chunks(claimed, 64):
-            which = f"(tenant_id, name) in (values {', '.join([marks(2)] * len(keys))})"
+            which = f"(tenant_id, name) in (values {', '.join([placeholders(2)] * len(keys))})"
             self._read(which, [value for key in keys for value in key])
         for ids in _chunks(ended, 128):
-            self._read(f"request_id in {marks(len(ids))}", ids)
+            self._read(f"request_id in {placeholders(len(ids))}", ids)
         tenants = {key[0] for key in (*claimed, *self._by_name)}
         for some in _chunks(tenants, 128):
-            for tenant_id, is_active, names, size in db.rows(_SELECT_SUMS + marks(len(some)), some):
+            for tenant_id, is_active, names, size in db.rows(
+                _SELECT_SUMS + placeholders(len(some)), some
+            ):
                 self._sums[tenant_id] = names, size
                 if is_active:
                     self._active.add(tenant_id)
@@ -241,7 +243,7 @@ def _chunks(asked: Collection[T], count: int) -> Iterator[list[T]]:
     """Yield chunks of up to `count` items, padded to few different lengths."""
     rest = list(asked)
     for first in range(0, len(rest), count):
-        yield filled_up(rest[first : first + count])
+        yield pad_to_power_of_two(rest[first : first + count])
 
 
 def forget(db: Transaction, tenant_id: int, workspace: str | None = None) -> None:

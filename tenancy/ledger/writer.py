@@ -73,12 +73,12 @@ class LedgerWriter:
         self._doubtful: set[str] = set()  # refused holds that may be stored
         self._is_damaged = False  # after a disk error: check before writing
         self._has_recent = False  # there may be sums to fold
-        is_over = cache(store.is_over)
+        is_gone = cache(store.is_writer_gone)
 
         def is_dead(request_id: str, writer_id: int) -> bool:
             if request_id in living:
                 return False
-            return writer_id == self.writer_id or is_over(writer_id)
+            return writer_id == self.writer_id or is_gone(writer_id)
 
         try:
             self.found_epoch = detect_replacement(store, clock)
@@ -86,7 +86,7 @@ class LedgerWriter:
             self._fold_all_sums()
             self._save_point()
         except BaseException:
-            store.disclaim()
+            store.release_claim()
             raise
 
     def write(self, items: Sequence[Item]) -> Answers:
@@ -128,7 +128,7 @@ class LedgerWriter:
         """Release the database for the next writer. Call once."""
         self._fold_all_sums()
         self._save_point()
-        self._store.disclaim()
+        self._store.release_claim()
 
     def _commit(self, items: Sequence[Item]) -> Answers:
         if self._is_damaged:

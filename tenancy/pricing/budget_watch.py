@@ -23,7 +23,7 @@ class BudgetWatch:
     """The budgets of one local store. Belongs to one thread."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        assert store.is_near, "each refresh would be a round trip"
+        assert store.is_local, "each refresh would be a round trip"
         self._store = store
         self._clock = clock
         self._known_until_s = -math.inf

@@ -20,8 +20,8 @@ from msgspec import Struct
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.pricing.charges import LATEST_MS, PICO_PER_MICRO
 from tenancy.pseudonyms import check_not_deleted
-from tenancy.storage.hourly_usage import HOURS
-from tenancy.storage.interface import Store, Transaction, filled_up, marks
+from tenancy.storage.hourly_usage import HOURLY_USAGE
+from tenancy.storage.interface import Store, Transaction, pad_to_power_of_two, placeholders
 from tenancy.types import DAY_MS, WallClock
 
 Window = Literal["day", "month"]
@@ -261,7 +261,7 @@ def sum_window(db: Transaction, budget: Budget, start_ms: int, end_ms: int) -> t
     values = (budget.tenant_id, start_ms, end_ms, *(line if budget.key_id else ()))
     spent = db.rows(
         "select coalesce(sum(charge_micros), 0), coalesce(sum(charge_rest), 0)"
-        f" from {HOURS} where {whose} and hour_ms >= ?2 and hour_ms < ?3",
+        f" from {HOURLY_USAGE} where {whose} and hour_ms >= ?2 and hour_ms < ?3",
         values,
     )[0]
     held = db.rows(
@@ -276,11 +276,11 @@ def _read_windows(db: Transaction, keys: Sequence[_WindowKey]) -> dict[_WindowKe
     """Return (spent, reserved) of the windows that have a row."""
     found: dict[_WindowKey, tuple[int, int]] = {}
     for first in range(0, len(keys), WINDOWS_AT_ONCE):
-        asked = filled_up(keys[first : first + WINDOWS_AT_ONCE])
+        asked = pad_to_power_of_two(keys[first : first + WINDOWS_AT_ONCE])
         rows = db.rows(
             f'select tenant_id, key_id, "window", starts_ms, {", ".join(_SUMS)} from budget_windows'
             ' where (tenant_id, key_id, "window", starts_ms)'
-            f" in (values {', '.join([marks(4)] * len(asked))})",
+            f" in (values {', '.join([placeholders(4)] * len(asked))})",
             [value for key in asked for value in key],
         )
         for *key, a, b, c, d in rows:

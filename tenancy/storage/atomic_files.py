@@ -20,7 +20,7 @@ PART_SUFFIX = ".trunkline-part"
 
 
 @contextmanager
-def written_whole(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
+def atomic_write(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """Yield the path of an empty part file, which replaces `target` when the block has ended.
 
     If the block raises, the part file is removed, and all files beside it whose names begin with
@@ -32,13 +32,13 @@ def written_whole(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
         yield part
         os.fsync(file)
         part.replace(target)
-        synced(target.parent)
+        fsync_path(target.parent)
     finally:
         _remove(part)
         os.close(file)
 
 
-def synced(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file, or a folder's entries, to the disk. Raises OSError."""
     file = os.open(path, os.O_RDONLY)
     try:

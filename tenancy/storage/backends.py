@@ -42,7 +42,7 @@ def open_store(place: str, folder: Path, environment: Mapping[str, str]) -> Stor
     return _open(place, folder, environment, is_ready=False)
 
 
-def look(place: str, folder: Path, environment: Mapping[str, str]) -> str:
+def describe_place(place: str, folder: Path, environment: Mapping[str, str]) -> str:
     """Describe the database in words without creating it. Raises StoreError."""
     if not is_server(place) and not (folder / place).exists():
         return f"{folder / place}, made at the first start"

@@ -1,8 +1,8 @@
 """Usage by hour, as a relation that queries read from.
 
 The sums of an hour are in two tables: `recent_sums`, where the ledger adds to them, and
-`usage_hours`, where it moves them later. `HOURS` reads both. This module knows no entries and no
-prices.
+`usage_hours`, where it moves them later. `HOURLY_USAGE` reads both. This module knows no entries
+and no prices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOUR_SUMS = (
 
 _COLUMNS = f"tenant_id, hour_ms, key_id, model, {', '.join(HOUR_SUMS)}"
 
-HOURS = (
+HOURLY_USAGE = (
     f"(select {_COLUMNS} from usage_hours union all select {_COLUMNS} from recent_sums) as hours"
 )
 """A relation of all booked usage; one hour may have several rows."""

@@ -52,7 +52,7 @@ class Store(Protocol):
         """Name the database for messages, without a secret."""
 
     @property
-    def is_near(self) -> bool:
+    def is_local(self) -> bool:
         """True if a query costs microseconds, so that an event loop may run one."""
 
     @property
@@ -80,30 +80,31 @@ class Store(Protocol):
         StoreError."""
 
     def claim(self, successor_of: int = 0, patience_s: float = 0.0) -> int:
-        """Become the writer of holds here, until `disclaim` or the end of the process; return the
-        writer's id.
+        """Become the writer of holds, until `release_claim` or the end of the process.
+
+        Returns the writer's id.
 
         `successor_of`: id of a dead writer, whose holds this writer takes over. Raises StoreError,
         also if the database allows one writer and another still writes after `patience_s`.
         """
 
-    def disclaim(self) -> None:
+    def release_claim(self) -> None:
         """Give up the claim on holds. Safe to repeat."""
 
-    def is_over(self, writer_id: int) -> bool:
+    def is_writer_gone(self, writer_id: int) -> bool:
         """Return whether the writer of this id has ended. Raises StoreError."""
 
-    def remember(self, point: bytes) -> None:
+    def save_marker(self, marker: bytes) -> None:
         """Keep a marker beside the database and not in it, so that a replaced database has another
         one.
 
         Does nothing on a server. Raises OSError.
         """
 
-    def recall(self) -> bytes | None:
+    def load_marker(self) -> bytes | None:
         """Return the last marker; None if none was kept, or on a server."""
 
-    def another(self) -> Store:
+    def open_another(self) -> Store:
         """Open a second store of the same database. Raises StoreError."""
 
     def reopen(self) -> None:
@@ -117,12 +118,12 @@ class Store(Protocol):
 
 
 @lru_cache(maxsize=256)
-def marks(count: int) -> str:
+def placeholders(count: int) -> str:
     """Return `(?, ?, ?)`, for a row or after `in`."""
     return f"({', '.join('?' * count)})"
 
 
-def filled_up(asked: Sequence[T]) -> list[T]:
+def pad_to_power_of_two(asked: Sequence[T]) -> list[T]:
     """Return the values, the last one repeated up to a power of two: statements then have few
     lengths."""
     if len(asked) == 1:

@@ -119,7 +119,7 @@ class PostgresStore:
         return self._address.shown
 
     @property
-    def is_near(self) -> bool:
+    def is_local(self) -> bool:
         """False: a query costs a round trip."""
         return False
 
@@ -174,19 +174,19 @@ class PostgresStore:
         a new id if that one is no longer known. Raises StoreError.
         """
         with self._write_lock, self._translate_errors("was not changed", "not_written"):
-            self.disclaim()
+            self.release_claim()
             self._writer_id = successor_of
             connection = self._writer_connection()
             rows = connection.rows(_SELECT_NUMBER, (self._writer_id,))
             if rows:
                 self._number = rows[0][0]
             else:
-                self.disclaim()
+                self.release_claim()
                 connection = self._writer_connection()
             connection.execute(_DELETE_ENDED_WRITERS, (self._writer_id - WRITERS_KEPT, WRITERS))
             return self._writer_id
 
-    def is_over(self, writer_id: int) -> bool:
+    def is_writer_gone(self, writer_id: int) -> bool:
         """See `Store`. Raises StoreError."""
         if writer_id == self._writer_id:
             return False
@@ -196,7 +196,7 @@ class PostgresStore:
             sql = "select pg_try_advisory_xact_lock(?::int, ?::int)"
             return bool(db.rows(sql, (WRITERS, writer_id))[0][0])
 
-    def disclaim(self) -> None:
+    def release_claim(self) -> None:
         """See `Store`."""
         with self._write_lock:
             if self._writer is not None:
@@ -206,14 +206,14 @@ class PostgresStore:
                 self._writer.close()
             self._writer, self._writer_id = None, 0
 
-    def remember(self, point: bytes) -> None:
+    def save_marker(self, marker: bytes) -> None:
         """See `Store`. Does nothing: a server has no place beside the database."""
 
-    def recall(self) -> bytes | None:
+    def load_marker(self) -> bytes | None:
         """See `Store`. None."""
         return None
 
-    def another(self) -> PostgresStore:
+    def open_another(self) -> PostgresStore:
         """See `Store`."""
         return PostgresStore(self._address, is_ready=True)
 
@@ -228,7 +228,7 @@ class PostgresStore:
         """See `Store`."""
         self._closing.set()
         with self._write_lock, self._read_lock:
-            self.disclaim()
+            self.release_claim()
             if self._reader is not None:
                 self._reader.close()
 

@@ -23,7 +23,7 @@ from types import TracebackType
 import apsw
 
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError
-from tenancy.storage.atomic_files import written_whole
+from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Row, Transaction, Value
 
 SQLITE_MIN = (3, 51, 3)
@@ -188,7 +188,7 @@ class SqliteStore:
         """See `Store`. Uses a connection of its own. Raises StoreError."""
         try:
             with closing(apsw.Connection(str(self.path))) as connection:
-                connection.set_busy_handler(is_patient)
+                connection.set_busy_handler(retry_while_busy)
                 connection.execute("pragma query_only=on").fetchall()
                 connection.execute("begin")
                 yield SqliteTransaction(connection)
@@ -200,7 +200,7 @@ class SqliteStore:
         return int(self.query("select version from registry_version")[0][0])
 
     @property
-    def is_near(self) -> bool:
+    def is_local(self) -> bool:
         """True: a query reads the page cache."""
         return True
 
@@ -221,26 +221,26 @@ class SqliteStore:
                     raise
                 time.sleep(CLAIM_RETRY_S)
 
-    def disclaim(self) -> None:
+    def release_claim(self) -> None:
         """See `Store`."""
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
 
-    def is_over(self, writer_id: int) -> bool:
+    def is_writer_gone(self, writer_id: int) -> bool:
         """See `Store`. True: the holder of the lock is the only writer."""
         return True
 
-    def remember(self, point: bytes) -> None:
+    def save_marker(self, marker: bytes) -> None:
         """See `Store`. Durable. Raises OSError."""
-        with written_whole(_marker_path(self.path), mode=0o600) as part:
-            part.write_bytes(point)
+        with atomic_write(_marker_path(self.path), mode=0o600) as part:
+            part.write_bytes(marker)
 
-    def recall(self) -> bytes | None:
+    def load_marker(self) -> bytes | None:
         """See `Store`."""
-        return recalled(self.path)
+        return read_marker(self.path)
 
-    def another(self) -> SqliteStore:
+    def open_another(self) -> SqliteStore:
         """See `Store`."""
         return SqliteStore(self.path)
 
@@ -299,7 +299,7 @@ class SqliteStore:
 
     def _connect(self) -> apsw.Connection:
         connection = apsw.Connection(str(self.path))
-        connection.set_busy_handler(is_patient)
+        connection.set_busy_handler(retry_while_busy)
         return connection
 
     def _reader_connection(self) -> apsw.Connection:
@@ -370,7 +370,7 @@ def _close_quietly(connection: apsw.Connection) -> None:
         connection.close()
 
 
-def is_patient(tries: int) -> bool:
+def retry_while_busy(tries: int) -> bool:
     """Busy handler: retry every quarter of a millisecond for at least five seconds.
 
     SQLite's own handler ends up retrying ten times a second; beside a process that writes without a
@@ -382,7 +382,7 @@ def is_patient(tries: int) -> bool:
     return True
 
 
-def recalled(path: Path) -> bytes | None:
+def read_marker(path: Path) -> bytes | None:
     """Return the marker that a store of this file has kept, if it is readable."""
     try:
         return _marker_path(path).read_bytes()
@@ -391,7 +391,7 @@ def recalled(path: Path) -> bytes | None:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def hold_writer_lock(path: Path) -> Iterator[None]:
     """Hold the writer's lock of this file, so that no server writes holds meanwhile. Raises
     StoreError."""
     file = _lock(path)

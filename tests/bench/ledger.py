@@ -112,7 +112,7 @@ def latencies(store: Store, *, has_money: bool) -> None:
     for future in futures:
         future.result()
     rate = AT_ONCE / (time.perf_counter() - began)
-    kind = "file" if store.is_near else "server"
+    kind = "file" if store.is_local else "server"
     what = f"{'with prices and two budgets' if has_money else 'without prices'}, {kind}"
     for name, seconds in times.items():
         p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]

@@ -31,7 +31,7 @@ def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = froz
     store = open_store(str(place), Path(), {})
     ledger = Ledger(store, lambda: 3)
     try:
-        if store.is_near:
+        if store.is_local:
             assert store.query("pragma integrity_check") == [("ok",)]
         rows = store.query("select request_id, ending, output_tokens, charge_pico from ledger")
         found = {row[0]: row[1:] for row in rows}

@@ -46,7 +46,7 @@ async def second(
     card: ModelCard, tmp_path: Path, first: GatewayFixture
 ) -> AsyncIterator[GatewayFixture]:
     """Beside the first, over the same database."""
-    store = await asyncio.to_thread(first.store.another)
+    store = await asyncio.to_thread(first.store.open_another)
     gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
     await gateway.open()
     yield gateway

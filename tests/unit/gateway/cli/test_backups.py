@@ -207,7 +207,7 @@ async def test_a_gateway_over_a_ledger_that_was_exchanged_logs_it(
 ) -> None:
     """A warning with the point from which on it holds."""
     known = '{"epoch": 3, "entry_id": 9, "chain": "00", "at_ms": 1}'
-    await asyncio.to_thread(unopened_gateway.store.remember, known.encode())
+    await asyncio.to_thread(unopened_gateway.store.save_marker, known.encode())
     await unopened_gateway.open()
     await unopened_gateway.close()
 

@@ -157,7 +157,7 @@ async def test_writes_totals_storage_and_progress(ledger: LedgerUnderTest) -> No
     await ledger.client.write(StorageReading(1, "1h", 7, 10, "m"))
     await ledger.client.write(EngineTotals("e", 10, *range(1, 7)))
     await ledger.client.close()
-    with closing(ledger.store.another()) as store:
+    with closing(ledger.store.open_another()) as store:
         # A ledger process has closed its open holds itself.
         Ledger(store, lambda: 1).close()
 

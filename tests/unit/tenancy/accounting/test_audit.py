@@ -128,7 +128,7 @@ def test_finds_damage(books: Store, what: str) -> None:
     """By any program with access to the file."""
     with books.change() as db:
         for statement in DAMAGE[what].split(";"):
-            db.execute(statement if books.is_near else _of_postgres(statement))
+            db.execute(statement if books.is_local else _of_postgres(statement))
 
     assert check_books(books)
 

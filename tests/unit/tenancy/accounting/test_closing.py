@@ -124,7 +124,7 @@ def test_writers_continue_while_a_day_is_counted(
         done(ledger.settle(entry(str(number), wall())))
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
     tries: list[int] = []
-    with closing(store.another()) as other:
+    with closing(store.open_another()) as other:
 
         def late(number: int) -> None:
             tries.append(number)
@@ -157,7 +157,7 @@ def test_day_that_keeps_growing_stays_open(
             adjust(store, wall, Adjustment("x", "a", -9, "an outage"))
             wall.ms += DAY_MS
 
-    with closing(store.another()) as other, monkeypatch.context() as patch:
+    with closing(store.open_another()) as other, monkeypatch.context() as patch:
         at_each_change(other, patch, late)
         code = code_of(other, wall)
 

@@ -69,7 +69,7 @@ def server(store: Store, wall: Wall) -> Server:
 @pytest.fixture
 def other(store: Store) -> Iterator[Store]:
     """The same database, as the command line opens it beside a running server."""
-    other = store.another()
+    other = store.open_another()
     yield other
     other.close()
 
@@ -229,7 +229,7 @@ def test_followed_registry_equals_a_fresh_one_on_a_server(
 
 
 def _check_followed(store: Store, changes: list[tuple[str, int]], looks: list[bool]) -> None:
-    other, clock, wall = store.another(), [0.0], Wall()
+    other, clock, wall = store.open_another(), [0.0], Wall()
     registry = KeyAuthenticator(store, wall, lambda: clock[0])
     keys: list[str] = []
     for (what, number), look in zip(changes, looks, strict=False):
@@ -450,7 +450,7 @@ def test_check_holds_until_commit(store: Store, wall: Wall) -> None:
         then()
 
     def second() -> None:
-        with closing(store.another()) as other:
+        with closing(store.open_another()) as other:
             late = partial(check, who="bob", then=lambda: None)
             change_tenant(other, "bob", {"floor_blocks": 7}, check=late)
 

@@ -69,7 +69,7 @@ def entry(
 @contextmanager
 def opened(kept: Store, wall: Wall, card: RateCard = CARD) -> Iterator[tuple[Store, Ledger]]:
     """Yield a ledger with a tenant and this card. `kept`: a store that stays open."""
-    store = kept.another()
+    store = kept.open_another()
     if not load_cards(store):
         create_tenant(store, wall, "ada")
         add_card(store, wall, card)
@@ -158,7 +158,7 @@ def test_audit_finds_missing_or_wrong_credits(store: Store, wall: Wall, damage: 
     """It recomputes them from entries and cards."""
     with opened(store, wall) as (_, ledger):
         ledger.settle(entry()).result(20)
-        where = "" if store.is_near else " on adjustments"
+        where = "" if store.is_local else " on adjustments"
         with store.change() as db:
             db.execute(f"drop trigger adjustments_stay{where}")
             db.execute(f"drop trigger adjustments_never_change{where}")

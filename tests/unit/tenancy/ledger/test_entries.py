@@ -5,7 +5,7 @@ from __future__ import annotations
 from tenancy.ledger.aggregates import HOUR_MS
 from tenancy.ledger.entries import ENTRY_FIELDS, entry_row, next_chain
 from tenancy.ledger.ledger import Ledger
-from tenancy.storage.hourly_usage import HOURS
+from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall, used
 
@@ -33,7 +33,7 @@ def test_settling_again_keeps_chain_and_sums(store: Store, ledger: Ledger, wall:
         future.result(20)
 
     assert store.query("select request_id from ledger order by entry_id") == [("a",), ("b",)]
-    assert store.query(f"select requests, prompt_tokens from {HOURS}") == [(2, 20)]
+    assert store.query(f"select requests, prompt_tokens from {HOURLY_USAGE}") == [(2, 20)]
 
 
 def test_chain_is_sealed_once_an_hour(store: Store, ledger: Ledger, wall: Wall) -> None:

@@ -465,7 +465,7 @@ def test_names_on_a_server_match_the_model(postgres_server: Server) -> None:
 def test_two_gateways_over_one_database_run_it_once(postgres: PostgresStore) -> None:
     """The second finds the first one's claim, and then its response."""
     create_tenant(postgres, lambda: 1, "ada")
-    other = postgres.another()
+    other = postgres.open_another()
     one, two = Ledger(postgres, lambda: 10), Ledger(other, lambda: 10)
     try:
         done(one.hold(hold("a", claim(), 10)))

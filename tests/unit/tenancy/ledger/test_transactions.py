@@ -130,7 +130,7 @@ def test_engine_totals_never_fall(store: Store, ledger: Ledger) -> None:
 def test_sees_cards_of_another_process(store: Store, ledger: Ledger, wall: Wall) -> None:
     """From the next request."""
     ledger.settle(used("a", wall())).result(20)
-    beside = store.another()
+    beside = store.open_another()
     add_card(beside, wall, structs.replace(CARD, tier="gold"))
     beside.close()
     ledger.settle(used("b", wall())).result(20)
@@ -168,7 +168,7 @@ def test_caches_are_dropped_when_the_database_changes(store: Store, wall: Wall) 
     create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     writer.write([used("a", wall())])
-    with closing(store.another()) as other:
+    with closing(store.open_another()) as other:
         wall.ms += DAY_MS
         add_card(other, wall, CARD)
         set_budget(other, Budget(1, "day", hard_micros=1))

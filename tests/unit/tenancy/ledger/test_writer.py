@@ -47,7 +47,7 @@ def dies(store: Store) -> None:
         store._writer.close()
         store._writer, store._writer_id = None, 0
     else:
-        store.disclaim()
+        store.release_claim()
 
 
 def test_answers_are_in_item_order(store: Store, wall: Wall) -> None:
@@ -93,7 +93,7 @@ def test_successor_closes_only_dead_holds(store: Store, wall: Wall) -> None:
     write(writer, *map(hold, ("lives", "refused")))
     write(writer, ProgressNote({"refused": Progress(output_tokens=7)}))
     dies(store)
-    with closing(store.another()) as next_store:
+    with closing(store.open_another()) as next_store:
         successor = LedgerWriter(next_store, wall, living={"lives"}, successor_of=writer.writer_id)
         left = holds(store)
         write(successor, used("lives", 10))
@@ -110,7 +110,7 @@ def test_holds_taken_over_are_not_closed_by_others(postgres: PostgresStore, wall
     writer = LedgerWriter(postgres, wall)
     write(writer, hold("lives"))
     dies(postgres)
-    with closing(postgres.another()) as own, closing(postgres.another()) as others:
+    with closing(postgres.open_another()) as own, closing(postgres.open_another()) as others:
         successor = LedgerWriter(own, wall, living={"lives"}, successor_of=writer.writer_id)
         other = LedgerWriter(others, wall)
         write(successor, used("lives", 10))
@@ -134,7 +134,7 @@ def test_successor_waits_for_the_dead_writers_transaction(
         " tenant_id, key_id, model, started_ms, booked_ms, writer_id)"
         f" values ('late', 1, 1, 'm', 10, 10, {writer.writer_id})"
     )
-    with closing(postgres.another()) as own:
+    with closing(postgres.open_another()) as own:
         successor = LedgerWriter(own, wall, successor_of=writer.writer_id)
         with pytest.raises((ConnectionLost, StatementFailed)):
             connection.execute("commit")
@@ -158,8 +158,8 @@ def test_successor_of_an_unknown_writer_starts_fresh(postgres: PostgresStore, wa
 def test_abandoned_holds_are_closed_at_once(store: Store, wall: Wall) -> None:
     """A server that starts meanwhile does not see them."""
     create_tenant(store, wall, "ada")
-    with closing(store.another()) as beside:
-        other = LedgerWriter(beside, wall) if not store.is_near else None
+    with closing(store.open_another()) as beside:
+        other = LedgerWriter(beside, wall) if not store.is_local else None
         writer = LedgerWriter(store, wall)
         if other is not None:
             write(other, hold("others"))
@@ -172,7 +172,7 @@ def test_abandoned_holds_are_closed_at_once(store: Store, wall: Wall) -> None:
             other.close()
 
     assert endings(store) == {"a": ("interrupted", 3)}
-    assert left == (set() if store.is_near else {"others"})
+    assert left == (set() if store.is_local else {"others"})
 
 
 def test_patient_writer_waits_for_the_previous_one(tmp_path: Path, wall: Wall) -> None:
@@ -197,13 +197,13 @@ def test_saves_the_point_at_intervals(tmp_path: Path, wall: Wall) -> None:
     with closing(SqliteStore(tmp_path / "test.db")) as store:
         create_tenant(store, wall, "ada")
         writer = LedgerWriter(store, wall)
-        begun = store.recall()
+        begun = store.load_marker()
         write(writer, used("a", 10))
         writer.run_maintenance()
-        soon = store.recall()
+        soon = store.load_marker()
         wall.ms += KEEP_POINT_MS
         writer.run_maintenance()
-        later = store.recall()
+        later = store.load_marker()
         writer.close()
 
     assert begun == soon != later

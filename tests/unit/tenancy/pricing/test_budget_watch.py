@@ -40,7 +40,10 @@ def test_sees_changes_through_its_own_store_at_once(tmp_path: Path) -> None:
 def test_sees_changes_of_another_process_within_the_period(tmp_path: Path) -> None:
     """An unchanged file is not read before that."""
     now_s = [0.0]
-    with closing(SqliteStore(tmp_path / "test.db")) as store, closing(store.another()) as beside:
+    with (
+        closing(SqliteStore(tmp_path / "test.db")) as store,
+        closing(store.open_another()) as beside,
+    ):
         create_tenant(store, wall, "ada")
         watch = BudgetWatch(store, lambda: now_s[0])
         watch.refresh()

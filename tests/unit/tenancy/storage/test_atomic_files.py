@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tenancy.storage.atomic_files import PART_SUFFIX, written_whole
+from tenancy.storage.atomic_files import PART_SUFFIX, atomic_write
 
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from tenancy.storage.atomic_files import written_whole
-with written_whole(Path(sys.argv[1])) as part:
+from tenancy.storage.atomic_files import atomic_write
+with atomic_write(Path(sys.argv[1])) as part:
     part.write_text("half")
     part.with_name(part.name + "-wal").write_text("a log of it")
     print("begun", flush=True)
@@ -48,7 +48,7 @@ def test_replaces_target_when_complete(tmp_path: Path) -> None:
     """Not before, and with the requested mode."""
     target = tmp_path / "a"
     target.write_text("before")
-    with written_whole(target, mode=0o600) as part:
+    with atomic_write(target, mode=0o600) as part:
         part.write_text("whole")
         meanwhile = target.read_text()
 
@@ -61,7 +61,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     """Nor the files beside the part file."""
 
     def half() -> None:
-        with written_whole(tmp_path / "a") as part:
+        with atomic_write(tmp_path / "a") as part:
             part.with_name(f"{part.name}-journal").touch()
             raise OSError("no room")
 
@@ -73,7 +73,7 @@ def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
     """Each has a part file of its own; the last to finish wins."""
-    with written_whole(tmp_path / "a") as first, written_whole(tmp_path / "a") as second:
+    with atomic_write(tmp_path / "a") as first, atomic_write(tmp_path / "a") as second:
         first.write_text("first")
         second.write_text("second")
 
@@ -86,12 +86,12 @@ def test_removes_part_files_of_dead_writers_only(tmp_path: Path) -> None:
     """They are recognised by their free locks, whatever the target's name."""
     (tmp_path / f"b{PART_SUFFIX}.txt").write_text("somebody's")
     with start_writer(tmp_path / "b") as process:
-        with written_whole(tmp_path / "a") as part:
+        with atomic_write(tmp_path / "a") as part:
             part.write_text("whole")
         beside = names(tmp_path)
         process.communicate()
     left = names(tmp_path)
-    with written_whole(tmp_path / "a") as part:
+    with atomic_write(tmp_path / "a") as part:
         part.write_text("whole")
 
     assert process.returncode == -signal.SIGKILL
@@ -104,6 +104,6 @@ def test_missing_folder_is_reported_with_the_target(tmp_path: Path) -> None:
     """Before anything is written."""
     with (
         pytest.raises(OSError, match=r"No such file .*/no/a'"),
-        written_whole(tmp_path / "no" / "a"),
+        atomic_write(tmp_path / "no" / "a"),
     ):
         raise AssertionError

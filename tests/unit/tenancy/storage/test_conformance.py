@@ -161,7 +161,7 @@ def test_does_not_reuse_ids_of_deleted_rows(store: Store, table: str) -> None:
     insert = {
         "tenants": "insert into tenants (name, status, created_ms) values ('bob', 'active', 0)",
         "keys": "insert into keys (tenant_id, workspace, label, digest, shown, created_ms)"
-        f" values (1, 'w', 'l', {DIGEST[store.is_near]}, 's', 0)",
+        f" values (1, 'w', 'l', {DIGEST[store.is_local]}, 's', 0)",
         "shared_scopes": "insert into shared_scopes (name, owner_id, created_ms)"
         " values ('s', 1, 0)",
     }[table]
@@ -198,8 +198,8 @@ def test_reopened_store_is_at_a_new_commit(store: Store) -> None:
     with store.change() as db:
         pass
 
-    assert store.is_near is (None not in seen)
-    assert not store.is_near or db.as_of not in seen
+    assert store.is_local is (None not in seen)
+    assert not store.is_local or db.as_of not in seen
 
 
 def test_counts_its_own_commits(store: Store) -> None:
@@ -208,7 +208,7 @@ def test_counts_its_own_commits(store: Store) -> None:
     before = store.changes
     with store.change():
         pass
-    with closing(store.another()) as beside, beside.change():
+    with closing(store.open_another()) as beside, beside.change():
         pass
     with pytest.raises(StoreError), store.change() as db:
         db.execute("insert into nothing values (1)")
@@ -219,7 +219,7 @@ def test_counts_its_own_commits(store: Store) -> None:
 def test_as_of_identifies_a_commit(store: Store) -> None:
     """It is equal if no commit came between, if it is known at all: a writer's memory is valid
     until then."""
-    with closing(store.another()) as other:
+    with closing(store.open_another()) as other:
         with store.change() as first:
             first.execute("delete from holds")
         with store.change() as second:
@@ -232,7 +232,7 @@ def test_as_of_identifies_a_commit(store: Store) -> None:
             numbers = first.as_of, second.as_of, third.as_of, fourth.as_of
 
     assert seen == numbers[0]
-    if not store.is_near:
+    if not store.is_local:
         assert set(numbers) == {None}
     else:
         assert len(set(numbers)) == 4

@@ -227,7 +227,7 @@ def test_refuses_a_server_that_may_lose_commits(
         until(connection, "select current_setting('fsync') = 'on'")
     ((name,),) = postgres.query("select current_database()")
     connection.execute(f"alter database {name} set synchronous_commit = off")
-    other = postgres.another()
+    other = postgres.open_another()
     with other.change() as db:
         commit = db.rows("show synchronous_commit")
     other.close()
@@ -326,7 +326,7 @@ def counted(call: Callable[..., object], trips: list[int], cost: int) -> Callabl
 def test_start_closes_only_holds_of_dead_writers(postgres: PostgresStore, wall: Wall) -> None:
     """Another gateway's requests still run; a dead gateway's holds are closed, and cost nothing."""
     create_tenant(postgres, wall, "ada")
-    dead, beside, third = (postgres.another() for _ in range(3))
+    dead, beside, third = (postgres.open_another() for _ in range(3))
     living = Ledger(postgres, wall)
     living.hold(hold("0-1")).result(PATIENCE_S)
     gone = Ledger(dead, wall)
@@ -349,12 +349,12 @@ def test_released_writer_is_gone_while_its_session_ends(
 ) -> None:
     """A server ends a session some time after its client has closed it: the next start must not
     take the holds for another writer's."""
-    left = postgres.another()
+    left = postgres.open_another()
     writer_id = left.claim()
-    left.disclaim()
+    left.release_claim()
     connection.execute(f"select pg_advisory_lock({postgres_store.WRITERS}, {writer_id})")
 
-    assert postgres.is_over(writer_id)
+    assert postgres.is_writer_gone(writer_id)
     left.close()
 
 
@@ -363,7 +363,7 @@ def test_gateways_share_a_budget(postgres: PostgresStore, wall: Wall) -> None:
     tenant = create_tenant(postgres, wall, "ada")
     add_card(postgres, wall, RateCard("std", output=10**6))
     set_budget(postgres, Budget(tenant.tenant_id, "day", hard_micros=500))
-    beside = postgres.another()
+    beside = postgres.open_another()
     ledgers = [Ledger(postgres, wall), Ledger(beside, wall)]
     futures = [
         ledger.hold(Hold(f"{name}-{number}", tenant.tenant_id, 1, "m", wall(), 0, 10))
@@ -385,7 +385,7 @@ def test_gateways_share_a_budget(postgres: PostgresStore, wall: Wall) -> None:
 def test_gateways_write_one_chain(postgres: PostgresStore, wall: Wall) -> None:
     """Concurrently, entry by entry; then every sum is right."""
     furnish(postgres)
-    beside = postgres.another()
+    beside = postgres.open_another()
     ledgers = [Ledger(postgres, wall), Ledger(beside, wall)]
     futures = [
         ledger.settle(entry(f"{name}-{number}"))
