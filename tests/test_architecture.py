@@ -31,7 +31,6 @@ LONGER_FUNCTIONS: dict[str, str] = {
 
 LARGER_FOLDERS: dict[str, str] = {
     "engine/cache": "one structure per file, behind one entry point; any merge makes a cycle",
-    "tenancy/ledger": "the child's wire is shared with analytics, the rest is one part per file",
 }
 """Product folders with more than `FOLDER_FILES_MAX` modules, each with its reason."""
 

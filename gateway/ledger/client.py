@@ -21,7 +21,7 @@ from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.ledger.child_process import encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
-from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.protocol import BatchResult, NotOpened, Open, Opened, error_of, read_from_writer
 from tenancy.ledger.transactions import Hold, Item, NamedEntry, entry_in
 from tenancy.ledger.writer import NOT_DURABLE, is_written

@@ -20,7 +20,7 @@ from msgspec import structs
 from gateway.ledger.interface import LedgerClient
 from tenancy.errors import StoreError
 from tenancy.ledger.epochs import LedgerEpoch
-from tenancy.ledger.progress import Progress
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Hold, Item, NamedEntry
 from tenancy.pricing.budget_watch import BudgetWatch
 from tenancy.types import UsageEntry

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from tenancy.ledger.epochs import LedgerEpoch
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Ledger
-from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import Item
 
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger.interface import LedgerClient
 from tenancy.errors import BadPrice, BudgetExceeded, IdempotencyConflict
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord
-from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import Hold, NamedEntry
 from tenancy.limits import Demand
 from tenancy.types import Identity, UsageEntry, WallClock

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from tenancy.errors import LedgerUnavailable
-from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, StorageReading
 from tenancy.ledger.writer import BATCH_MAX, LedgerWriter, is_written
 from tenancy.storage.interface import Store

@@ -14,9 +14,8 @@ from msgspec import Struct, structs
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.ledger.aggregates import max_of
 from tenancy.ledger.entries import NO_CHAIN, EntryAppender, hour_of
-from tenancy.ledger.holds import Holds
+from tenancy.ledger.holds import Holds, Progress, ProgressNote, write_progress
 from tenancy.ledger.idempotency import Claim, IdempotencyNames, ReplayRecord
-from tenancy.ledger.progress import Progress, ProgressNote, write_progress
 from tenancy.pricing.budgets import (
     BudgetDay,
     Budgets,

@@ -23,7 +23,7 @@ from tenancy.errors import (
 from tenancy.ledger.adjustments import credit_breaches
 from tenancy.ledger.aggregates import fold_recent_sums
 from tenancy.ledger.epochs import detect_replacement, save_known_point
-from tenancy.ledger.progress import OPEN_HOLDS, interrupted
+from tenancy.ledger.holds import OPEN_HOLDS, interrupted
 from tenancy.ledger.transactions import Hold, Item, LedgerTransactions, NamedEntry
 from tenancy.storage.interface import Store
 from tenancy.types import WallClock

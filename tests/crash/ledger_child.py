@@ -16,9 +16,9 @@ from pathlib import Path
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import TenancyError
 from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger, NamedEntry, StorageReading
-from tenancy.ledger.progress import Progress
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card, load_cards

@@ -34,7 +34,7 @@ from gateway.observability.logging import LogLines
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
-from tenancy.ledger.progress import Progress
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Item
 from tenancy.storage.interface import Store
 from tenancy.types import Limits

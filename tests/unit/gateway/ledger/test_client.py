@@ -21,7 +21,7 @@ from gateway.ledger.client import COMMAND, FRAME_ITEMS, LedgerProcessClient
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger import child_process
-from tenancy.ledger.progress import Progress
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import used

@@ -14,9 +14,9 @@ from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.interface import InProcessLedger, LedgerClient
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, IdempotencyConflict, LedgerUnavailable, TenancyError
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse, find
 from tenancy.ledger.ledger import Ledger
-from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import EngineTotals, Hold, NamedEntry, StorageReading
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard

@@ -22,7 +22,7 @@ from gateway.ledger.progress import (
     ProgressJournal,
     StreamProgress,
 )
-from tenancy.ledger.progress import Progress
+from tenancy.ledger.holds import Progress
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 PROMPT = 7

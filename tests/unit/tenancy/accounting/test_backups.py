@@ -17,8 +17,8 @@ from tenancy.accounting.backups import MissingEntries, backup, mark_restored, re
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
 from tenancy.ledger.epochs import list_ledger_epochs
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.progress import Progress
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore, migrations
 from tests.crash.ledger_child import entry

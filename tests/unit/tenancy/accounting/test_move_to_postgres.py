@@ -28,9 +28,9 @@ from tenancy.accounts.tenants import create_tenant, write_floor_blocks_max
 from tenancy.errors import StoreError
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.epochs import begin_ledger_epoch, list_ledger_epochs
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard

@@ -27,8 +27,8 @@ from msgspec import structs
 from tenancy.accounting.usage import entries_of, usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
+from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.storage.interface import Store, Transaction
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore

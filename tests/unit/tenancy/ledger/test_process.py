@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tenancy.accounts.tenants import create_tenant
-from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.protocol import NotOpened, Open, Opened, error_of
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.ledger.writer import BATCH_MAX

@@ -11,9 +11,9 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounting.usage import entries_of
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim
 from tenancy.ledger.ledger import Ledger
-from tenancy.ledger.progress import Progress
 from tenancy.ledger.transactions import Hold
 from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import RateCard

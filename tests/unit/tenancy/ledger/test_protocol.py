@@ -13,8 +13,8 @@ from tenancy import errors
 from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, TenancyError
 from tenancy.ledger.child_process import FrameReader, encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
+from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
-from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.protocol import (
     BatchResult,
     FromWriter,

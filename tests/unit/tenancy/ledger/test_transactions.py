@@ -12,8 +12,8 @@ from tenancy.accounting.closing import close_days
 from tenancy.accounting.usage import entries_of
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
+from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.progress import Progress, ProgressNote
 from tenancy.ledger.transactions import EngineTotals, Item, LedgerTransactions, StorageReading
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger.progress import Progress, ProgressNote
+from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.ledger.writer import KEEP_POINT_MS, LedgerWriter, is_written
 from tenancy.storage.interface import Store

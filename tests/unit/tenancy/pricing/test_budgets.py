@@ -20,8 +20,8 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice, BudgetExceeded
+from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.progress import Progress
 from tenancy.pricing.budgets import Budget, budget_states, set_budget, window_of
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
