@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientError
 
+from gateway.ledger.deferred_holds import DEFER_S
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.accounts.tenants import create_tenant
