@@ -1,7 +1,8 @@
-"""The command line: the only file that prints or exits.
+"""The command line: parses arguments, runs one command, prints its result.
 
-Exit status 0: done. 1: it failed, one line says why. 2: bad arguments or settings, one line says
-what, where and what would be right.
+No other file prints or exits. Exit status 0: the command succeeded. 1: it failed, and one line on
+standard error says why. 2: an argument or a setting is wrong, and one line says which one, its
+value and what is expected.
 """
 
 from __future__ import annotations
@@ -24,40 +25,40 @@ from gateway.cli.result import CommandError, CommandResult
 from gateway.config import Config, ConfigError, Origin, load_config
 from tenancy.errors import BadName, TenancyError
 
-MORE = {
+COMMANDS = {
     **billing.COMMANDS,
     **backups.COMMANDS,
     "shared-scope": (
-        "Caches that several tenants share: list, make, change or remove them.",
+        "List, create, change or remove caches that tenants share.",
         shared_scopes.add_arguments,
     ),
-    "bench": ("Measure an endpoint; ours if none is named.", bench.add_bench_arguments),
-    "replay": ("Send an endpoint a recorded trace.", bench.add_replay_arguments),
+    "bench": ("Measure an endpoint, or a server started for it.", bench.add_bench_arguments),
+    "replay": ("Replay a recorded trace against an endpoint.", bench.add_replay_arguments),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
     try:
-        options = build_parser(MORE).parse_args(arguments)
+        options = build_parser(COMMANDS).parse_args(arguments)
         config, origin = load_config(options.config, os.environ, _flags(options))
         return _run(options, config, origin)
     except (UsageError, ConfigError, BadName) as error:
         return _fail(2, str(error))
     except (CommandError, EngineError, TenancyError, BenchError) as error:
         return _fail(1, str(error))
-    except BrokenPipeError:  # whoever read us has what he wanted
+    except BrokenPipeError:  # the reader of standard output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return _fail(1, what)
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return _fail(1, reason)
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
 
 
 def _flags(options: argparse.Namespace) -> dict[str, object]:
-    """Settings that were given as options, by their path in the file."""
+    """Return the settings given as options, by their key path in the configuration file."""
     flags = {
         "data_dir": options.data_dir,
         "server.listen": getattr(options, "listen", None),
@@ -74,20 +75,20 @@ def _run(options: argparse.Namespace, config: Config, origin: Origin) -> int:
         case "serve":
             return _serve(options, config)
         case "bench":
-            report = bench.run_bench(options, config.model.name, config.models_dir, _say_aside)
+            report = bench.run_bench(options, config.model.name, config.models_dir, _print_error)
         case "replay":
-            report = bench.run_replay(options, config.model.name, config.models_dir, _say_aside)
+            report = bench.run_replay(options, config.model.name, config.models_dir, _print_error)
         case _:
-            answer = _answer(options, config, origin)
-            text = json.dumps(answer.data, indent=1) if options.json else answer.text
-            if text:
-                print(text, flush=True)
-            return answer.status
+            result = _run_command(options, config, origin)
+            output = json.dumps(result.data, indent=1) if options.json else result.text
+            if output:
+                print(output, flush=True)
+            return result.status
     print(report.json() if options.json else report.text(), flush=True)
     return 0
 
 
-def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> CommandResult:
+def _run_command(options: argparse.Namespace, config: Config, origin: Origin) -> CommandResult:
     match options.command:
         case "pull":
             return _pull(options, config)
@@ -96,10 +97,10 @@ def _answer(options: argparse.Namespace, config: Config, origin: Origin) -> Comm
         case "doctor":
             return checks.doctor(config)
         case command if command in backups.COMMANDS:
-            with _Bar(not is_terminal()) as bar:
+            with _ProgressBar(not is_terminal()) as bar:
                 return backups.run(options, config, bar.show_part)
         case command if command in billing.COMMANDS:
-            with _Bar(not is_terminal()) as bar:
+            with _ProgressBar(not is_terminal()) as bar:
                 return billing.run(options, config, sys.stdout.buffer.write, bar.show_part)
         case "usage":
             return tenants.usage(config, options.tenant, options.days)
@@ -157,40 +158,40 @@ def _serve(options: argparse.Namespace, config: Config) -> int:
     def read_config() -> Config:
         return load_config(options.config, os.environ, _flags(options))[0]
 
-    with _Bar(not is_terminal()) as bar:
+    with _ProgressBar(not is_terminal()) as bar:
         return serve.run(config, lambda line: print(line, flush=True), bar.show, read_config)
 
 
 def _pull(options: argparse.Namespace, config: Config) -> CommandResult:
     name = config.model.name
-    with _Bar(options.quiet or not is_terminal()) as bar:
+    with _ProgressBar(options.quiet or not is_terminal()) as bar:
         path = pull(name, config.models_dir, bar.show, verify=options.verify)
     return CommandResult("" if options.quiet else str(path), {"model": name, "path": str(path)})
 
 
-def _say_aside(line: str) -> None:
+def _print_error(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _fail(status: int, message: str) -> int:
-    _say_aside(f"trunkline: {' '.join(message.split())}")
+    _print_error(f"trunkline: {' '.join(message.split())}")
     return status
 
 
 def is_terminal() -> bool:
-    """Does somebody see what is said aside?"""
+    """Return whether standard error is a terminal."""
     return sys.stderr.isatty()
 
 
-class _Bar:
-    """A progress bar on a terminal, nothing elsewhere."""
+class _ProgressBar:
+    """A progress bar on a terminal; it draws nothing elsewhere."""
 
     def __init__(self, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
         self._bar: tqdm | None = None
-        self._what = ""
+        self._part = ""
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> _ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -198,21 +199,21 @@ class _Bar:
             self._bar.close()
 
     def show(self, done: int, total: int) -> None:
-        """`done` of `total` bytes."""
+        """Show that `done` of `total` bytes are done."""
         if self._is_quiet:
             return
         if self._bar is None:
             self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024)
         self._bar.update(done - self._bar.n)
 
-    def show_part(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` rows; each part of the work has a bar of its own."""
+    def show_part(self, part: str, done: int, total: int) -> None:
+        """Show that `done` of `total` rows are done. Each part of the work has its own bar."""
         if self._is_quiet:
             return
-        if self._bar is None or self._what != what:
+        if self._bar is None or self._part != part:
             self.__exit__()
-            self._what = what
-            self._bar = tqdm(desc=what, total=total, unit=" rows", unit_scale=True)
+            self._part = part
+            self._bar = tqdm(desc=part, total=total, unit=" rows", unit_scale=True)
         self._bar.update(done - self._bar.n)
 
 

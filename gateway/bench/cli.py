@@ -1,6 +1,6 @@
-"""The arguments of `bench` and `replay`, and the runs they ask for.
+"""Arguments of `bench` and `replay`, and their runs.
 
-It prints nothing: it returns a document, and the table that people read.
+This module prints nothing: it returns a report, as JSON and as a table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gateway.bench.client import BenchError, BenchTarget, Client
 from gateway.bench.memory import MemoryWatch
 from gateway.bench.prompts import PromptMaker
 from gateway.bench.report import ReportRow, machine, rows, table
-from gateway.bench.server import OwnServer, own_server
+from gateway.bench.server import BenchServer, bench_server
 from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
 from gateway.bench.workloads import WORKLOADS, Figure, Sizes
 
@@ -31,11 +31,11 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 600.0
-"""On a quiet machine so many tell a few hundredths of the answers a second from noise."""
+"""Longest time of one request."""
 
 
 class Report(Struct, frozen=True):
-    """What a run found, and where. `text()` is the table."""
+    """Results of a run, and the machine they were measured on."""
 
     seed: int
     endpoint: str
@@ -44,74 +44,88 @@ class Report(Struct, frozen=True):
     rows: list[ReportRow]
 
     def text(self) -> str:
-        """For people."""
+        """Return the table for people."""
         m = self.machine
         where = f"{m['cpu']}, {m['cores']} cores, {m['system']}"
         at = f"commit {m['commit']}, seed {self.seed}, {self.model} at {self.endpoint}"
         return f"{where}\n{at}\n\n{table(self.rows)}"
 
     def json(self) -> str:
-        """For programs."""
+        """Return the report for programs."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `trunkline bench`."""
+    """Add the arguments of `trunkline bench`."""
     _add_target(parser)
     parser.add_argument(
         "--workloads", default="".join(WORKLOADS), type=_workloads, metavar="LETTERS",
-        help="which of a (long prompt), b (one stream), c (16 at once), d (4 tenants), e (chats);"
-        " default: all",
+        help="a (long prompt), b (one stream), c (16 concurrent), d (4 tenants), e (chats);"
+        " default: all of them",
     )  # fmt: skip
-    parser.add_argument("--repeats", type=_count, default=3, help="runs of each (default: 3)")
+    parser.add_argument(
+        "--repeats", type=_count, default=3, help="runs of each workload (default: 3)"
+    )
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `trunkline replay`."""
-    parser.add_argument("file", type=Path, help="a trace: .jsonl (Mooncake's) or .csv (Azure's)")
+    """Add the arguments of `trunkline replay`."""
+    parser.add_argument("file", type=Path, help="trace: .jsonl (Mooncake) or .csv (Azure)")
     _add_target(parser)
-    parser.add_argument("--speed", type=_positive, default=1.0, help="times as fast (default: 1)")
-    parser.add_argument("--limit", type=_count, default=100, help="requests (default: 100)")
+    parser.add_argument("--speed", type=_positive, default=1.0, help="speed factor (default: 1)")
+    parser.add_argument("--limit", type=_count, default=100, help="most requests (default: 100)")
     parser.add_argument(
-        "--output-max", type=_count, default=64, help="output tokens at most (default: 64)"
+        "--output-max", type=_count, default=64, help="most output tokens (default: 64)"
     )
     parser.add_argument(
-        "--context", type=_count, default=8192, help="prompts are cut to fit it (default: 8192)"
+        "--context",
+        type=_count,
+        default=8192,
+        help="context tokens; longer prompts are cut (default: 8192)",
     )
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--serve", action="store_true", help="start a server for it (the default without --url)"
+        "--serve", action="store_true", help="start a server (default without --url)"
     )
-    where.add_argument("--url", help="an endpoint that runs, such as http://127.0.0.1:8080/v1")
-    parser.add_argument("--model", help="default: the endpoint's first")
-    parser.add_argument("--key", action="append", default=[], help="again for further tenants")
-    parser.add_argument("--pid", type=_count, help="the endpoint's process, to watch its memory")
+    where.add_argument("--url", help="running endpoint, such as http://127.0.0.1:8080/v1")
+    parser.add_argument("--model", help="model (default: the endpoint's first)")
+    parser.add_argument(
+        "--key", action="append", default=[], help="key; repeat for further tenants"
+    )
+    parser.add_argument(
+        "--pid", type=_count, help="process id of the endpoint, to measure its memory"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--text", action="store_true", help="prompts in words; for endpoints without token ids"
+        "--text",
+        action="store_true",
+        help="send text prompts, for endpoints that take no token ids",
     )
     parser.add_argument(
-        "--no-ignore-eos", action="store_true", help="for endpoints that do not know the field"
+        "--no-ignore-eos", action="store_true", help="omit ignore_eos, for endpoints that refuse it"
     )
     parser.add_argument(
-        "--timeout-s", type=_positive, default=1800.0, help="for all of it (default: 1800)"
+        "--timeout-s",
+        type=_positive,
+        default=1800.0,
+        help="timeout of the whole run (default: 1800)",
     )
 
 
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
     return number
 
 
 def _positive(text: str) -> float:
     number = float(text)
     if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
     return number
 
 
@@ -119,42 +133,42 @@ def _workloads(text: str) -> str:
     unknown = sorted(set(text) - set(WORKLOADS))
     if unknown or not text:
         known = "".join(WORKLOADS)
-        raise argparse.ArgumentTypeError(f"{text!r}: give letters of {known}")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected letters of {known}")
     return text
 
 
 def run_bench(
     options: argparse.Namespace, model: str, models_dir: Path, say: Say, sizes: Sizes | None = None
 ) -> Report:
-    """Run the asked workloads. Blocks. Raises BenchError."""
+    """Run the selected workloads. Blocks. Raises BenchError."""
     work = _bench(options, model, models_dir, say, sizes or Sizes())
-    return _report(options, asyncio.run(_in_time(options, work)))
+    return _report(options, asyncio.run(_run_with_timeout(options, work)))
 
 
 def run_replay(options: argparse.Namespace, model: str, models_dir: Path, say: Say) -> Report:
     """Replay a trace. Blocks. Raises BenchError."""
     arrivals = read_trace(options.file, options.limit)
     work = _replay(options, arrivals, model, models_dir, say)
-    return _report(options, asyncio.run(_in_time(options, work)))
+    return _report(options, asyncio.run(_run_with_timeout(options, work)))
 
 
-class _Found(Struct, frozen=True):
+class _RunResult(Struct, frozen=True):
     target: BenchTarget
     rows: list[ReportRow]
     memory: MemoryWatch | None
 
 
-def _report(options: argparse.Namespace, found: _Found) -> Report:
+def _report(options: argparse.Namespace, found: _RunResult) -> Report:
     lines = found.rows
     if found.memory is not None:
-        peak = Figure("resident at most", "MiB", found.memory.peak_bytes / 2**20)
+        peak = Figure("peak resident memory", "MiB", found.memory.peak_bytes / 2**20)
         lines = [*lines, *rows("all", [[peak]])]
     return Report(options.seed, found.target.url, found.target.model, machine(), lines)
 
 
-async def _in_time(options: argparse.Namespace, work: Coroutine[Any, Any, T]) -> T:
+async def _run_with_timeout(options: argparse.Namespace, work: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is threading.main_thread():
-        # A bench that is told to end takes the server that it started with it.
+        # On SIGTERM, cancel the run, which also ends a server that it started.
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -163,13 +177,13 @@ async def _in_time(options: argparse.Namespace, work: Coroutine[Any, Any, T]) ->
             return await work
     except TimeoutError:
         raise BenchError(
-            f"Not done after {options.timeout_s:g} s; give a longer --timeout-s or ask for less."
+            f"Not finished after {options.timeout_s:g} s; raise --timeout-s or reduce the load."
         ) from None
 
 
 async def _bench(
     options: argparse.Namespace, model: str, models_dir: Path, say: Say, sizes: Sizes
-) -> _Found:
+) -> _RunResult:
     async with _target(options, model, models_dir, sizes.tenants) as (client, server, memory):
         found: list[ReportRow] = []
         if server is not None:
@@ -183,42 +197,42 @@ async def _bench(
                 prompts = PromptMaker(f"{options.seed}/{name}/{number}", in_text=options.text)
                 runs.append(await WORKLOADS[name](client, prompts, sizes))
             found += rows(name, runs)
-        return _Found(client.target, found, memory)
+        return _RunResult(client.target, found, memory)
 
 
 async def _replay(
     options: argparse.Namespace, arrivals: list[Arrival], model: str, models_dir: Path, say: Say
-) -> _Found:
+) -> _RunResult:
     async with _target(options, model, models_dir, 1) as (client, _, memory):
         say(f"{len(arrivals)} requests over {arrivals[-1].at_s / options.speed:.0f} s")
         prompts = TracePrompts(options.seed, context=options.context, in_text=options.text)
         figures = await replay(
             client, arrivals, prompts, speed=options.speed, output_tokens_max=options.output_max
         )
-        return _Found(client.target, rows(f"f {options.file.name}", [figures]), memory)
+        return _RunResult(client.target, rows(f"f {options.file.name}", [figures]), memory)
 
 
-async def _start_figures(client: Client, server: OwnServer) -> list[Figure]:
+async def _start_figures(client: Client, server: BenchServer) -> list[Figure]:
     done = await client.complete(PromptMaker("start", in_text=True).make(16), 1)
     return [
         Figure("ready", "s", server.ready_s),
-        Figure("first token of a request on readiness", "s", server.ready_s + done.first_s),
-        Figure("resident then", "MiB", server.memory.sample() / 2**20),
+        Figure("first token after readiness", "s", server.ready_s + done.first_s),
+        Figure("resident memory at readiness", "MiB", server.memory.sample() / 2**20),
     ]
 
 
 @asynccontextmanager
 async def _target(
     options: argparse.Namespace, model: str, models_dir: Path, tenants: int
-) -> AsyncIterator[tuple[Client, OwnServer | None, MemoryWatch | None]]:
-    """The endpoint that was named, or one of ours; and whoever watches its memory."""
+) -> AsyncIterator[tuple[Client, BenchServer | None, MemoryWatch | None]]:
+    """Yield a client of the given endpoint, or of a server started here, and its memory watch."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         timeout=timeout, connector=connector, read_bufsize=2**20
     ) as session:
         if options.url is None:
-            async with own_server(
+            async with bench_server(
                 model, models_dir, time.perf_counter, tenants=tenants, config=options.config
             ) as server:
                 first = await _first_model(session, server.url, server.keys[0])
@@ -256,9 +270,9 @@ async def _first_model(session: aiohttp.ClientSession, url: str, key: str) -> st
     try:
         async with session.get(url + "/models", headers=target.headers()) as response:
             if response.status != 200:
-                raise BenchError(f"{url}/models answered {response.status}; give --key or --model.")
+                raise BenchError(f"{url}/models returned {response.status}; pass --key or --model.")
             return str((await response.json(content_type=None))["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise BenchError(f"{url} cannot be reached: {error}.") from error
+        raise BenchError(f"Cannot reach {url}: {error}.") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise BenchError(f"{url}/models names no model; give --model.") from error
+        raise BenchError(f"{url}/models lists no model; pass --model.") from error

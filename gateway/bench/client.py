@@ -1,6 +1,6 @@
-"""A streaming client that notes when each piece of text came.
+"""A streaming client that records when each piece of text arrives.
 
-One request is one `Measured`: instants on the client's clock, counts from the endpoint's own usage.
+One request gives one `Measurement`: times on the client's clock, counts from the endpoint's usage.
 It knows no workload. `workloads` and `trace` call it.
 """
 
@@ -16,31 +16,34 @@ from msgspec import Struct
 Clock = Callable[[], float]
 
 LINE_BYTES_MAX = 1 << 20
+"""Longest line of a stream."""
 
 
 class BenchError(Exception):
-    """The endpoint did not do what a benchmark needs; the message says what and what would."""
+    """An endpoint failed a requirement of the benchmark; the message names it and a remedy."""
 
 
 class BenchTarget(Struct, frozen=True):
-    """An endpoint. `keys`: one for each tenant that it may be driven as."""
+    """An endpoint. `keys`: one per tenant."""
 
     url: str
     model: str
     keys: tuple[str, ...] = ("",)
     ignores_end: bool = True
-    """Whether it takes `ignore_eos` (ours and vLLM do): outputs are then as long as asked."""
+    """Whether the endpoint accepts `ignore_eos` (Trunkline and vLLM do), so that outputs have
+    full length."""
 
     def headers(self, tenant: int = 0) -> dict[str, str]:
-        """What authenticates a tenant."""
+        """Return the headers that authenticate a tenant, by its number."""
         key = self.keys[tenant % len(self.keys)]
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-class Measured(Struct, frozen=True):
-    """One answered request. `sent_s`: when it was due; `pieces_s`: when each piece of text came.
+class Measurement(Struct, frozen=True):
+    """One completed request. `sent_s`: when it was due; `pieces_s`: when each piece of text
+    arrived.
 
-    Counts are the endpoint's. `cached_tokens` is None where it does not say.
+    Counts are the endpoint's; `cached_tokens` is None if it does not report them.
     """
 
     sent_s: float
@@ -53,18 +56,20 @@ class Measured(Struct, frozen=True):
 
     @property
     def first_s(self) -> float:
-        """Time to the first piece of text."""
+        """Seconds to the first piece of text."""
         return (self.pieces_s[0] if self.pieces_s else self.ended_s) - self.sent_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one piece and the next."""
+        """Seconds between successive pieces."""
         return [b - a for a, b in zip(self.pieces_s, self.pieces_s[1:], strict=False)]
 
 
 class Client:
-    """Sends to one target over one session. `due_s` stands for the instant of sending where a
-    request was to go out earlier than it could."""
+    """Sends requests to one target over one session.
+
+    `due_s` replaces the time of sending in measurements: when the request should have been sent.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, target: BenchTarget, clock: Clock) -> None:
         self.session = session
@@ -78,9 +83,9 @@ class Client:
         *,
         tenant: int = 0,
         due_s: float | None = None,
-    ) -> Measured:
-        """A completion of a prompt in text or token ids."""
-        return await self._ask("/completions", {"prompt": prompt}, output_tokens, tenant, due_s)
+    ) -> Measurement:
+        """Request a completion of a prompt in text or token ids. Raises BenchError."""
+        return await self._send("/completions", {"prompt": prompt}, output_tokens, tenant, due_s)
 
     async def chat(
         self,
@@ -89,14 +94,14 @@ class Client:
         *,
         tenant: int = 0,
         due_s: float | None = None,
-    ) -> Measured:
-        """The next turn of a conversation."""
+    ) -> Measurement:
+        """Request the next turn of a conversation. Raises BenchError."""
         body = {"messages": messages}
-        return await self._ask("/chat/completions", body, output_tokens, tenant, due_s)
+        return await self._send("/chat/completions", body, output_tokens, tenant, due_s)
 
-    async def _ask(
+    async def _send(
         self, path: str, body: dict[str, Any], output_tokens: int, tenant: int, due_s: float | None
-    ) -> Measured:
+    ) -> Measurement:
         body |= {
             "model": self.target.model,
             "max_tokens": output_tokens,
@@ -112,13 +117,13 @@ class Client:
                 self.target.url + path, json=body, headers=self.target.headers(tenant)
             ) as response:
                 if response.status != 200:
-                    raise BenchError(_refusal(body, response.status, await response.text()))
+                    raise BenchError(_error_message(body, response.status, await response.text()))
                 return await self._read(response, sent_s)
         except (aiohttp.ClientError, TimeoutError) as error:
-            what = str(error) or type(error).__name__
-            raise BenchError(f"{self.target.url}{path}: {what}.") from error
+            reason = str(error) or type(error).__name__
+            raise BenchError(f"{self.target.url}{path}: {reason}.") from error
 
-    async def _read(self, response: aiohttp.ClientResponse, sent_s: float) -> Measured:
+    async def _read(self, response: aiohttp.ClientResponse, sent_s: float) -> Measurement:
         pieces_s: list[float] = []
         texts: list[str] = []
         usage: dict[str, Any] = {}
@@ -135,7 +140,7 @@ class Client:
                 "The endpoint reports no usage in its stream (stream_options.include_usage)."
             )
         details = usage.get("prompt_tokens_details") or {}
-        return Measured(
+        return Measurement(
             sent_s=sent_s,
             pieces_s=tuple(pieces_s),
             ended_s=self.clock(),
@@ -149,13 +154,13 @@ class Client:
 async def _events(
     response: aiohttp.ClientResponse, clock: Clock
 ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """Server-sent events with the instant at which their bytes arrived."""
+    """Yield server-sent events with the time at which their bytes arrived."""
     rest = b""
     async for data in response.content.iter_any():
         at_s = clock()
         *lines, rest = (rest + data).split(b"\n")
         if len(rest) > LINE_BYTES_MAX:
-            raise BenchError("The stream has a line of more than a megabyte.")
+            raise BenchError("The stream has a line longer than 1 MiB.")
         for line in lines:
             if not line.startswith(b"data:"):
                 continue
@@ -175,10 +180,10 @@ def _text(choice: dict[str, Any]) -> str:
     return str(choice.get("text") or delta.get("content") or delta.get("reasoning_content") or "")
 
 
-def _refusal(asked: dict[str, Any], status: int, said: str) -> str:
-    message = f"The endpoint answered {status}: {said[:300].strip()}"
-    if status in (400, 422) and "ignore_eos" in said:
-        message += " (give --no-ignore-eos: this endpoint does not know the field)"
-    elif status in (400, 422) and isinstance(asked.get("prompt"), list):
-        message += " (if it takes no token ids as a prompt, give --text)"
+def _error_message(body: dict[str, Any], status: int, answer: str) -> str:
+    message = f"The endpoint returned {status}: {answer[:300].strip()}"
+    if status in (400, 422) and "ignore_eos" in answer:
+        message += " (pass --no-ignore-eos if the endpoint does not know the field)"
+    elif status in (400, 422) and isinstance(body.get("prompt"), list):
+        message += " (pass --text if the endpoint takes no token ids)"
     return message

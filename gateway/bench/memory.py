@@ -1,6 +1,6 @@
-"""How much memory a server takes: the resident pages of its process and of all it started.
+"""Resident memory of a server: of its process and of all child processes.
 
-Reads /proc; elsewhere it knows nothing and says so by 0.
+Reads /proc; on a system without it, the values are 0.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ PROC = Path("/proc")
 
 
 class MemoryWatch:
-    """The peak of a process tree's resident memory, sampled four times a second while `watch` runs.
+    """Peak resident memory of a process tree, sampled four times a second by `watch`.
 
-    Pages that two processes share count twice.
+    Pages shared by two processes count twice.
     """
 
     def __init__(self, pid: int, proc: Path = PROC) -> None:
@@ -30,7 +30,7 @@ class MemoryWatch:
             await asyncio.sleep(INTERVAL_S)
 
     def sample(self) -> int:
-        """Resident bytes now; raises the peak. O(processes)."""
+        """Return resident bytes now, and raise the peak. O(processes)."""
         total = sum(self._resident(pid) for pid in self._tree())
         self.peak_bytes = max(self.peak_bytes, total)
         return total
@@ -47,10 +47,10 @@ class MemoryWatch:
 
     def _parent(self, folder: Path) -> int:
         try:
-            # The command, in parentheses, may hold anything; what follows it may not.
+            # The command name, in parentheses, may contain spaces and parentheses itself.
             return int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError, IndexError):
-            return -1  # it ended while we looked
+            return -1  # the process has ended
 
     def _resident(self, pid: int) -> int:
         try:
@@ -58,5 +58,5 @@ class MemoryWatch:
                 if line.startswith("VmRSS:"):
                     return int(line.split()[1]) * 1024
         except (OSError, ValueError, IndexError):
-            pass  # it ended while we looked
+            pass  # the process has ended
         return 0

@@ -1,7 +1,7 @@
-"""Seeded prompts of a known length: token ids where an endpoint takes them, else plain words.
+"""Seeded prompts of a given length: token ids, or words for endpoints that take only text.
 
-Token ids are exact for any endpoint whose vocabulary has 16,000 tokens. Words are close to one
-token each; what counts is the usage that the endpoint reports.
+Token ids are exact for any endpoint with a vocabulary of at least 16,000 tokens. A word is about
+one token; figures use the counts that the endpoint reports.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 FIRST_ID, LAST_ID = 1_000, 16_000
-"""Above special tokens and single bytes, below the end of any vocabulary worth measuring."""
+"""Range of token ids: above special tokens and single bytes, inside common vocabularies."""
 
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group"
@@ -25,25 +25,25 @@ Prompt = list[int] | str
 
 
 class PromptMaker:
-    """Makes prompts from one seed: two made alike differ, two makers of one seed do not."""
+    """Makes prompts from a seed. Its prompts differ; two makers of one seed make the same ones."""
 
     def __init__(self, seed: int | str, *, in_text: bool = False) -> None:
         self.in_text = in_text
         self._random = random.Random(seed)
 
     def make(self, tokens: int) -> Prompt:
-        """A prompt nobody has seen."""
+        """Return a new prompt of `tokens` tokens."""
         if self.in_text:
             return self.words(tokens)
         return [self._random.randrange(FIRST_ID, LAST_ID) for _ in range(tokens)]
 
     def words(self, count: int) -> str:
-        """So many words, with a space before each."""
+        """Return `count` words, each with a space before it."""
         return "".join(f" {self._random.choice(WORDS)}" for _ in range(count))
 
 
-def joined(*parts: Prompt) -> Prompt:
-    """Prompts one after the other."""
+def join_prompts(*parts: Prompt) -> Prompt:
+    """Return the concatenated prompts."""
     if all(isinstance(part, str) for part in parts):
         return "".join(part for part in parts if isinstance(part, str))
     return [token for part in parts if isinstance(part, list) for token in part]

@@ -1,6 +1,6 @@
-"""Figures of several runs, summed up for people and for programs.
+"""Summary of the figures of several runs, for people and for programs.
 
-It prints nothing: the command line does.
+This module prints nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from msgspec import Struct
 from gateway.bench.workloads import Figure
 
 PACKAGES = ("torch", "aiohttp", "tokenizers", "msgspec", "numpy")
+"""Packages whose versions a report has."""
 
 
 class ReportRow(Struct, frozen=True):
@@ -34,7 +35,7 @@ class ReportRow(Struct, frozen=True):
 
 
 def rows(workload: str, runs: Sequence[Sequence[Figure]]) -> list[ReportRow]:
-    """Median, least and most of each figure, in the order of the first run."""
+    """Return median, minimum and maximum of each figure, in the order of the first run."""
     values: dict[tuple[str, str], list[float]] = {}
     for figures in runs:
         for figure in figures:
@@ -46,18 +47,20 @@ def rows(workload: str, runs: Sequence[Sequence[Figure]]) -> list[ReportRow]:
 
 
 def table(found: Iterable[ReportRow]) -> str:
-    """For people: one line a figure."""
-    lines = [("workload", "figure", "median", "least", "most", "unit", "runs")]
+    """Return a table for people: one line per figure."""
+    lines: list[tuple[str, ...]] = [
+        ("workload", "figure", "median", "least", "most", "unit", "runs")
+    ]
     lines += [
-        (r.workload, r.figure, short(r.median), short(r.least), short(r.most), r.unit,
-         str(r.runs))
-        for r in found
+        (row.workload, row.figure, *map(format_number, (row.median, row.least, row.most)),
+         row.unit, str(row.runs))
+        for row in found
     ]  # fmt: skip
     return columns(lines, {2, 3, 4, 6})
 
 
 def columns(lines: Sequence[Sequence[str]], numbers: Container[int]) -> str:
-    """Cells under one another; those of the columns in `numbers` end together."""
+    """Return aligned columns. `numbers`: indices of right-aligned columns."""
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -68,15 +71,15 @@ def columns(lines: Sequence[Sequence[str]], numbers: Container[int]) -> str:
     )
 
 
-def short(value: float) -> str:
-    """Three digits that count, no exponent."""
+def format_number(value: float) -> str:
+    """Return the number with about three significant digits, without an exponent."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures were measured: they mean nothing elsewhere."""
+    """Return the machine, versions and commit of the measurement."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -106,7 +109,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file belongs to, with a + if it was changed."""
+    """Return the commit of this file's checkout, with a + if it was changed."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

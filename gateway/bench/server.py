@@ -1,7 +1,7 @@
-"""A server of ours for the length of a benchmark: free ports, a data directory of its own.
+"""A Trunkline server for the length of a benchmark, on free ports and a temporary data directory.
 
-The models of the real data directory are used, so nothing is fetched twice; keys, tenants and
-ledger are new and thrown away.
+It uses the models of the configured data directory, so nothing is fetched twice; its keys, tenants
+and ledger are new, and deleted afterwards.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from gateway.bench.client import BenchError, Clock
 from gateway.bench.memory import MemoryWatch
 
 START_TIMEOUT_S = 300.0
+"""Longest time until the server is ready."""
 STOP_TIMEOUT_S = 20.0
+"""Time between SIGTERM and SIGKILL."""
 KEY_FILE = "default.key"
 
 
-class OwnServer(Struct, frozen=True):
-    """A running server. `started_s`: when it was started, on the clock that was given; `ready_s`:
-    from then until it said that it is ready."""
+class BenchServer(Struct, frozen=True):
+    """A running server. `started_s`: start on the given clock; `ready_s`: seconds from start to
+    ready."""
 
     url: str
     keys: tuple[str, ...]
@@ -37,12 +39,12 @@ class OwnServer(Struct, frozen=True):
 
 
 @asynccontextmanager
-async def own_server(
+async def bench_server(
     model: str, models_dir: Path, clock: Clock, *, tenants: int, config: Path | None = None
-) -> AsyncIterator[OwnServer]:
-    """Start `trunkline serve`, make keys for `tenants` tenants, and end it afterwards.
+) -> AsyncIterator[BenchServer]:
+    """Start `trunkline serve` with keys of `tenants` tenants; stop it at the end.
 
-    Raises BenchError with the server's last words if it does not become ready.
+    Raises BenchError with the end of the server's log if it does not become ready.
     """
     with _scratch(models_dir) as data:
         public, admin = _free_port(), _free_port()
@@ -61,7 +63,7 @@ async def own_server(
                 keys = [(data / KEY_FILE).read_text().strip()]
                 keys += [await _new_key(data, f"bench-{i}") for i in range(1, tenants)]
                 memory = MemoryWatch(process.pid)
-                yield OwnServer(
+                yield BenchServer(
                     f"http://127.0.0.1:{public}/v1", tuple(keys), started_s, ready_s, memory
                 )
             finally:
@@ -70,7 +72,7 @@ async def own_server(
 
 @contextmanager
 def _scratch(models_dir: Path) -> Iterator[Path]:
-    """A data directory with the models of another one."""
+    """Yield a temporary data directory with a link to the models."""
     models_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="trunkline-bench-") as folder:
         (Path(folder) / "models").symlink_to(models_dir.resolve())
@@ -93,13 +95,13 @@ async def _until_ready(process: asyncio.subprocess.Process, url: str, data: Path
                             return
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        pass  # said below, with the server's own words
-    words = (data / "server.log").read_text(errors="replace").strip()[-600:]
-    raise BenchError(f"The server did not become ready. Its last words: {words or 'none'}")
+        pass  # reported below, with the end of the server's log
+    log = (data / "server.log").read_text(errors="replace").strip()[-600:]
+    raise BenchError(f"The server did not become ready. Its log ends with: {log or 'nothing'}")
 
 
 async def _new_key(data: Path, tenant: str) -> str:
-    """A key of a tenant that is made for it, through the command line."""
+    """Create a tenant by the command line, and return a key of it."""
     await _trunkline("tenant", "create", tenant, "--data-dir", str(data))
     return await _trunkline("key", "create", "--tenant", tenant, "--data-dir", str(data))
 

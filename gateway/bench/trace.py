@@ -1,9 +1,10 @@
-"""(f) Replays of recorded traffic: arrivals as they were, faster or slower, whatever is answered.
+"""Workload (f), replay of recorded traffic: requests are sent at the trace's times, scaled by
+speed.
 
-Latency counts from the instant at which a request was due, so an endpoint that falls behind cannot
-hide it by slowing the client down. Two formats are read: lines of JSON with 512-token prefix blocks
-(Mooncake's), and comma-separated lines without them (Azure's). A block id stands for the same
-tokens wherever it occurs, so shared ids are shared prefixes.
+Latency counts from the time at which a request is due, so an endpoint that falls behind cannot hide
+it by slowing the client down. It reads JSON lines with prefix blocks of 512 tokens (Mooncake) and
+CSV without blocks (Azure). A block id stands for the same tokens wherever it occurs, so shared ids
+are shared prefixes.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from gateway.bench.client import BenchError, Client, Measured
+from gateway.bench.client import BenchError, Client, Measurement
 from gateway.bench.prompts import FIRST_ID, LAST_ID, WORDS, Prompt
-from gateway.bench.workloads import Figure, crowd_figures
+from gateway.bench.workloads import Figure, batch_figures
 
 BLOCK_TOKENS = 512
+"""Tokens of one block of a Mooncake trace."""
 LINE_BYTES_MAX = 1 << 20
+"""Longest line of a trace."""
 
 
 class Arrival(Struct, frozen=True):
-    """One request of a trace. `at_s`: since the trace began. `blocks`: ids of its prompt's blocks
-    of 512 tokens, the last one perhaps not full; empty where the trace does not say."""
+    """One request of a trace. `at_s`: seconds since the first request.
+
+    `blocks`: ids of the prompt's blocks of 512 tokens, the last perhaps partial; empty without ids.
+    """
 
     at_s: float
     prompt_tokens: int
@@ -54,22 +59,22 @@ class _MooncakeDecoder:
 
 
 def read_trace(path: Path, limit: int) -> list[Arrival]:
-    """The first `limit` requests. Raises BenchError where the file is not a trace."""
+    """Return the first `limit` requests. Raises BenchError for a file that is not a trace."""
     read = _mooncake if path.suffix == ".jsonl" else _azure
     try:
         with path.open(encoding="utf-8", newline="") as file:
             arrivals = list(islice(read(iter(file)), limit))
     except OSError as error:
-        raise BenchError(f"{path} cannot be read: {error.strerror}.") from error
+        raise BenchError(f"{path} is not readable: {error.strerror}.") from error
     except KeyError as missing:
-        raise BenchError(f"{path} is not a trace: it has no column {missing}.") from missing
+        raise BenchError(f"{path} is not a trace: column {missing} is missing.") from missing
     except (ValueError, TypeError, msgspec.MsgspecError) as error:
         raise BenchError(f"{path} is not a trace: {error}.") from error
     if not arrivals:
         raise BenchError(f"{path} has no requests.")
     first_s = arrivals[0].at_s
     if any(a.prompt_tokens < 1 or a.output_tokens < 0 or a.at_s < first_s for a in arrivals):
-        raise BenchError(f"{path} has a request without tokens, or before the first one.")
+        raise BenchError(f"{path} has a request without tokens, or earlier than its first one.")
     return [msgspec.structs.replace(a, at_s=a.at_s - first_s) for a in arrivals]
 
 
@@ -82,13 +87,13 @@ def _mooncake(lines: Iterator[str]) -> Iterator[Arrival]:
 
 def _azure(lines: Iterator[str]) -> Iterator[Arrival]:
     for row in csv.DictReader(lines):
-        # Seven digits of a second: the last is more than a datetime holds.
+        # Timestamps have seven decimals of a second; a datetime holds six.
         at = datetime.fromisoformat(row["TIMESTAMP"][:26] + "+00:00")
         yield Arrival(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
 
 class TracePrompts:
-    """Prompts for arrivals: the same block id gives the same tokens, under one seed."""
+    """Prompts of a trace's requests: under one seed, a block id always gives the same tokens."""
 
     def __init__(self, seed: int, *, context: int, in_text: bool = False) -> None:
         self.seed = seed
@@ -96,7 +101,8 @@ class TracePrompts:
         self.in_text = in_text
 
     def prompt(self, number: int, arrival: Arrival, output: int) -> Prompt:
-        """The prompt of the arrival with this number, cut so that its output fits the context."""
+        """Return the prompt of the arrival with this number, cut so that its output fits the
+        context."""
         tokens = max(1, min(arrival.prompt_tokens, self.context - output - 1))
         blocks: Sequence[int | str] = arrival.blocks or [
             f"own-{number}-{i}" for i in range(-(-tokens // BLOCK_TOKENS))
@@ -121,11 +127,11 @@ async def replay(
     speed: float,
     output_tokens_max: int,
 ) -> list[Figure]:
-    """Send each arrival when it is due, and wait for all. Answers that fail are counted."""
+    """Send each request when it is due, and wait for all responses; failed requests are counted."""
     start_s = client.clock()
-    done: list[Measured] = []
+    done: list[Measurement] = []
     failed: list[BenchError] = []
-    late_s = 0.0
+    late_max_s = 0.0
 
     async def send(prompt: Prompt, output: int, due_s: float, tenant: int) -> None:
         try:
@@ -139,13 +145,13 @@ async def replay(
             prompt = prompts.prompt(number, arrival, output)
             due_s = start_s + arrival.at_s / speed
             await asyncio.sleep(max(0.0, due_s - client.clock()))
-            late_s = max(late_s, client.clock() - due_s)
+            late_max_s = max(late_max_s, client.clock() - due_s)
             tasks.create_task(send(prompt, output, due_s, number))
     if not done:
         raise BenchError(f"All {len(failed)} requests failed; the first: {failed[0]}")
     return [
-        *crowd_figures("", start_s, done),
+        *batch_figures("", start_s, done),
         Figure("answered", "requests", len(done)),
         Figure("failed", "requests", len(failed)),
-        Figure("sent late by at most", "ms", late_s * 1e3),
+        Figure("most delay of sending", "ms", late_max_s * 1e3),
     ]

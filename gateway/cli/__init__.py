@@ -1,1 +1,1 @@
-"""What the command line does, without printing: functions that return answers."""
+"""Commands of the command line, without printing: functions that return a `CommandResult`."""

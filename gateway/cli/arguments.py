@@ -1,6 +1,6 @@
-"""The arguments of every command, and what is wrong with those that came.
+"""Arguments of every command, and errors for wrong ones.
 
-It decides nothing: a command's name and its options. `gateway.__main__` runs what was asked for.
+This module runs no command: `gateway.__main__` does.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ Adder = Callable[[argparse.ArgumentParser], None]
 
 
 class UsageError(Exception):
-    """Arguments that cannot be; the message is one line that says where and what."""
+    """A wrong argument; the message is one line that names it."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, in one line instead of the whole usage; knows no abbreviations."""
+    """A parser that raises instead of exiting, with one line of message; it allows no
+    abbreviations."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("allow_abbrev", False)
         super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError."""
+        """Raise UsageError."""
         words = self.prog.removeprefix("trunkline").strip()
-        where = f"{words}: " if words else ""
-        raise UsageError(f"{where}{message} (see {self.prog} --help)")
+        prefix = f"{words}: " if words else ""
+        raise UsageError(f"{prefix}{message} (see {self.prog} --help)")
 
 
 def build_parser(more: Mapping[str, tuple[str, Adder]]) -> Parser:
-    """All commands. `more`: further ones by name, with their help and their arguments.
+    """Return the parser of all commands. `more`: further commands by name, each with help and
+    arguments.
 
-    What is parsed has `command`, for tenants and keys `action`, and the options.
+    Parsed options have `command`, for tenants and keys also `action`.
     """
     parser = Parser(prog="trunkline", description="Prompt caching for models you run yourself.")
     shared = _shared()
@@ -47,19 +49,19 @@ def build_parser(more: Mapping[str, tuple[str, Adder]]) -> Parser:
 
     command = add("serve", "Run the gateway and its engine.")
     command.add_argument("model", nargs="?", help=f"model to serve (default: {DEFAULT_MODEL})")
-    command.add_argument("--listen", metavar="HOST:PORT", help="for clients")
-    command.add_argument("--admin-listen", metavar="HOST:PORT", help="for metrics")
+    command.add_argument("--listen", metavar="HOST:PORT", help="public listener")
+    command.add_argument("--admin-listen", metavar="HOST:PORT", help="admin listener")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"))
     command = add("pull", "Fetch a model.")
     command.add_argument("model", nargs="?", help=f"default: {DEFAULT_MODEL}")
-    command.add_argument("--verify", action="store_true", help="hash what is already here")
+    command.add_argument("--verify", action="store_true", help="hash files that exist")
     command.add_argument("--quiet", action="store_true", help="no progress bar, no path")
-    add("check-config", "Print every setting and where it comes from.")
-    add("doctor", "Is everything here that a server needs?")
+    add("check-config", "Print every setting and its source.")
+    add("doctor", "Check what a server needs: packages, database, addresses, model.")
     add("version", "Print the version.")
     for name, (text, add_arguments) in more.items():
         add_arguments(add(name, text))
-    command = add("usage", "Sums of the ledger, by tenant.")
+    command = add("usage", "Print usage by tenant.")
     command.add_argument("--tenant", metavar="NAME")
     command.add_argument("--days", type=int, metavar="N", help="only the last N days")
     _add_tenant_actions(commands, shared)
@@ -70,7 +72,7 @@ def build_parser(more: Mapping[str, tuple[str, Adder]]) -> Parser:
 def _shared() -> Parser:
     shared = Parser(add_help=False)
     shared.add_argument("--config", type=Path, metavar="FILE", help="TOML settings")
-    text = "models, database and key (default: data)"
+    text = "models, database and keys (default: data)"
     shared.add_argument("--data-dir", metavar="DIR", help=text)
     shared.add_argument("--json", action="store_true", help="print JSON")
     return shared
@@ -82,12 +84,12 @@ def _add_tenant_actions(commands: Any, shared: Parser) -> None:
         dest="action", required=True, metavar="ACTION"
     )
     texts = {
-        "create": "Make a tenant.",
-        "list": "All tenants with what is set of them.",
-        "set": "Change what is named of a tenant; the rest stays.",
-        "suspend": "Its keys stop working within a second; what runs is finished.",
-        "resume": "Its keys work again within a second.",
-        "delete": "Delete a tenant with all it keeps; its entries stay, under a pseudonym.",
+        "create": "Create a tenant.",
+        "list": "List tenants with their settings.",
+        "set": "Change the given settings of a tenant.",
+        "suspend": "Disable a tenant's keys within a second; running requests finish.",
+        "resume": "Enable a suspended tenant's keys within a second.",
+        "delete": "Delete a tenant and its data; ledger entries stay under a pseudonym.",
     }
     for action, text in texts.items():
         parser = actions.add_parser(action, help=text, description=text, parents=[shared])
@@ -99,29 +101,29 @@ def _add_tenant_actions(commands: Any, shared: Parser) -> None:
 
 
 def _add_shares(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tier", metavar="NAME", help="which prices hold for it")
-    text = "blocks of the cache that nobody takes from it"
+    parser.add_argument("--tier", metavar="NAME", help="pricing tier")
+    text = "guaranteed cache blocks"
     parser.add_argument("--floor", type=int, metavar="BLOCKS", help=text)
-    text = "blocks it never exceeds, or `none`"
+    text = "most cache blocks, or `none`"
     parser.add_argument("--ceiling", type=_blocks, metavar="BLOCKS", help=text)
-    parser.add_argument("--weight", type=float, help="its share of service and of the rest")
-    parser.add_argument("--priority", type=int, help="higher is served first")
-    text = "retention classes it may ask for, with commas between, or `all`"
+    parser.add_argument("--weight", type=float, help="scheduling weight")
+    parser.add_argument("--priority", type=int, help="scheduling priority; higher runs first")
+    text = "allowed retention classes, comma-separated, or `all`"
     parser.add_argument("--classes", type=_classes, metavar="NAMES", help=text)
-    text = "blocks that may be promised to it at once, or `none` for no limit"
+    text = "most promised blocks, or `none`"
     parser.add_argument("--promised", type=_blocks, metavar="BLOCKS", help=text)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     texts = {
-        "requests-per-minute": "requests",
-        "tokens-per-minute": "prompt tokens not in the cache, and output tokens",
-        "input-tokens-per-minute": "prompt tokens not in the cache",
-        "output-tokens-per-minute": "output tokens",
-        "requests-at-once": "requests that run",
+        "requests-per-minute": "requests per minute",
+        "tokens-per-minute": "uncached prompt tokens and output tokens per minute",
+        "input-tokens-per-minute": "uncached prompt tokens per minute",
+        "output-tokens-per-minute": "output tokens per minute",
+        "requests-at-once": "concurrent requests",
     }
     for name, text in texts.items():
-        parser.add_argument(f"--{name}", type=_limit, metavar="N", help=f"{text}; or `none`")
+        parser.add_argument(f"--{name}", type=_limit, metavar="N", help=f"{text}, or `none`")
 
 
 def _number_or_none(text: str) -> int | str:
@@ -140,7 +142,7 @@ def _classes(text: str) -> tuple[str, ...] | str:
     return "none" if text == "all" else tuple(filter(None, text.split(",")))
 
 
-# What argparse calls them when what came is none.
+# argparse names these types in its errors: "invalid limit value: 'x'".
 _blocks.__name__ = "number of blocks"
 _limit.__name__ = "limit"
 
@@ -154,6 +156,7 @@ LIMITS = {
         "requests_at_once",
     )
 }
+"""Rate limits by option name."""
 SETTINGS = {
     "tier": "tier",
     "floor": "floor_blocks",
@@ -164,15 +167,15 @@ SETTINGS = {
     "promised": "promised_blocks_max",
     **LIMITS,
 }
-"""Options by what they set."""
+"""Tenant settings by option name."""
 
 
 def changes(options: argparse.Namespace, names: Mapping[str, str]) -> dict[str, object]:
-    """What was told to be set, by the setting's own name; `none` takes a limit away."""
-    given = {setting: getattr(options, option, None) for option, setting in names.items()}
+    """Return the given settings by their names; the value `none` removes a limit."""
+    values = {setting: getattr(options, option, None) for option, setting in names.items()}
     return {
         setting: None if value == "none" else value
-        for setting, value in given.items()
+        for setting, value in values.items()
         if value is not None
     }
 
@@ -189,28 +192,32 @@ def _add_key_actions(commands: Any, shared: Parser) -> None:
         )
         return parser
 
-    which = "its id, or its beginning as lists show it"
-    scopes = "what it is for, with commas between: inference, usage, cache"
-    parser = add("create", "Make a key and print it, once.")
+    which = "key id, or the prefix that lists show"
+    scopes = "comma-separated scopes: inference, usage, cache"
+    parser = add("create", "Create a key and print it, once.")
     owner = parser.add_mutually_exclusive_group(required=True)
     owner.add_argument("--tenant", metavar="NAME")
-    owner.add_argument("--admin", action="store_true", help="an administrator's key")
-    text = "the scope of its cache inside the tenant"
+    owner.add_argument("--admin", action="store_true", help="create an administrator's key")
+    text = "cache scope inside the tenant (default: default)"
     parser.add_argument("--workspace", default="default", metavar="NAME", help=text)
-    parser.add_argument("--label", default="", help="a note for lists")
-    parser.add_argument("--expires", metavar="TIME", help="such as 90d, 12h, 30m")
-    parser.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all of them)")
+    parser.add_argument("--label", default="", help="label shown in lists")
+    parser.add_argument(
+        "--expires", metavar="TIME", help="lifetime: 90d, 12h, 30m (default: unlimited)"
+    )
+    parser.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all)")
     _add_limits(parser)
-    parser = add("list", "Keys by their beginnings.")
+    parser = add("list", "List keys by prefix.")
     parser.add_argument("--tenant", metavar="NAME")
-    parser = add("set", "Change what is named of a key; the rest stays.")
+    parser = add("set", "Change the given settings of a key.")
     parser.add_argument("key", help=which)
-    parser.add_argument("--label", help="a note for lists")
+    parser.add_argument("--label", help="label shown in lists")
     parser.add_argument("--scopes", metavar="NAMES", help=scopes)
     _add_limits(parser)
-    parser = add("rotate", "Print a new key like this one, which works on for a while.")
+    parser = add(
+        "rotate", "Create and print a replacement; the old key expires after a grace period."
+    )
     parser.add_argument("key", help=which)
-    text = "how long the old one works on: 30m, 24h, 7d (default: 24h)"
+    text = "grace period of the old key: 30m, 24h, 7d (default: 24h)"
     parser.add_argument("--grace", default="24h", metavar="TIME", help=text)
-    parser = add("revoke", "It stops working within a second.")
+    parser = add("revoke", "Disable a key within a second, for good.")
     parser.add_argument("key", help=which)

@@ -1,7 +1,7 @@
-"""`trunkline prices`, `budget`, `adjust`, `close`, `check-books`, `reconcile` and `export`: what
-usage costs, and whether the books are right. They work beside a running server.
+"""Commands of billing: `prices`, `budget`, `adjust`, `close`, `check-books`, `reconcile`, `export`.
 
-Amounts are dollars in decimals on the command line and exact integers everywhere behind it.
+They work while a server runs. Amounts are decimal dollars on the command line and exact integers
+everywhere else.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from gateway.cli.database import opened
-from gateway.cli.result import CommandError, CommandResult, Show, Table, tabled
+from gateway.cli.database import open_database
+from gateway.cli.result import CommandError, CommandResult, ShowProgress, Table, table_result
 from gateway.config import Config
 from gateway.dialects.validation import find_duplicate_key
 from gateway.ledger.metering import wall_ms
@@ -44,39 +44,42 @@ from tenancy.storage.atomic_files import atomic_write
 Adder = Callable[[argparse.ArgumentParser], None]
 Write = Callable[[bytes], object]
 FILE_BYTES_MAX = 1_000_000
+"""Largest rate card file."""
 
 
 # --- prices and budgets --------------------------------------------------------------------------
 
 
 def _add_prices(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--add", type=Path, metavar="FILE", help="a rate card as JSON")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="add a rate card from a JSON file")
 
 
-def _prices(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
-    """All versions of all cards, or a new one."""
-    with opened(config, makes=False) as store:
+def _prices(
+    options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
+) -> CommandResult:
+    """List all versions of all rate cards, or add one."""
+    with open_database(config, create=False) as store:
         if options.add is not None:
             card = _read_card(options.add)
             config.check_card(card)
             card = add_card(store, wall_ms, card)
-            text = f"{card.rate_card_id} is in force from {_instant(card.valid_from_ms)}"
+            text = f"{card.rate_card_id} applies from {_instant(card.valid_from_ms)}"
             if card.tier not in (ANY, *(one.tier for one, _ in list_tenants(store))):
                 text += f"; no tenant has the tier {card.tier!r} yet"
             return CommandResult(text, structs.asdict(card))
         rows = [_card_row(card) for card in load_cards(store)]
     if not rows:
         return CommandResult("no rate cards: nothing is charged", [])
-    table = tabled(rows, shown=_PRICES)
+    table = table_result(rows, shown=_PRICE_COLUMNS)
     unit = "micro-dollars per million tokens, of storage for an hour; minimum_charge: micro-dollars"
     return CommandResult(f"{unit}\n{table.text}", table.data)
 
 
-_PRICES = (
+_PRICE_COLUMNS = (
     *("id", "model", "tier", "input", "output", "cache_read", "cache_write", "storage"),
     *("minimum_charge", "breach_credit", "from", "until"),
 )
-"""What a person is shown of a card."""
+"""Columns of a rate card in the printed table."""
 
 
 def _card_row(card: RateCard) -> dict[str, object]:
@@ -90,33 +93,41 @@ def _read_card(path: Path) -> RateCard:
     data = path.read_bytes()[: FILE_BYTES_MAX + 1]
     try:
         card = msgspec.json.decode(data, type=RateCard)
-        twice = find_duplicate_key(data)
+        duplicate = find_duplicate_key(data)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise CommandError(f"{path} is no rate card: {error}") from error
-    if twice is not None:
-        raise CommandError(f"{path} is no rate card: {twice!r} was given twice")
+        raise CommandError(f"{path} is not a rate card: {error}") from error
+    if duplicate is not None:
+        raise CommandError(f"{path} is not a rate card: duplicate key {duplicate!r}")
     return card
 
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tenant", nargs="?", metavar="TENANT")
-    parser.add_argument("--key", type=int, default=0, metavar="ID", help="of one of its keys")
-    parser.add_argument("--window", choices=("day", "month"), default="month", help="in UTC")
-    text = "requests that could pass it are refused"
+    parser.add_argument(
+        "--key", type=int, default=0, metavar="ID", help="key id, for a budget of one key"
+    )
+    parser.add_argument(
+        "--window", choices=("day", "month"), default="month", help="in UTC (default: month)"
+    )
+    text = "hard limit; requests that could exceed it are refused"
     parser.add_argument("--hard", type=_amount, metavar="USD", help=text)
-    parser.add_argument("--soft", type=_amount, metavar="USD", help="only shown when it is passed")
-    parser.add_argument("--remove", action="store_true", help="take the budget away")
+    parser.add_argument(
+        "--soft", type=_amount, metavar="USD", help="soft limit; exceeding it only alerts"
+    )
+    parser.add_argument("--remove", action="store_true", help="remove the budget")
 
 
-def _budget(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
-    """Set one, or list them with what is spent."""
+def _budget(
+    options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
+) -> CommandResult:
+    """Set a budget, or list budgets with their spent amounts."""
     hard, soft = _micros(options.hard, "--hard"), _micros(options.soft, "--soft")
     is_change = options.remove or hard is not None or soft is not None
     if is_change and options.tenant is None:
-        raise CommandError("say whose budget it is: trunkline budget TENANT --hard USD")
+        raise CommandError("TENANT is required: trunkline budget TENANT --hard USD")
     if options.remove and (hard is not None or soft is not None):
-        raise CommandError("--remove takes no --hard and no --soft")
-    with opened(config, makes=False) as store:
+        raise CommandError("--remove is not allowed with --hard or --soft")
+    with open_database(config, create=False) as store:
         names = {tenant.tenant_id: tenant.name for tenant, _ in list_tenants(store)}
         tenant_id = None
         if options.tenant is not None:
@@ -138,7 +149,7 @@ def _budget(options: argparse.Namespace, config: Config, write: Write, show: Sho
         }
         for state in states
     ]
-    return tabled(rows) if rows else CommandResult("no budgets", [])
+    return table_result(rows) if rows else CommandResult("no budgets", [])
 
 
 # --- the books -----------------------------------------------------------------------------------
@@ -146,50 +157,59 @@ def _budget(options: argparse.Namespace, config: Config, write: Write, show: Sho
 
 def _add_adjust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "request", metavar="REQUEST_ID", help="of the entry, or the id of its answer"
+        "request", metavar="REQUEST_ID", help="request id of the entry, or its response id"
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--credit", type=_amount, metavar="USD", help="for the tenant")
-    which.add_argument("--debit", type=_amount, metavar="USD", help="on top of its charge")
-    text = "the same id books it once, however often it is sent"
+    which.add_argument("--credit", type=_amount, metavar="USD", help="credit the tenant")
+    which.add_argument("--debit", type=_amount, metavar="USD", help="charge the tenant")
+    text = "idempotency key: an adjustment is booked once per id"
     parser.add_argument("--id", required=True, metavar="ID", help=text)
     parser.add_argument("--reason", required=True, metavar="TEXT")
 
 
 _ANSWER_ID = re.compile(r"[a-z]+[-_]([0-9a-f]{32})")
-"""As dialects make it of a request's id: chatcmpl-, msg_ and the like before it."""
+"""A response id: a dialect's prefix, such as chatcmpl- or msg_, and the request id."""
 
 
-def _adjust(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
-    """A credit or a debit on an entry."""
+def _adjust(
+    options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
+) -> CommandResult:
+    """Book a credit or a debit on a ledger entry."""
     amount = options.debit if options.credit is None else -options.credit
     pico = amount.scaleb(12)
     if pico != int(pico):
-        raise CommandError(f"{abs(amount)} dollars are no whole pico-dollars")
+        raise CommandError(f"{abs(amount)} dollars are not whole pico-dollars")
     found = _ANSWER_ID.fullmatch(options.request)
     request_id = found[1] if found else options.request
     adjustment = Adjustment(options.id, request_id, int(pico), options.reason)
-    with opened(config, makes=False) as store:
+    with open_database(config, create=False) as store:
         is_new = adjust(store, wall_ms, adjustment)
-    text = f"adjustment {options.id} booked" if is_new else f"adjustment {options.id} was there"
+    text = (
+        f"adjustment {options.id} booked"
+        if is_new
+        else f"adjustment {options.id} was already booked"
+    )
     return CommandResult(text, {**structs.asdict(adjustment), "is_new": is_new})
 
 
 def _add_close(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--through", metavar="DAY", help="such as 2026-11-21 (default: yesterday)")
-    parser.add_argument("--list", action="store_true", help="closed days, and close none")
-    text = "close although the engine has counted other tokens in these days"
+    parser.add_argument(
+        "--through", metavar="DAY", help="last day: 2026-11-21 (default: yesterday)"
+    )
+    parser.add_argument("--list", action="store_true", help="list closed days; close none")
+    text = "close even if the engine's token counts differ"
     parser.add_argument("--despite-counts", action="store_true", help=text)
 
 
-def _close(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
-    """Close what can be closed. Keep the digests elsewhere."""
-    with opened(config, makes=False) as store:
-        despite = options.despite_counts
+def _close(
+    options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
+) -> CommandResult:
+    """Close complete days, or list closed ones. Keep the printed digests elsewhere."""
+    with open_database(config, create=False) as store:
         days = (
             list_closes(store)
             if options.list
-            else close_days(store, wall_ms, options.through, despite_counts=despite)
+            else close_days(store, wall_ms, options.through, despite_counts=options.despite_counts)
         )
     rows = [
         {
@@ -199,28 +219,28 @@ def _close(options: argparse.Namespace, config: Config, write: Write, show: Show
         }
         for day in days
     ]
-    return tabled(rows) if rows else CommandResult("nothing to close", [])
+    return table_result(rows) if rows else CommandResult("nothing to close", [])
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """A command without arguments of its own."""
+    """Add no arguments."""
 
 
 def _check_books(
-    options: argparse.Namespace, config: Config, write: Write, show: Show
+    options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
 ) -> CommandResult:
-    """Status 1 if something is wrong."""
-    with opened(config, makes=False) as store:
+    """Check the ledger. Status 1 if a check fails."""
+    with open_database(config, create=False) as store:
         findings = check_books(store, partial(show, "checked"))
-    text = "\n".join(findings) if findings else "the books are right"
+    text = "\n".join(findings) if findings else "all checks passed"
     return CommandResult(text, findings, 1 if findings else 0)
 
 
 def _reconcile(
-    options: argparse.Namespace, config: Config, write: Write, show: Show
+    options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
 ) -> CommandResult:
-    """Ledger, engine and metrics by engine life. Status 1 if they are apart."""
-    with opened(config, makes=False) as store:
+    """Compare ledger, engine and metrics by engine epoch. Status 1 if they differ."""
+    with open_database(config, create=False) as store:
         epochs, life = reconcile(store, wall_ms()), ledger_epoch(store).number
     rows: Table = []
     for epoch in epochs:
@@ -229,12 +249,12 @@ def _reconcile(
         for field in Counts.__struct_fields__:
             row[field] = getattr(epoch.ledger, field)
         for name, other in (("engine", epoch.engine), ("metrics", epoch.metrics)):
-            apart = structs.astuple(epoch.ledger.minus(other))
-            row[f"ledger_minus_{name}"] = "/".join(map(str, apart))
+            difference = structs.astuple(epoch.ledger.minus(other))
+            row[f"ledger_minus_{name}"] = "/".join(map(str, difference))
         rows.append({**row, "ledger_epoch": life})
     if not rows:
-        return CommandResult("no engine has been counted yet", [])
-    return tabled(rows, 1 if any(epoch.has_mismatch for epoch in epochs) else 0)
+        return CommandResult("no engine epoch recorded yet", [])
+    return table_result(rows, 1 if any(epoch.has_mismatch for epoch in epochs) else 0)
 
 
 # --- exports -------------------------------------------------------------------------------------
@@ -244,22 +264,24 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     formats = ("csv", "parquet", "cloudevents", "focus")
     parser.add_argument("--format", choices=formats, required=True)
     parser.add_argument("--tenant", metavar="NAME")
-    text = "a day or an instant in UTC: 2026-11-21 or 2026-11-21T10:00:00Z"
+    text = "UTC day or instant: 2026-11-21 or 2026-11-21T10:00:00Z"
     parser.add_argument("--since", metavar="TIME", help=text)
-    parser.add_argument("--until", metavar="TIME", help=f"{text}; not included")
+    parser.add_argument("--until", metavar="TIME", help=f"{text}; exclusive")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
-    text = "whose bill it is, in cost rows and event sources"
+    text = "billing account in cost rows and event sources"
     parser.add_argument("--account", default="trunkline", metavar="NAME", help=text)
 
 
-def _export(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
-    """Entries, events or cost rows of a period."""
+def _export(
+    options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
+) -> CommandResult:
+    """Export entries, events or cost rows of a period."""
     since_ms, until_ms = _time(options.since, "--since"), _time(options.until, "--until")
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
-        raise CommandError("--since is not before --until: there is nothing between them")
+        raise CommandError("--since must be before --until")
     if options.out is None and (options.json or options.format == "parquet"):
-        raise CommandError("name a file with --out FILE")
-    with opened(config, makes=False) as store:
+        raise CommandError("--out FILE is required for this format")
+    with open_database(config, create=False) as store:
         if options.tenant is not None:
             find_tenant(store, options.tenant)
         period = (options.tenant, since_ms or 0, until_ms)
@@ -281,7 +303,7 @@ def _export(options: argparse.Namespace, config: Config, write: Write, show: Sho
 
 
 def _write_file(path: Path, data: Iterator[bytes]) -> int:
-    """Whole, or not there."""
+    """Write the file completely, or not at all. Returns its size in bytes."""
     size = 0
     with atomic_write(path) as part, part.open("wb") as file:
         for chunk in data:
@@ -289,7 +311,7 @@ def _write_file(path: Path, data: Iterator[bytes]) -> int:
     return size
 
 
-# --- what they share -----------------------------------------------------------------------------
+# --- shared --------------------------------------------------------------------------------------
 
 _RUN = {
     "prices": _prices,
@@ -306,13 +328,15 @@ COMMANDS: Mapping[str, tuple[str, Adder]] = {
     "adjust": ("Credit or debit a ledger entry.", _add_adjust),
     "close": ("Close days of the ledger.", _add_close),
     "check-books": ("Recompute every sum, chain and charge of the ledger.", _add_nothing),
-    "reconcile": ("Compare what ledger, engine and metrics have counted.", _add_nothing),
-    "export": ("Write the ledger for other programs.", _add_export),
+    "reconcile": ("Compare the token counts of ledger, engine and metrics.", _add_nothing),
+    "export": ("Export the ledger as CSV, Parquet, CloudEvents or FOCUS.", _add_export),
 }
 
 
-def run(options: argparse.Namespace, config: Config, write: Write, show: Show) -> CommandResult:
-    """One of `COMMANDS`. What an export has to say goes to `write`."""
+def run(
+    options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
+) -> CommandResult:
+    """Run one of `COMMANDS`. `write` receives the bytes of an export without `--out`."""
     return _RUN[options.command](options, config, write, show)
 
 
@@ -334,7 +358,7 @@ def _micros(amount: Decimal | None, what: str) -> int | None:
         return None
     micros = amount.scaleb(6)
     if micros != int(micros):
-        raise CommandError(f"{what}: {amount} dollars are no whole micro-dollars")
+        raise CommandError(f"{what}: {amount} dollars are not whole micro-dollars")
     return int(micros)
 
 
@@ -350,8 +374,8 @@ def _time(text: str | None, what: str) -> int | None:
         at = at.replace(tzinfo=UTC) if at.tzinfo is None else at
         at_ms = round(at.timestamp() * 1000)
     except (ValueError, OverflowError) as error:
-        hint = "is no time; write 2026-11-21 or 2026-11-21T10:00:00Z"
-        raise CommandError(f"{what}: {text[:40]!r} {hint}") from error
+        hint = "expected 2026-11-21 or 2026-11-21T10:00:00Z"
+        raise CommandError(f"{what}: invalid time {text[:40]!r}: {hint}") from error
     return max(0, at_ms)
 
 

@@ -1,4 +1,4 @@
-"""`trunkline check-config`, `doctor` and `version`: what is, in words and numbers."""
+"""`trunkline check-config`, `doctor` and `version`: show settings, requirements and the version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import apsw
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, resolve
 from gateway.background.config_reload import with_digests
-from gateway.cli.result import CommandError, CommandResult, Table, tabled
+from gateway.cli.result import CommandError, CommandResult, Table, table_result
 from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, effective
 from tenancy.errors import StoreError
@@ -21,36 +21,38 @@ from tenancy.storage.sqlite import check_sqlite
 
 PACKAGES = ("torch", "tokenizers", "aiohttp", "msgspec")
 DISK_GIB_MIN = 1.0
+"""Least free disk space that `doctor` accepts."""
 
 
 def check_config(config: Config, origin: Origin) -> CommandResult:
-    """Every setting, where it came from, and its value."""
-    return tabled(
+    """Return every setting with its source and its value."""
+    return table_result(
         [
-            {"setting": path, "from": source, "value": value}  # the widest last: it may be a list
+            {"setting": path, "from": source, "value": value}  # the value is last: it may be long
             for path, value, source in effective(config, origin)
         ]
     )
 
 
 def version() -> CommandResult:
-    """This program."""
+    """Return the version of this program."""
     number = metadata.version("trunkline")
     return CommandResult(f"trunkline {number}", {"trunkline": number})
 
 
 def doctor(config: Config) -> CommandResult:
-    """What a server would need, whether it is there, and what to do if it is not.
+    """Check a server's requirements, with a remedy for each that is missing.
 
-    Changes nothing; status 1 if something is missing.
+    Changes nothing; status 1 if one is missing.
     """
     checks: Table = [{"check": "python", "ok": True, "found": platform.python_version()}]
     for check in (_packages, _sqlite, _compiler, _data_dir, _database, _addresses, _model, _keys):
         checks += [{"check": name, "ok": ok, "found": found} for name, ok, found in check(config)]
-    return tabled(checks, 0 if all(row["ok"] for row in checks) else 1)
+    return table_result(checks, 0 if all(row["ok"] for row in checks) else 1)
 
 
 Found = list[tuple[str, bool, str]]
+"""Rows of (requirement, whether it is met, details)."""
 
 
 def _packages(config: Config) -> Found:
@@ -73,20 +75,20 @@ def _sqlite(config: Config) -> Found:
 
 
 def _compiler(config: Config) -> Found:
-    """Without one the CPU kernels run as plain torch: slower, and right."""
+    """Check for a C compiler. Without one, CPU kernels run in torch: correct, but slow."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
-    return [("C compiler", compiler is not None, compiler or "none: CPU kernels will be slow")]
+    return [("C compiler", compiler is not None, compiler or "not found: CPU kernels will be slow")]
 
 
 def _data_dir(config: Config) -> Found:
-    """The directory, or the nearest one above it that is there."""
-    place = config.data.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        return [("data directory", False, f"{config.data}: {place} cannot be written to")]
-    free_gib = shutil.disk_usage(place).free / 2**30
-    state = "" if config.data.exists() else ", made at the first start"
+    """Check the data directory, or its nearest existing parent."""
+    folder = config.data.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return [("data directory", False, f"{config.data}: {folder} is not writable")]
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    state = "" if config.data.exists() else ", created at the first start"
     found = f"{config.data}, {free_gib:.1f} GiB free{state}"
     return [("data directory", free_gib >= DISK_GIB_MIN, found)]
 
@@ -122,7 +124,7 @@ def _model(config: Config) -> Found:
 
 
 def _keys(config: Config) -> Found:
-    """Files that declared keys are in."""
+    """Check the files of declared keys."""
     files = [key.file for one in config.tenants or () for key in one.keys if key.file]
     if not files:
         return []
@@ -130,4 +132,4 @@ def _keys(config: Config) -> Found:
         with_digests(config.tenants or ())
     except ConfigError as error:
         return [("key files", False, str(error))]
-    return [("key files", True, f"{len(files)} with a key in each")]
+    return [("key files", True, f"{len(files)} valid")]

@@ -1,4 +1,4 @@
-"""The database that a command works on, beside a running server or without one."""
+"""Opens the configured database for a command, with or without a running server."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from tenancy.storage.interface import Store
 
 
 @contextmanager
-def opened(config: Config, *, makes: bool = True) -> Iterator[Store]:
-    """For as long as the command takes, and, where it has changed something, until a server beside
-    it has seen that: nobody is told before. `makes`: a file that is not there is made; whoever asks
-    for money would find the books of a misspelt folder right. Raises CommandError and StoreError.
+def open_database(config: Config, *, create: bool = True) -> Iterator[Store]:
+    """Open the store. After a change, wait until a running server has seen it.
+
+    The command thus returns after the change has taken effect. `create`: create a missing database
+    file; commands that only read do not, so that a misspelt folder is an error. Raises CommandError
+    and StoreError.
     """
     place = config.tenancy.database
-    if not makes and not is_server(place) and not (config.data / place).exists():
-        hint = "see --data-dir and --config; the first start or trunkline tenant create makes it"
-        raise CommandError(f"there is no database {config.data / place} ({hint})")
+    if not create and not is_server(place) and not (config.data / place).exists():
+        hint = (
+            "check --data-dir and --config; the first start or trunkline tenant create creates it"
+        )
+        raise CommandError(f"database not found: {config.data / place} ({hint})")
     try:
         store, _ = open_store(config)
     except OSError as error:
         raise CommandError(
-            f"the data directory {config.data} cannot be used: {error.strerror}"
+            f"cannot use the data directory {config.data}: {error.strerror}"
         ) from error
     before = store.changes
     try:

@@ -1,6 +1,6 @@
-"""What a command has to say: words for a person and data for a program, and how it went.
+"""Results of commands: text for people, data for programs, an exit status.
 
-It prints nothing; `gateway.__main__` does.
+This module prints nothing; `gateway.__main__` does.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 Table = list[dict[str, object]]
+"""Rows by column name."""
 
-Show = Callable[[str, int, int], None]
-"""What is being done, and how much of it is, of how much: for whoever waits for it."""
+ShowProgress = Callable[[str, int, int], None]
+"""Shows progress: the part of the work, how much is done, how much there is in all."""
 
 
 class CommandError(Exception):
-    """A command that could not be done; the message is one line for people."""
+    """A failed command; the message is one line for people."""
 
 
 class CommandResult(Struct, frozen=True):
@@ -27,8 +28,8 @@ class CommandResult(Struct, frozen=True):
     status: int = 0
 
 
-def tabled(rows: Table, status: int = 0, *, shown: Sequence[str] = ()) -> CommandResult:
-    """Rows for a program are columns for a person; `shown`: those columns alone."""
+def table_result(rows: Table, status: int = 0, *, shown: Sequence[str] = ()) -> CommandResult:
+    """Return rows as data and as a text table. `shown`: the columns of the text, default all."""
     table = [{name: row[name] for name in shown} for row in rows] if shown else rows
     return CommandResult(_columns(table) if rows else "nothing yet", rows, status)
 

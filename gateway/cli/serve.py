@@ -1,4 +1,4 @@
-"""`trunkline serve`: a data directory, a model, a key, a gateway."""
+"""`trunkline serve`: prepares data directory, model and store, then runs the gateway."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Progress = Callable[[int, int], None]
 
 
 def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
-    """Serve until a signal. A built-in model that is not here yet is fetched first. `read_config`:
-    the settings as they are when asked for.
+    """Serve until a signal, and return the exit status. Fetches a missing built-in model first.
 
-    Raises CommandError for what can be known before anything is fetched or loaded.
+    `read_config` returns the settings as they are now, for a reload. Raises CommandError for an
+    address or a data directory that cannot be used, before a model is fetched or loaded.
     """
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
@@ -28,7 +28,7 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
         app.prepare_data_dir(config)
     except OSError as error:
         raise CommandError(
-            f"the data directory {config.data} cannot be used: {error.strerror}"
+            f"cannot use the data directory {config.data}: {error.strerror}"
         ) from error
     card = prepared_model(config, say, progress)
     store, key = app.open_store(config)
@@ -49,21 +49,21 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
 
 
 def prepared_model(config: Config, say: Say, progress: Progress) -> ModelCard:
-    """Resolve, fetch if it is built in, and prepare. Raises ModelError."""
+    """Resolve the model, fetch a missing built-in one, and prepare it. Raises ModelError."""
     name, models = config.model.name, config.models_dir
     try:
         source = resolve(name, models)
     except ModelError as error:
         if error.code != "not_found" or name not in CATALOGUE:
             raise
-        say(f"fetching {name}, once")
+        say(f"fetching {name}")
         source = pull(name, models, progress)
     short = name if name in CATALOGUE else source.stem if source.is_file() else source.name
     return prepare(short, source, models)
 
 
 def check_address(address: str, what: str) -> None:
-    """Could it be listened on now? Raises CommandError saying which and why not."""
+    """Check that an address can be listened on now. Raises CommandError with the reason."""
     host, port = parse_address(address, what)
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -73,4 +73,4 @@ def check_address(address: str, what: str) -> None:
                 probe.bind(place)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise CommandError(f"{what}: {address} cannot be listened on: {reason}") from error
+        raise CommandError(f"{what}: cannot listen on {address}: {reason}") from error

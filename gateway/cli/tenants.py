@@ -1,5 +1,6 @@
-"""`trunkline tenant`, `key` and `usage`: who may use this server, and what they used. They work
-beside a running server, which sees the change within a second.
+"""`trunkline tenant`, `key` and `usage`: tenants, their keys and their usage.
+
+The commands work while a server runs, which sees a change within a second.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import msgspec
 from msgspec import structs
 
 from gateway.caching.floors import guaranteed_floors
-from gateway.cli.database import opened
-from gateway.cli.result import CommandResult, tabled
+from gateway.cli.database import open_database
+from gateway.cli.result import CommandResult, table_result
 from gateway.config import Config
 from gateway.ledger.metering import wall_ms
 from tenancy.accounting.focus_export import storage_by_tenant
@@ -50,56 +51,61 @@ from tenancy.types import Limits, Status, TenantSettings
 
 _UNITS_MS = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
 DAYS_MAX = 36_500
+"""Longest period of `usage`, in days."""
 
 
 def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> CommandResult:
-    """Make a tenant."""
+    """Create a tenant."""
     settings = with_changes(TenantSettings(), changes)
     config.caching.check_classes(settings.classes or ())
-    with opened(config) as store:
+    with open_database(config) as store:
         create_tenant(
             store, wall_ms, name, settings.policy, tier=settings.tier, limits=settings.limits
         )
         text = f"tenant {name} created; give it a key with: trunkline key create --tenant {name}"
-        return _about(store, name, text)
+        return _tenant_result(store, name, text)
 
 
 def tenant_list(config: Config) -> CommandResult:
-    """All tenants with what is set of them; for a person without what is set nowhere. Where floors
-    ask for more than the engine that was started last can keep, with what it keeps of each."""
-    with opened(config) as store:
+    """List tenants with their settings; the text omits settings that no tenant has.
+
+    If floors exceed the pool of the last started engine, the list has the blocks kept of each.
+    """
+    with open_database(config) as store:
         found = list_tenant_records(store)
-        cut = guaranteed_floors(found, read_floor_blocks_max(store))
-    rows = [{**_row(one), "floor_blocks_kept": cut.get(one.tenant.name)} for one in found]
+        kept_floors = guaranteed_floors(found, read_floor_blocks_max(store))
+    rows = [
+        {**_tenant_row(one), "floor_blocks_kept": kept_floors.get(one.tenant.name)} for one in found
+    ]
     unset = {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
     shown = [{n: v for n, v in row.items() if n not in unset} for row in rows]
-    return structs.replace(tabled(rows), text=tabled(shown).text)
+    return structs.replace(table_result(rows), text=table_result(shown).text)
 
 
 def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> CommandResult:
-    """Change what is named."""
+    """Change the given settings."""
     if not changes:
-        raise BadName("nothing_to_set", "say what to set: `trunkline tenant set --help` lists it")
+        raise BadName("nothing_to_set", "nothing to change: see `trunkline tenant set --help`")
     config.caching.check_classes(with_changes(TenantSettings(), changes).classes or ())
-    with opened(config) as store:
+    with open_database(config) as store:
         change_tenant(store, name, changes)
-        return _about(store, name, f"tenant {name} changed")
+        return _tenant_result(store, name, f"tenant {name} changed")
 
 
 def tenant_status(config: Config, name: str, status: Status) -> CommandResult:
-    """Suspend or resume."""
-    with opened(config) as store:
+    """Suspend or resume a tenant."""
+    with open_database(config) as store:
         set_status(store, name, status)
-        return _about(store, name, f"tenant {name} is {status}")
+        return _tenant_result(store, name, f"tenant {name} is {status}")
 
 
 def tenant_delete(config: Config, name: str) -> CommandResult:
-    """Delete one; its money rows stay, under a pseudonym."""
-    with opened(config) as store:
+    """Delete a tenant; its ledger entries stay under a pseudonym."""
+    with open_database(config) as store:
         pseudonym = delete_tenant(store, wall_ms, name)
-    guaranteed_floors = f"; its entries stay, as those of {pseudonym}" if pseudonym else ""
+    entries = f"; its ledger entries stay, under {pseudonym}" if pseudonym else ""
     fields = {"name": name, "deleted": True, "pseudonym": pseudonym}
-    return CommandResult(f"tenant {name} deleted{guaranteed_floors}", fields)
+    return CommandResult(f"tenant {name} deleted{entries}", fields)
 
 
 def key_create(
@@ -111,18 +117,18 @@ def key_create(
     scopes: str | None,
     limits: Mapping[str, object],
 ) -> CommandResult:
-    """A new key: alone in words, so that `KEY=$(trunkline key create --tenant NAME)` works.
+    """Create a key. The text is the key alone, for `KEY=$(trunkline key create --tenant NAME)`.
 
-    Without a tenant it is an administrator's.
+    Without a tenant it is an administrator's key.
     """
     lives_ms = None if expires is None else _milliseconds(expires, "--expires")
     if tenant is None:
         if scopes is not None or limits or workspace != "default":
-            raise BadName("bad_scopes", "an administrator's key has no workspace, scopes or limits")
-        with opened(config) as store:
+            raise BadName("bad_scopes", "--admin is not allowed with a workspace, scopes or limits")
+        with open_database(config) as store:
             key = create_admin_key(store, wall_ms, label=label, lives_ms=lives_ms)
         return CommandResult(key, {"key": key, "scopes": ["admin"]})
-    with opened(config) as store:
+    with open_database(config) as store:
         found, _ = find_tenant(store, tenant)
         key = create_key(
             store,
@@ -138,20 +144,22 @@ def key_create(
 
 
 def key_list(config: Config, tenant: str | None) -> CommandResult:
-    """Keys as they may be shown: never whole."""
-    with opened(config) as store:
+    """List keys by prefix, without secrets."""
+    with open_database(config) as store:
         if tenant is not None:
             find_tenant(store, tenant)
         keys = list_keys(store, tenant)
-    people = []
+    table = []
     for row in map(_key_row, keys):
         limits = msgspec.json.encode(row.pop("limits")).decode().strip("{}").replace('"', "")
         instants = {
             name.removesuffix("_ms"): _instant(row.pop(name))
             for name in ("created_ms", "expires_ms", "revoked_ms")
         }
-        people.append({**row, **instants, "limits": limits or None})
-    return structs.replace(tabled([_key_row(key) for key in keys]), text=tabled(people).text)
+        table.append({**row, **instants, "limits": limits or None})
+    return structs.replace(
+        table_result([_key_row(key) for key in keys]), text=table_result(table).text
+    )
 
 
 def key_set(
@@ -161,10 +169,10 @@ def key_set(
     scopes: str | None,
     limits: Mapping[str, object],
 ) -> CommandResult:
-    """Change what is named."""
+    """Change the given settings."""
     if label is None and scopes is None and not limits:
-        raise BadName("nothing_to_set", "say what to set: `trunkline key set --help` lists it")
-    with opened(config) as store:
+        raise BadName("nothing_to_set", "nothing to change: see `trunkline key set --help`")
+    with open_database(config) as store:
         old = find_key(store, which)
         key = change_key(
             store,
@@ -177,22 +185,22 @@ def key_set(
 
 
 def key_rotate(config: Config, which: str, grace: str) -> CommandResult:
-    """A new key, alone in words; the old one works on for a while."""
+    """Create a replacement, alone in the text; the old key stays valid for the grace period."""
     grace_ms = 0 if grace == "0" else _milliseconds(grace, "--grace")
-    with opened(config) as store:
+    with open_database(config) as store:
         key, new, old = rotate_key(store, wall_ms, which, grace_ms)
     return CommandResult(key, {"key": key, "new": _key_row(new), "old": _key_row(old)})
 
 
 def key_revoke(config: Config, which: str) -> CommandResult:
-    """A key stops working within a second."""
-    with opened(config) as store:
+    """Disable a key within a second."""
+    with open_database(config) as store:
         key = revoke_key(store, wall_ms, which)
-    whose = f"of {key.tenant}" if key.tenant else "of an administrator"
-    return CommandResult(f"key {key.shown}… {whose} revoked", _key_row(key))
+    owner = f"of {key.tenant}" if key.tenant else "of an administrator"
+    return CommandResult(f"key {key.shown}… {owner} revoked", _key_row(key))
 
 
-_USAGE = (
+_USAGE_COLUMNS = (
     "tenant",
     "requests",
     "prompt_tokens",
@@ -205,15 +213,15 @@ _USAGE = (
     "adjusted_usd",
     "saved_usd",
 )
-"""What a person is shown of a sum. Charge, storage and adjustments add up to the bill."""
+"""Columns of usage in the printed table. The bill is charge, storage and adjustments."""
 
 
 def usage(config: Config, tenant: str | None, days: int | None) -> CommandResult:
-    """Sums of ledger entries, of their adjustments and of what was held, by tenant."""
+    """Return sums of ledger entries, adjustments and storage by tenant."""
     if days is not None and not 1 <= days <= DAYS_MAX:
-        raise BadName("bad_time", f"--days: {days} is not between 1 and {DAYS_MAX}")
+        raise BadName("bad_time", f"--days: {days} is out of range; expected 1 to {DAYS_MAX}")
     since_ms = 0 if days is None else wall_ms() - days * _UNITS_MS["d"]
-    with opened(config, makes=False) as store:
+    with open_database(config, create=False) as store:
         if tenant is not None:
             find_tenant(store, tenant)
         totals = {
@@ -228,25 +236,25 @@ def usage(config: Config, tenant: str | None, days: int | None) -> CommandResult
         for money in ("charge", "storage", "adjusted", "saved"):
             row[f"{money}_usd"] = format_dollars(int(row[f"{money}_pico"]))
         rows.append(row)
-    return tabled(rows, shown=_USAGE)
+    return table_result(rows, shown=_USAGE_COLUMNS)
 
 
-def _about(store: Store, name: str, text: str) -> CommandResult:
-    """With a word about it if its floor cannot be kept, or if it is charged nothing."""
+def _tenant_result(store: Store, name: str, text: str) -> CommandResult:
+    """Return the tenant, with a warning if its floor cannot be kept or no rate card applies."""
     found = find_tenant_record(store, name)
-    most = read_floor_blocks_max(store)
-    cut = guaranteed_floors(list_tenant_records(store), most).get(name)
-    if cut is not None and cut < found.policy.floor_blocks:
+    blocks_max = read_floor_blocks_max(store)
+    kept_floor = guaranteed_floors(list_tenant_records(store), blocks_max).get(name)
+    if kept_floor is not None and kept_floor < found.policy.floor_blocks:
         text += (
-            f"; of its floor of {found.policy.floor_blocks} blocks {cut} are kept: floors together"
-            f" may take {most} of the pool"
+            f"; {kept_floor} of its {found.policy.floor_blocks} floor blocks are kept: all floors"
+            f" together may take {blocks_max} blocks"
         )
     if is_tier_free(store, wall_ms, found.tenant.tier):
-        text += f"; no rate card holds for its tier {found.tenant.tier!r}: it is charged nothing"
-    return CommandResult(text, _row(found))
+        text += f"; no rate card applies to tier {found.tenant.tier!r}: nothing is charged"
+    return CommandResult(text, _tenant_row(found))
 
 
-def _row(one: TenantRecord) -> dict[str, object]:
+def _tenant_row(one: TenantRecord) -> dict[str, object]:
     tenant = one.tenant
     return {
         "name": tenant.name,
@@ -263,7 +271,7 @@ def _key_row(key: Key) -> dict[str, object]:
 
 
 def _limits(old: Limits, changes: Mapping[str, object]) -> Limits:
-    """What is named changes. The command line's values are whole numbers or None."""
+    """Return the old limits with the changed ones replaced. `changes`: integers or None."""
     return msgspec.convert({**structs.asdict(old), **changes}, Limits)
 
 
@@ -277,5 +285,5 @@ def _milliseconds(text: str, what: str) -> int:
     number, unit = text[:-1], text[-1:]
     is_number = number.isascii() and number.isdigit() and len(number) <= 6
     if not is_number or unit not in _UNITS_MS or not int(number):
-        raise BadName("bad_time", f"{what}: {text!r} is no time; write 30m, 12h or 90d")
+        raise BadName("bad_time", f"{what}: invalid time {text!r}: expected 30m, 12h or 90d")
     return int(number) * _UNITS_MS[unit]

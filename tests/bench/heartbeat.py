@@ -67,7 +67,7 @@ class Beats:
         timed("gateway: decode", lambda: self.hear(frame))
         timed("gateway: the book", lambda: self.book.add(stats.changed))
         now_ns = int(self.now_s * 1e9)
-        timed("gateway: the storage meter", lambda: self.meter.look(self.book, SIZE, now_ns))
+        timed("gateway: the storage meter", lambda: self.meter.update(self.book, SIZE, now_ns))
         timed("gateway: the losses", lambda: self.losses.add(news))
         moves = self.losses.take_moves()
         timed("gateway: churn", lambda: self.churn.update(moves, owner_of, 0))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.bench.report import columns, short
+from gateway.bench.report import columns, format_number
 from tests.bench.overhead.load import Load, run
 from tests.bench.overhead.null_gateway import NullGatewaySettings, Ready
 from tests.bench.overhead.overhead import child
@@ -117,7 +117,7 @@ async def measure(options: argparse.Namespace) -> str:
                     for rate, ms in [turn[at]]
                 ]
                 medians = map(statistics.median, zip(*numbers, strict=True))
-                rows.append((peer.name, str(at_once), *map(short, medians)))
+                rows.append((peer.name, str(at_once), *map(format_number, medians)))
     return columns(rows, range(1, len(rows[0])))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.bench.server import own_server
+from gateway.bench.server import bench_server
 from tests.models import tiny_config, write_folder
 
 CLIENTS = 12
@@ -278,7 +278,7 @@ def _words(chance: random.Random) -> str:
 async def _main(seconds: float, seed: int) -> int:
     with tempfile.TemporaryDirectory(prefix="trunkline-soak-") as folder:
         model = write_folder(Path(folder) / "tiny", tiny_config(layers=1))
-        async with own_server(
+        async with bench_server(
             str(model), Path(folder) / "models", time.monotonic, tenants=3
         ) as server:
             url, process = server.url.removesuffix("/v1"), Path(f"/proc/{server.memory.pid}")

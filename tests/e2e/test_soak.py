@@ -86,7 +86,7 @@ async def test_nothing_is_left_of_a_crowd(unopened_gateway: GatewayFixture) -> N
         context = unopened_gateway.gateway.context
         context.contracts.entries.check()
         assert await asyncio.to_thread(check_books, unopened_gateway.store) == []
-        await unopened_gateway.gateway._reckoning.note()
+        await unopened_gateway.gateway._reconciler.note()
         (epoch,) = reconcile(unopened_gateway.store)
         assert epoch.ledger == epoch.engine == epoch.metrics
         for who in unopened_gateway.keys:

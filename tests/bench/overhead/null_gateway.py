@@ -27,7 +27,7 @@ from gateway.app import Gateway, connect, open_analytics
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.context import Context
 from gateway.engine_supervisor import EngineSupervisor
-from gateway.gc_tuning import settle_heap
+from gateway.gc_tuning import freeze_heap
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.metering import wall_ms
 from gateway.observability.logging import LogLines
@@ -159,7 +159,7 @@ async def serve(settings: NullGatewaySettings) -> None:
     try:
         urls = await gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         supervisor.start()
-        settle_heap()
+        freeze_heap()
         await supervisor.wait_ready()
         pids = (ledger.pid, analytics.pid) if analytics is not None else ()
         ready = Ready(urls[0], key, card.name, os.getpid(), pids)

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.bench.client import BenchError
-from gateway.bench.report import columns, short
+from gateway.bench.report import columns, format_number
 from gateway.bench.workloads import percentile
 from tests.bench.overhead.load import Load, LoadResult, run
 from tests.bench.overhead.null_gateway import NullGatewaySettings, Ready
@@ -114,7 +114,7 @@ class Overhead(Struct, frozen=True):
         """For people."""
         m = self.machine
         where = f"{m['cpu']}, {m['cores']} cores, {m['system']}, commit {m['commit']}"
-        disk = f"ledger in {self.scratch}, where an fsync takes {short(self.sync_ms)} ms"
+        disk = f"ledger in {self.scratch}, where an fsync takes {format_number(self.sync_ms)} ms"
         names = (
             "load", "at once", "mock/s", "gateway/s", "ratio", "p50 ms", "added", "p99 ms",
             "added", "tokens/s", "pieces", "us/token", "x mock", "core", "writer", "client",
@@ -153,9 +153,9 @@ def _cells(line: Line) -> tuple[str, ...]:
         f"{100 * found.part:.1f} %",
         f"{100 * found.least:.1f} to {100 * found.most:.1f}",
         f"{100 * found.cpu:.1f} %",
-        short(found.ms),
+        format_number(found.ms),
     )
-    return (line.kind, str(line.concurrency), *map(short, numbers), *books)
+    return (line.kind, str(line.concurrency), *map(format_number, numbers), *books)
 
 
 def loads(concurrency: int, seconds: float) -> dict[str, Load]:

@@ -111,6 +111,6 @@ async def test_a_bench_ends_in_time(tmp_path: Path) -> None:
         return web.Response()
 
     async with served(silent) as url:
-        with pytest.raises(BenchError, match="Not done after"):
+        with pytest.raises(BenchError, match="Not finished after"):
             await asyncio.to_thread(bench, tmp_path, ignore, "--url", url, "--timeout-s", "0.2")
         ended.set()

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.bench.client import BenchError
 from gateway.bench.memory import MemoryWatch
-from gateway.bench.prompts import PromptMaker, joined
+from gateway.bench.prompts import PromptMaker, join_prompts
 from gateway.bench.report import rows, table
 from gateway.bench.workloads import WORKLOADS, Figure, percentile
 from tests.fakes import FakeClock
@@ -87,7 +87,7 @@ BROKEN = {
     "no usage": (200, 'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n', "no usage"),
     "an error inside": (200, 'data: {"error":{"message":"full"}}\n\n', "full"),
     "no JSON": (200, "data: {{{\n\n", "not JSON"),
-    "an endless line": (200, "data: " + "x" * 2**21, "megabyte"),
+    "an endless line": (200, "data: " + "x" * 2**21, "1 MiB"),
     "an unknown field": (400, '{"error":"ignore_eos: unknown"}', "--no-ignore-eos"),
     "no token ids": (422, '{"error":"prompt must be a string"}', "--text"),
     "a wrong key": (401, '{"error":"no such key"}', "401"),
@@ -209,7 +209,7 @@ def test_prompts_are_those_of_their_seed_and_of_the_length_asked() -> None:
     assert first == two.make(100)
     assert first != one.make(100)
     assert first != other.make(100)
-    assert len(joined(first, one.make(7))) == 107
+    assert len(join_prompts(first, one.make(7))) == 107
     assert len(str(PromptMaker(1, in_text=True).make(50)).split()) == 50
 
 

@@ -81,7 +81,7 @@ def test_a_ledger_is_backed_up_and_restored(run: Run, file: Place, tmp_path: Pat
     assert made == {"file": copy, "bytes": Path(copy).stat().st_size}
     assert status == 0
     assert "ledger epoch 2 begins\nmissing: 1 entries, from 20" in text
-    assert f"what was there is kept as {file.data / 'books.db.replaced'}" in text
+    assert f"the previous database is kept as {file.data / 'books.db.replaced'}" in text
     assert again["ledger_epoch"] == 3
     assert again["missing"] == {"entries": 0, "since_ms": None, "until_ms": None}
 
@@ -154,16 +154,16 @@ def test_a_ledger_is_moved_to_a_server(
     nothing = told(run, "move-database", url)
     postgres_server.drop(name)
 
-    assert "from a file to a server" in backwards
-    assert "from a file to a server" in from_server
+    assert "from a file to PostgreSQL" in backwards
+    assert "from a file to PostgreSQL" in from_server
     assert status == 0
-    assert "1 entries, charged $0.000000000000, last of the chain " in text
+    assert "1 entries, charged $0.000000000000, last chain digest " in text
     assert f'tenancy.database = "{url}"' in text
     assert (again["was_there"], again["rows"]["ledger"]) == (True, 1)
     assert [tenant["name"] for tenant in tenants] == ["default"]
     assert checked == 0
     assert "Target is not empty and differs from this ledger: " in used
-    assert "there is nothing to move" in nothing
+    assert "database not found" in nothing
 
 
 def test_on_a_server_it_says_who_does_it_and_marks_it(run: Run, server: Place) -> None:
@@ -174,7 +174,7 @@ def test_on_a_server_it_says_who_does_it_and_marks_it(run: Run, server: Place) -
     marked = data_of(run, "restore", "--mark")
 
     assert "pg_dump" in back
-    assert "pg_restore, then say so: trunkline restore --mark" in restore
+    assert "pg_restore, then run trunkline restore --mark" in restore
     assert marked == {"ledger_epoch": 2}
 
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_done_is_one_line(run: Run, file: Place, tmp_path: Path) 
     assert "Not a database" in told(run, "restore", str(tmp_path / "text"))
     assert "File exists" in told(run, "backup", str(file.data / "books.db"))
     (tmp_path / "trunkline.toml").write_text('tenancy.database = "other.db"\n')
-    assert "there is nothing to back up" in told(run, "backup", str(tmp_path / "b.db"))
+    assert "database not found" in told(run, "backup", str(tmp_path / "b.db"))
 
 
 async def test_a_gateway_says_it_in_its_reports_and_its_metrics(gateway: GatewayFixture) -> None:

@@ -117,14 +117,14 @@ def test_a_card_is_added_and_listed(priced: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("{", "no rate card"),
+        ("{", "not a rate card"),
         ('{"name": "x", "input": -1}', "input"),
-        ('{"name": "x", "input": 1.5}', "no rate card"),
+        ('{"name": "x", "input": 1.5}', "not a rate card"),
         ('{"name": "x", "imput": 1}', "imput"),
-        ("\x00", "no rate card"),
-        ('{"name": "x", "storage": {"1 h": 1}}', "unknown retention class '1 h'"),
-        ('{"name": "x", "input": 1, "input": 2}', "'input' was given twice"),
-        ('{"name": "x", "cache_write": {"5m": 1, "5m": 2}}', "'5m' was given twice"),
+        ("\x00", "not a rate card"),
+        ('{"name": "x", "storage": {"1 h": 1}}', "there is no retention class '1 h'"),
+        ('{"name": "x", "input": 1, "input": 2}', "duplicate key 'input'"),
+        ('{"name": "x", "cache_write": {"5m": 1, "5m": 2}}', "duplicate key '5m'"),
     ],
 )
 def test_a_card_that_cannot_be_is_one_line(run: Run, tmp_path: Path, text: str, word: str) -> None:
@@ -146,7 +146,7 @@ def test_a_tier_that_nobody_pays_by_is_told(run: Run, tmp_path: Path) -> None:
 
     assert before == mended == "tenant ada changed\n"
     assert after == (
-        "tenant ada changed; no rate card holds for its tier 'gold': it is charged nothing\n"
+        "tenant ada changed; no rate card applies to tier 'gold': nothing is charged\n"
     )
     assert added.endswith("; no tenant has the tier 'glod' yet\n")
     assert "yet" not in again
@@ -211,7 +211,7 @@ def test_an_entry_is_credited_once(priced: Run, books: Books) -> None:
     arguments = ["adjust", "r", "--credit", "0.000001", "--id", "x", "--reason", "an outage"]
     first, second = priced(*arguments), priced(*arguments)
 
-    assert (first[1], second[1]) == ("adjustment x booked\n", "adjustment x was there\n")
+    assert (first[1], second[1]) == ("adjustment x booked\n", "adjustment x was already booked\n")
     more = told(priced, *arguments[:3], "5", "--id", "y", "--reason", "r")
     assert "Credit exceeds the charge: 5.000000000000 dollars" in more
     assert "pico" in told(priced, *arguments[:3], "1e-13", "--id", "y", "--reason", "r")
@@ -253,7 +253,7 @@ def test_books_are_checked(priced: Run, books: Books) -> None:
     store.close()
     wrong = priced("check-books")
 
-    assert right[:2] == (0, "the books are right\n")
+    assert right[:2] == (0, "all checks passed\n")
     assert (wrong[0], "output_tokens is 9" in wrong[1]) == (1, True)
 
 
@@ -263,7 +263,7 @@ def test_reconciling_prints_the_difference(priced: Run, books: Books) -> None:
     use(books, "r", 0, "e1")
     (row,) = data_of(priced, "reconcile")
 
-    assert before[:2] == (0, "no engine has been counted yet\n")
+    assert before[:2] == (0, "no engine epoch recorded yet\n")
     assert (row["ledger_minus_engine"], row["ledger_minus_metrics"]) == ("0/0/0", "0/0/0")
     use(books, "s", 0, "e1")
     apart = priced("reconcile")
@@ -303,8 +303,8 @@ def test_an_export_is_of_a_period(priced: Run, books: Books) -> None:
     ("arguments", "word"),
     [
         (["--format", "csv", "--since", "soon"], "--since"),
-        (["--format", "csv", "--since", "2026-11-21", "--until", "2026-11-20"], "not before"),
-        (["--format", "csv", "--since", "2026-11-21", "--until", "2026-11-21"], "not before"),
+        (["--format", "csv", "--since", "2026-11-21", "--until", "2026-11-20"], "must be before"),
+        (["--format", "csv", "--since", "2026-11-21", "--until", "2026-11-21"], "must be before"),
         (["--format", "csv", "--json"], "--out"),
         (["--format", "parquet"], "--out"),
     ],
@@ -326,7 +326,7 @@ def test_money_is_asked_of_books_that_there_are(
     folder = tmp_path / "misspelt"
     error = told(run, *command.split(), "--data-dir", str(folder))
 
-    assert f"there is no database {folder / 'trunkline.db'}" in error
+    assert f"database not found: {folder / 'trunkline.db'}" in error
     assert not folder.exists()
 
 
