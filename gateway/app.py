@@ -1,7 +1,8 @@
-"""The composition root: parts into a gateway, a gateway into two listeners, and its life.
+"""The composition root: builds a gateway from its parts, its two listeners and its lifecycle.
 
-`Gateway` is what tests and embedders hold: it starts listeners over any engine. `serve` is the
-product: a data directory, a model, an engine process, and an end by SIGTERM that loses nothing.
+`Gateway` is what tests and embedders use: it starts listeners over any engine. `serve` is the
+product: a data directory, a model, an engine process, and a shutdown on SIGTERM that loses no
+usage. `gateway.cli.serve` calls it.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import StartAnalytics
 from gateway.api import cached_contents, generate, health, models, quote, self_service
 from gateway.api.admin import analytics, billing, dashboard, metrics, shared_scopes, tenants, usage
-from gateway.api.routes import SHAPES
+from gateway.api.routes import ERROR_SHAPES
 from gateway.background.config_reload import declare, reload
 from gateway.background.reconciliation import Reconciler
-from gateway.background.storage_metering import StorageWatch
+from gateway.background.storage_metering import StorageMetering
 from gateway.caching import ContractManager
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.errors import Refusal
-from gateway.gc_tuning import settle_heap
+from gateway.gc_tuning import freeze_heap
 from gateway.http.middleware import Middleware
 from gateway.http.request_context import RequestIds
 from gateway.http.server import Listener
@@ -67,7 +68,7 @@ ADMIN_KEY_FILE = "admin.key"
 
 
 class Gateway:
-    """One running gateway: what it is made of, and its listeners."""
+    """A running gateway: its parts and its listeners."""
 
     def __init__(
         self,
@@ -84,19 +85,21 @@ class Gateway:
         ledger: LedgerClient | None = None,
         analytics: AnalyticsClient | None = None,
     ) -> None:
-        """`ledger`: over the same store. It and `analytics` are in this process where none is
-        given, and closed with this, whoever made them. Raises StoreError."""
+        """Build the parts. `ledger` uses the same store; `close` closes `ledger` and `analytics`.
+
+        Without `ledger` or `analytics`, they run in this process. Raises StoreError.
+        """
         vocab = renderer.card.config.vocab
         self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))
-        if store.is_local:  # elsewhere each look for budgets would be a round trip
+        if store.is_local:  # on a remote store each budget check would be a round trip
             self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
-        self._registry = KeyAuthenticator(store, wall, clock)
+        self._authenticator = KeyAuthenticator(store, wall, clock)
         if not store.is_local:
-            self._registry.start_watching()
+            self._authenticator.start_watching()
         self.context = Context(
             config=config,
             engine=engine,
-            registry=self._registry,
+            registry=self._authenticator,
             ledger=self.ledger,
             journal=ProgressJournal(
                 partial(note_progress, self.ledger),
@@ -124,8 +127,8 @@ class Gateway:
             read_config=read_config or (lambda: config),
             engine_restarts=engine_restarts,
         )
-        self._reckoning = Reconciler(self.context)
-        self._storage = StorageWatch(self.context)
+        self._reconciler = Reconciler(self.context)
+        self._metering = StorageMetering(self.context)
         self._listeners: list[Listener] = []
         self.context.telemetry.ledger_epoch.set(ledger_epoch(store).number)
         if self.ledger.found_epoch is not None:
@@ -135,8 +138,11 @@ class Gateway:
             log("holds_closed", {"interrupted": self.ledger.interrupted})
 
     async def listen(self, public: tuple[str, int], admin: tuple[str, int]) -> list[str]:
-        """Open both listeners; the URLs bound. Raises OSError naming the address, and ConfigError
-        where traces are wanted and cannot be sent."""
+        """Open both listeners and return their URLs.
+
+        Raises OSError that names the address, and ConfigError if traces are configured but cannot
+        be sent.
+        """
         context = self.context
         context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
         urls = []
@@ -151,12 +157,12 @@ class Gateway:
             self._listeners.append(listener)
             bound_host, bound_port = await listener.open(host, port)
             urls.append(f"http://{bound_host}:{bound_port}")
-        self._reckoning.start()
-        self._storage.start()
+        self._reconciler.start()
+        self._metering.start()
         return urls
 
     def public(self) -> Middleware:
-        """What clients reach."""
+        """Return the routes that clients reach, behind their middleware."""
         context = self.context
         routes = (
             *generate.routes(context),
@@ -166,10 +172,10 @@ class Gateway:
             *self_service.routes(context),
             *health.routes(context),
         )
-        return Middleware(routes, context, context.config.server.hosts, SHAPES)
+        return Middleware(routes, context, context.config.server.hosts, ERROR_SHAPES)
 
     def admin(self) -> Middleware:
-        """What operators reach."""
+        """Return the routes that operators reach, behind their middleware."""
         context = self.context
         routes = (
             *metrics.routes(context),
@@ -184,7 +190,7 @@ class Gateway:
         return Middleware(routes, context, ("*",))
 
     def reload_soon(self) -> None:
-        """Read the configuration again; what comes of it is in the log."""
+        """Reload the configuration in the background; the log has the result."""
 
         async def work() -> None:
             with suppress(Refusal):  # logged where it was raised
@@ -195,25 +201,28 @@ class Gateway:
         task.add_done_callback(self.context.background.discard)
 
     async def drain(self, timeout_s: float) -> None:
-        """Not ready from now on; what runs may finish. Then the engine says its last count, and may
-        end."""
+        """Stop being ready, and let running requests finish for at most `timeout_s`.
+
+        Then record the engine's final counts and let it end.
+        """
         self.context.is_draining = True
         began_s = self.context.clock()
         if await self.context.wait_idle(timeout_s):
-            await self._reckoning.close()
+            await self._reconciler.close()
         left_s = timeout_s - (self.context.clock() - began_s)
         await self.context.engine.drain(max(left_s, 0.0))
 
     async def close(self) -> None:
-        """Close listeners, finish settling, close the ledger. The engine is its owner's."""
+        """Close the listeners, finish settling, close the ledger; the engine belongs to the
+        caller."""
         for listener in self._listeners:
             await listener.close()
         await self.context.finish_background()
-        await self._storage.close()
-        await self._reckoning.close()
+        await self._metering.close()
+        await self._reconciler.close()
         await self.ledger.close()
         await self.context.analytics.close()
-        await asyncio.to_thread(self._registry.close)
+        await asyncio.to_thread(self._authenticator.close)
         await self.context.reports.close()
         if self.context.tracer is not None:
             await asyncio.to_thread(self.context.tracer.close)
@@ -224,22 +233,24 @@ def _analytics(config: Config, clock: Clock, wall: WallClock) -> Analytics:
 
 
 async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
-    """In a process of their own."""
+    """Start analytics in a child process."""
     begin = StartAnalytics(config.tenancy.tenants_followed_max, config.caching.kept())
     return await AnalyticsProcessClient.open(begin, time.monotonic, wall_ms, log)
 
 
 def open_tracer(config: Config, log: Log) -> Tracer | None:
-    """What sends spans, where `tracing.endpoint` is set; else nothing of OpenTelemetry is imported.
-    Raises ConfigError where it is not installed."""
+    """Return the tracer, or None without `tracing.endpoint`; then OpenTelemetry is not imported.
+
+    Raises ConfigError if OpenTelemetry is not installed.
+    """
     if not config.tracing.endpoint:
         return None
     if not all(
         map(util.find_spec, ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))
     ):
         raise ConfigError(
-            "tracing.endpoint is set, but OpenTelemetry is not installed: install trunkline[otel],"
-            " or leave the endpoint empty"
+            "tracing.endpoint is set, but OpenTelemetry is not installed; install trunkline[otel],"
+            " or set an empty endpoint"
         )
     from gateway.observability.otel_exporter import SpanTracer, WatchedExporter
 
@@ -252,20 +263,20 @@ def open_tracer(config: Config, log: Log) -> Tracer | None:
 
 
 def prepare_data_dir(config: Config) -> None:
-    """Make it, for its owner alone; one that is there keeps its mode. Raises OSError."""
+    """Create the data directory with mode 0700. An existing one keeps its mode. Raises OSError."""
     if not config.data.is_dir():
         config.data.mkdir(mode=0o700, parents=True)
 
 
 def connect(config: Config) -> Store:
-    """The database that is configured. Raises StoreError."""
+    """Open the configured database. Raises StoreError."""
     return backends.open_store(config.tenancy.database, config.data, os.environ)
 
 
 def open_store(config: Config) -> tuple[Store, str | None]:
-    """The database, with the default tenant made on first start: (store, its new key or None).
+    """Open the database; the first start creates the default tenant: (store, its key or None).
 
-    That key and an administrator's are also kept in files that their owner alone may read.
+    Writes that key, and the first administrator's key, to files that only their owner can read.
     """
     prepare_data_dir(config)
     store = connect(config)
@@ -288,8 +299,8 @@ async def serve(
 ) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit status.
 
-    The first signal drains: not ready at once, running answers may finish. A second one ends now.
-    SIGHUP reads the configuration again (`reload`).
+    The first signal drains: the gateway is not ready from then on, and running requests may finish.
+    A second signal exits at once. SIGHUP reloads the configuration.
     """
     log, stop = LogLines(sys.stderr.fileno(), wall_ms), asyncio.Event()
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log)
@@ -306,7 +317,7 @@ async def serve(
             gateway.reload_soon()
 
     with handle_signals({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: reload_soon}):
-        supervisor.start()  # it takes longest to be ready: all else is made meanwhile
+        supervisor.start()  # the slowest part to be ready; the rest starts meanwhile
         try:
             async with AsyncExitStack() as opened:
                 ledger = await LedgerProcessClient.open(config.tenancy.database, config.data, log)
@@ -338,14 +349,14 @@ async def _serve(
     announce: Callable[[list[str]], None],
     stop: asyncio.Event,
 ) -> None:
-    """From the listeners' opening to the end of what they took, once it is to `stop`."""
+    """Serve from opening the listeners until `stop` is set and the gateway has drained."""
     config = gateway.context.config
     await declare(gateway.context, config)
     urls = await gateway.listen(
         parse_address(config.server.listen, "server.listen"),
         parse_address(config.admin.listen, "admin.listen"),
     )
-    settle_heap()
+    freeze_heap()
     ready = asyncio.create_task(supervisor.wait_ready())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,10 @@
-"""The gateway's settings: one strict TOML, every key with a default.
+"""The gateway's configuration: one strict TOML file, every key with a default.
 
-Flags win over environment, environment over the file, the file over defaults; `origin` remembers
-which it was. An unknown key, a wrong type or an impossible value is an error that names the file,
-the key, what came and what would be right. It knows no argparse and opens nothing but the file;
-`gateway.__main__` calls it, everybody reads the values.
+Flags override the environment, the environment overrides the file, the file overrides the defaults;
+an `Origin` records the source of each value. An unknown key, a wrong type or an impossible value is
+an error that names the file, the key, the value and what is expected. This module knows no argparse
+and opens no file but the configuration. `gateway.__main__` loads it; all of the gateway reads its
+values.
 """
 
 from __future__ import annotations
@@ -29,22 +30,26 @@ from tenancy.pricing.charges import RateCard
 from tenancy.storage.backends import check_place
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-Whole = Annotated[int, Meta(ge=1, le=2**40)]
+PositiveInt = Annotated[int, Meta(ge=1, le=2**40)]
 
 DEFAULT_DATA_DIR = Path("data")
 KEEP_HOURS_MIN = 24
+"""Fewest hours for which stored responses are kept, if they are kept."""
 ENVIRONMENT = {"TRUNKLINE_DATA_DIR": "data_dir", "TRUNKLINE_MODEL": "model.name"}
+"""Environment variables and the key paths that they set."""
 
 
 class ConfigError(Exception):
-    """A setting that cannot be; the message says where, what came and what would be right."""
+    """A setting has a wrong value; the message names the setting, its value and what is
+    expected."""
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The public listener. `hosts`: what may stand in `Host`; "*" allows all names.
+    """The public listener. `hosts`: allowed values of the `Host` header; "*" allows all.
 
-    `header_timeout_s`: for a request's head; `body_timeout_s`: for its body, which beyond that must
-    keep `body_rate_min_bytes_per_s`; `write_timeout_s`: for a client to read what was written.
+    `header_timeout_s`: for the head of a request. `body_timeout_s`: for its body, which must then
+    arrive at `body_rate_min_bytes_per_s` or faster. `write_timeout_s`: for a client to read written
+    bytes. `connections_per_address_max`: 0 is no limit.
     """
 
     listen: str = "127.0.0.1:8080"
@@ -54,23 +59,23 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     body_rate_min_bytes_per_s: Seconds = 1_000.0
     keep_alive_timeout_s: Seconds = 75.0
     write_timeout_s: Seconds = 20.0
-    send_buffer_bytes: Whole = 65_536
-    body_bytes_max: Whole = 10 * 2**20
-    connections_max: Whole = 4_096
+    send_buffer_bytes: PositiveInt = 65_536
+    body_bytes_max: PositiveInt = 10 * 2**20
+    connections_max: PositiveInt = 4_096
     connections_per_address_max: Annotated[int, Meta(ge=0)] = 512
     stream_keep_alive_s: Seconds = 15.0
 
 
 class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The admin listener: metrics. Keep it on an address that only operators reach."""
+    """The admin listener: metrics, admin API, dashboard. Operators alone should reach it."""
 
     listen: str = "127.0.0.1:8081"
 
 
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """`name`: a built-in model, a GGUF file, a Hugging Face folder, or a hub id that was pulled.
+    """`name`: a built-in model, a GGUF file, a Hugging Face folder, or a pulled hub id.
 
-    `aliases`: further names that clients may ask for.
+    `aliases`: further names that clients may request.
     """
 
     name: str = DEFAULT_MODEL
@@ -78,22 +83,26 @@ class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request may ask for. `output_tokens_default`: where it does not say, if the context
-    leaves as many. `requests_per_tenant_max`: at once."""
+    """Limits of one request.
+
+    `output_tokens_default`: without `max_tokens`, if the context has room.
+    `requests_per_tenant_max`: concurrent requests of a tenant.
+    """
 
     choices_max: Annotated[int, Meta(ge=1, le=128)] = 16
-    output_tokens_default: Whole = 4_096
-    requests_per_tenant_max: Whole = 256
+    output_tokens_default: PositiveInt = 4_096
+    requests_per_tenant_max: PositiveInt = 256
     queue_timeout_s: Seconds = 120.0
 
 
 class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`database`: a file, relative to the data directory, or a server's database, as in
-    postgresql://USER@HOST/DATABASE, without a password. `tenants_as_labels_max`: how many tenants
-    appear by name in metrics; the rest are counted together. `tenants_followed_max`: those active
-    last whose prompts are sampled for advice, at most 2 MiB each. `shared_scopes`: those that
-    the file declares; one that it declares no longer is removed. A file without any says
-    nothing."""
+    """`database`: a file, relative to the data directory, or postgresql://USER@HOST/DATABASE.
+
+    The address of a server has no password. `tenants_as_labels_max`: tenants with their own label
+    in metrics; the rest share one label. `tenants_followed_max`: the most recently active tenants,
+    whose prompts are sampled for advice, at most 2 MiB each. `shared_scopes`: the declared shared
+    scopes; a reload removes a scope that is no longer declared. Without the key, none is changed.
+    """
 
     database: str = "trunkline.db"
     tenants_as_labels_max: Annotated[int, Meta(ge=0, le=1_000)] = 20
@@ -102,35 +111,45 @@ class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IdempotencyConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Answers to requests that clients name by `Idempotency-Key`. `keep_hours`: from 24 on; 0 keeps
-    none, and refuses such names. `result_bytes_max`: of one answer as it is sent; of a larger one
-    only the name is kept. `tenant_bytes_max`: of all that is kept for a tenant, compressed; what
-    comes later is as if too large. `keys_per_tenant_max`: names at once."""
+    """Stored responses of requests that have an `Idempotency-Key`.
+
+    `keep_hours`: 24 or more; 0 stores none and refuses the header. `result_bytes_max`: of one
+    response as sent; of a larger one only the key is stored. `tenant_bytes_max`: all stored
+    responses of a tenant, compressed; a further one counts as too large. `keys_per_tenant_max`:
+    stored keys of a tenant.
+    """
 
     keep_hours: Annotated[int, Meta(ge=0, le=744)] = 24
-    result_bytes_max: Whole = 4 * 2**20
-    tenant_bytes_max: Whole = 256 * 2**20
-    keys_per_tenant_max: Whole = 100_000
+    result_bytes_max: PositiveInt = 4 * 2**20
+    tenant_bytes_max: PositiveInt = 256 * 2**20
+    keys_per_tenant_max: PositiveInt = 100_000
 
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`requests`: one JSON line for each on standard error; never prompts or keys. Failures and the
-    engine's life are logged in any case."""
+    """`requests`: log one JSON line per request on standard error, never with prompts or keys.
+
+    Failures and engine events are logged in any case.
+    """
 
     requests: bool = True
 
 
 class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenTelemetry traces, off while `endpoint` is empty: the base address of a collector that
-    takes OTLP over HTTP. `sample_ratio`: of traces that no client began."""
+    """OpenTelemetry traces; an empty `endpoint` turns them off.
+
+    `endpoint`: base address of a collector that takes OTLP over HTTP. `sample_ratio`: share of the
+    traces that no client began.
+    """
 
     endpoint: str = ""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that can be set. `tenants`: those that the file declares; one that it declares no
-    longer is suspended. A file without any says nothing of any; `tenants = []` declares none."""
+    """All settings. `tenants`: the declared tenants; a reload suspends a tenant no longer declared.
+
+    Without the key, no tenant is changed; `tenants = []` declares none.
+    """
 
     data_dir: str = str(DEFAULT_DATA_DIR)
     server: ServerConfig = ServerConfig()
@@ -154,54 +173,60 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         return self.data / "models"
 
     def check_card(self, card: RateCard) -> None:
-        """Raises BadPrice for a price that nobody would ever pay: of a class that there is not, or
-        by a name under which the ledger knows no model."""
+        """Check that a rate card can apply: its model and its retention classes exist.
+
+        Raises BadPrice for an unknown class, and for a model's alias.
+        """
         self.caching.check_card(card)
         if card.model in self.model.aliases:
-            message = f"model: {card.model!r} is an alias; prices are by the model's own name"
+            message = f"model: {card.model!r} is an alias; expected the model's own name"
             raise BadPrice("bad_rate_card", message)
 
 
 Origin = dict[str, str]
-"""From a key's path ("server.listen") to where its value came from."""
+"""Source of each value by key path, such as "server.listen"."""
 
 
 def load_config(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]
 ) -> tuple[Config, Origin]:
-    """The effective settings. `flags`: by key path, those that were given. Raises ConfigError."""
+    """Return the effective settings and the source of each. `flags`: given ones, by key path.
+
+    Raises ConfigError.
+    """
     origin: Origin = {}
     tree: dict[str, Any] = {}
     if file is None and environment.get("TRUNKLINE_CONFIG"):
         file = Path(environment["TRUNKLINE_CONFIG"])
     if file is not None:
         tree = _read(file)
-        _decode(tree, str(file))  # errors of the file are told of the file
+        _decode(tree, str(file))  # here, so that errors name the file
         origin.update(dict.fromkeys(_paths(tree), str(file)))
     for name, path in ENVIRONMENT.items():
         if text := environment.get(name):
-            _put(tree, path, text)
+            _set_path(tree, path, text)
             origin[path] = f"environment ({name})"
     for path, flag in flags.items():
-        _put(tree, path, flag)
+        _set_path(tree, path, flag)
         origin[path] = "command line"
-    return _checked(_decode(tree, "the command line"), origin), origin
+    return _check_values(_decode(tree, "the command line"), origin), origin
 
 
 def effective(config: Config, origin: Origin) -> list[tuple[str, object, str]]:
-    """(key path, value, where it came from) of every setting, in the order of the file."""
+    """Return (key path, value, source) of every setting, in the order of the file."""
     tree = msgspec.to_builtins(config)
     return [(p, v, origin.get(p, "default")) for p, v in _paths(tree).items()]
 
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
-    """host:port, the host in brackets if it is an IPv6 address. Raises ConfigError."""
+    """Return host and port of HOST:PORT, an IPv6 host in brackets. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     is_number = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65_535
     is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not host.strip("[]") or not is_number or is_bare_ipv6:
         raise ConfigError(
-            f"{what}: {text!r} is no address; write HOST:PORT, as in 127.0.0.1:8080 or [::1]:8080"
+            f"{what}: invalid address {text!r}: expected HOST:PORT, such as 127.0.0.1:8080 or"
+            " [::1]:8080"
         )
     return host.strip("[]"), int(port)
 
@@ -212,7 +237,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not TOML: {error}") from error
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
 
 
 def _decode(tree: dict[str, Any], where: str) -> Config:
@@ -230,14 +255,14 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         key = path.rstrip("`")
-        came = f" (it is {_get(tree, key)!r})" if "[" not in key else ""
+        value = f" (it is {_get_path(tree, key)!r})" if "[" not in key else ""
         if options := _options(key):
             message = f"Expected one of {', '.join(map(repr, options))}"
-        raise ConfigError(f"{where}: {key}: {message}{came}") from error
+        raise ConfigError(f"{where}: {key}: {message}{value}") from error
 
 
 def _check_tables(tables: object, kind: Any, where: str, path: str) -> None:
-    """Tables of a list, each told by its place: the same checks as everywhere."""
+    """Check each table of a list; an error names its index."""
     for number, table in enumerate(tables if isinstance(tables, list) else ()):
         at = f"{path}[{number}]"
         if isinstance(table, dict):
@@ -250,7 +275,7 @@ def _check_tables(tables: object, kind: Any, where: str, path: str) -> None:
 
 
 def _options(path: str) -> tuple[object, ...]:
-    """What a setting may be, if it is one of a few."""
+    """Return the allowed values of a setting that is one of a few; else an empty tuple."""
     kind: Any = Config
     for name in path.split("."):
         fields = msgspec.structs.fields(kind) if isinstance(kind, type) else ()
@@ -259,20 +284,24 @@ def _options(path: str) -> tuple[object, ...]:
 
 
 def _check_names(tree: dict[str, Any], kind: Any, where: str, above: str) -> None:
-    """An unknown key is most often a typo: say which key was meant."""
+    """Raise ConfigError for an unknown key, and suggest the key that was probably meant."""
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     for name, value in tree.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {above}{close[0]}?" if close else f"there are {', '.join(known)}"
-            raise ConfigError(f"{where}: {above}{name} is not a setting; {hint}")
+            hint = (
+                f"did you mean {above}{close[0]}?"
+                if close
+                else f"expected one of {', '.join(known)}"
+            )
+            raise ConfigError(f"{where}: unknown setting {above}{name}; {hint}")
         inner = known[name].type
         if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, Struct):
             _check_names(value, inner, where, f"{above}{name}.")
 
 
-def _checked(config: Config, origin: Origin) -> Config:
-    """What types alone cannot say."""
+def _check_values(config: Config, origin: Origin) -> Config:
+    """Check what types alone cannot express. Raises ConfigError."""
 
     def at(path: str) -> str:
         return f"{origin[path]}: {path}" if path in origin else path
@@ -281,8 +310,8 @@ def _checked(config: Config, origin: Origin) -> Config:
     admin = parse_address(config.admin.listen, at("admin.listen"))
     if public == admin and public[1]:
         raise ConfigError(
-            f"{at('admin.listen')}: {config.admin.listen} is the public listener's address; the"
-            " admin listener needs one of its own"
+            f"{at('admin.listen')}: {config.admin.listen} is the address of the public listener;"
+            " expected another address"
         )
     for path, text in (
         ("data_dir", config.data_dir),
@@ -290,7 +319,9 @@ def _checked(config: Config, origin: Origin) -> Config:
         ("tenancy.database", config.tenancy.database),
     ):
         if not text or "\x00" in text:
-            raise ConfigError(f"{at(path)}: {text!r} is no name")
+            raise ConfigError(
+                f"{at(path)}: invalid name {text!r}: expected a non-empty string without NUL"
+            )
     try:
         check_place(config.tenancy.database)
     except StoreError as error:
@@ -308,36 +339,39 @@ def _checked(config: Config, origin: Origin) -> Config:
         raise ConfigError(f"{at('tenancy.shared_scopes')}: {error.message}") from error
     if 0 < (hours := config.idempotency.keep_hours) < KEEP_HOURS_MIN:
         raise ConfigError(
-            f"{at('idempotency.keep_hours')}: answers are kept for {KEEP_HOURS_MIN} hours or more,"
-            f" or not at all (0); it is {hours}"
+            f"{at('idempotency.keep_hours')}: {hours} is not allowed; expected 0, or"
+            f" {KEEP_HOURS_MIN} or more"
         )
     engine = config.engine
     if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
         raise ConfigError(
-            f"{at('engine.prefill_chunk_tokens_max')} ({engine.prefill_chunk_tokens_max}) is above"
-            f" engine.step_tokens_max ({engine.step_tokens_max}); a slice must fit a step"
+            f"{at('engine.prefill_chunk_tokens_max')} ({engine.prefill_chunk_tokens_max}) exceeds"
+            f" engine.step_tokens_max ({engine.step_tokens_max}); expected at most that many"
         )
     return config
 
 
 def _check_endpoint(text: str, what: str) -> None:
-    """Empty, or where a collector is. What it asks for as proof is a secret and stands elsewhere:
-    nothing here is hidden when settings are shown."""
+    """Check that a trace endpoint is empty or an HTTP address without credentials.
+
+    Settings are shown as they are, so secrets for the collector belong in the environment.
+    """
     if not text:
         return
     try:
         url = urlsplit(text)
-        is_place = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # a port that is no number, a broken IPv6 address
-        is_place = False
+        is_valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # a port that is not a number, a malformed IPv6 address
+        is_valid = False
     if set("@?#") & set(text):
         raise ConfigError(
-            f"{what}: no user, password or query may stand in it; headers for the collector go"
-            " into the environment, OTEL_EXPORTER_OTLP_HEADERS"
+            f"{what}: a user, password or query is not allowed; set headers of the collector in"
+            " the environment variable OTEL_EXPORTER_OTLP_HEADERS"
         )
-    if not is_place:
+    if not is_valid:
         raise ConfigError(
-            f"{what}: {text!r} is no address; write http://HOST:PORT, as in http://127.0.0.1:4318"
+            f"{what}: invalid address {text!r}: expected http://HOST:PORT, such as"
+            " http://127.0.0.1:4318"
         )
 
 
@@ -351,14 +385,14 @@ def _paths(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def _put(tree: dict[str, Any], path: str, value: object) -> None:
+def _set_path(tree: dict[str, Any], path: str, value: object) -> None:
     *sections, name = path.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
     tree[name] = value
 
 
-def _get(tree: Mapping[str, Any], path: str) -> object:
+def _get_path(tree: Mapping[str, Any], path: str) -> object:
     value: Any = tree
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

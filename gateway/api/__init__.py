@@ -1,1 +1,1 @@
-"""One file per group of routes. Handlers do not call each other."""
+"""HTTP handlers: one file per group of routes. Handlers do not call each other."""

@@ -1,8 +1,8 @@
-"""Gemini's cachedContents: create, list, get, change, delete. Every success is a 200.
+"""Gemini's cachedContents: create, list, get, update, delete. Every success has status 200.
 
-Creating computes the prefix as a request of its own, held, settled and billed as a write, and once
-only under one `Idempotency-Key`; what is kept survives eviction and restarts, since its content is
-stored and computed again when needed.
+Creating computes the prefix as an ordinary request, which is held, settled and billed as a write;
+requests with one `Idempotency-Key` create once. A cached content survives eviction and restarts:
+its content is stored in the database and computed again when a request needs it.
 """
 
 from __future__ import annotations
@@ -62,29 +62,29 @@ ALL = "/{version:v1|v1beta}/cachedContents"
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """The resource's methods."""
+    """Return the routes of cachedContents."""
     return (
-        Route("POST", ALL, _handler(gateway, _create), "inference", SHAPE),
-        Route("GET", ALL, _handler(gateway, _list), "inference", SHAPE),
-        Route("GET", ONE, _handler(gateway, _get), "inference", SHAPE),
-        Route("PATCH", ONE, _handler(gateway, _change), "inference", SHAPE),
-        Route("DELETE", ONE, _handler(gateway, _delete), "inference", SHAPE),
+        Route("POST", ALL, _bind(gateway, _create), "inference", SHAPE),
+        Route("GET", ALL, _bind(gateway, _list), "inference", SHAPE),
+        Route("GET", ONE, _bind(gateway, _get), "inference", SHAPE),
+        Route("PATCH", ONE, _bind(gateway, _change), "inference", SHAPE),
+        Route("DELETE", ONE, _bind(gateway, _delete), "inference", SHAPE),
     )
 
 
-def _handler(gateway: Context, act: object) -> Handler:
+def _bind(gateway: Context, method: object) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         identity = request[STATE].identity
-        assert identity is not None, "these routes ask for a key"
-        assert callable(act)
-        found: web.StreamResponse = await act(gateway, request, identity)
-        return found
+        assert identity is not None, "these routes require a key"
+        assert callable(method)
+        response: web.StreamResponse = await method(gateway, request, identity)
+        return response
 
     return handle
 
 
-class _Created(Encoder):
-    """The whole answer to a creation: the resource."""
+class _CreationEncoder(Encoder):
+    """Encodes the response to a creation: the resource."""
 
     def __init__(self, resource: CachedContentRecord) -> None:
         self._resource = resource
@@ -96,7 +96,7 @@ class _Created(Encoder):
         return b""
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        return gemini_cached.resource(shown(self._resource))
+        return gemini_cached.resource(resource_view(self._resource))
 
     def error_event(self, refusal: Refusal) -> bytes:
         return b""
@@ -105,29 +105,29 @@ class _Created(Encoder):
 async def _create(
     gateway: Context, request: web.BaseRequest, identity: Identity
 ) -> web.StreamResponse:
-    """Render, store, compute, answer; sent again under its name it makes nothing."""
-    now_ms, answer = gateway.wall(), Generation(gateway, SHAPE, request)
+    """Render, store and compute; a request repeated under its idempotency key creates nothing."""
+    now_ms, generation = gateway.wall(), Generation(gateway, SHAPE, request)
     body = await read_body(request, gateway.config.server)
-    asked = gemini_cached.parse_create(body, now_ms)
+    creation = gemini_cached.parse_create(body, now_ms)
     call = Call(
-        asked.model,
-        (with_breakpoint(asked.prompt),),
+        creation.model,
+        (with_breakpoint(creation.prompt),),
         GenerationParameters(max_tokens=0),
         operation="prewarm",
-        # All of it is written and paid for, whatever is there: what is bought is its keeping.
+        # All tokens are billed as written, even if they are cached: the tenant buys retention.
         cache=CacheDirectives(profile="gemini", lookup="none"),
     )
     check_model(gateway, call)
-    if (again := await answer.find_replay(body, identity)) is not None:
-        return again
-    terms = retention_until(asked.expires_ms, now_ms)
+    if (replay := await generation.find_replay(body, identity)) is not None:
+        return replay
+    terms = retention_until(creation.expires_ms, now_ms)
     made = await prepare(gateway, call, identity, {RESOURCE: terms})
     tokens = made.rendered[0].boundaries[-1].tokens
-    least = gateway.config.caching.profile("gemini").min_tokens
-    if tokens < least:
-        message = f"Cached content is too small: it has {tokens} tokens, the minimum is {least}."
+    tokens_min = gateway.config.caching.profile("gemini").min_tokens
+    if tokens < tokens_min:
+        message = f"Cached content is too small: {tokens} tokens; expected at least {tokens_min}."
         raise Refusal(Kind.BAD, "invalid_value", message, param="contents")
-    # Only the kept part is computed, not what a template would put behind it.
+    # Only the stored part is computed, not the template's text after it.
     made = replace(
         made, rendered=[replace(made.rendered[0], token_ids=made.rendered[0].token_ids[:tokens])]
     )
@@ -137,50 +137,54 @@ async def _create(
         resource_id=secrets.token_hex(16),
         tenant_id=identity.tenant.tenant_id,
         workspace=identity.workspace,
-        model=asked.model,
-        display_name=asked.display_name,
+        model=creation.model,
+        display_name=creation.display_name,
         tokens=tokens,
         created_ms=now_ms,
         updated_ms=now_ms,
-        expires_ms=asked.expires_ms,
+        expires_ms=creation.expires_ms,
     )
-    return await answer.run_to_completion(
-        _keep(gateway, request, answer, made, (identity, resource, asked.prompt))
+    return await generation.run_to_completion(
+        _store_and_compute(
+            gateway, request, generation, made, (identity, resource, creation.prompt)
+        )
     )
 
 
-async def _keep(
+async def _store_and_compute(
     gateway: Context,
     request: web.BaseRequest,
-    answer: Generation,
+    generation: Generation,
     made: Prepared,
     kept: tuple[Identity, CachedContentRecord, Prompt],
 ) -> web.StreamResponse:
-    """Store it, compute it, answer; what was stored goes again if it cannot be computed, or if
-    nobody waits for it. A named one is waited for: nothing raises here once it is paid for."""
+    """Store the resource, compute its prefix, answer; undo all if computing fails or is cancelled.
+
+    The client's disconnect cancels no idempotent request: nothing raises here once it is charged.
+    """
     identity, resource, prompt = kept
     content = msgspec.msgpack.encode(prompt)
     reply = Reply(PREFIX + resource.resource_id, resource.model, resource.created_ms // 1000)
     try:
         await gateway.run_to_completion(asyncio.to_thread(_store, gateway, resource, content))
-        return await answer.execute(made, identity, _Created(resource), reply)
+        return await generation.execute(made, identity, _CreationEncoder(resource), reply)
     except BadName as error:
         raise Refusal(Kind.QUOTA, error.code, f"{error.message}.") from None
     except BaseException:
         begun = None if request[STATE].submitted_s is None else made
-        taken = _take_back(gateway, identity, resource.resource_id, prompt, begun)
-        await gateway.finish(taken)
+        rollback = _roll_back(gateway, identity, resource.resource_id, prompt, begun)
+        await gateway.finish(rollback)
         raise
 
 
-async def _take_back(
+async def _roll_back(
     gateway: Context, identity: Identity, resource_id: str, content: Prompt, begun: Prepared | None
 ) -> None:
-    """It could not be computed, or nobody waited for it. `begun`: what an engine may hold of it."""
-    await _drop(gateway, identity, resource_id)
-    with _told_if_not(gateway):
-        if begun is not None and await _is_nobodys(gateway, identity, content):
-            await _let_go(gateway, begun)
+    """Delete the resource, and release its blocks if `begun`: the engine may hold some."""
+    await _end_resource(gateway, identity, resource_id)
+    with _log_failed_release(gateway):
+        if begun is not None and await _is_last_reference(gateway, identity, content):
+            await _release_leases(gateway, begun)
 
 
 def _store(gateway: Context, resource: CachedContentRecord, content: bytes) -> None:
@@ -195,16 +199,18 @@ def _quota(gateway: Context) -> CachedContentQuota:
     )
 
 
-async def _drop(gateway: Context, identity: Identity, resource_id: str) -> None:
+async def _end_resource(gateway: Context, identity: Identity, resource_id: str) -> None:
     tenant_id, now_ms = identity.tenant.tenant_id, gateway.wall()
     await asyncio.to_thread(
         end_cached_content, gateway.store, tenant_id, identity.workspace, resource_id, now_ms
     )
 
 
-async def _is_nobodys(gateway: Context, identity: Identity, content: Prompt) -> bool:
-    """Does the workspace keep the same content under no other name? In a shared scope nobody can
-    tell: it may be another tenant's too."""
+async def _is_last_reference(gateway: Context, identity: Identity, content: Prompt) -> bool:
+    """Return whether the workspace has no other resource with this content.
+
+    False in a shared scope: the content may belong to another tenant too.
+    """
     return identity.scope is None and not await asyncio.to_thread(
         has_cached_content,
         gateway.store,
@@ -232,7 +238,7 @@ async def _list(
         size + 1,
     )
     is_more = len(found) > size
-    page = [shown(resource) for resource in found[:size]]
+    page = [resource_view(resource) for resource in found[:size]]
     return await _ok(request, gemini_cached.page(page, page[-1].resource_id if is_more else ""))
 
 
@@ -240,7 +246,7 @@ async def _get(
     gateway: Context, request: web.BaseRequest, identity: Identity
 ) -> web.StreamResponse:
     resource, _ = await load_cached_content(gateway, request[STATE].parameters["name"], identity)
-    return await _ok(request, gemini_cached.resource(shown(resource)))
+    return await _ok(request, gemini_cached.resource(resource_view(resource)))
 
 
 async def _change(
@@ -263,15 +269,17 @@ async def _change(
         now_ms,
     )
     resource, _ = await load_cached_content(gateway, name, identity)
-    return await _ok(request, gemini_cached.resource(shown(resource)))
+    return await _ok(request, gemini_cached.resource(resource_view(resource)))
 
 
 async def _delete(
     gateway: Context, request: web.BaseRequest, identity: Identity
 ) -> web.StreamResponse:
-    """It is gone for its owner at once; its blocks too, where nothing else keeps the same words:
-    another cached content, a breakpoint. In a shared scope they stay until the lease ends: they may
-    be held for another tenant."""
+    """Delete the resource, and release its blocks if nothing else retains the same prefix.
+
+    Another cached content or a breakpoint may retain it. In a shared scope the blocks stay until
+    the lease ends, since other tenants may use them.
+    """
     name = request[STATE].parameters["name"]
     resource, stored = await load_cached_content(gateway, name, identity)
     call = Call(
@@ -283,18 +291,18 @@ async def _delete(
     terms = retention_until(resource.expires_ms, gateway.wall())
 
     async def work() -> None:
-        await _drop(gateway, identity, resource.resource_id)
-        with _told_if_not(gateway):
-            if await _is_nobodys(gateway, identity, stored):
+        await _end_resource(gateway, identity, resource.resource_id)
+        with _log_failed_release(gateway):
+            if await _is_last_reference(gateway, identity, stored):
                 made = await prepare(gateway, call, identity, {RESOURCE: terms})
-                await _let_go(gateway, made)
+                await _release_leases(gateway, made)
 
     await gateway.finish(work())
     return await _ok(request, b"{}")
 
 
-async def _let_go(gateway: Context, made: Prepared) -> None:
-    """In the books and in the engine. Raises EngineError."""
+async def _release_leases(gateway: Context, made: Prepared) -> None:
+    """End the leases in the prefix index and in the engine. Raises EngineError."""
     space, book = made.scope.namespace, gateway.contracts.entries
     for lease in made.contracts[0].leases:
         key = (space, bytes.fromhex(lease.lease_id))
@@ -303,8 +311,8 @@ async def _let_go(gateway: Context, made: Prepared) -> None:
 
 
 @contextmanager
-def _told_if_not(gateway: Context) -> Iterator[None]:
-    """What an engine still holds when it cannot be told goes when its lease ends."""
+def _log_failed_release(gateway: Context) -> Iterator[None]:
+    """Log a failed release; the engine's blocks are then freed when their lease ends."""
     try:
         yield
     except (EngineError, Refusal, StoreError) as error:
@@ -315,8 +323,8 @@ async def _ok(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
     return await send(request, 200, body, {"Content-Type": "application/json"})
 
 
-def shown(resource: CachedContentRecord) -> gemini_cached.CachedContentView:
-    """As it is told."""
+def resource_view(resource: CachedContentRecord) -> gemini_cached.CachedContentView:
+    """Return the resource as Gemini's dialect shows it."""
     return gemini_cached.CachedContentView(
         resource.resource_id,
         resource.model,

@@ -1,4 +1,4 @@
-"""The paths that answer prompts: each request becomes an `GenerationParameters` in its dialect."""
+"""Routes of the endpoints that generate: one per path and dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`/healthz`: this process is up. `/readyz`: a request would be taken now. No key needed."""
+"""Health probes without authentication: `/healthz`, the process is up; `/readyz`, it takes
+requests.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from gateway.http.middleware import Route
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """The two probes. They say nothing about tenants, models or load."""
+    """Return the two probes. Their answers have no tenant, model or load."""
 
     async def health(request: web.BaseRequest) -> web.StreamResponse:
         return web.json_response({"status": "ok"})

@@ -1,6 +1,7 @@
-"""`GET /v1/models` and `/v1beta/models`: what can be asked for, in the asker's own shape.
+"""`GET /v1/models` and `GET /v1beta/models`: the served models, in the format of the client.
 
-Three families share the path; the headers that only one of them sends tell which it is.
+OpenAI, Anthropic and Gemini share these paths; headers that only one of them sends select the
+format.
 """
 
 from __future__ import annotations
@@ -26,38 +27,38 @@ from gateway.http.middleware import Handler, Route
 from gateway.http.request_context import STATE
 
 
-class Family(NamedTuple):
-    """How one family lists models, and shows one."""
+class ModelListFormat(NamedTuple):
+    """One API's format of the model list and of one model."""
 
-    all: Callable[[Sequence[ListedModel], Mapping[str, str]], dict[str, Any]]
-    one: Callable[[ListedModel], dict[str, Any]]
+    list: Callable[[Sequence[ListedModel], Mapping[str, str]], dict[str, Any]]
+    model: Callable[[ListedModel], dict[str, Any]]
 
 
-OPENAI = Family(openai_list, openai_model)
-ANTHROPIC = Family(anthropic_list, anthropic_model)
-GEMINI = Family(gemini_list, gemini_model)
+OPENAI = ModelListFormat(openai_list, openai_model)
+ANTHROPIC = ModelListFormat(anthropic_list, anthropic_model)
+GEMINI = ModelListFormat(gemini_list, gemini_model)
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """The model endpoints. At the root too: a base URL without /v1 is a common slip."""
+    """Return the model routes, also without /v1: clients often omit it from the base URL."""
     created_s = gateway.wall() // 1000
 
-    def models() -> list[ListedModel]:
+    def list_all() -> list[ListedModel]:
         info = gateway.engine.info
         context = 0 if info is None else info.context_tokens
         output = min(context, gateway.config.limits.output_tokens_default)
         return [ListedModel(name, created_s, context, output) for name in gateway.model_names]
 
     async def list_models(request: web.BaseRequest) -> web.StreamResponse:
-        return _json(_family(request).all(models(), request.query))
+        return _json(_format_for(request).list(list_all(), request.query))
 
     async def get_model(request: web.BaseRequest) -> web.StreamResponse:
         name = request[STATE].parameters["name"].removeprefix("models/")
-        found = next((model for model in models() if model.name == name), None)
+        found = next((model for model in list_all() if model.name == name), None)
         if found is None:
-            message = "There is no such model here."
+            message = f"Model not found: {name[:200]!r}."
             raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
-        return _json(_family(request).one(found))
+        return _json(_format_for(request).model(found))
 
     def both(base: str, many: Handler, one: Handler) -> tuple[Route, ...]:
         return (
@@ -72,7 +73,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     )
 
 
-def _family(request: web.BaseRequest) -> Family:
+def _format_for(request: web.BaseRequest) -> ModelListFormat:
     is_goog = any(name in request.headers for name in ("x-goog-api-key", "x-goog-api-client"))
     if is_goog or "key" in request.query or request.path.startswith("/v1beta/"):
         return GEMINI

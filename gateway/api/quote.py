@@ -1,7 +1,7 @@
-"""`POST /v1/cache/quote`: what a request would find, before it runs.
+"""`POST /v1/cache/quote`: cached tokens and price of a request that does not run.
 
-It goes the request's own way up to admission, refused like it if it could never run, and asks the
-engine what is there; nothing runs, is kept, renewed or billed.
+The quoted request passes the same checks as a real one, up to admission, and is refused like it.
+The engine is asked for the cached prefix; nothing is run, retained, renewed or billed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from aiohttp import web
 from msgspec import Struct
 
 from engine.api import Peeked, Stats
-from gateway.api.routes import find
-from gateway.background.erasure import holdings
+from gateway.api.routes import find_endpoint
+from gateway.background.erasure import list_holdings
 from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.errors import Kind, Refusal
@@ -30,39 +30,43 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.types import Identity
 
-NAMESPACES_ASKED_MAX = 16
-"""Of a tenant's other namespaces, to say that what is missing is in one of them."""
+NAMESPACES_PEEKED_MAX = 16
+"""Most other namespaces of a tenant that are searched for the missing prefix."""
 
 
 class QuoteBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """`endpoint`: the path that `request` would be sent to."""
+    """A quote's body. `endpoint`: the path that `request` would be sent to."""
 
     endpoint: str
     request: msgspec.Raw
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """The quote."""
-    return (Route("POST", "/v1/cache/quote", _quote(gateway), "inference"),)
+    """Return the route of quotes."""
+    return (Route("POST", "/v1/cache/quote", _quote_handler(gateway), "inference"),)
 
 
-def _quote(gateway: Context) -> Handler:
+def _quote_handler(gateway: Context) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         state = request[STATE]
-        assert state.identity is not None, "this route asks for a key"
+        assert state.identity is not None, "this route requires a key"
         body = _parse(await read_body(request, gateway.config.server))
-        found = find(body.endpoint)
+        found = find_endpoint(body.endpoint)
         if found is None:
-            message = f"endpoint: no path that answers prompts (it is {body.endpoint[:100]!r})."
+            message = (
+                f"endpoint: unknown path {body.endpoint[:100]!r}; expected one that generates."
+            )
             raise Refusal(Kind.BAD, "invalid_value", message, param="endpoint")
-        endpoint, asked = found
-        call = endpoint.dialect.parse(bytes(body.request), asked)
+        endpoint, metadata = found
+        call = endpoint.dialect.parse(bytes(body.request), metadata)
         check_model(gateway, call)
         made = await prepare(gateway, call, state.identity)
         output_tokens(made.call, made.rendered, state.identity, made.now)
         namespace = made.scope.namespace
-        seen = [await gateway.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
-        is_elsewhere = await _is_elsewhere(gateway, made, seen[0].cached_tokens, state.identity)
+        peeks = [await gateway.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
+        is_in_other_namespace = await _is_in_other_namespace(
+            gateway, made, peeks[0].cached_tokens, state.identity
+        )
         tenant = state.identity.tenant
         card = await gateway.reports.ask(
             lambda store: RateCards(load_cards(store)).in_force(
@@ -70,30 +74,34 @@ def _quote(gateway: Context) -> Handler:
             ),
             tenant.tenant_id,
         )
-        answer = quote(made, seen, gateway.engine.stats, card, is_elsewhere=is_elsewhere)
+        answer = quote(
+            made, peeks, gateway.engine.stats, card, is_in_other_namespace=is_in_other_namespace
+        )
         data = msgspec.json.encode(answer)
         return await send(request, 200, data, {"Content-Type": "application/json"})
 
     return handle
 
 
-async def _is_elsewhere(
+async def _is_in_other_namespace(
     gateway: Context, made: Prepared, cached_tokens: int, identity: Identity
 ) -> bool:
-    """Has the same tenant more of the first prompt in another namespace of its own? It asks those
-    that hold most."""
+    """Return whether another namespace of the tenant has more of the first prompt cached.
+
+    Peeks into the tenant's largest namespaces, at most `NAMESPACES_PEEKED_MAX`.
+    """
     tokens = made.rendered[0].token_ids
     if cached_tokens >= len(tokens) - 1:
         return False
     await gateway.engine.get_stats()
     own = [
         one.stats
-        for one in holdings(gateway.engine.namespaces, identity.tenant.tenant_id)
-        if one.scope_id is None  # what it shares others have written
+        for one in list_holdings(gateway.engine.namespaces, identity.tenant.tenant_id)
+        if one.scope_id is None  # other tenants may have written to a shared scope
         and one.stats.namespace != made.scope.namespace
     ]
     own.sort(key=lambda stats: -stats.blocks)
-    for stats in own[:NAMESPACES_ASKED_MAX]:
+    for stats in own[:NAMESPACES_PEEKED_MAX]:
         peeked = await gateway.engine.peek(stats.namespace, tokens)
         if peeked.cached_tokens > cached_tokens:
             return True
@@ -111,20 +119,23 @@ def _parse(body: bytes) -> QuoteBody:
 
 def quote(
     made: Prepared,
-    seen: Sequence[Peeked],
+    peeks: Sequence[Peeked],
     stats: Stats,
     card: RateCard,
     *,
-    is_elsewhere: bool = False,
+    is_in_other_namespace: bool = False,
 ) -> dict[str, Any]:
-    """The answer. Logical numbers by contract, physical ones as the engine has them now; the price
-    is the prompt's. `is_elsewhere`: another namespace of the tenant's has more of it."""
-    pairs = list(zip(made.contracts, seen, strict=True))
+    """Return the body of a quote: logical counts by contract, physical counts by the engine now.
+
+    The price is that of the prompt. `is_in_other_namespace`: another namespace of the tenant has
+    more of the prompt cached.
+    """
+    pairs = list(zip(made.contracts, peeks, strict=True))
     record = sum_usage([contract.expect(peek.cached_tokens) for contract, peek in pairs])
-    ends = [peek.expires_in_s for peek in seen if peek.expires_in_s is not None]
+    ends = [peek.expires_in_s for peek in peeks if peek.expires_in_s is not None]
     contract, first = pairs[0]
     cause = contract.explain(first.cached_tokens)
-    if is_elsewhere and cause in ("", "never_written", "unknown"):
+    if is_in_other_namespace and cause in ("", "never_written", "unknown"):
         cause = "other_namespace"
     return {
         "object": "cache.quote",
@@ -135,7 +146,7 @@ def quote(
         "fresh_tokens": record.fresh,
         "physical": {
             "cached_tokens": record.physical_cached,
-            "promised_tokens": sum(peek.promised_tokens for peek in seen),
+            "promised_tokens": sum(peek.promised_tokens for peek in peeks),
             "tier": "device" if record.physical_cached else None,
             "expires_in_s": min(ends, default=None),
         },
@@ -153,7 +164,7 @@ def quote(
 def _miss(
     boundaries: Sequence[Boundary], cached_tokens: int, total: int, cause: str
 ) -> dict[str, Any] | None:
-    """Where the prompt leaves what is there: the first token that is not, and its segment."""
+    """Return the first token that is not cached, its segment's path and the cause."""
     if cached_tokens >= total - 1 and not cause:
         return None
     path = next((mark.path for mark in boundaries if mark.tokens > cached_tokens), None)
@@ -161,7 +172,7 @@ def _miss(
 
 
 def _price(record: UsageRecord, card: RateCard) -> dict[str, Any]:
-    """Pico-dollars by component; what it would be without any cache beside it."""
+    """Return the price by component, in pico-dollars, and the price without any cache."""
     write = sum(tokens * card.write_price(name) for name, tokens in record.write.items())
     read, fresh = record.read_tokens() * card.cache_read, record.fresh * card.input
     return {
@@ -177,7 +188,10 @@ def _price(record: UsageRecord, card: RateCard) -> dict[str, Any]:
 
 
 def _first_token_s(record: UsageRecord, stats: Stats) -> float | None:
-    """What waits and what is missing, at the rate of late; None before there is one."""
+    """Estimate the time to first token from waiting and missing tokens, at the recent prefill rate.
+
+    None before the engine has measured a rate.
+    """
     rate = stats.prefill_tokens_per_s
     if rate <= 0:
         return None

@@ -1,6 +1,6 @@
-"""Which paths answer prompts, in which dialect; and what a dialect has to be for that.
+"""Paths of the endpoints that generate, and the dialect of each.
 
-It knows no engine; `handlers.inference` makes routes of it.
+This module knows no engine; `gateway.api.generate` makes routes of the table.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from gateway.http.route_table import pattern_of
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A path that answers prompts. `id_prefix` begins its response ids. `without_sse`: what
-    answers instead where a client did not ask for server-sent events by `alt=sse`."""
+    """A path that generates. `id_prefix`: prefix of its response ids.
+
+    `without_sse`: the dialect for requests without `alt=sse`; None, if there is only one.
+    """
 
     path: str
     dialect: Dialect
@@ -41,18 +43,18 @@ ENDPOINTS = (
     Endpoint("/responses/input_tokens", openai_responses.COUNT_DIALECT, ""),
     Endpoint("/{version:v1|v1beta}/models/{target:.+}", gemini.DIALECT, "", gemini.ARRAY_DIALECT),
 )
-"""OpenAI's are at the root too: a base URL without /v1 is a common slip."""
+"""OpenAI's paths also exist without /v1: clients often omit it from the base URL."""
 
-SHAPES: tuple[tuple[str, ErrorShape], ...] = (
+ERROR_SHAPES: tuple[tuple[str, ErrorShape], ...] = (
     ("x-goog-api-key", gemini.DIALECT),
     ("x-goog-api-client", gemini.DIALECT),
     ("anthropic-version", anthropic.DIALECT),
 )
-"""Whose errors a path that is nobody's is answered with: by a header that only they send."""
+"""Header names, and the error format for an unknown path if a request has that header."""
 
 
-def find(path: str) -> tuple[Endpoint, RequestMetadata] | None:
-    """The endpoint of a path as a client would write it."""
+def find_endpoint(path: str) -> tuple[Endpoint, RequestMetadata] | None:
+    """Return the endpoint of a client's path, and the model and action that the path names."""
     for endpoint in ENDPOINTS:
         match = pattern_of(endpoint.path).fullmatch(path)
         if match is not None:

@@ -1,8 +1,8 @@
-"""`GET /v1/usage`, `GET` and `DELETE /v1/cache`: what a tenant may know and do about itself.
+"""`GET /v1/usage`, `GET` and `DELETE /v1/cache`: a tenant's view of itself.
 
-With its own key, for its own counts alone: what another has does not exist here. Usage is the
-tenant's; the cache is that of the key's workspace. Of a cache that others share only its name is
-told: what it holds is others' too.
+A key shows its own tenant's counts alone; other tenants do not exist here. Usage is that of the
+tenant, the cache that of the key's workspace. Of a shared scope only the name is shown: its
+contents belong to other tenants too.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from tenancy.pricing.budgets import budget_states
 from tenancy.types import Identity
 
 LEASES_MAX = 1_000
+"""Most leases in one response; the latest ones."""
 RECEIPTS_SHOWN = 10
+"""Most erasure receipts in one response."""
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """What a tenant asks about itself."""
+    """Return the self-service routes."""
 
     async def usage(request: web.BaseRequest) -> web.StreamResponse:
         identity = _identity(request)
         given = json_api.query(request, "tenant", *usage_report.PARAMETERS)
         name, own_id = identity.tenant.name, identity.tenant.tenant_id
         if given.get("tenant", name) != name:
-            message = "There is no such tenant, or it is not you."
+            message = "Tenant not found."
             raise Refusal(Kind.NOT_FOUND, "tenant_unknown", message, param="tenant")
         found = await usage_report.report(gateway, given, name, own_id=own_id)
-        question = partial(budget_states, clock=gateway.wall, tenant_id=own_id)
-        budgets = map(usage_report.budget_body, await gateway.reports.ask(question, own_id))
+        query = partial(budget_states, clock=gateway.wall, tenant_id=own_id)
+        budgets = map(usage_report.budget_body, await gateway.reports.ask(query, own_id))
         return json_api.answer({"tenant": name, **found, "budgets": list(budgets)})
 
     async def show(request: web.BaseRequest) -> web.StreamResponse:
@@ -52,16 +54,14 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         identity = _identity(request)
         if identity.scope is not None:
             message = (
-                f"This workspace shares the cache of {identity.scope.name} with others: only the"
-                " operator may erase it."
+                f"This workspace uses the shared scope {identity.scope.name!r}: only the operator"
+                " may erase it."
             )
             raise Refusal(Kind.PERMISSION, "shared_scope", message)
         json_api.no_body(request)
         lease_id = json_api.query(request, "lease_id").get("lease_id")
-        if lease_id is not None and len(lease_id) > erasure.LEASE_ID_SIGNS_MAX:
-            raise Refusal(
-                Kind.NOT_FOUND, "lease_unknown", "There is no such lease.", param="lease_id"
-            )
+        if lease_id is not None and len(lease_id) > erasure.LEASE_ID_CHARS_MAX:
+            raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
         target = erasure.ErasureTarget(
             identity.tenant.tenant_id, identity.key_id, identity.workspace, lease_id
         )
@@ -75,29 +75,29 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
-    """What the workspace holds now, what is promised to it, and what that saved its tenant."""
+    """Return the workspace's cached blocks and leases, and the tenant's usage of the last hours."""
     tenant, policy = identity.tenant, identity.policy
     await gateway.engine.get_stats()
-    held = [
-        one.stats
-        for one in erasure.holdings(gateway.engine.namespaces, tenant.tenant_id)
-        if one.workspace == identity.workspace
+    namespaces = [
+        holding.stats
+        for holding in erasure.list_holdings(gateway.engine.namespaces, tenant.tenant_id)
+        if holding.workspace == identity.workspace
     ]
     info = gateway.engine.info
-    entries = erasure.entries_of(gateway, tenant.tenant_id, identity.workspace, LEASES_MAX + 1)
-    window = usage_report.hours(json_api.window({}, gateway.wall()))
-    used = await usage_report.own_sums(gateway, window, tenant)
+    entries = erasure.live_entries(gateway, tenant.tenant_id, identity.workspace, LEASES_MAX + 1)
+    window = usage_report.whole_hours(json_api.window({}, gateway.wall()))
+    totals = await usage_report.own_totals(gateway, window, tenant)
     receipts = await asyncio.to_thread(
         list_receipts, gateway.store, tenant.tenant_id, RECEIPTS_SHOWN
     )
-    blocks = sum(one.blocks for one in held)
+    blocks = sum(one.blocks for one in namespaces)
     return {
         "tenant": tenant.name,
         "workspace": identity.workspace,
         "shared_scope": None if identity.scope is None else identity.scope.name,
         "blocks": blocks,
-        "pinned_blocks": sum(one.pinned_blocks for one in held),
-        "promised_blocks": sum(one.promised_blocks for one in held),
+        "pinned_blocks": sum(one.pinned_blocks for one in namespaces),
+        "promised_blocks": sum(one.promised_blocks for one in namespaces),
         "tokens": blocks * (0 if info is None else info.block_size),
         "bytes": blocks * (0 if info is None else info.kv_bytes_per_block),
         "policy": {
@@ -108,13 +108,13 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
         },
         "leases": [_lease(gateway, entry) for entry in entries[-LEASES_MAX:]],
         "has_more_leases": len(entries) > LEASES_MAX,
-        "usage": {"window": window.shown(), **used},
+        "usage": {"window": window.shown(), **totals},
         "erasures": [erasure.receipt_body(one) for one in receipts],
     }
 
 
 def _lease(gateway: Context, entry: IndexedPrefix) -> dict[str, Any]:
-    """A prefix that is kept: its id is what erasing it asks for."""
+    """Return a retained prefix; `DELETE /v1/cache?lease_id=` takes its id."""
     now_s = gateway.clock()
     return {
         "lease_id": entry.key[1].hex(),
@@ -122,8 +122,8 @@ def _lease(gateway: Context, entry: IndexedPrefix) -> dict[str, Any]:
         "classes": [
             {
                 "class": name,
-                "expires_in_s": _left(lease.expires_at_s, now_s),
-                "promised_for_s": _left(lease.promised_until_s, now_s) or 0.0,
+                "expires_in_s": _seconds_left(lease.expires_at_s, now_s),
+                "promised_for_s": _seconds_left(lease.promised_until_s, now_s) or 0.0,
             }
             for name, lease in sorted(entry.leases.items())
             if lease.expires_at_s > now_s
@@ -131,12 +131,12 @@ def _lease(gateway: Context, entry: IndexedPrefix) -> dict[str, Any]:
     }
 
 
-def _left(until_s: float, now_s: float) -> float | None:
-    """Seconds from now; None: without end."""
+def _seconds_left(until_s: float, now_s: float) -> float | None:
+    """Return the seconds from now to `until_s`; None, if it never comes."""
     return None if until_s == float("inf") else round(max(0.0, until_s - now_s), 3)
 
 
 def _identity(request: web.BaseRequest) -> Identity:
     identity = request[STATE].identity
-    assert identity is not None, "this route asks for a key"
+    assert identity is not None, "this route requires a key"
     return identity

@@ -1,7 +1,7 @@
-"""Usage as it is answered over HTTP: sums of the ledger by day, hour, model, key or tenant.
+"""Usage reports over HTTP: ledger sums by day, hour, model, key or tenant.
 
-Windows are widened to whole hours, which the ledger keeps sums of, so that a question never reads
-entries one by one. It knows no route; administration and self-service call it.
+Windows are widened to whole hours, for which the ledger keeps sums: a report never reads single
+entries. This module knows no route; the admin API and self-service call it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tenancy.types import Tenant
 HOUR_MS = 3_600_000
 ROWS_MAX = 10_000
 PARAMETERS = ("since", "until", "group_by", "key_id", "model")
-"""What a question may say."""
+"""Query parameters of a report."""
 
 _COUNTS = (
     "requests",
@@ -49,49 +49,55 @@ _MONEY = ("charge", "saved", "adjusted")
 async def report(
     gateway: Context, given: Mapping[str, str], tenant: str | None, *, own_id: int | None = None
 ) -> dict[str, Any]:
-    """What was asked for, of one tenant or all. `own_id`: by the tenant itself, which need not be
-    told its name in each row. Raises Refusal."""
-    window = hours(json_api.window(given, gateway.wall()))
-    groups = groups_of(given.get("group_by", ""), own=own_id is not None)
+    """Return the usage of one tenant, or of all. Raises Refusal.
+
+    `own_id`: the tenant's id, if the tenant itself asks; its rows then omit its name.
+    """
+    window = whole_hours(json_api.window(given, gateway.wall()))
+    groups = parse_groups(given.get("group_by", ""), own=own_id is not None)
     key_id = json_api.whole(given, "key_id", 0, 2**53) or None
-    question = _question(window, tenant, groups, key_id, given.get("model"))
-    found = await gateway.reports.ask(question, own_id)
+    query = _usage_query(window, tenant, groups, key_id, given.get("model"))
+    found = await gateway.reports.ask(query, own_id)
     if tenant is None and groups and "tenant" not in groups:
-        found = _over_tenants(found)
+        found = _sum_tenants(found)
     if len(found) > ROWS_MAX:
-        message = f"The answer has {len(found)} rows; at most {ROWS_MAX} are told: ask for less."
+        message = f"Result has {len(found)} rows; limit {ROWS_MAX}. Narrow the query."
         raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
     epoch = await gateway.reports.ask(ledger_epoch, own_id)
     return {
         "ledger_epoch": epoch.number,
         "window": window.shown(),
         "group_by": groups,
-        "totals": sums(found),
+        "totals": totals_body(found),
         "rows": [_row(one, groups) for one in found] if groups else [],
-        **({} if tenant is None else {"storage": await _storage(gateway, tenant, window, own_id)}),
+        **(
+            {}
+            if tenant is None
+            else {"storage": await _storage_rows(gateway, tenant, window, own_id)}
+        ),
     }
 
 
-async def _storage(
+async def _storage_rows(
     gateway: Context, tenant: str, window: Window, own_id: int | None
 ) -> list[dict[str, Any]]:
-    question = partial(storage, tenant=tenant, since_ms=window.since_ms, until_ms=window.until_ms)
+    query = partial(storage, tenant=tenant, since_ms=window.since_ms, until_ms=window.until_ms)
     return [
         {
             "class": one.retention,
             "token_seconds": one.token_seconds,
             "charge_usd": format_dollars(one.pico),
         }
-        for one in await gateway.reports.ask(question, own_id)
+        for one in await gateway.reports.ask(query, own_id)
     ]
 
 
-async def own_sums(gateway: Context, window: Window, own: Tenant) -> dict[str, Any]:
-    """One sum of all that a tenant has used, for itself. Raises StoreError."""
-    return sums(await gateway.reports.ask(_question(window, own.name), own.tenant_id))
+async def own_totals(gateway: Context, window: Window, own: Tenant) -> dict[str, Any]:
+    """Return the totals of a tenant for itself. Raises StoreError."""
+    return totals_body(await gateway.reports.ask(_usage_query(window, own.name), own.tenant_id))
 
 
-def _question(
+def _usage_query(
     window: Window,
     tenant: str | None,
     groups: tuple[UsageGroup, ...] = (),
@@ -109,24 +115,26 @@ def _question(
     )
 
 
-def hours(window: Window) -> Window:
-    """The whole hours that a window touches."""
+def whole_hours(window: Window) -> Window:
+    """Return the window widened to whole hours."""
     return Window(window.since_ms // HOUR_MS * HOUR_MS, -(-window.until_ms // HOUR_MS) * HOUR_MS)
 
 
-def groups_of(text: str, *, own: bool = False) -> tuple[UsageGroup, ...]:
-    """`group_by=day,model`: each once. Raises Refusal."""
+def parse_groups(text: str, *, own: bool = False) -> tuple[UsageGroup, ...]:
+    """Return the groups of `group_by=day,model`, each at most once. Raises Refusal."""
     known = tuple(name for name in get_args(UsageGroup) if not (own and name == "tenant"))
     names = tuple(filter(None, text.split(",")))
-    wrong = [name for name in names if name not in known]
-    if wrong or len(set(names)) < len(names) or {"hour", "day"} <= set(names):
-        message = f"group_by: some of {', '.join(known)}, each once, and one of hour and day."
+    unknown = [name for name in names if name not in known]
+    if unknown or len(set(names)) < len(names) or {"hour", "day"} <= set(names):
+        message = (
+            f"group_by: expected some of {', '.join(known)}, each once; hour or day, not both."
+        )
         raise Refusal(Kind.BAD, "invalid_value", message, param="group_by")
     return tuple(name for name in known if name in names)
 
 
-def sums(found: list[UsageTotal]) -> dict[str, Any]:
-    """One sum of all: counts, the share read from the cache, and money."""
+def totals_body(found: list[UsageTotal]) -> dict[str, Any]:
+    """Return the totals of all rows: counts, the hit ratio by tokens, money."""
     totals: dict[str, Any] = {name: sum(getattr(one, name) for one in found) for name in _COUNTS}
     totals["hit_ratio"] = _ratio(totals["cache_read_tokens"], totals["prompt_tokens"])
     for name in _MONEY:
@@ -135,7 +143,7 @@ def sums(found: list[UsageTotal]) -> dict[str, Any]:
 
 
 def budget_body(state: BudgetState) -> dict[str, Any]:
-    """A budget and how much of its window is spent and reserved."""
+    """Return a budget, and the spent and reserved amounts of its window."""
     budget = state.budget
     amounts = (("hard", budget.hard_micros), ("soft", budget.soft_micros))
     return {
@@ -153,30 +161,30 @@ def budget_body(state: BudgetState) -> dict[str, Any]:
     }
 
 
-def _over_tenants(found: list[UsageTotal]) -> list[UsageTotal]:
-    """Sums of all tenants for each key, model and hour or day that was asked for, in that order."""
-    told: dict[tuple[int, str, int], UsageTotal] = {}
+def _sum_tenants(found: list[UsageTotal]) -> list[UsageTotal]:
+    """Sum over all tenants for each key, model and hour or day, in that order."""
+    totals: dict[tuple[int, str, int], UsageTotal] = {}
     for one in found:
-        of = (one.key_id or 0, one.model or "", one.from_ms or 0)
-        before = told.get(of, UsageTotal(tenant=""))
-        sums = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
-        told[of] = structs.replace(one, tenant="", **sums)
-    return [told[of] for of in sorted(told)]
+        group = (one.key_id or 0, one.model or "", one.from_ms or 0)
+        before = totals.get(group, UsageTotal(tenant=""))
+        totals_body = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
+        totals[group] = structs.replace(one, tenant="", **totals_body)
+    return [totals[group] for group in sorted(totals)]
 
 
 def _row(one: UsageTotal, groups: tuple[UsageGroup, ...]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     for group in groups:
         match group:
             case "tenant":
-                named["tenant"] = one.tenant
+                row["tenant"] = one.tenant
             case "key":
-                named["key_id"] = one.key_id
+                row["key_id"] = one.key_id
             case "model":
-                named["model"] = one.model
+                row["model"] = one.model
             case "hour" | "day":
-                named["from"] = json_api.instant(one.from_ms or 0)
-    return {**named, **sums([one])}
+                row["from"] = json_api.instant(one.from_ms or 0)
+    return {**row, **totals_body([one])}
 
 
 def _ratio(part: int, whole: int) -> float | None:

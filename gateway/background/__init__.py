@@ -1,1 +1,1 @@
-"""Package."""
+"""Tasks that a gateway runs beside its requests."""

@@ -1,7 +1,7 @@
-"""Soft budgets that are passed: told to the log, once for each window, and to the metrics.
+"""Alerts for exceeded soft budgets: one log event per budget and window, and a metric.
 
-A soft budget refuses nothing, so who set one waits to be told. `storage_meter` lets it look, every
-minute.
+A soft budget refuses nothing, so an operator learns of it here. `StorageMetering` checks budgets
+every minute.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from tenancy.errors import StoreError
 from tenancy.pricing.budgets import BudgetState, budget_states
 
 
-class SoftBudgets:
-    """Of all tenants of one gateway. Belongs to one loop."""
+class BudgetAlerts:
+    """Soft budgets of all tenants of one gateway. Belongs to one event loop."""
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._told: dict[tuple[int, int, str], int] = {}  # in which window each was passed
+        self._alerted: dict[tuple[int, int, str], int] = {}  # start of the window alerted for
 
-    async def look(self) -> None:
-        """Tell of those that have been passed since the last look; of all of them after a start. A
-        file that cannot be read is looked at the next time. O(budgets), on another thread."""
+    async def check(self) -> None:
+        """Alert for soft budgets exceeded since the last check; after a start, for all exceeded
+        ones.
+
+        O(budgets), on another thread. A failed read of the store is tried again at the next check.
+        """
         gateway = self._gateway
         with suppress(StoreError):
             states = await gateway.reports.ask(partial(budget_states, clock=gateway.wall))
-            self._tell([state for state in states if state.is_over_soft])
+            self._alert([state for state in states if state.is_over_soft])
 
-    def _tell(self, passed: list[BudgetState]) -> None:
-        gateway, told = self._gateway, self._told
+    def _alert(self, passed: list[BudgetState]) -> None:
+        gateway, alerted = self._gateway, self._alerted
         counts: dict[str, int] = {}
-        self._told = {}
+        self._alerted = {}
         for state in passed:
             budget = state.budget
             owner = gateway.registry.tenant(budget.tenant_id)
@@ -40,9 +43,9 @@ class SoftBudgets:
                 continue  # deleted meanwhile
             name = gateway.telemetry.tenant_label(owner.tenant.name)
             counts[name] = counts.get(name, 0) + 1
-            which = budget.tenant_id, budget.key_id, budget.window
-            self._told[which] = state.starts_ms
-            if told.get(which) != state.starts_ms:
+            key = budget.tenant_id, budget.key_id, budget.window
+            self._alerted[key] = state.starts_ms
+            if alerted.get(key) != state.starts_ms:
                 facts: dict[str, object] = {
                     "tenant_id": budget.tenant_id,
                     "key_id": budget.key_id,

@@ -1,8 +1,8 @@
-"""Reading the configuration again while the server runs: by SIGHUP, or when an administrator asks.
+"""Reload of the configuration while the server runs: on SIGHUP, or by the admin API.
 
-Declared tenants, their keys and shared scopes are made so; every other setting waits for a
-restart, and which ones differ is said. A file that cannot be read, or that says what cannot be,
-changes nothing. It knows no HTTP; `app` and the admin API call it.
+A reload applies declared tenants, their keys and shared scopes. Other settings need a restart; the
+result lists those that differ. An unreadable or wrong file changes nothing. This module knows no
+HTTP; `gateway.app` and `gateway.api.admin.tenants` call it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from tenancy.errors import TenancyError
 
 
 class ReloadResult(Struct, frozen=True):
-    """What was done to tenants, to shared scopes and to keys, and which settings differ from those
-    that the server runs with. `left`: tenants that an earlier file declared, where this one says
-    nothing of any."""
+    """Changes to tenants, shared scopes and keys, and settings that need a restart.
+
+    `left`: tenants that an earlier file declared, if this file declares none.
+    """
 
     tenants: tuple[TenantChange, ...]
     needs_restart: tuple[str, ...]
@@ -38,19 +39,19 @@ class ReloadResult(Struct, frozen=True):
 
 
 async def reload(gateway: Context) -> ReloadResult:
-    """Read it and make it so. Raises Refusal with what is wrong, having changed nothing."""
+    """Read the configuration and apply it. Raises Refusal, and changes nothing then."""
     try:
         config = await asyncio.to_thread(gateway.read_config)
         changes = await declare(gateway, config)
     except (ConfigError, TenancyError) as error:
         gateway.log("reload_refused", {"reason": str(error)})
-        raise Refusal(Kind.CONFLICT, "bad_config", f"Nothing was changed: {error}") from error
+        raise Refusal(Kind.CONFLICT, "bad_config", f"Configuration not applied: {error}") from error
     found = ReloadResult(
         tuple(change for change in changes if isinstance(change, TenantChange)),
-        tuple(differences(gateway.config, config)),
+        tuple(changed_settings(gateway.config, config)),
         tuple(change for change in changes if isinstance(change, ScopeChange)),
         tuple(change for change in changes if isinstance(change, KeyChange)),
-        await asyncio.to_thread(_left, gateway, config),
+        await asyncio.to_thread(_undeclared_tenants, gateway, config),
     )
     facts = {"tenants": len(found.tenants), "keys": len(found.keys)}
     gateway.log("reloaded", {**facts, "needs_restart": found.needs_restart})
@@ -58,8 +59,10 @@ async def reload(gateway: Context) -> ReloadResult:
 
 
 async def declare(gateway: Context, config: Config) -> list[TenantChange | KeyChange | ScopeChange]:
-    """Make what is declared so, and say what was done. Raises StoreError, BadName, and ConfigError
-    for a key's file."""
+    """Apply the declared tenants, keys and scopes, and return the changes.
+
+    Raises StoreError, BadName, and ConfigError for a key's file.
+    """
     changes = await asyncio.to_thread(_reconcile, gateway, config)
     for change in changes:
         match change:
@@ -70,18 +73,21 @@ async def declare(gateway: Context, config: Config) -> list[TenantChange | KeyCh
                 gateway.log("key_declared", facts)
             case ScopeChange(scope, what):
                 gateway.log("scope_declared", {"shared_scope": scope, "what": what})
-    if left := await asyncio.to_thread(_left, gateway, config):
-        gateway.log("tenants_left", {"tenants": len(left)})
+    if undeclared := await asyncio.to_thread(_undeclared_tenants, gateway, config):
+        gateway.log("tenants_undeclared", {"tenants": len(undeclared)})
     gateway.registry.refresh_now()
     return changes
 
 
-def _left(gateway: Context, config: Config) -> tuple[str, ...]:
-    """Whoever took out the last table may have meant to suspend it."""
+def _undeclared_tenants(gateway: Context, config: Config) -> tuple[str, ...]:
+    """Return the tenants still active from an earlier file, if this file has no `tenants` at all.
+
+    The operator may have removed the last table to suspend its tenant.
+    """
     if config.tenants is not None:
         return ()
-    there = list_tenant_records(gateway.store)
-    return tuple(one.tenant.name for one in there if one.tenant.is_declared)
+    registered = list_tenant_records(gateway.store)
+    return tuple(one.tenant.name for one in registered if one.tenant.is_declared)
 
 
 def _reconcile(gateway: Context, config: Config) -> list[TenantChange | KeyChange | ScopeChange]:
@@ -89,8 +95,8 @@ def _reconcile(gateway: Context, config: Config) -> list[TenantChange | KeyChang
     return reconcile(gateway.store, gateway.wall, tenants, config.tenancy.shared_scopes)
 
 
-def differences(running: Config, read: Config) -> list[str]:
-    """Paths of the settings that differ, but for what a reload makes so."""
+def changed_settings(running: Config, read: Config) -> list[str]:
+    """Return the key paths of settings that differ and that a reload does not apply."""
     before, after = (
         {
             path: value
@@ -105,12 +111,13 @@ def differences(running: Config, read: Config) -> list[str]:
 
 
 FILE_BYTES_MAX = 1_024
+"""Bytes read of a key's file."""
 
 
 def with_digests(tenants: Sequence[DeclaredTenant]) -> list[DeclaredTenant]:
-    """The same with each key's digest in the place of its file. Reads the files.
+    """Return the tenants with the digest of each key in place of its file. Reads the files.
 
-    Raises ConfigError for one that cannot be read, that others may read, or with no key in it.
+    Raises ConfigError for a file that is unreadable, readable by other users, or without a key.
     """
     return [
         structs.replace(one, keys=tuple(_with_digest(one.name, key) for key in one.keys))
@@ -124,29 +131,29 @@ def _with_digest(tenant: str, key: DeclaredKey) -> DeclaredKey:
     try:
         text = _read(key.file)
     except OSError as error:
-        raise ConfigError(_at(tenant, key, f"cannot be read: {error.strerror}")) from error
+        raise ConfigError(_key_error(tenant, key, f"cannot be read: {error.strerror}")) from error
     except ValueError as error:
-        raise ConfigError(_at(tenant, key, str(error))) from error
+        raise ConfigError(_key_error(tenant, key, str(error))) from error
     return structs.replace(key, sha256=digest_of(text).hex(), file="")
 
 
 def _read(name: str) -> str:
-    """Raises OSError; ValueError for what is not a key kept as one."""
-    # What is no file might be waited for, for ever.
-    number = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    """Return the key in a file. Raises OSError, and ValueError for an unsafe or wrong file."""
+    # Opening a pipe without O_NONBLOCK could block for ever.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        mode = os.fstat(number).st_mode
+        mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise ValueError("is no file")
+            raise ValueError("is not a regular file")
         if mode & 0o077:
-            raise ValueError("can be read by others than its owner; chmod 600 it")
-        text = os.read(number, FILE_BYTES_MAX).decode("ascii", errors="replace").strip()
+            raise ValueError("is readable by other users; run chmod 600 on it")
+        text = os.read(descriptor, FILE_BYTES_MAX).decode("ascii", errors="replace").strip()
     finally:
-        os.close(number)
+        os.close(descriptor)
     if not is_key(text):
-        raise ValueError("has no key in it: tl- and 43 letters and digits")
+        raise ValueError("has no key; expected tl- and 43 letters and digits")
     return text
 
 
-def _at(tenant: str, key: DeclaredKey, what: str) -> str:
-    return f"tenants: {tenant}: key {key.label[:80]!r}: {key.file} {what}"
+def _key_error(tenant: str, key: DeclaredKey, problem: str) -> str:
+    return f"tenants: {tenant}: key {key.label[:80]!r}: {key.file} {problem}"

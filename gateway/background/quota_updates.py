@@ -1,9 +1,8 @@
-"""What operators change of a tenant's blocks, told to the engine when it changes; and to the log,
-where floors ask for more than the engine can keep.
+"""Updates of tenants' block quotas in the engine, and a warning if floors exceed the pool.
 
-A request carries its payer's quota with it. That is too late for a payer that sends no more: a
-floor that was lowered, or is a suspended tenant's, would keep its room from everybody else until
-the engine ends. Knows no HTTP; `storage_meter` lets it look.
+A request carries its payer's quota. That is too late for a payer that sends no more requests: a
+lowered floor, or the floor of a suspended tenant, would reserve its blocks until the engine ends.
+This module knows no HTTP; `StorageMetering` calls it.
 """
 
 from __future__ import annotations
@@ -21,57 +20,66 @@ from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, write_floor_
 
 
 class QuotaUpdates:
-    """Tells the engine of tenants that have changed."""
+    """Sends the quotas of changed tenants to the engine."""
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._told: dict[int, TenantRecord] = {}
+        self._recent: dict[int, TenantRecord] = {}
         self._cut: tuple[int, int] | None = None
-        self._noted = ""
+        self._recorded_epoch = ""
 
-    def tell(self) -> None:
-        """Those that have changed since the last call. Where nothing has, one look at the
+    def send_changes(self) -> None:
+        """Send the quotas changed since the last call. Without changes, it costs one look at the
         registry."""
         changed = {one.tenant.tenant_id: one for one in self._gateway.registry.take_changed()}
-        self._told |= changed
+        self._recent |= changed
         self._send(changed)
-        self._say_what_is_cut()
+        self._log_floor_cut()
 
-    def tell_again(self) -> None:
-        """Those of late once more, and then no more: a request that was on its way when its
-        tenant changed has brought the old quota with it."""
-        told, self._told = self._told, {}
-        self._send(told)
+    def resend_recent(self) -> None:
+        """Send recent changes once more, then drop them.
 
-    async def note_pool(self) -> None:
-        """For those who list tenants without an engine. Raises StoreError: then again."""
+        A request in flight during a change carries the old quota to the engine after the new one.
+        """
+        recent, self._recent = self._recent, {}
+        self._send(recent)
+
+    async def record_floors_max(self) -> None:
+        """Store the pool's limit for floors, for commands that run without an engine.
+
+        Raises StoreError; the next call then tries again.
+        """
         info = self._gateway.engine.info
-        if info is not None and info.epoch != self._noted:
+        if info is not None and info.epoch != self._recorded_epoch:
             await asyncio.to_thread(
                 write_floor_blocks_max, self._gateway.store, info.floor_blocks_max
             )
-            self._noted = info.epoch
+            self._recorded_epoch = info.epoch
 
-    def _say_what_is_cut(self) -> None:
-        """Whoever wrote more than the pool can keep may have done it where nobody could say so."""
-        info, asked = self._gateway.engine.info, self._gateway.registry.floor_blocks()
+    def _log_floor_cut(self) -> None:
+        """Log when floors exceed the pool, and when they fit again.
+
+        A floor may be set where no engine's limit is known: on the command line, or in the file.
+        """
+        info, requested = self._gateway.engine.info, self._gateway.registry.floor_blocks()
         if info is None:
             return
-        cut = (asked, info.floor_blocks_max) if asked > info.floor_blocks_max else None
+        cut = (requested, info.floor_blocks_max) if requested > info.floor_blocks_max else None
         if cut != self._cut:
             facts: dict[str, object] = {
-                "asked_blocks": asked,
+                "asked_blocks": requested,
                 "floor_blocks_max": info.floor_blocks_max,
             }
-            self._gateway.log("floors_fit" if cut is None else "floors_cut", facts)
+            self._gateway.log("floors_satisfied" if cut is None else "floors_cut", facts)
             self._cut = cut
 
     def _send(self, tenants: dict[int, TenantRecord]) -> None:
-        with suppress(EngineError):  # told again, and by the next request
-            self._gateway.engine.set_quotas([_present(one) for one in tenants.values()])
+        with suppress(EngineError):  # `resend_recent` or the next request delivers it
+            self._gateway.engine.set_quotas([_current_quota(one) for one in tenants.values()])
 
 
-def _present(one: TenantRecord) -> Quota:
-    """Nothing is guaranteed to a suspended tenant; what it holds stays while there is room."""
+def _current_quota(one: TenantRecord) -> Quota:
+    """Return a tenant's quota. A suspended tenant has no floor; its blocks stay until they are
+    evicted."""
     policy = structs.replace(one.policy, floor_blocks=floor_blocks_of(one))
     return quota_of(policy, str(one.tenant.tenant_id).encode())

@@ -1,8 +1,8 @@
-"""What the engine and the metrics have counted, beside the ledger: noted when a life of the engine
-begins, every minute, and at the end.
+"""Records the token counts of engine and metrics beside the ledger, and checks that they agree.
 
-The counts are kept by engine life in the database, where `trunkline reconcile` compares them. A
-difference that nothing explains is logged as `counts_apart`. It bills nothing; `app` runs it.
+It records when an engine epoch begins, every minute, and at shutdown. The counts are stored by
+engine epoch; `trunkline reconcile` compares them. An unexplained difference is logged as
+`ledger_mismatch`. It bills nothing. `gateway.app` runs it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.ledger.transactions import EngineTotals
 
-EVERY_S = 60.0
-LOOK_EVERY_S = 0.5
-"""For a new life of the engine: one that ends before its first note would not be known of."""
+NOTE_INTERVAL_S = 60.0
+"""Interval of records."""
+POLL_INTERVAL_S = 0.5
+"""Interval of checks for a new engine epoch; one that ends before its first record would be
+missed."""
 
-PATIENCE_S = 5.0
-"""How long the engine may take to say what it has counted."""
+STATS_TIMEOUT_S = 5.0
+"""Most time for the engine to return its counts."""
 
 
 class Reconciler:
-    """One gateway's notes of what was counted."""
+    """Records and checks the counts of one gateway."""
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin the watch on the running loop."""
+        """Start the task on the running event loop."""
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """End the watch with a last note, if the engine still answers. Safe to call twice."""
+        """Stop the task, after a last record if the engine still answers. Safe to call twice."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -47,17 +49,17 @@ class Reconciler:
         await self.note(is_last=True)
 
     async def note(self, *, is_last: bool = False) -> None:
-        """Write down what has been counted now. Without an engine there is nothing to write; what
-        cannot be written now comes with the next note."""
+        """Record the counts now. Without an engine it does nothing; after a failed write, the
+        next record has these counts too."""
         gateway = self._gateway
         info = gateway.engine.info
         if info is None or (not gateway.engine.ready() and not is_last):
             return
-        # Whatever the engine has counted of has its hold by then, or its entry.
+        # Each request in the engine's counts then has its hold or its entry in the ledger.
         with gateway.ledger.holds_first():
             at_ms = gateway.wall()
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(STATS_TIMEOUT_S):
                     stats = await gateway.engine.get_stats()
             except (EngineError, TimeoutError):
                 return
@@ -68,7 +70,7 @@ class Reconciler:
     def _totals(self, epoch: str, stats: Stats, at_ms: int, *, is_last: bool) -> EngineTotals:
         telemetry = self._gateway.telemetry
         prompt, cached, output = telemetry.epoch_tokens(epoch)
-        # Behind the end of a text nothing is charged, whoever noticed that it was drawn.
+        # Tokens after a stop are not charged, whether the engine or the gateway found the stop.
         unneeded = stats.unneeded_tokens_total + telemetry.epoch_unneeded_tokens(epoch)
         return EngineTotals(
             epoch=epoch,
@@ -83,14 +85,15 @@ class Reconciler:
         )
 
     async def check(self) -> bool:
-        """Do the counts of our engine's life agree, as far as they can be compared now?"""
+        """Return whether the counts of the engine's epoch agree, as far as they can be compared
+        now."""
         info, epoch = self._gateway.engine.info, None
         try:
             if info is not None:
                 epoch = await asyncio.to_thread(reconcile_living, self._gateway.store, info.epoch)
             life = await asyncio.to_thread(ledger_epoch, self._gateway.store)
         except StoreError:
-            return True  # it is told elsewhere that the file cannot be read
+            return True  # other tasks report an unreadable store
         self._gateway.telemetry.ledger_epoch.set(life.number)
         if epoch is None or not epoch.has_mismatch:
             return True
@@ -99,18 +102,18 @@ class Reconciler:
             counts: Counts = getattr(epoch, name)
             for field in Counts.__struct_fields__:
                 facts[f"{name}_{field}"] = getattr(counts, field)
-        self._gateway.log("counts_apart", dict(facts))
+        self._gateway.log("ledger_mismatch", dict(facts))
         return False
 
     async def _watch(self) -> None:
         clock, engine = self._gateway.clock, self._gateway.engine
-        known, noted_s = "", clock()
+        known_epoch, noted_s = "", clock()
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if engine.info is not None and engine.ready() and engine.info.epoch != known:
-                known = engine.info.epoch
+            await asyncio.sleep(POLL_INTERVAL_S)
+            if engine.info is not None and engine.ready() and engine.info.epoch != known_epoch:
+                known_epoch = engine.info.epoch
                 await self.note()
-            if clock() - noted_s >= EVERY_S:
+            if clock() - noted_s >= NOTE_INTERVAL_S:
                 noted_s = clock()
                 await self.note()
                 await self.check()

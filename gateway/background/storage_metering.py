@@ -1,10 +1,10 @@
-"""Tokens times seconds that each tenant holds in the cache.
+"""Storage metering: token-seconds that each tenant holds in the cache, and periodic upkeep.
 
-A block belongs to one namespace, and a namespace to one tenant, however many of its sequences share
-the block: so it is counted once, for that tenant, and the tenants' sum is what the pool has in use.
-Integrated from what the engine tells has changed, each standing until the next; what was held is
-written to the ledger every minute, and what nobody can read any more (a removed shared scope,
-expired cached contents) is forgotten then. `app` runs it.
+A block belongs to one namespace and a namespace to one tenant, however many sequences share the
+block: it is counted once, and the tenants' sum is the number of blocks in use. The engine reports
+changes; each state holds until the next change. Every minute the readings go to the ledger, and
+unreadable contents (removed shared scopes, expired cached contents) are erased. `gateway.app` runs
+it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 
 from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
-from gateway.background.budget_alerts import SoftBudgets
-from gateway.background.erasure import forget_removed
+from gateway.background.budget_alerts import BudgetAlerts
+from gateway.background.erasure import erase_removed
 from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
@@ -28,45 +28,50 @@ from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.idempotency import sweep
 from tenancy.ledger.transactions import StorageReading
 
-LOOK_EVERY_S = 0.5
-CHURN_EVERY_S = 5.0
-"""What an engine tells that dies is lost between two looks."""
+POLL_INTERVAL_S = 0.5
+"""Interval of meter and quota updates."""
+CHURN_INTERVAL_S = 5.0
+"""Interval of churn updates; changes of an engine that dies in between are lost."""
 
-WRITE_EVERY_S = 60.0
-NANO = 1_000_000_000
+WRITE_INTERVAL_S = 60.0
+"""Interval of writes to the ledger and of upkeep."""
+NS_PER_S = 1_000_000_000
 
 Key = tuple[int, str]
-"""A tenant's id, and the class that promises it longest, or `best_effort`."""
+"""A tenant's id, and the retention class that promises a block for longest, or `best_effort`."""
 
 
 class StorageMeter:
-    """Whole token-seconds by tenant and class; what is less than one is carried on. Pure."""
+    """Sums whole token-seconds by tenant and class; remainders are carried over. Pure."""
 
     def __init__(self) -> None:
-        self._book: NamespaceTable | None = None
+        self._table: NamespaceTable | None = None
         self._now_ns: int | None = None
         self._held: dict[Key, int] = {}
         self._since_ns: dict[Key, int] = {}
         self._token_ns: dict[Key, int] = defaultdict(int)
 
-    def look(self, book: NamespaceTable | None, block_size: int, now_ns: int) -> None:
-        """What the engine has told is held, from now on. Without one, or by another than the last
-        time, nothing of what was is. O(namespaces that changed)."""
+    def update(self, table: NamespaceTable | None, block_size: int, now_ns: int) -> None:
+        """Apply the engine's changes as of `now_ns`. O(changed namespaces).
+
+        `table`: the engine's namespaces, or None without an engine. A new table replaces all of the
+        old one's holdings.
+        """
         if self._now_ns is None or now_ns > self._now_ns:
             self._now_ns = now_ns
-        if book is not self._book:
-            self._book = book
+        if table is not self._table:
+            self._table = table
             self._move({key: -tokens for key, tokens in self._held.items()})
-        if book is not None:
-            self._move(held_more(book.take_changes(self), block_size))
+        if table is not None:
+            self._move(token_changes(table.take_changes(self), block_size))
 
     def take(self) -> dict[Key, int]:
-        """Whole token-seconds between the last look and the last call."""
+        """Return the whole token-seconds between the previous `take` and the last update."""
         for key in self._held:
             self._settle(key)
         found = {}
         for key, token_ns in list(self._token_ns.items()):
-            whole, rest = divmod(token_ns, NANO)
+            whole, rest = divmod(token_ns, NS_PER_S)
             if whole:
                 found[key] = whole
             if rest:
@@ -76,11 +81,11 @@ class StorageMeter:
         return found
 
     def put_back(self, key: Key, token_seconds: int) -> None:
-        """They could not be written: the next `take` has them too."""
-        self._token_ns[key] += token_seconds * NANO
+        """Return token-seconds whose write failed to the meter: the next `take` has them again."""
+        self._token_ns[key] += token_seconds * NS_PER_S
 
-    def _move(self, more: dict[Key, int]) -> None:
-        for key, tokens in more.items():
+    def _move(self, changes: dict[Key, int]) -> None:
+        for key, tokens in changes.items():
             self._settle(key)
             tokens += self._held.get(key, 0)
             if tokens:
@@ -89,16 +94,16 @@ class StorageMeter:
                 del self._held[key], self._since_ns[key]
 
     def _settle(self, key: Key) -> None:
-        """What it held until now is counted."""
-        assert self._now_ns is not None, "nothing is held before the first look"
+        """Add the time since the key's last change to its token-seconds."""
+        assert self._now_ns is not None, "nothing is held before the first update"
         since_ns = self._since_ns.get(key, self._now_ns)
         if since_ns < self._now_ns and key in self._held:
             self._token_ns[key] += self._held[key] * (self._now_ns - since_ns)
         self._since_ns[key] = self._now_ns
 
 
-def held_more(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
-    """Tokens' worth of blocks, by tenant and class, that are held more than before; no zeros."""
+def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
+    """Return the change in held tokens by tenant and class, without zeros."""
     found: dict[Key, int] = defaultdict(int)
     for before, after in changes:
         for one, sign in ((before, -block_size), (after, block_size)):
@@ -110,68 +115,68 @@ def held_more(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
     return {key: tokens for key, tokens in found.items() if tokens}
 
 
-def look_at_churn(gateway: Context) -> None:
-    """Count what has come and gone since somebody looked. O(namespaces that moved)."""
+def update_churn(gateway: Context) -> None:
+    """Count inserted and evicted blocks since the last call. O(namespaces that changed)."""
     moves, minute = gateway.engine.cache_events.take_moves(), gateway.wall() // 60_000
     gateway.churn.update(moves, owner_of, minute)
 
 
-class StorageWatch:
-    """Keeps a meter going, and writes what it has measured."""
+class StorageMetering:
+    """The task that feeds the meter, writes its readings and runs the periodic upkeep."""
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
         self._meter = StorageMeter()
         self._quotas = QuotaUpdates(gateway)
-        self._soft_budgets = SoftBudgets(gateway)
+        self._budget_alerts = BudgetAlerts(gateway)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin on the running loop."""
+        """Start the task on the running event loop."""
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """End, with what has been measured written."""
+        """Stop the task and write the last readings."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        self._look()
+        self._update_meter()
         await self._write()
         await self._clear_expired()
 
     async def _watch(self) -> None:
         clock = self._gateway.clock
-        written_s = looked_s = clock()
+        written_s = churn_s = clock()
         while True:
-            self._look()
-            self._quotas.tell()
-            with suppress(StoreError):  # at the next look
-                await self._quotas.note_pool()
-            if clock() - looked_s >= CHURN_EVERY_S:
-                looked_s = clock()
-                look_at_churn(self._gateway)
-            if clock() - written_s >= WRITE_EVERY_S:
+            self._update_meter()
+            self._quotas.send_changes()
+            with suppress(StoreError):  # the next poll tries again
+                await self._quotas.record_floors_max()
+            if clock() - churn_s >= CHURN_INTERVAL_S:
+                churn_s = clock()
+                update_churn(self._gateway)
+            if clock() - written_s >= WRITE_INTERVAL_S:
                 written_s = clock()
                 await self._write()
-                with suppress(EngineError, StoreError):  # in a minute again
-                    await forget_removed(self._gateway)
+                with suppress(EngineError, StoreError):  # tried again in a minute
+                    await erase_removed(self._gateway)
                 await self._clear_expired()
-                self._quotas.tell_again()
-                await self._soft_budgets.look()
-            await asyncio.sleep(LOOK_EVERY_S)
+                self._quotas.resend_recent()
+                await self._budget_alerts.check()
+            await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _look(self) -> None:
-        engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NANO)
+    def _update_meter(self) -> None:
+        engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NS_PER_S)
         if engine.info is None:
-            self._meter.look(None, 0, now_ns)
+            self._meter.update(None, 0, now_ns)
             self._gateway.holders.update(None, owner_of)
         else:
-            self._meter.look(engine.namespaces, engine.info.block_size, now_ns)
+            self._meter.update(engine.namespaces, engine.info.block_size, now_ns)
             self._gateway.holders.update(engine.namespaces, owner_of)
 
     async def _write(self) -> None:
-        """What cannot be written now is written with the next reading."""
+        """Write the readings; a reading whose write fails is part of the next one."""
         gateway = self._gateway
         try:
             tenants = await asyncio.to_thread(list_tenants, gateway.store)
@@ -193,10 +198,9 @@ class StorageWatch:
                 self._meter.put_back(key, measured[key])
 
     async def _clear_expired(self) -> None:
-        """What cached contents held, and kept answers, whose time is over: nobody may read it, so
-        nobody keeps it."""
+        """Delete expired cached contents and stored responses: no client may read them."""
         store, now_ms = self._gateway.store, self._gateway.wall()
-        with suppress(StoreError):  # in a minute again
+        with suppress(StoreError):  # tried again in a minute
             await asyncio.to_thread(sweep_cached_contents, store, now_ms)
             while await asyncio.to_thread(sweep, store, now_ms):
                 pass

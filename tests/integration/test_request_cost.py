@@ -85,7 +85,10 @@ async def gateway(
     unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[GatewayFixture]:
     """A gateway without periodic jobs: a busy host would count more of them."""
-    for module, name in ((reconciliation, "LOOK_EVERY_S"), (storage_metering, "LOOK_EVERY_S")):
+    for module, name in (
+        (reconciliation, "POLL_INTERVAL_S"),
+        (storage_metering, "POLL_INTERVAL_S"),
+    ):
         monkeypatch.setattr(module, name, 3_600.0)
     monkeypatch.setattr(deferred_holds, "DEFER_S", 3_600.0)
     unopened_gateway.engine_config = EngineConfig(heartbeat_s=3_600.0)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from engine.api import Quota
 from engine.cache import PrefixCache
-from gateway.background.erasure import ErasureTarget, forget_removed, holdings, of_scope
-from gateway.background.storage_metering import held_more
+from gateway.background.erasure import ErasureTarget, erase_removed, list_holdings, scope_target
+from gateway.background.storage_metering import token_changes
 from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import BEST_EFFORT
@@ -193,9 +193,9 @@ async def test_owner_pays_for_blocks_and_storage(shared: GatewayFixture) -> None
     await cached(shared, "ada", "bob")
     await shared.quiet()
     scope = find_scope(shared.store, "ours")
-    found = held_more(((None, one) for one in shared.engine.namespaces), 16)
+    found = token_changes(((None, one) for one in shared.engine.namespaces), 16)
 
-    assert {(one.tenant_id, one.scope_id) for one in holdings(shared.engine.namespaces)} == {
+    assert {(one.tenant_id, one.scope_id) for one in list_holdings(shared.engine.namespaces)} == {
         (scope.owner_id, scope.scope_id)
     }
     assert {tenant for tenant, _ in found} == {scope.owner_id}
@@ -245,7 +245,7 @@ async def test_removed_scope_is_erased(shared: GatewayFixture) -> None:
     remove_scope(shared.store, "ours")
     shared.gateway.context.registry.refresh_now()
     before = (await shared.quiet()).cached_blocks
-    await forget_removed(shared.gateway.context)
+    await erase_removed(shared.gateway.context)
     after = (await shared.engine.get_stats()).cached_blocks
     share(shared)
 
@@ -257,7 +257,7 @@ async def test_existing_scope_is_not_erased(shared: GatewayFixture) -> None:
     """The sweep erases only removed scopes."""
     await cached(shared, "ada")
     await shared.quiet()
-    await forget_removed(shared.gateway.context)
+    await erase_removed(shared.gateway.context)
 
     assert (await cached(shared, "bob"))[0] > 0
 
@@ -307,7 +307,7 @@ async def test_operator_may_erase_scope(shared: GatewayFixture) -> None:
 
     assert (both, none, unknown, status) == (400, 400, 404, 200)
     assert (receipt["tenant"], receipt["shared_scope"]) == ("eve", "ours")
-    assert receipt["what"] == f"shared scope {scope.scope_id}" == of_scope(scope, 1).words()
+    assert receipt["what"] == f"shared scope {scope.scope_id}" == scope_target(scope, 1).describe()
     assert receipt["blocks"] > 0
     assert await cached(shared, "bob") == [0]
 
@@ -317,7 +317,7 @@ async def test_erasing_a_member_keeps_the_scope(shared: GatewayFixture) -> None:
     await cached(shared, "ada")
     scope = find_scope(shared.store, "ours")
     await shared.quiet()
-    (one,) = holdings(shared.engine.namespaces)
+    (one,) = list_holdings(shared.engine.namespaces)
 
     assert not ErasureTarget(1, 1).covers(one.stats.namespace)
     assert ErasureTarget(scope.owner_id, 1).covers(one.stats.namespace)

@@ -1,1 +1,1 @@
-"""Package."""
+"""HTTP handlers of the admin listener."""

@@ -1,4 +1,4 @@
-"""`/admin/v1/analytics` and `/admin/v1/tree`: what the dashboard shows, as data."""
+"""`/admin/v1/analytics` and `/admin/v1/tree`: the data behind the dashboard, as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 from msgspec.structs import asdict
 
-from gateway.background.erasure import holdings, scope_names
-from gateway.background.storage_metering import look_at_churn
+from gateway.background.erasure import list_holdings, scope_names
+from gateway.background.storage_metering import update_churn
 from gateway.caching.namespaces import namespaces_of, owner_of, parts_of
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
@@ -26,19 +26,22 @@ from tenancy.storage.interface import Store
 from tenancy.types import Tenant
 
 BRANCHES_MAX = 400
+"""Most branches of one prefix tree in a response."""
 TREES_MAX = 50
-TAKEN_MAX = 50
+"""Most prefix trees in a response; the largest ones."""
+EVICTION_PAIRS_MAX = 50
+"""Most (owner, evictor) pairs in a response; those with most blocks."""
 ROWS_MAX = 1_000
-"""Of tables with a row for each tenant: the largest, or those that moved last."""
+"""Most rows of a table by tenant: the largest, or the last active ones."""
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """Everything that is only looked at."""
-    desk = _Desk(gateway)
+    """Return the read-only routes of analytics."""
+    handlers = _AnalyticsHandlers(gateway)
     return (
-        _route("/admin/v1/analytics", desk.overview),
-        _route("/admin/v1/analytics/{name}", desk.tenant),
-        _route("/admin/v1/tree/{name}", desk.tree),
+        _route("/admin/v1/analytics", handlers.overview),
+        _route("/admin/v1/analytics/{name}", handlers.tenant),
+        _route("/admin/v1/tree/{name}", handlers.tree),
     )
 
 
@@ -46,15 +49,17 @@ def _route(path: str, handler: Handler) -> Route:
     return Route("GET", path, handler, "admin", json_api.SHAPE)
 
 
-class _Desk:
+class _AnalyticsHandlers:
+    """One handler per route of analytics."""
+
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
 
     async def overview(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Everything together, the engine beside it."""
+        """Return all analytics, and the state of the engine."""
         gateway = self._gateway
         info, stats = gateway.engine.info, gateway.engine.stats
-        look_at_churn(gateway)
+        update_churn(gateway)
         gateway.holders.update(gateway.engine.namespaces, owner_of)
         engine: dict[str, Any] = {
             name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
@@ -78,7 +83,7 @@ class _Desk:
                     {"tenant": self._name(tenant_id), **held, **self._quota(tenant_id)}
                     for tenant_id, held in gateway.holders.largest(ROWS_MAX)
                 ],
-                "taken": await self._taken(),
+                "taken": await self._evictions(),
                 "leases": self._leases(),
                 "churn": {
                     **gateway.churn.all.details(),
@@ -93,20 +98,20 @@ class _Desk:
         )
 
     async def tenant(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One tenant in full."""
+        """Return one tenant's analytics."""
         gateway, name = self._gateway, request[STATE].parameters["name"]
         info = gateway.engine.info
-        tenant, card = await self._priced(name)
+        tenant, card = await self._tenant_and_card(name)
         seen = await gateway.analytics.tenant(
             name,
             card,
             0 if info is None else info.blocks,
         )
         if seen is None:
-            message = "Nothing has been seen of this tenant since the start."
+            message = "No requests of this tenant since the start."
             raise Refusal(Kind.NOT_FOUND, "not_seen", message)
         tenant_id = 0 if tenant is None else tenant.tenant_id
-        look_at_churn(gateway)
+        update_churn(gateway)
         leases = self._leases(tenant_id)
         churn = gateway.churn.tenant(tenant_id).details()
         if info is not None:
@@ -116,14 +121,17 @@ class _Desk:
         return json_api.answer({**seen, "leases": leases, "churn": churn})
 
     async def tree(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The shape of a tenant's trees, a namespace each, largest first; counts, never words."""
+        """Return the shape of a tenant's prefix trees, one per namespace, largest first.
+
+        The response has counts, never tokens or text.
+        """
         gateway, name = self._gateway, request[STATE].parameters["name"]
         found, _ = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
         scopes = await scope_names(gateway)
         spaces = namespaces_of(gateway.engine.namespaces, found.tenant_id)
-        most = heapq.nlargest(TREES_MAX + 1, spaces, key=lambda one: one.blocks)
+        largest = heapq.nlargest(TREES_MAX + 1, spaces, key=lambda one: one.blocks)
         shown = []
-        for one in holdings(most[:TREES_MAX]):
+        for one in list_holdings(largest[:TREES_MAX]):
             surveyed = await gateway.engine.survey(one.stats.namespace, BRANCHES_MAX)
             shown.append(
                 {
@@ -134,30 +142,30 @@ class _Desk:
                 }
             )
         return json_api.answer(
-            {"tenant": name, "namespaces": shown, "has_more": len(most) > TREES_MAX}
+            {"tenant": name, "namespaces": shown, "has_more": len(largest) > TREES_MAX}
         )
 
     def _name(self, tenant_id: int | None) -> str:
-        """Or its number, if it is gone."""
+        """Return the tenant's name, or its id if it was deleted."""
         if tenant_id is None:
             return "unknown"
         found = self._gateway.registry.tenant(tenant_id)
         return str(tenant_id) if found is None else found.tenant.name
 
     def _quota(self, tenant_id: int) -> dict[str, int | None]:
-        """What bounds what it holds; nothing of one that is gone."""
+        """Return the limits of a tenant's blocks; None for each, if the tenant was deleted."""
         found = self._gateway.registry.tenant(tenant_id)
         names = ("floor_blocks", "ceiling_blocks", "promised_blocks_max")
         return {name: None if found is None else getattr(found.policy, name) for name in names}
 
-    async def _priced(self, name: str) -> tuple[Tenant | None, RateCard]:
-        """A tenant, if there is one, and the prices that it pays now."""
+    async def _tenant_and_card(self, name: str) -> tuple[Tenant | None, RateCard]:
+        """Return the tenant, or None if it was deleted, and the rate card in force."""
         gateway, now_ms = self._gateway, self._gateway.wall()
 
         def find(store: Store) -> tuple[Tenant | None, RateCard]:
             try:
                 tenant, _ = tenants.find_tenant(store, name)
-            except BadName:  # deleted since
+            except BadName:  # deleted meanwhile
                 tenant = None
             tier = "" if tenant is None else tenant.tier
             return tenant, RateCards(load_cards(store)).in_force(gateway.model, tier, now_ms)
@@ -165,41 +173,49 @@ class _Desk:
         return await gateway.reports.ask(find)
 
     def _leases(self, tenant_id: int | None = None) -> list[dict[str, Any]]:
-        """What became of promises, by tenant and class: of one tenant, or of those that were given
-        most."""
+        """Return the outcomes of promises by tenant and class.
+
+        Without a tenant: the rows with most promises given, at most `ROWS_MAX`.
+        """
         contracts = self._gateway.contracts
         counts = contracts.promises.counts(self._gateway.clock())
         if tenant_id is not None:
             counts = {key: row for key, row in counts.items() if key[0] == tenant_id}
-        most = heapq.nlargest(ROWS_MAX, counts.items(), key=lambda one: one[1]["given"])
+        largest = heapq.nlargest(ROWS_MAX, counts.items(), key=lambda one: one[1]["given"])
         return [
             {"tenant": self._name(tenant), "class": name, **row}
-            for (tenant, name), row in sorted(most, key=lambda one: one[0])
+            for (tenant, name), row in sorted(largest, key=lambda one: one[0])
         ]
 
-    async def _taken(self) -> list[dict[str, Any]]:
-        """Who took whose blocks, most first, and what computing them again has cost: what the owner
-        had to compute again because of others, by the part of it that each of them took."""
+    async def _evictions(self) -> list[dict[str, Any]]:
+        """Return evicted blocks by owner and evictor, most first, and the cost of recomputing them.
+
+        An owner's tokens recomputed after evictions are divided among evictors by their evicted
+        blocks.
+        """
         gateway = self._gateway
         sums: dict[tuple[int | None, int | None], int] = defaultdict(int)
         lost: dict[int | None, int] = defaultdict(int)
-        for (whose, who), blocks in gateway.engine.cache_events.evictions_by_taker().items():
-            owner = owner_of(whose)
-            sums[owner, owner_of(who)] += blocks
+        for (
+            owner_space,
+            evictor_space,
+        ), blocks in gateway.engine.cache_events.evictions_by_taker().items():
+            owner = owner_of(owner_space)
+            sums[owner, owner_of(evictor_space)] += blocks
             lost[owner] += blocks
-        book = RateCards(await gateway.reports.ask(load_cards))
+        cards = RateCards(await gateway.reports.ask(load_cards))
         rows = []
-        for owner, taker in heapq.nlargest(TAKEN_MAX, sums, key=lambda pair: sums[pair]):
-            blocks, name = sums[owner, taker], self._name(owner)
-            again = await gateway.analytics.missed_tokens(name, "evicted_pressure")
-            tokens = again * blocks // lost[owner]
+        for owner, evictor in heapq.nlargest(EVICTION_PAIRS_MAX, sums, key=lambda pair: sums[pair]):
+            blocks, name = sums[owner, evictor], self._name(owner)
+            missed = await gateway.analytics.missed_tokens(name, "evicted_pressure")
+            tokens = missed * blocks // lost[owner]
             found = None if owner is None else gateway.registry.tenant(owner)
             tier = "" if found is None else found.tenant.tier
-            card = book.in_force(gateway.model, tier, gateway.wall())
+            card = cards.in_force(gateway.model, tier, gateway.wall())
             rows.append(
                 {
                     "owner": name,
-                    "taker": self._name(taker),
+                    "taker": self._name(evictor),
                     "blocks": blocks,
                     "recomputed_tokens": tokens,
                     "cost_pico": tokens * max(0, card.input - card.cache_read),

@@ -1,5 +1,7 @@
-"""`/admin/v1/rate-cards` and `/admin/v1/.../budgets`: what usage costs and may cost, for
-administrators. Amounts are whole micro-dollars in, exact decimals out."""
+"""`/admin/v1/rate-cards` and `/admin/v1/.../budgets`: prices and budgets, for administrators.
+
+Requests have whole micro-dollars, responses exact decimals.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tenancy.pricing.rate_cards import add_card, load_cards
 
 
 class BudgetBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """A budget of the tenant, or of one of its keys. Without an amount there is none any more."""
+    """A budget of a tenant, or of one of its keys. Without amounts, the budget is removed."""
 
     window: Window
     hard_micros: int | None = None
@@ -31,7 +33,7 @@ class BudgetBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """Rate cards and budgets."""
+    """Return the routes of rate cards and budgets."""
 
     async def cards(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
@@ -77,8 +79,8 @@ async def _budgets(gateway: Context, tenant_id: int | None) -> list[dict[str, An
         one.tenant.tenant_id: one.tenant.name
         for one in await gateway.reports.ask(list_tenant_records)
     }
-    question = partial(budget_states, clock=gateway.wall, tenant_id=tenant_id)
-    states = await gateway.reports.ask(question)
+    query = partial(budget_states, clock=gateway.wall, tenant_id=tenant_id)
+    states = await gateway.reports.ask(query)
     return [{"tenant": names.get(one.budget.tenant_id), **budget_body(one)} for one in states]
 
 

@@ -1,6 +1,6 @@
-"""`/dashboard` on the admin listener: static files that hold no data and ask for none elsewhere.
+"""`/dashboard` on the admin listener: static files, without data and without remote resources.
 
-The data behind it needs an administrator's key; these files do not.
+The files need no authentication; the data that they request needs an administrator's key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
-
 _FOLDER = resources.files("gateway").joinpath("dashboard")
 _BODIES = {
     path: (_FOLDER.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()
@@ -36,7 +35,7 @@ _BODIES = {
 
 
 def routes() -> tuple[Route, ...]:
-    """One route per file: nothing else of the folder can be reached."""
+    """Return one route per file; no other file of the folder can be reached."""
     return tuple(
         Route("GET", f"/dashboard{path}", _handler(body, kind), "open")
         for path, (body, kind) in _BODIES.items()

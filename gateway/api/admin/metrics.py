@@ -1,17 +1,17 @@
-"""The admin listener: metrics for whoever may reach its address."""
+"""`GET /metrics` on the admin listener, in Prometheus' text format, without authentication."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
-from gateway.background.storage_metering import look_at_churn
+from gateway.background.storage_metering import update_churn
 from gateway.context import Context
 from gateway.http.middleware import Route
 from gateway.observability import metrics as telemetry
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """The admin endpoints."""
+    """Return the route of metrics."""
 
     async def metrics(request: web.BaseRequest) -> web.StreamResponse:
         gateway.telemetry.set_engine_stats(
@@ -20,7 +20,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             restarts=gateway.engine_restarts(),
         )
         gateway.telemetry.set_ledger_restarts(gateway.ledger.restarts)
-        look_at_churn(gateway)
+        update_churn(gateway)
         promises = gateway.contracts.promises.by_class(gateway.clock())
         gateway.telemetry.set_cache_stats(promises, gateway.churn.all.total[0])
         return web.Response(

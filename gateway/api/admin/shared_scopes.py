@@ -23,20 +23,22 @@ from tenancy.accounts.shared_scopes import (
 
 
 class ScopeBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose a scope shall be and who shares it, all of them."""
+    """The tenant that owns a scope, and all its members."""
 
     owner: str
     members: tuple[str, ...] = ()
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """Shared scopes."""
+    """Return the routes of shared scopes."""
 
-    def note(request: web.BaseRequest, what: str, scope: ScopeRecord) -> None:
-        """Said in the log, and true for the next request."""
+    def note(request: web.BaseRequest, event: str, scope: ScopeRecord) -> None:
+        """Log the change, and apply it to the next request."""
         gateway.registry.refresh_now()
         by = request[STATE].admin_key_id
-        gateway.log(what, {"by_key_id": by, "shared_scope": scope.name, "scope_id": scope.scope_id})
+        gateway.log(
+            event, {"by_key_id": by, "shared_scope": scope.name, "scope_id": scope.scope_id}
+        )
 
     async def listed(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
@@ -72,7 +74,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 def scope_body(scope: ScopeRecord) -> dict[str, Any]:
-    """A shared scope as it is answered."""
+    """Return a shared scope as responses show it."""
     return {
         "name": scope.name,
         "scope_id": scope.scope_id,

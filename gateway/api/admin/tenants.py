@@ -1,7 +1,7 @@
-"""`/admin/v1/tenants` and `/admin/v1/keys`: who may use this server, for administrators.
+"""`/admin/v1/tenants` and `/admin/v1/keys`: tenants and their keys, for administrators.
 
-What is changed here is what the command line changes, and a running server sees either within a
-second. Keys are shown once, when they are made; afterwards by their beginnings.
+These handlers change what the command line changes; a running server sees either within a second. A
+key's secret is shown once, in the response that creates it; later responses show its prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct, UnsetType, structs
 
 from engine.errors import EngineError
 from gateway.background.config_reload import reload
-from gateway.background.erasure import forget_removed
+from gateway.background.erasure import erase_removed
 from gateway.caching.floors import check_floor, guaranteed_blocks
 from gateway.context import Context
 from gateway.dialects.validation import convert
@@ -32,17 +32,18 @@ from tenancy.accounts.tenants import TenantRecord, floor_blocks_of
 from tenancy.types import Limits, TenantSettings
 
 PAGE_MAX = 1_000
+"""Most rows of one page."""
 DAY_S = 86_400
 
 
 class NewTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tenant to be made."""
+    """A tenant to create."""
 
     name: str
 
 
 class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tenant's key to be made."""
+    """A tenant's key to create."""
 
     workspace: str = "default"
     label: str = ""
@@ -52,14 +53,14 @@ class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NewAdminKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """An administrator's key to be made."""
+    """An administrator's key to create."""
 
     label: str = ""
     expires_in_s: int | None = None
 
 
 class KeyUpdate(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is named changes."""
+    """Changes to a key; an omitted field stays."""
 
     label: str | UnsetType = UNSET
     scopes: tuple[str, ...] | UnsetType = UNSET
@@ -67,31 +68,31 @@ class KeyUpdate(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rotation(Struct, frozen=True, forbid_unknown_fields=True):
-    """How long the old key works on."""
+    """A rotation. `grace_s`: seconds for which the old key stays valid."""
 
     grace_s: int = DAY_S
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """Everything about tenants and their keys."""
-    desk = _Desk(gateway)
-    one, tenants_keys = "/admin/v1/tenants/{name}", "/admin/v1/tenants/{name}/keys"
+    """Return the routes of tenants and keys."""
+    handlers = _TenantHandlers(gateway)
+    one, tenant_keys = "/admin/v1/tenants/{name}", "/admin/v1/tenants/{name}/keys"
     key = "/admin/v1/keys/{key_id}"
     return (
-        _route("GET", "/admin/v1/tenants", desk.list_tenants),
-        _route("POST", "/admin/v1/tenants", desk.create_tenant),
-        _route("GET", one, desk.show_tenant),
-        _route("PATCH", one, desk.change_tenant),
-        _route("DELETE", one, desk.delete_tenant),
-        _route("GET", tenants_keys, desk.list_tenants_keys),
-        _route("POST", tenants_keys, desk.create_key),
-        _route("GET", "/admin/v1/keys", desk.list_keys),
-        _route("POST", "/admin/v1/keys", desk.create_admin_key),
-        _route("GET", key, desk.show_key),
-        _route("PATCH", key, desk.change_key),
-        _route("POST", f"{key}/rotate", desk.rotate_key),
-        _route("POST", f"{key}/revoke", desk.revoke_key),
-        _route("POST", "/admin/v1/reload", desk.reload),
+        _route("GET", "/admin/v1/tenants", handlers.list_tenants),
+        _route("POST", "/admin/v1/tenants", handlers.create_tenant),
+        _route("GET", one, handlers.show_tenant),
+        _route("PATCH", one, handlers.change_tenant),
+        _route("DELETE", one, handlers.delete_tenant),
+        _route("GET", tenant_keys, handlers.list_tenant_keys),
+        _route("POST", tenant_keys, handlers.create_key),
+        _route("GET", "/admin/v1/keys", handlers.list_keys),
+        _route("POST", "/admin/v1/keys", handlers.create_admin_key),
+        _route("GET", key, handlers.show_key),
+        _route("PATCH", key, handlers.change_key),
+        _route("POST", f"{key}/rotate", handlers.rotate_key),
+        _route("POST", f"{key}/revoke", handlers.revoke_key),
+        _route("POST", "/admin/v1/reload", handlers.reload),
     )
 
 
@@ -100,9 +101,11 @@ def _route(method: str, path: str, handler: Handler) -> Route:
     return Route(method, path, handler, role, json_api.SHAPE)
 
 
-class _Desk:
-    """One handler per route. Whatever touches the database runs in a thread; what reads all of a
-    table does so where nobody's authentication waits for it."""
+class _TenantHandlers:
+    """One handler per route. Database calls run in a thread.
+
+    Reads of a whole table run in the query pool, so authentication does not wait for them.
+    """
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
@@ -144,9 +147,9 @@ class _Desk:
         body = await json_api.read_object(request, self._gateway.config.server)
         status = body.pop("status", None)
         if status not in (None, "active", "suspended"):
-            message = "status: 'active' or 'suspended'."
+            message = f"status: {str(status)[:100]!r} is unknown; expected 'active' or 'suspended'."
             raise Refusal(Kind.BAD, "invalid_value", message, param="status")
-        # Each wrong field by its path, before anything changes.
+        # Report each wrong field by its path, before the first write.
         settings = convert(body, TenantSettings, "")
         self._gateway.config.caching.check_classes(settings.classes or ())
         tenants.check_settings(settings)
@@ -161,17 +164,18 @@ class _Desk:
         gateway, name = self._gateway, found.tenant.name
         pseudonym = await asyncio.to_thread(delete_tenant, self._store, gateway.wall, name)
         self._note(request, "tenant_deleted", found.tenant.tenant_id)
-        with suppress(EngineError):  # else within a minute
-            await forget_removed(gateway)
+        with suppress(EngineError):  # the minutely task tries again
+            await erase_removed(gateway)
         return json_api.answer({"name": name, "deleted": True, "pseudonym": pseudonym})
 
     def _floor_check(self, name: str, settings: TenantSettings) -> tenants.TenantCheck | None:
-        """In the transaction that sets it: of two at the same moment the second is refused."""
+        """Return a check that runs in the transaction: of two concurrent changes the second is
+        refused."""
         floor, info = settings.floor_blocks, self._gateway.engine.info
         return partial(check_floor, name=name, floor_blocks=floor, info=info) if floor else None
 
     def _body(self, one: TenantRecord) -> dict[str, Any]:
-        """A tenant as it is answered, with what this engine keeps of its floor."""
+        """Return a tenant as responses show it, with the floor that this engine grants."""
         info, asked = self._gateway.engine.info, self._gateway.registry.floor_blocks()
         floor = floor_blocks_of(one)
         kept = None if info is None else guaranteed_blocks(floor, asked, info.floor_blocks_max)
@@ -179,10 +183,10 @@ class _Desk:
 
     # -- keys ---------------------------------------------------------------------------------
 
-    async def list_tenants_keys(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def list_tenant_keys(self, request: web.BaseRequest) -> web.StreamResponse:
         found = await self._tenant(request[STATE].parameters["name"])
-        question = partial(keys.list_keys, tenant=found.tenant.name)
-        listed = await self._gateway.reports.ask(question)
+        query = partial(keys.list_keys, tenant=found.tenant.name)
+        listed = await self._gateway.reports.ask(query)
         return self._page(request, listed)
 
     async def create_key(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -220,25 +224,27 @@ class _Desk:
 
     async def change_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, KeyUpdate)
-        named = {name: value for name, value in structs.asdict(body).items() if value is not UNSET}
-        which = str((await self._key(request)).key_id)
-        key = await asyncio.to_thread(keys.change_key, self._store, which, **named)
+        changes = {
+            name: value for name, value in structs.asdict(body).items() if value is not UNSET
+        }
+        key_id = str((await self._key(request)).key_id)
+        key = await asyncio.to_thread(keys.change_key, self._store, key_id, **changes)
         self._note(request, "key_changed", None, key.key_id)
         return json_api.answer(key_body(key))
 
     async def rotate_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, Rotation)
-        which = str((await self._key(request)).key_id)
+        key_id = str((await self._key(request)).key_id)
         grace_ms = body.grace_s * 1000
         secret, new, old = await asyncio.to_thread(
-            keys.rotate_key, self._store, self._gateway.wall, which, grace_ms
+            keys.rotate_key, self._store, self._gateway.wall, key_id, grace_ms
         )
         self._note(request, "key_rotated", None, new.key_id)
         return json_api.answer({"key": secret, **key_body(new), "replaces": key_body(old)}, 201)
 
     async def revoke_key(self, request: web.BaseRequest) -> web.StreamResponse:
-        which = str((await self._key(request)).key_id)
-        key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, which)
+        key_id = str((await self._key(request)).key_id)
+        key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, key_id)
         self._note(request, "key_revoked", None, key.key_id)
         return json_api.answer(key_body(key))
 
@@ -247,7 +253,7 @@ class _Desk:
     async def reload(self, request: web.BaseRequest) -> web.StreamResponse:
         return json_api.answer(await reload(self._gateway))
 
-    # -- in common ----------------------------------------------------------------------------
+    # -- shared --------------------------------------------------------------------------------
 
     async def _read(self, request: web.BaseRequest, kind: type[json_api.T]) -> json_api.T:
         return await json_api.read(request, self._gateway.config.server, kind)
@@ -256,11 +262,15 @@ class _Desk:
         return await asyncio.to_thread(tenants.find_tenant_record, self._store, name)
 
     async def _key(self, request: web.BaseRequest) -> Key:
-        """By its id alone: a beginning is for people."""
-        which = request[STATE].parameters["key_id"]
-        if not (which.isascii() and which.isdigit()):
-            raise Refusal(Kind.NOT_FOUND, "key_unknown", "There is no key with that id.")
-        return await asyncio.to_thread(keys.find_key, self._store, which)
+        """Return the key with the id of the path. A key's prefix is not accepted here."""
+        key_id = request[STATE].parameters["key_id"]
+        if not (key_id.isascii() and key_id.isdigit()):
+            raise Refusal(
+                Kind.NOT_FOUND,
+                "key_unknown",
+                "Key not found; expected the number of an existing key.",
+            )
+        return await asyncio.to_thread(keys.find_key, self._store, key_id)
 
     def _page(self, request: web.BaseRequest, listed: list[Key]) -> web.StreamResponse:
         given = json_api.query(request, "after", "limit")
@@ -276,17 +286,17 @@ class _Desk:
         return json_api.answer({"key": secret, **key_body(key)}, 201)
 
     def _note(
-        self, request: web.BaseRequest, what: str, tenant_id: int | None, key_id: int | None = None
+        self, request: web.BaseRequest, event: str, tenant_id: int | None, key_id: int | None = None
     ) -> None:
-        """Said in the log, and true for the next request."""
+        """Log the change, and apply it to the next request."""
         self._gateway.registry.refresh_now()
         by = request[STATE].admin_key_id
         facts: dict[str, object] = {"by_key_id": by, "tenant_id": tenant_id, "key_id": key_id}
-        self._gateway.log(what, {name: id_ for name, id_ in facts.items() if id_ is not None})
+        self._gateway.log(event, {name: id_ for name, id_ in facts.items() if id_ is not None})
 
 
 def tenant_body(one: TenantRecord) -> dict[str, Any]:
-    """A tenant as it is answered."""
+    """Return a tenant as responses show it."""
     tenant = one.tenant
     return {
         "name": tenant.name,
@@ -299,7 +309,7 @@ def tenant_body(one: TenantRecord) -> dict[str, Any]:
 
 
 def key_body(key: Key) -> dict[str, Any]:
-    """A key as it is answered: never whole."""
+    """Return a key as responses show it, without its secret."""
     instants = {
         name: None if at_ms is None else json_api.instant(at_ms)
         for name, at_ms in (

@@ -1,5 +1,7 @@
-"""`/admin/v1/usage`, `/admin/v1/cache`, `/admin/v1/erase`: who used and holds what, and forgetting
-it, for administrators."""
+"""`/admin/v1/usage`, `/cache`, `/erase` and `/erasures`: usage, cache contents, erasure.
+
+For administrators; `gateway.api.self_service` has the same for a tenant itself.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from tenancy.accounts.shared_scopes import find_scope
 from tenancy.accounts.tenants import TenantRecord, find_tenant_record
 
 NAMESPACES_MAX = 1_000
-"""The largest are told."""
+"""Most namespaces in one response; the largest ones."""
 
 
 class EraseBody(Struct, frozen=True, forbid_unknown_fields=True):
-    """What of a tenant's cache, or of a shared scope: all, a workspace's, or one lease."""
+    """The cache to erase: a tenant's or one workspace's or lease of it, or a shared scope's."""
 
     tenant: str | None = None
     workspace: str | None = None
@@ -37,7 +39,7 @@ class EraseBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """What administrators ask about use and contents."""
+    """Return the routes of usage, cache contents and erasures."""
 
     async def usage(request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, "tenant", *usage_report.PARAMETERS)
@@ -53,21 +55,21 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def erase(request: web.BaseRequest) -> web.StreamResponse:
         body = await json_api.read(request, gateway.config.server, EraseBody)
-        if len(body.lease_id or "") > erasure.LEASE_ID_SIGNS_MAX:
-            raise Refusal(
-                Kind.NOT_FOUND, "lease_unknown", "There is no such lease.", param="lease_id"
-            )
+        if len(body.lease_id or "") > erasure.LEASE_ID_CHARS_MAX:
+            raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
         by = request[STATE].admin_key_id
-        assert by is not None, "this route asks for an administrator's key"
-        whose, target = await _target(gateway, body, by)
+        assert by is not None, "this route requires an administrator's key"
+        owner, target = await _target(gateway, body, by)
         return json_api.answer(
-            {**whose, **erasure.receipt_body(await erasure.erase(gateway, target))}
+            {**owner, **erasure.receipt_body(await erasure.erase(gateway, target))}
         )
 
     async def erasures(request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, "tenant", "limit")
         if "tenant" not in given:
-            raise Refusal(Kind.BAD, "missing_required_parameter", "tenant: whose?", param="tenant")
+            raise Refusal(
+                Kind.BAD, "missing_required_parameter", "tenant is required.", param="tenant"
+            )
         found = await _tenant(gateway, given["tenant"])
         limit = json_api.whole(given, "limit", 100, RECEIPTS_MAX)
         receipts = await asyncio.to_thread(
@@ -86,7 +88,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 async def _target(
     gateway: Context, body: EraseBody, by: int
 ) -> tuple[dict[str, str], erasure.ErasureTarget]:
-    """What is meant, and whose it is in words. Raises Refusal, BadName."""
+    """Return the owner for the response, and the target. Raises Refusal and BadName."""
     if body.workspace is not None:
         check_name(body.workspace, "workspace")
     if body.tenant is not None and body.shared_scope is None:
@@ -94,14 +96,14 @@ async def _target(
         target = erasure.ErasureTarget(tenant_id, by, body.workspace, body.lease_id)
         return {"tenant": body.tenant}, target
     if body.shared_scope is None:
-        message = "tenant: whose? Or name a shared_scope."
+        message = "tenant is required, or shared_scope."
         raise Refusal(Kind.BAD, "missing_required_parameter", message, param="tenant")
     if body.tenant is not None or body.workspace is not None:
-        message = "shared_scope: it stands for itself, without a tenant and a workspace."
+        message = "shared_scope is not allowed with tenant or workspace; omit these."
         raise Refusal(Kind.BAD, "invalid_value", message, param="shared_scope")
     scope = await asyncio.to_thread(find_scope, gateway.store, body.shared_scope)
-    whose = {"tenant": scope.owner, "shared_scope": scope.name}
-    return whose, erasure.of_scope(scope, by, body.lease_id)
+    owner = {"tenant": scope.owner, "shared_scope": scope.name}
+    return owner, erasure.scope_target(scope, by, body.lease_id)
 
 
 async def _tenant(gateway: Context, name: str) -> TenantRecord:
@@ -114,12 +116,12 @@ def _name(gateway: Context, tenant_id: int) -> str | None:
 
 
 async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
-    """The pool, and what is held in each namespace; their sum is what is allocated."""
+    """Return the pool and the blocks by namespace; their sum is the number of allocated blocks."""
     stats = await gateway.engine.get_stats()
     scopes = await erasure.scope_names(gateway)
     spaces = namespaces_of(gateway.engine.namespaces, wanted)
-    most = heapq.nlargest(NAMESPACES_MAX + 1, spaces, key=lambda one: one.blocks)
-    held = erasure.holdings(most)
+    largest = heapq.nlargest(NAMESPACES_MAX + 1, spaces, key=lambda one: one.blocks)
+    held = erasure.list_holdings(largest)
     rows = [
         {
             "tenant": _name(gateway, one.tenant_id),

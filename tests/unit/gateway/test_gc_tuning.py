@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.gc_tuning import COLLAPSE, THP, collapse, settle_heap
+from gateway.gc_tuning import COLLAPSE, THP, collapse, freeze_heap
 
 PAGE = 2**21
 
@@ -54,7 +54,7 @@ def test_a_settled_heap_is_not_looked_at_again_and_new_garbage_still_goes() -> N
     """Looking at the same heap again and again was 7 % of a tiny answer; a leak would be worse."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     try:
-        settle_heap()
+        freeze_heap()
         young, kept = gc.get_threshold()[0], gc.get_freeze_count()
         lost = weakref.ref(Ring())
         others = [Ring() for _ in range(young + 1)]
@@ -94,9 +94,9 @@ def test_a_settled_heap_lies_in_large_pages() -> None:
     """In a process of its own: what it has made stays where it is."""
     program = (
         "from pathlib import Path\n"
-        "from gateway.gc_tuning import settle_heap\n"
+        "from gateway.gc_tuning import freeze_heap\n"
         "kept = [bytearray(1_000) for _ in range(16_000)]\n"
-        "settle_heap()\n"
+        "freeze_heap()\n"
         "print(Path('/proc/self/smaps_rollup').read_text())\n"
     )
     found = subprocess.run(

@@ -404,7 +404,7 @@ async def test_one_that_is_too_small_is_refused_with_its_numbers(gateway: Gatewa
     status, found, _ = await gateway.ask(ALL, creation(gateway))
 
     assert status == 400
-    assert "minimum is 400" in found["error"]["message"]
+    assert "expected at least 400" in found["error"]["message"]
     assert gateway.store.query("select 1 from cached_contents") == []
 
 

@@ -7,7 +7,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from gateway.background.budget_alerts import SoftBudgets
+from gateway.background.budget_alerts import BudgetAlerts
 from gateway.ledger.metering import wall_ms
 from tenancy.errors import StoreError
 from tenancy.pricing.budgets import Budget, set_budget
@@ -34,20 +34,20 @@ async def test_a_soft_budget_that_is_passed_is_told_once_for_its_window(
     """A raised one is told again when it is passed again."""
     add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000))
     set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
-    watch = SoftBudgets(gateway.gateway.context)
-    await watch.look()
+    watch = BudgetAlerts(gateway.gateway.context)
+    await watch.check()
     before = told(gateway), passed(gateway)
 
     await gateway.ask(body=gateway.chat("one " * 40))
-    await watch.look()
-    await watch.look()
+    await watch.check()
+    await watch.check()
     (line,) = told(gateway)
     after = passed(gateway)
     set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=10**6))
-    await watch.look()
+    await watch.check()
     raised = passed(gateway)
     set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
-    await watch.look()
+    await watch.check()
 
     assert before == ([], "")
     assert (line["tenant_id"], line["key_id"], line["window"]) == (1, 0, "day")
@@ -64,13 +64,13 @@ async def test_a_file_that_cannot_be_read_is_looked_at_again(
     add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000))
     set_budget(gateway.store, Budget(1, "month", soft_micros=0))
     await gateway.ask(body=gateway.chat("one two"))
-    watch, reports = SoftBudgets(gateway.gateway.context), gateway.gateway.context.reports
-    await watch.look()
+    watch, reports = BudgetAlerts(gateway.gateway.context), gateway.gateway.context.reports
+    await watch.check()
     with monkeypatch.context() as patch:
         patch.setattr(reports, "ask", AsyncMock(side_effect=StoreError("unusable", "away")))
-        await watch.look()
+        await watch.check()
     meanwhile = passed(gateway)
-    await watch.look()
+    await watch.check()
 
     assert meanwhile == 'trunkline_soft_budgets_passed{tenant="ada"} 1.0'
     assert len(told(gateway)) == 1

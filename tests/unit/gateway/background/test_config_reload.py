@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.background.config_reload import ReloadResult, declare, differences, reload
+from gateway.background.config_reload import ReloadResult, changed_settings, declare, reload
 from gateway.config import Config, load_config
 from gateway.errors import Refusal
 from tenancy.accounts.declared_keys import KeyChange
@@ -115,19 +115,19 @@ async def test_a_file_without_tenants_says_nothing_of_them(reloader: Reloader) -
     took out the last one is told that it still works."""
     await reloader(ADA)
     found = await reloader("[log]\nrequests = true\n")
-    told = [line for line in reloader.gateway.lines if line["event"] == "tenants_left"]
+    told = [line for line in reloader.gateway.lines if line["event"] == "tenants_undeclared"]
     status = find_tenant_record(reloader.gateway.store, "ada").tenant.status
     none = await reloader("tenants = []\n")
 
     assert (found.tenants, found.left, status) == ((), ("ada",), "active")
-    assert told == [{"event": "tenants_left", "tenants": 1}]
+    assert told == [{"event": "tenants_undeclared", "tenants": 1}]
     assert (len(none.tenants), none.left) == (1, ())
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("[[tenants]\n", "not TOML"),
+        ("[[tenants]\n", "not valid TOML"),
         ('[[tenants]]\ntier = "gold"\n', "missing required field `name`"),
         (
             ADA + '[[tenants]]\nname = "x"\nflor_blocks = 1\n',
@@ -191,7 +191,7 @@ async def test_at_the_start_too_a_file_without_tenants_changes_nothing(
 
 def test_settings_that_are_the_same_do_not_differ() -> None:
     """However often they are read."""
-    assert differences(Config(), Config()) == []
+    assert changed_settings(Config(), Config()) == []
 
 
 async def test_sighup_reloads_and_does_not_end_the_process(tmp_path: Path) -> None:
@@ -320,7 +320,8 @@ async def test_a_key_that_cannot_be_leaves_what_runs(reloader: Reloader) -> None
     gateway = reloader.gateway
     await reloader(keyed(WEB))
     with pytest.raises(
-        Refusal, match="Nothing was changed: ada: key 'web': the digest is that of key 2 of bob"
+        Refusal,
+        match="Configuration not applied: ada: key 'web': the digest is that of key 2 of bob",
     ):
         await reloader(keyed(gateway.keys["bob"]) + EVE)
 

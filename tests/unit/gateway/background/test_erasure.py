@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import NamespaceStats, Retention
 from engine.errors import EngineUnavailable
-from gateway.background.erasure import ErasureTarget, entries_of, erase, holdings
+from gateway.background.erasure import ErasureTarget, erase, list_holdings, live_entries
 from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.errors import Refusal
 from tenancy.accounts.erasure_receipts import digest_namespaces, list_receipts
@@ -42,7 +42,7 @@ def test_a_namespace_tells_whose_it_is(tenant_id: int, workspace: str, partition
 @pytest.mark.parametrize("namespace", [b"", b"x", b"\0\0\0\x05ada", b"\0\0\0\x011", bytes(20)])
 def test_a_namespace_that_is_not_ours_is_nobodys(namespace: bytes) -> None:
     """An engine that serves others too shows them; they are not a tenant's."""
-    assert holdings([NamespaceStats(namespace, 1, 0, 0, 0)]) == []
+    assert list_holdings([NamespaceStats(namespace, 1, 0, 0, 0)]) == []
     assert not ErasureTarget(1, 1).covers(namespace)
 
 
@@ -162,7 +162,7 @@ async def test_nothing_is_agreed_with_who_asked_for_nothing(gateway: GatewayFixt
     """A plain request is best effort: the cache may have it, and nobody promised."""
     await gateway.ask(body=gateway.chat(LONG))
 
-    assert all(not entry.is_promised(0.0) for entry in entries_of(gateway.gateway.context, 1))
+    assert all(not entry.is_promised(0.0) for entry in live_entries(gateway.gateway.context, 1))
 
 
 async def test_an_unknown_lease_takes_nothing_from_what_runs(gateway: GatewayFixture) -> None:
@@ -193,7 +193,7 @@ async def test_of_many_leases_the_latest_are_shown(gateway: GatewayFixture) -> N
         context.contracts.entries.write(key, 8, 1, "1", {}, terms, 1e12, is_granted=True)
 
     def shown(workspace: str | None, most: int | None) -> list[int]:
-        return [one.key[1][-1] for one in entries_of(context, 1, workspace, most)]
+        return [one.key[1][-1] for one in live_entries(context, 1, workspace, most)]
 
     assert shown(None, None) == [0, 1, 2, 3, 4, 5]
     assert shown("a", 2) == [2, 4]

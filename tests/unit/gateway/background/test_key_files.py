@@ -51,10 +51,10 @@ def test_a_key_that_is_declared_by_its_digest_is_left_as_it_is() -> None:
     [
         (KEY.encode(), 0o644, "chmod 600"),
         (KEY.encode(), 0o640, "chmod 600"),
-        (b"", 0o600, "no key in it"),
-        (b"secret", 0o600, "no key in it"),
-        (KEY.encode() + b"K", 0o600, "no key in it"),
-        (b"\xff" * 5_000, 0o600, "no key in it"),
+        (b"", 0o600, "has no key"),
+        (b"secret", 0o600, "has no key"),
+        (KEY.encode() + b"K", 0o600, "has no key"),
+        (b"\xff" * 5_000, 0o600, "has no key"),
     ],
 )
 def test_a_file_that_cannot_be_is_told_by_its_place(
@@ -74,9 +74,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     """A pipe that nobody writes to would stop every reload."""
     os.mkfifo(tmp_path / "pipe", 0o600)
 
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         read(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         read(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read(tmp_path / "gone")

@@ -19,7 +19,7 @@ async def settled(gateway: GatewayFixture) -> Epoch:
     """The only epoch, noted when nothing runs any more."""
     await gateway.gateway.context.wait_idle(10)
     await gateway.gateway.context.finish_background()
-    await gateway.gateway._reckoning.note()
+    await gateway.gateway._reconciler.note()
     (epoch,) = reconcile(gateway.store)
     return epoch
 
@@ -74,7 +74,7 @@ async def test_while_something_runs_nothing_is_compared(gateway: GatewayFixture)
     gateway.runner.hold_after(5)
     asking = asyncio.create_task(gateway.ask(body=gateway.chat(max_tokens=300)))  # still runs then
     await gateway.until(lambda: gateway.runner.steps >= 5)
-    noting = asyncio.create_task(gateway.gateway._reckoning.note())
+    noting = asyncio.create_task(gateway.gateway._reconciler.note())
     await asyncio.sleep(0)
     noted_ms = wall_ms()
     await gateway.until(lambda: wall_ms() > noted_ms)  # what ends in the same instant is compared
@@ -82,7 +82,7 @@ async def test_while_something_runs_nothing_is_compared(gateway: GatewayFixture)
     await asyncio.gather(asking, noting)
 
     assert all(epoch.state in ("pending", "running") for epoch in reconcile(gateway.store))
-    assert await gateway.gateway._reckoning.check()
+    assert await gateway.gateway._reconciler.check()
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -106,7 +106,7 @@ async def test_what_the_engine_has_begun_has_a_hold_when_it_is_compared(
     monkeypatch.setattr(gateway.gateway.context.engine, "get_stats", counted)
     if is_early:
         await begin()
-    await gateway.gateway._reckoning.note()
+    await gateway.gateway._reconciler.note()
     (epoch,) = reconcile(gateway.store)
     gateway.runner.release()
     await asking[0]
@@ -131,15 +131,15 @@ async def test_a_difference_is_logged(gateway: GatewayFixture) -> None:
         for table in ("epoch_sums", "recent_sums"):  # it is in one of them
             db.execute(f"update {table} set output_tokens = output_tokens + 1")
 
-    assert not await gateway.gateway._reckoning.check()
-    (line,) = [line for line in gateway.lines if line["event"] == "counts_apart"]
+    assert not await gateway.gateway._reconciler.check()
+    (line,) = [line for line in gateway.lines if line["event"] == "ledger_mismatch"]
     assert line["ledger_output_tokens"] == line["engine_output_tokens"] + 1  # type: ignore[operator]
 
 
 async def test_the_last_note_is_final(gateway: GatewayFixture) -> None:
     """After a shutdown the counts stay comparable for ever."""
     await gateway.ask(body=gateway.chat())
-    await gateway.gateway._reckoning.close()
+    await gateway.gateway._reconciler.close()
     (epoch,) = reconcile(gateway.store)
 
     assert (epoch.state, epoch.has_mismatch) == ("final", False)
@@ -158,7 +158,7 @@ async def test_two_lives_of_an_engine_are_counted_apart(gateway: GatewayFixture)
 
     assert first.engine == again.engine == again.metrics
     assert again.metrics == first.metrics
-    assert await gateway.gateway._reckoning.check()
+    assert await gateway.gateway._reconciler.check()
     assert Counts(3, 2, 1).minus(Counts(1, 2, 3)) == Counts(2, 0, -2)
 
 

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from engine.api import NamespaceStats, Quota
 from engine.cache import PrefixCache
 from engine.client.namespace_stats import NamespaceTable
-from gateway.background.storage_metering import NANO, StorageMeter, StorageWatch, held_more
+from gateway.background.storage_metering import (
+    NS_PER_S,
+    StorageMeter,
+    StorageMetering,
+    token_changes,
+)
 from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounting.focus_export import cost_rows
@@ -47,9 +52,9 @@ def text(words: str, **more: object) -> dict[str, object]:
 def test_a_reading_stands_until_the_next() -> None:
     """Five blocks of sixteen tokens for ten seconds."""
     meter, book = StorageMeter(), NamespaceTable()
-    meter.look(told(book, t1=5), 16, 0)
-    meter.look(told(book, t1=1), 16, 10 * NANO)
-    meter.look(told(book, t1=0), 16, 12 * NANO)
+    meter.update(told(book, t1=5), 16, 0)
+    meter.update(told(book, t1=1), 16, 10 * NS_PER_S)
+    meter.update(told(book, t1=0), 16, 12 * NS_PER_S)
 
     assert meter.take() == {(1, BEST_EFFORT): 5 * 16 * 10 + 16 * 2}
     assert meter.take() == {}
@@ -63,10 +68,10 @@ def test_promised_blocks_are_held_in_their_class() -> None:
         NamespaceStats(b"", 9, 0, 0, 0),
     )
 
-    found = held_more(((None, one) for one in spaces), 16)
+    found = token_changes(((None, one) for one in spaces), 16)
 
     assert found == {(1, "1h"): 48, (1, "5m"): 16, (1, BEST_EFFORT): 32}
-    assert held_more([(spaces[0], spaces[1])], 16) == {
+    assert token_changes([(spaces[0], spaces[1])], 16) == {
         (1, "1h"): -16,
         (1, "5m"): -16,
         (1, BEST_EFFORT): -32,
@@ -76,10 +81,10 @@ def test_promised_blocks_are_held_in_their_class() -> None:
 def test_another_engine_holds_nothing_of_what_the_last_one_held() -> None:
     """Its cache is empty until it tells otherwise; without one nobody holds anything."""
     meter = StorageMeter()
-    meter.look(told(NamespaceTable(), t1=5, t2=1), 16, 0)
-    meter.look(told(NamespaceTable(), t2=2), 16, 10 * NANO)
-    meter.look(None, 0, 11 * NANO)
-    meter.look(told(NamespaceTable()), 16, 20 * NANO)
+    meter.update(told(NamespaceTable(), t1=5, t2=1), 16, 0)
+    meter.update(told(NamespaceTable(), t2=2), 16, 10 * NS_PER_S)
+    meter.update(None, 0, 11 * NS_PER_S)
+    meter.update(told(NamespaceTable()), 16, 20 * NS_PER_S)
 
     assert meter.take() == {(1, BEST_EFFORT): 800, (2, BEST_EFFORT): 160 + 32}
 
@@ -89,7 +94,7 @@ def test_a_meter_beside_another_misses_nothing() -> None:
     book, meters = told(NamespaceTable(), t1=5), (StorageMeter(), StorageMeter())
     for now_s in (0, 10):
         for meter in meters:
-            meter.look(book, 16, now_s * NANO)
+            meter.update(book, 16, now_s * NS_PER_S)
 
     assert [meter.take() for meter in meters] == [{(1, BEST_EFFORT): 800}] * 2
 
@@ -98,7 +103,7 @@ happenings = st.tuples(
     st.integers(1, 3),
     st.sampled_from(["", "1h"]),
     st.integers(0, 9),
-    st.integers(0, 3 * NANO),
+    st.integers(0, 3 * NS_PER_S),
     st.sampled_from(["", "", "", "read", "restart"]),
 )
 
@@ -112,7 +117,7 @@ def test_nothing_is_lost_between_readings(
     total: Counter[tuple[int, str]] = Counter()
     taken: Counter[tuple[int, str]] = Counter()
     present: dict[int, tuple[str, int]] = {}
-    meter.look(book, 16, 0)
+    meter.update(book, 16, 0)
     for tenant, kind, blocks, pause_ns, what in history:
         now_ns += pause_ns
         for owner, (name, count) in present.items():
@@ -121,12 +126,12 @@ def test_nothing_is_lost_between_readings(
             book, present = NamespaceTable(), {}
         present[tenant] = (kind, blocks)
         book.add([holds(space(tenant), blocks, **({kind: blocks} if kind else {}))])
-        meter.look(book, 16, now_ns)
+        meter.update(book, 16, now_ns)
         if what == "read":
             taken.update(meter.take())
     taken.update(meter.take())
 
-    assert taken == Counter({key: whole for key, n in total.items() if (whole := n // NANO)})
+    assert taken == Counter({key: whole for key, n in total.items() if (whole := n // NS_PER_S)})
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 1), min_size=1, max_size=12))))
@@ -143,7 +148,7 @@ def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, li
         if number % 2:
             cache.release(*tables.pop(0), float(number))
 
-    seen = held_more(((None, holds(u.namespace, u.blocks)) for u in cache.namespaces()), 4)
+    seen = token_changes(((None, holds(u.namespace, u.blocks)) for u in cache.namespaces()), 4)
     used = cache.stats()
     assert sum(seen.values()) == 4 * (used.blocks - used.free)
 
@@ -158,7 +163,7 @@ async def test_what_is_held_for_an_hour_is_charged_as_such(gateway: GatewayFixtu
     status, _, _ = await gateway.ask("/v1/messages", asked)
     await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
     context.clock = clock
-    watch = StorageWatch(context)
+    watch = StorageMetering(context)
     await watch.close()
     clock.advance(3_600.0)
     await watch.close()
@@ -186,7 +191,7 @@ async def test_what_cannot_be_written_is_written_with_the_next_reading(
     await gateway.ask(body=gateway.chat())
     await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
     context.clock = clock
-    watch = StorageWatch(context)
+    watch = StorageMetering(context)
     await watch.close()
     clock.advance(10.0)
 

@@ -122,7 +122,7 @@ def test_a_card_is_added_and_listed(priced: Run, tmp_path: Path) -> None:
         ('{"name": "x", "input": 1.5}', "not a rate card"),
         ('{"name": "x", "imput": 1}', "imput"),
         ("\x00", "not a rate card"),
-        ('{"name": "x", "storage": {"1 h": 1}}', "there is no retention class '1 h'"),
+        ('{"name": "x", "storage": {"1 h": 1}}', "unknown retention class '1 h'"),
         ('{"name": "x", "input": 1, "input": 2}', "duplicate key 'input'"),
         ('{"name": "x", "cache_write": {"5m": 1, "5m": 2}}', "duplicate key '5m'"),
     ],

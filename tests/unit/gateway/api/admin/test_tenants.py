@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from gateway.background.erasure import forget_removed
+from gateway.background.erasure import erase_removed
 from gateway.http.route_table import canonical
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
@@ -231,7 +231,7 @@ async def test_the_cache_of_a_tenant_that_was_deleted_elsewhere_goes_too(admin: 
     held = (await gateway.quiet()).cached_blocks
     await asyncio.to_thread(delete_tenant, gateway.store, wall_ms, "ada")
     for _ in range(2):
-        await forget_removed(gateway.gateway.context)
+        await erase_removed(gateway.gateway.context)
 
     assert (await gateway.quiet()).cached_blocks == held // 2
     assert len(list_receipts(gateway.store, 1)) == 1
