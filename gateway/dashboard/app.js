@@ -1,10 +1,10 @@
-// The dashboard: looks at /admin/v1 every few seconds and draws what it says. No request leaves
-// this host. Everything drawn is also a table or a label that a screen reader can read.
+// The dashboard: polls /admin/v1 every five seconds and draws the answers. No request leaves
+// this host. Each drawing also has a table or a label for screen readers.
 
 import { h, put } from "/dashboard/dom.js";
 import { icicle, stacked } from "/dashboard/charts.js";
 
-const EVERY_MS = 5000;
+const INTERVAL_MS = 5000;
 const ROWS_MAX = 1000;
 const SECTIONS = ["Overview", "Tenants", "Tree", "Leases", "Money", "Engine"];
 const $ = (id) => document.getElementById(id);
@@ -34,12 +34,12 @@ const ratio = (a) => `${part(a.hit_ratio)} ± ${(100 * a.error).toFixed(1)}`;
 const gain = (saving, error) => `${dollars(saving)} ± ${dollars(error)}`;
 const spell = (name) => name.replaceAll("_", " ");
 
-// --- asking ------------------------------------------------------------------------------------
+// --- requests ----------------------------------------------------------------------------------
 
 async function ask(path) {
   const key = sessionStorage.getItem("key") ?? "";
   const answer = await fetch(path, { headers: { Authorization: `Bearer ${key}` }, cache: "no-store" });
-  if (answer.status === 401 || answer.status === 403) throw new Refused(key ? "That key was refused." : "");
+  if (answer.status === 401 || answer.status === 403) throw new Refused(key ? "Key refused." : "");
   if (answer.status === 404) return null;
   if (!answer.ok) throw new Error(`${answer.status} from ${path}`);
   return answer.json();
@@ -49,7 +49,7 @@ class Refused extends Error {}
 
 // --- pieces ------------------------------------------------------------------------------------
 
-// A row is itself by what its first cell says, and as the how manieth with that, whatever it counts.
+// A row's key is the text of its first cell and its number among rows with the same text.
 function keys(rows) {
   const seen = new Map();
   return rows.map(([first]) => {
@@ -61,11 +61,11 @@ function keys(rows) {
 
 function table(caption, heads, rows, none = "Nothing yet.") {
   if (!rows.length) return h("p", { class: "none" }, none);
-  const told = keys(rows);
+  const rowKeys = keys(rows);
   return h("div", { class: "scroll", role: "region", "aria-label": caption }, h("table", {},
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, heads.map((text) => h("th", { scope: "col" }, text)))),
-    h("tbody", {}, rows.map((row, place) => h("tr", { "data-key": told[place] }, row.map((cell, at) => (at ? h("td", {}, cell) : h("th", { scope: "row" }, cell))))))));
+    h("tbody", {}, rows.map((row, place) => h("tr", { "data-key": rowKeys[place] }, row.map((cell, at) => (at ? h("td", {}, cell) : h("th", { scope: "row" }, cell))))))));
 }
 
 const panel = (title, ...inside) => h("section", { class: "panel" }, h("h2", {}, title), ...inside);
@@ -76,40 +76,40 @@ const link = (name) => h("a", { href: `#Tenant/${encodeURIComponent(name)}` }, n
 
 const warning = (text) => h("p", { class: "warning", role: "status" }, text);
 const warnings = (engine) => [
-  ...(engine.ready ? [] : [warning("The engine takes no requests now: it starts, or has died, or the gateway drains. What is told of blocks is what it told last.")]),
+  ...(engine.ready ? [] : [warning("The engine takes no requests now: it is starting, has died, or the gateway is draining. Block figures are the last known ones.")]),
   ...(engine.floor_blocks_asked > engine.floor_blocks_max
-    ? [warning(`Floors ask for ${count(engine.floor_blocks_asked)} blocks; this engine can keep ${count(engine.floor_blocks_max)}. Each is cut in that proportion.`)] : [])];
+    ? [warning(`Floors request ${count(engine.floor_blocks_asked)} blocks; this engine can guarantee ${count(engine.floor_blocks_max)}. Each floor is reduced in that proportion.`)] : [])];
 
 const COLOURS = [["read", "read from cache"], ["write", "written"], ["fresh", "computed"], ["out", "output"]];
 const colourKey = (colours = COLOURS) => h("ul", { class: "key" }, colours.map(([name, text]) => h("li", {}, h("i", { class: name }), text)));
-const MOVES = [["read", "came in"], ["fresh", "evicted"], ["write", "expired or erased"]];
+const MOVES = [["read", "inserted"], ["fresh", "evicted"], ["write", "expired or erased"]];
 
 function bill(used) {
   const parts = [["requests", used.totals.charge_usd], ...used.storage.map((x) => [`storage, ${spell(x.class)}`, x.charge_usd]), ["adjustments", used.totals.adjusted_usd]];
   const sum = parts.reduce((all, [, amount]) => all + pico(amount), 0n);
-  return panel("Bill", table(`From ${used.window.since.slice(0, 10)} on`, ["for", "amount"], [...parts.map(([name, amount]) => [name, usd(amount)]), ["in all", dollars(Number(sum))]]));
+  return panel("Bill", table(`Since ${used.window.since.slice(0, 10)}`, ["for", "amount"], [...parts.map(([name, amount]) => [name, usd(amount)]), ["total", dollars(Number(sum))]]));
 }
 
 function traffic(minutes) {
   const series = minutes.map(([at, , read, write, fresh, out]) => ({ at, read, write, fresh, out }));
-  return h("div", {}, stacked(series, COLOURS.map(([name]) => name), "Tokens a minute"), colourKey());
+  return h("div", {}, stacked(series, COLOURS.map(([name]) => name), "Tokens per minute"), colourKey());
 }
 
 function churn(moved) {
   const series = moved.minutes.map(([at, read, fresh, write]) => ({ at, read, fresh, write }));
-  return h("div", {}, stacked(series, MOVES.map(([name]) => name), "Blocks a minute", "blocks", MOVES.map(([, text]) => text)), colourKey(MOVES),
-    table("Blocks since the start", ["came in", "evicted", "evicted after (mean)", "expired", "erased"],
+  return h("div", {}, stacked(series, MOVES.map(([name]) => name), "Blocks per minute", "blocks", MOVES.map(([, text]) => text)), colourKey(MOVES),
+    table("Blocks since the start", ["inserted", "evicted", "evicted after (mean)", "expired", "erased"],
       [[count(moved.inserted_blocks), count(moved.evicted_blocks), span(moved.evicted_after_s), count(moved.expired_blocks), count(moved.erased_blocks)]]));
 }
 
 const ENDS = ["given", "running", "kept", "broken", "given_up", "renewed", "clipped", "refused"];
-const promises = (rows, none = "Nothing has been promised.") => table("Prefixes promised since the start: given = running + kept + broken + given up", ["tenant", "class", ...ENDS.map(spell), "kept of ended"],
+const promises = (rows, none = "No promises yet.") => table("Prefixes promised since the start: given = running + kept + broken + given up", ["tenant", "class", ...ENDS.map(spell), "kept / ended"],
   rows.map((x) => [link(x.tenant), x.class, ...ENDS.map((name) => count(x[name])), part(x.kept + x.broken ? x.kept / (x.kept + x.broken) : null)]), none);
 
-const CACHED = { hit: "half or more", partial: "less", miss: "nothing" };
+const CACHED = { hit: "half or more", partial: "less than half", miss: "none" };
 
 function firstToken(times) {
-  return table("From request to first token, by how much of the prompt was cached", ["cached", "answers", "p50", "p95", "p99"],
+  return table("Time from request to first token, by cached share of the prompt", ["cached", "requests", "p50", "p95", "p99"],
     Object.entries(CACHED).map(([kind, words]) => [words, count(times[kind].count), ms(times[kind].p50), ms(times[kind].p95), ms(times[kind].p99)]));
 }
 
@@ -120,8 +120,8 @@ function counted(caption, label, counts, none) {
 }
 
 function tenantRows(tenants) {
-  return table("Since the start, those active last first",
-    ["tenant", "answers", "prompt tokens", "read", "written", "computed", "output", "hit ratio", "physical"],
+  return table("Since the start, last active first",
+    ["tenant", "requests", "prompt tokens", "read", "written", "computed", "output", "hit ratio", "physical"],
     tenants.map((t) => [link(t.tenant), count(t.requests), about(t.prompt_tokens), about(t.read_tokens), about(t.write_tokens),
       about(t.fresh_tokens), about(t.output_tokens), bar(part(t.hit_ratio), t.hit_ratio), part(t.physical_hit_ratio)]));
 }
@@ -137,20 +137,20 @@ const views = {
       ...warnings(engine),
       h("div", { class: "tiles" },
         tile(part(total.hit_ratio), "of prompt tokens read from cache"),
-        tile(part(total.physical_hit_ratio), "of prompt tokens not computed"),
+        tile(part(total.physical_hit_ratio), "of prompt tokens found in cache"),
         tile(about(total.prompt_tokens), "prompt tokens"),
         tile(about(total.output_tokens), "output tokens"),
-        tile(count(total.requests), "answers since the start"),
+        tile(count(total.requests), "requests since the start"),
         tile(`${engine.running} / ${engine.waiting}`, "running / waiting"),
         tile(part(used), "of KV blocks in use")),
       h("div", { class: "grid" },
         wide("Tokens", traffic(all.minutes)),
         panel("Time to first token", firstToken(all.first_token_ms)),
-        panel("Why prefixes were missed", counted("Prompts that asked for a prefix and did not read all of it", "reason", all.misses, "No breakpoint has missed.")),
-        panel("How requests ended", counted("All answers", "ending", all.endings)),
-        wide("Who took whose blocks", table("Evicted under pressure, and what computing it again has cost", ["owner", "taker", "blocks", "tokens computed again", "cost"],
-          all.taken.map((x) => [x.owner, x.taker, count(x.blocks), count(x.recomputed_tokens), dollars(x.cost_pico)]), "Nobody has lost a block to somebody else.")),
-        wide("Blocks coming and going", churn(all.churn)),
+        panel("Cache misses by cause", counted("Prompts with a breakpoint that were not read in full", "cause", all.misses, "No misses.")),
+        panel("Requests by outcome", counted("All requests", "outcome", all.endings)),
+        wide("Evictions between tenants", table("Blocks evicted for another tenant, and the cost of recomputing them", ["owner", "evicted for", "blocks", "recomputed tokens", "cost"],
+          all.taken.map((x) => [x.owner, x.taker, count(x.blocks), count(x.recomputed_tokens), dollars(x.cost_pico)]), "No evictions between tenants.")),
+        wide("Block churn", churn(all.churn)),
         wide("Tenants", tenantRows(all.tenants.slice(0, 20)))),
     ];
   },
@@ -165,35 +165,35 @@ const views = {
   async Tenant(name) {
     const [one, used] = await Promise.all([ask(`/admin/v1/analytics/${encodeURIComponent(name)}`), ask(`/admin/v1/usage?tenant=${encodeURIComponent(name)}`)]);
     const owed = used ? [bill(used)] : [];
-    if (!one) return [h("h2", { class: "name" }, name), h("div", { class: "grid" }, wide("Since the start", h("p", { class: "none" }, "Nothing has been seen of this tenant since the start.")), ...owed)];
+    if (!one) return [h("h2", { class: "name" }, name), h("div", { class: "grid" }, wide("Since the start", h("p", { class: "none" }, "No requests of this tenant since the start.")), ...owed)];
     const { total } = one;
     return [
       h("h2", { class: "name" }, name),
       h("div", { class: "tiles" },
         tile(part(total.hit_ratio), "of prompt tokens read from cache"),
-        tile(part(total.physical_hit_ratio), "of prompt tokens not computed"),
-        tile(count(total.requests), "answers since the start"),
+        tile(part(total.physical_hit_ratio), "of prompt tokens found in cache"),
+        tile(count(total.requests), "requests since the start"),
         tile(about(total.prompt_tokens), "prompt tokens"),
-        tile(about(total.recomputed_promised_tokens), "promised and computed again")),
+        tile(about(total.recomputed_promised_tokens), "promised tokens recomputed")),
       h("div", { class: "grid" },
         wide("Tokens", traffic(one.minutes)),
         panel("Time to first token", firstToken(one.first_token_ms)),
-        panel("Why prefixes were missed", counted("By cause", "reason", one.misses, "No breakpoint has missed.")),
-        panel("What misses cost", table("Tokens of written prefixes that were computed again", ["reason", "tokens", "cost"],
-          one.recomputed.map((x) => [spell(x.cause), count(x.tokens), dollars(x.cost_pico)]), "Nothing that was written had to be computed again.")),
+        panel("Cache misses by cause", counted("By cause", "cause", one.misses, "No misses.")),
+        panel("Cost of misses", table("Recomputed tokens of written prefixes", ["cause", "tokens", "cost"],
+          one.recomputed.map((x) => [spell(x.cause), count(x.tokens), dollars(x.cost_pico)]), "No written prefix was recomputed.")),
         ...owed,
-        panel("Where prefixes break", table("Places at which prompts part, and what stood behind", ["place", "prompts", "tokens", "cost"],
-          one.breaks.map((b) => [b.place, count(b.count), about(b.tokens), dollars(b.cost_pico)]), "Prompts only grow.")),
+        panel("Where prompts diverge", table("Positions at which prompts diverge, and the tokens after them", ["position", "prompts", "tokens", "cost"],
+          one.breaks.map((b) => [b.place, count(b.count), about(b.tokens), dollars(b.cost_pico)]), "No prompts diverge.")),
         wide("Promises", promises(one.leases)),
-        wide("Blocks coming and going", churn(one.churn)),
-        wide("What each retention class would be worth", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_prompts)} prompts and ${count(one.sampled_blocks)} sampled blocks`,
+        wide("Block churn", churn(one.churn)),
+        wide("Value of each retention class", table(`Per million prompt tokens, at ${one.rate_card}; from ${count(one.sampled_prompts)} prompts and ${count(one.sampled_blocks)} sampled blocks`,
           ["class", "hit ratio", "saving", "verdict"],
           one.retention_advice.map((a) => [a.retention, `${a.is_early ? "at least " : ""}${ratio(a)}`, gain(a.saving_pico, a.error_pico), h("span", { class: a.verdict }, a.verdict === "too_few" ? "not enough data" : a.verdict)]))),
-        wide("What more room would save", table("Per million prompt tokens, against paying each as input; and against the room that there is", ["KV memory", "tokens", "hit ratio", "saving", "more than now"],
-          one.size_advice.map((a) => [bytes(a.bytes), about(a.tokens), ratio(a), gain(a.saving_pico, a.error_pico), a.more_error_pico ? gain(a.more_pico, a.more_error_pico) : "as it is"]), "The engine is away.")),
-        wide("Top prefixes", table("By tokens saved; a prefix is told by a digest and where it ends", ["ends at", "tokens", "uses", "hits", "digest"],
+        wide("Value of more KV memory", table("Per million prompt tokens, compared with no cache and with the current memory", ["KV memory", "tokens", "hit ratio", "saving", "compared with now"],
+          one.size_advice.map((a) => [bytes(a.bytes), about(a.tokens), ratio(a), gain(a.saving_pico, a.error_pico), a.more_error_pico ? gain(a.more_pico, a.more_error_pico) : "current"]), "The engine is not running.")),
+        wide("Top prefixes", table("By saved tokens; a prefix is shown by its digest and the position of its end", ["ends at", "tokens", "uses", "hits", "digest"],
           one.top_prefixes.map((p) => [p.path, count(p.tokens), count(p.uses), count(p.hits), p.id]))),
-        wide("Prefix tree", h("p", {}, h("a", { href: `#Tree/${encodeURIComponent(name)}` }, "Look at its tree")))),
+        wide("Prefix tree", h("p", {}, h("a", { href: `#Tree/${encodeURIComponent(name)}` }, "Show the prefix tree")))),
     ];
   },
 
@@ -206,10 +206,10 @@ const views = {
     const pick = h("select", { "aria-label": "Tenant", onchange: (event) => { location.hash = `#Tree/${encodeURIComponent(event.target.value)}`; } }, names.map((n) => h("option", n === chosen ? { selected: "" } : {}, n)));
     return [h("div", { class: "grid" },
       wide("Prefix tree", pick,
-        h("p", { class: "none" }, "Each bar is a run of tokens without a fork, as wide as everything that grows from it; the stronger its colour, the more often it was matched.")),
+        h("p", { class: "none" }, "Each bar is a run of tokens without a fork. Its width is the tokens of its subtree, its colour the number of matches.")),
       ...found.namespaces.map((space) => wide(`${chosen} / ${space.workspace ?? `shared scope ${space.shared_scope}`}${space.partition ? " (partition)" : ""}: ${count(space.blocks)} blocks`,
-        icicle(space.branches, (b) => `${count(b.tokens)} tokens, ${count(b.total_tokens)} with what grows from it, matched ${count(b.hits)} times, ${count(b.promised_blocks)} blocks promised, idle ${b.idle_s.toFixed(0)} s`),
-        h("details", {}, h("summary", {}, "As a table"), table("Largest branches", ["branch", "grows from", "tokens", "in all", "hits", "promised blocks", "idle s"],
+        icicle(space.branches, (b) => `${count(b.tokens)} tokens, ${count(b.total_tokens)} in its subtree, matched ${count(b.hits)} times, ${count(b.promised_blocks)} blocks promised, idle ${b.idle_s.toFixed(0)} s`),
+        h("details", {}, h("summary", {}, "As a table"), table("Largest branches", ["branch", "parent", "tokens", "subtree tokens", "hits", "promised blocks", "idle s"],
           space.branches.slice(0, 100).map((b, at) => [String(at), b.parent < 0 ? "–" : String(b.parent), count(b.tokens), count(b.total_tokens), count(b.hits), count(b.promised_blocks), b.idle_s.toFixed(0)]))))))];
   },
 
@@ -217,15 +217,15 @@ const views = {
     const all = await ask("/admin/v1/analytics");
     const blocks = all.engine.blocks || 1;
     return [...warnings(all.engine), h("div", { class: "grid" },
-      wide("Blocks by tenant", table("Now, and what bounds it", ["tenant", "blocks", "pinned", "floor", "ceiling", "promised", "may be promised", "share of the pool"],
+      wide("Blocks by tenant", table("Now, with limits", ["tenant", "blocks", "pinned", "floor", "ceiling", "promised", "promised limit", "share of the pool"],
         all.holdings.sort((a, b) => b.blocks - a.blocks).slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.blocks), count(x.pinned_blocks), count(x.floor_blocks), count(x.ceiling_blocks), count(x.promised_blocks), count(x.promised_blocks_max), bar(part(x.blocks / blocks), x.blocks / blocks)]), "The cache is empty.")),
       wide("Promises", promises(all.leases.slice(0, ROWS_MAX))),
-      wide("Blocks coming and going", table("Since the start, those that moved last first", ["tenant", "came in", "evicted", "evicted after (mean)", "expired", "erased"],
+      wide("Block churn", table("Since the start, last changed first", ["tenant", "inserted", "evicted", "evicted after (mean)", "expired", "erased"],
         all.churn.tenants.slice(0, ROWS_MAX).map((x) => [link(x.tenant), count(x.inserted_blocks), count(x.evicted_blocks), span(x.evicted_after_s), count(x.expired_blocks), count(x.erased_blocks)]))),
-      panel("Tokens", table("Since the start", ["what became of them", "tokens"], [
-        ["promised, lost and computed again", count(all.total.recomputed_promised_tokens)],
+      panel("Tokens", table("Since the start", ["outcome", "tokens"], [
+        ["promised, lost and recomputed", count(all.total.recomputed_promised_tokens)],
         ["read by contract", count(all.total.read_tokens)]])),
-      panel("Blocks lost", table("Since the engine started", ["how", "blocks"], [
+      panel("Removed blocks", table("Since the engine started", ["reason", "blocks"], [
         ["evicted", count(all.engine.evicted_blocks_total)], ["expired", count(all.engine.expired_blocks_total)]])))];
   },
 
@@ -236,20 +236,20 @@ const views = {
     const { totals } = used;
     const hour = (instant) => instant.slice(0, 16).replace("T", " ");
     const period = `${hour(used.window.since)} to ${hour(used.window.until)} UTC`;
-    const heads = ["answers", "prompt tokens", "read", "written", "computed", "output", "charged", "saved", "adjusted"];
+    const heads = ["requests", "prompt tokens", "read", "written", "computed", "output", "charged", "saved", "adjusted"];
     const row = (r) => [count(r.requests), about(r.prompt_tokens), about(r.cache_read_tokens), about(r.cache_write_tokens),
       about(r.fresh_tokens), about(r.output_tokens), usd(r.charge_usd), usd(r.saved_usd), usd(r.adjusted_usd)];
     return [
       h("div", { class: "tiles" },
         tile(usd(totals.charge_usd), "charged for requests"), tile(usd(totals.saved_usd), "saved by caching"),
-        tile(count(totals.requests), "answers in the ledger"), tile(part(totals.hit_ratio), "of prompt tokens read by contract")),
+        tile(count(totals.requests), "requests in the ledger"), tile(part(totals.hit_ratio), "of prompt tokens read by contract")),
       h("div", { class: "grid" },
         wide("By tenant", table(period, ["tenant", ...heads], used.rows.map((r) => [link(r.tenant), ...row(r)]))),
         wide("By day", table(period, ["day", ...heads], days.rows.map((r) => [r.from.slice(0, 10), ...row(r)]))),
-        panel("Budgets", table("In the present window", ["tenant", "window", "spent", "reserved", "hard limit"],
+        panel("Budgets", table("In the current window", ["tenant", "window", "spent", "reserved", "hard limit"],
           (budgets?.budgets ?? []).map((b) => [b.tenant ?? "", b.window, usd(b.spent_usd), usd(b.reserved_usd), usd(b.hard_usd)]), "No tenant has a budget.")),
-        wide("Rate cards", table("Dollars per million tokens; storage for an hour", ["card", "model", "tier", "input", "read", "written", "output", "storage"],
-          (cards?.rate_cards ?? []).map((c) => [`${c.name}@${c.version}`, c.model, c.tier, price(c.input), price(c.cache_read), prices(c.cache_write), price(c.output), prices(c.storage)]), "Everything is free: no rate card has been set."))),
+        wide("Rate cards", table("Dollars per million tokens; storage per hour", ["card", "model", "tier", "input", "read", "written", "output", "storage"],
+          (cards?.rate_cards ?? []).map((c) => [`${c.name}@${c.version}`, c.model, c.tier, price(c.input), price(c.cache_read), prices(c.cache_write), price(c.output), prices(c.storage)]), "No rate cards: nothing is charged."))),
     ];
   },
 
@@ -263,25 +263,25 @@ const views = {
       h("div", { class: "tiles" },
         tile(engine.ready ? "ready" : "not ready", engine.model ?? "engine"),
         tile(`${engine.running} / ${engine.waiting}`, "running / waiting"),
-        tile(engine.steps_per_s.toFixed(1), "steps a second"),
-        tile(about(engine.prefill_tokens_per_s), "prompt tokens a second"),
+        tile(engine.steps_per_s.toFixed(1), "steps per second"),
+        tile(about(engine.prefill_tokens_per_s), "prompt tokens per second"),
         tile(pool ? bytes(pool) : "–", pool ? `of KV, ${engine.kv_format} on ${engine.device}` : "of KV"),
         tile(count(restarts), "restarts")),
       h("div", { class: "grid" },
-        panel("Counters", table("Since the engine started", ["what", "number"], rows(true))),
-        panel("Now", table("As the engine told last", ["what", "number"], rows(false)))),
+        panel("Counters", table("Since the engine started", ["counter", "value"], rows(true))),
+        panel("Now", table("Last known values", ["counter", "value"], rows(false)))),
     ];
   },
 };
 
-// --- showing -----------------------------------------------------------------------------------
+// --- rendering ---------------------------------------------------------------------------------
 
 function place() {
   const [section, name] = decodeURIComponent(location.hash.slice(1)).split("/");
   return [views[section] ? section : "Overview", name];
 }
 
-// What is wider than its box is scrolled by keyboard, so it has to be reached; nothing else stops the way through.
+// A box that scrolls takes keyboard focus, so that the keyboard can scroll it; other boxes take none.
 function reachable() {
   for (const one of document.querySelectorAll(".scroll")) {
     if (one.scrollWidth > one.clientWidth) one.tabIndex = 0;
@@ -313,9 +313,9 @@ async function show() {
       $("key").focus();
       return;
     }
-    $("status").textContent = `no answer (${error.message}); trying again`;
+    $("status").textContent = `Request failed (${error.message}); retrying`;
   }
-  if (!isPaused) timer = setTimeout(show, EVERY_MS);
+  if (!isPaused) timer = setTimeout(show, INTERVAL_MS);
 }
 
 $("door").addEventListener("submit", (event) => {

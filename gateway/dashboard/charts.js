@@ -1,4 +1,4 @@
-// Two drawings: tokens a minute, stacked, and a tree as an icicle. They stretch; words beside them do not.
+// Two charts: stacked bars by minute, and a prefix tree as an icicle. Drawings stretch; labels do not.
 
 import { h, s } from "/dashboard/dom.js";
 

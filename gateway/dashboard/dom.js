@@ -1,4 +1,4 @@
-// Elements from plain values. Text is always text: nothing is ever parsed as markup.
+// DOM elements from plain values. Text is never parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -15,8 +15,8 @@ function made(element, attributes, children) {
 export const h = (tag, attributes = {}, ...children) => made(document.createElement(tag), attributes, children);
 export const s = (tag, attributes = {}, ...children) => made(document.createElementNS(SVG, tag), attributes, children);
 
-// What is shown becomes these children. What is there already stays there, and with it focus, places
-// scrolled to, words selected and what is open; rows and branches go by their `data-key`.
+// Make these the children of `parent`. Equal elements stay in place and keep focus, scroll position,
+// selection and open state; rows and branches are matched by `data-key`.
 export function put(parent, children) {
   const focused = document.activeElement;
   children_of(parent, [children].flat(Infinity));
@@ -24,7 +24,7 @@ export function put(parent, children) {
 }
 
 const HANDLERS = ["oninput", "onchange"];
-const KEPT = ["open", "tabindex"]; // set where it is shown, not where it is made
+const KEPT = ["open", "tabindex"]; // set on the shown element, not by its builder
 
 function children_of(parent, fresh) {
   const keyed = new Map([...parent.children].filter((one) => one.dataset.key).map((one) => [one.dataset.key, one]));

@@ -86,11 +86,11 @@ return found;
 WORDS = {
     "Overview": "Time to first token",
     "Tenants": "bob",
-    "Tenant/ada": "What each retention class",
+    "Tenant/ada": "Value of each retention class",
     "Tree/ada": "ada / default",
     "Leases": "Blocks by tenant",
     "Money": "saved by caching",
-    "Engine": "steps a second",
+    "Engine": "steps per second",
 }
 """What is seen in each section, where two tenants have asked."""
 
@@ -164,15 +164,15 @@ async def test_an_operator_signs_in_and_sees_real_numbers(
     share = f"{100 * overview['total']['hit_ratio']:.1f} %"
     text = await asyncio.to_thread(page.see, "Overview", share)
     await asyncio.to_thread(page.see, "Tenants", "bob")
-    tenant = await asyncio.to_thread(page.see, "Tenant/ada", "What each retention class")
+    tenant = await asyncio.to_thread(page.see, "Tenant/ada", "Value of each retention class")
     await asyncio.to_thread(page.see, "Tree/ada", "ada / default")
     await asyncio.to_thread(page.see, "Leases", "Blocks by tenant")
     await asyncio.to_thread(page.see, "Money", "saved by caching")
-    await asyncio.to_thread(page.see, "Engine", "steps a second")
+    await asyncio.to_thread(page.see, "Engine", "steps per second")
 
     assert "ada" in text
     assert "messages[0].content" in tenant
-    assert "requests $0.00\nadjustments $0.00\nin all $0.00" in tenant
+    assert "requests $0.00\nadjustments $0.00\ntotal $0.00" in tenant
     errors = [
         line["message"] for line in browser.get_log("browser") if "401" not in line["message"]
     ]
@@ -235,16 +235,16 @@ async def test_promises_and_churn_are_shown(gateway: GatewayFixture, browser: An
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
 
-    leases = await asyncio.to_thread(page.see, "Leases", "kept of ended")
-    tenant = await asyncio.to_thread(page.see, "Tenant/ada", "kept of ended")
-    overview_text = await asyncio.to_thread(page.see, "Overview", "Blocks coming and going")
+    leases = await asyncio.to_thread(page.see, "Leases", "kept / ended")
+    tenant = await asyncio.to_thread(page.see, "Tenant/ada", "kept / ended")
+    overview_text = await asyncio.to_thread(page.see, "Overview", "Block churn")
 
     [row] = overview["leases"]
     assert (row["tenant"], row["class"], row["given"], row["renewed"]) == ("ada", "5m", 1, 1)
     assert row["running"] == 1
     assert "ada 5m 1 1" in leases
     assert "ada 5m 1 1" in tenant
-    assert "came in" in overview_text
+    assert "inserted" in overview_text
 
 
 async def test_a_thousand_tenants_are_shown_found_and_reached(
