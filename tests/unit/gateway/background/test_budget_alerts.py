@@ -1,4 +1,4 @@
-"""A soft budget refuses nothing, and says when it is passed."""
+"""Alerts for exceeded soft budgets."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 pytestmark = pytest.mark.usefixtures("noon")
 
 
-def passed(gateway: GatewayFixture) -> str:
-    """What the metrics say."""
+def exceeded(gateway: GatewayFixture) -> str:
+    """Return the metric."""
     lines = gateway.gateway.context.telemetry.exposition().decode().splitlines()
     return " ".join(line for line in lines if line.startswith("trunkline_soft_budgets_passed"))
 
 
-def told(gateway: GatewayFixture) -> list[dict[str, Any]]:
+def alerts(gateway: GatewayFixture) -> list[dict[str, Any]]:
     return [line for line in gateway.lines if line["event"] == "soft_budget_passed"]
 
 
-async def test_a_soft_budget_that_is_passed_is_told_once_for_its_window(
+async def test_alerts_once_per_budget_and_window(
     gateway: GatewayFixture,
 ) -> None:
-    """A raised one is told again when it is passed again."""
+    """A raised budget alerts again when it is exceeded again."""
     add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000))
     set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
     watch = BudgetAlerts(gateway.gateway.context)
     await watch.check()
-    before = told(gateway), passed(gateway)
+    before = alerts(gateway), exceeded(gateway)
 
     await gateway.ask(body=gateway.chat("one " * 40))
     await watch.check()
     await watch.check()
-    (line,) = told(gateway)
-    after = passed(gateway)
+    (line,) = alerts(gateway)
+    after = exceeded(gateway)
     set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=10**6))
     await watch.check()
-    raised = passed(gateway)
+    raised = exceeded(gateway)
     set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
     await watch.check()
 
@@ -54,13 +54,12 @@ async def test_a_soft_budget_that_is_passed_is_told_once_for_its_window(
     assert line["spent_pico"] > 20_000_000
     assert after == 'trunkline_soft_budgets_passed{tenant="ada"} 1.0'
     assert raised == ""
-    assert len(told(gateway)) == 2
+    assert len(alerts(gateway)) == 2
 
 
-async def test_a_file_that_cannot_be_read_is_looked_at_again(
+async def test_failed_read_is_tried_again_without_new_alerts(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was told stays told."""
     add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000))
     set_budget(gateway.store, Budget(1, "month", soft_micros=0))
     await gateway.ask(body=gateway.chat("one two"))
@@ -69,8 +68,8 @@ async def test_a_file_that_cannot_be_read_is_looked_at_again(
     with monkeypatch.context() as patch:
         patch.setattr(reports, "ask", AsyncMock(side_effect=StoreError("unusable", "away")))
         await watch.check()
-    meanwhile = passed(gateway)
+    meanwhile = exceeded(gateway)
     await watch.check()
 
     assert meanwhile == 'trunkline_soft_budgets_passed{tenant="ada"} 1.0'
-    assert len(told(gateway)) == 1
+    assert len(alerts(gateway)) == 1

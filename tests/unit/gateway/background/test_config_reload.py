@@ -1,4 +1,4 @@
-"""Reading the configuration again while the server runs."""
+"""Reload of the configuration while the server runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tenancy.accounts.declared_tenants import TenantChange
 from tenancy.accounts.keys import digest_of
 from tenancy.accounts.shared_scopes import ScopeChange
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 ADA = '[[tenants]]\nname = "ada"\nrequests_per_minute = 60\n'
@@ -27,7 +27,7 @@ EVE = '[[tenants]]\nname = "eve"\ntier = "gold"\n'
 
 
 class Reloader:
-    """A gateway whose configuration is a file that a test rewrites."""
+    """A gateway whose configuration file a test rewrites."""
 
     def __init__(self, gateway: GatewayFixture, file: Path) -> None:
         self.gateway = gateway
@@ -35,7 +35,7 @@ class Reloader:
         gateway.gateway.context.read_config = lambda: load_config(file, {}, {})[0]
 
     async def write(self, text: str) -> None:
-        """As an editor does."""
+        """Replace the file, as an editor does."""
         await asyncio.to_thread(self.file.write_text, text)
 
     async def __call__(self, text: str) -> ReloadResult:
@@ -50,8 +50,8 @@ async def reloader(gateway: GatewayFixture, tmp_path: Path) -> AsyncIterator[Rel
     await gateway.check_quiet()
 
 
-async def test_declared_tenants_are_made_so_without_a_restart(reloader: Reloader) -> None:
-    """The next request meets the new settings; the log says what was done."""
+async def test_applies_declared_tenants_without_a_restart(reloader: Reloader) -> None:
+    """The next request has the new settings; the log has each change."""
     gateway = reloader.gateway
     found = await reloader(ADA + EVE)
     identity = gateway.gateway.context.registry.authenticate(gateway.keys["ada"])
@@ -67,8 +67,8 @@ async def test_declared_tenants_are_made_so_without_a_restart(reloader: Reloader
     ]
 
 
-async def test_a_tenant_that_is_declared_no_longer_is_suspended(reloader: Reloader) -> None:
-    """Its entries and what was promised to it stay; its keys are refused at once."""
+async def test_suspends_a_tenant_that_is_no_longer_declared(reloader: Reloader) -> None:
+    """Its entries and promises stay; its keys are refused at once."""
     gateway = reloader.gateway
     await reloader(ADA)
     await gateway.ask(body=gateway.chat())
@@ -80,8 +80,8 @@ async def test_a_tenant_that_is_declared_no_longer_is_suspended(reloader: Reload
     assert len(gateway.entries()) == 1
 
 
-async def test_leases_outlive_a_tenant_that_is_declared_no_longer(reloader: Reloader) -> None:
-    """What was promised stays promised: put back in time, it reads what it wrote before."""
+async def test_leases_outlive_a_suspension(reloader: Reloader) -> None:
+    """Declared again in time, the tenant reads what it wrote before."""
     gateway = reloader.gateway
     await reloader(ADA)
     text = {
@@ -110,9 +110,9 @@ async def test_leases_outlive_a_tenant_that_is_declared_no_longer(reloader: Relo
     assert read["usage"]["cache_read_input_tokens"] == wrote["usage"]["cache_creation_input_tokens"]
 
 
-async def test_a_file_without_tenants_says_nothing_of_them(reloader: Reloader) -> None:
-    """Starting without the file, or with an older one, must not turn everybody away. But whoever
-    took out the last one is told that it still works."""
+async def test_file_without_tenants_changes_no_tenant(reloader: Reloader) -> None:
+    """A start without the file, or with an older one, must not suspend all tenants. An operator
+    who removed the last table sees in the log that its tenant is still active."""
     await reloader(ADA)
     found = await reloader("[log]\nrequests = true\n")
     told = [line for line in reloader.gateway.lines if line["event"] == "tenants_undeclared"]
@@ -140,10 +140,8 @@ async def test_a_file_without_tenants_says_nothing_of_them(reloader: Reloader) -
         (ADA + "[server]\nlisten = 5\n", "server.listen"),
     ],
 )
-async def test_a_file_with_a_mistake_changes_nothing(
-    reloader: Reloader, text: str, what: str
-) -> None:
-    """G11: the old settings stay, and the mistake is told where it stands."""
+async def test_wrong_file_changes_nothing(reloader: Reloader, text: str, what: str) -> None:
+    """G11: the old settings stay, and the error names the place."""
     gateway = reloader.gateway
     with pytest.raises(Refusal) as caught:
         await reloader(text)
@@ -153,22 +151,21 @@ async def test_a_file_with_a_mistake_changes_nothing(
     assert [line["event"] for line in gateway.lines] == ["reload_refused"]
 
 
-async def test_a_file_that_is_gone_changes_nothing(reloader: Reloader) -> None:
-    """An editor replaces files; between two moments there is none."""
+async def test_missing_file_changes_nothing(reloader: Reloader) -> None:
+    """Some editors delete a file before they write it."""
     with pytest.raises(Refusal, match="cannot be read"):
         await reload(reloader.gateway.gateway.context)
 
 
-async def test_what_needs_a_restart_is_said(reloader: Reloader) -> None:
-    """Instead of looking as if it had been taken."""
+async def test_reports_settings_that_need_a_restart(reloader: Reloader) -> None:
     found = await reloader("[engine]\nthreads = 7\n[log]\nrequests = false\n")
 
     assert found.needs_restart == ("engine.threads", "log.requests")
 
 
-async def test_an_administrator_reloads_over_http(reloader: Reloader) -> None:
-    """Where signals are hard to send: from another container."""
-    admin = Admin(reloader.gateway)
+async def test_reloads_by_the_admin_api(reloader: Reloader) -> None:
+    """Signals are hard to send from another container."""
+    admin = AdminClient(reloader.gateway)
     await reloader.write(EVE)
     good = await admin.ask("POST", "/admin/v1/reload")
     await reloader.write("x")
@@ -180,22 +177,19 @@ async def test_an_administrator_reloads_over_http(reloader: Reloader) -> None:
     assert tenants[0] == 403
 
 
-async def test_at_the_start_too_a_file_without_tenants_changes_nothing(
+async def test_start_without_declared_tenants_changes_nothing(
     gateway: GatewayFixture,
 ) -> None:
-    """And one with some is made so before the first request."""
     changes = await declare(gateway.gateway.context, Config())
 
     assert changes == []
 
 
-def test_settings_that_are_the_same_do_not_differ() -> None:
-    """However often they are read."""
+def test_equal_settings_need_no_restart() -> None:
     assert changed_settings(Config(), Config()) == []
 
 
-async def test_sighup_reloads_and_does_not_end_the_process(tmp_path: Path) -> None:
-    """The signal that ends other programs is an order here."""
+async def test_sighup_reloads_without_ending_the_process(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
@@ -228,8 +222,8 @@ async def test_sighup_reloads_and_does_not_end_the_process(tmp_path: Path) -> No
     assert (ready, said, status) == (b"ready\n", b"eve\n", 0)
 
 
-async def test_declared_scopes_are_made_so_without_a_restart(reloader: Reloader) -> None:
-    """Members share from the next request, and go on alone once the file says so."""
+async def test_applies_declared_scopes_without_a_restart(reloader: Reloader) -> None:
+    """Members share from the next request, and separate when the file removes the scope."""
     gateway = reloader.gateway
     text = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\nmembers = ["ada", "bob"]\n'
     made = await reloader(text)
@@ -252,28 +246,28 @@ async def test_declared_scopes_are_made_so_without_a_restart(reloader: Reloader)
 WEB, NEW = "tl-" + "w" * 43, "tl-" + "n" * 43
 
 
-def keyed(key: str, terms: str = "") -> str:
-    """Ada with one key."""
+def key_table(key: str, terms: str = "") -> str:
+    """Return a configuration in which ada has one key."""
     return f'{ADA}[[tenants.keys]]\nlabel = "web"\nsha256 = "{digest_of(key).hex()}"\n{terms}'
 
 
 async def chat(gateway: GatewayFixture, key: str) -> int | str:
-    """200, or why not."""
+    """Return 200, or the error code."""
     headers = {"Authorization": f"Bearer {key}"}
     status, body, _ = await gateway.ask(body=gateway.chat(), who=None, headers=headers)
     return status if status == 200 else str(body["error"]["code"])
 
 
-async def test_declared_keys_open_change_and_end_without_a_restart(reloader: Reloader) -> None:
-    """With the next request; the log says which, by number."""
+async def test_applies_declared_keys_without_a_restart(reloader: Reloader) -> None:
+    """From the next request on; the log has each key's number."""
     gateway = reloader.gateway
-    made = await reloader(keyed(WEB))
+    made = await reloader(key_table(WEB))
     opened = await chat(gateway, WEB)
-    await reloader(keyed(WEB, 'scopes = ["usage"]\n'))
+    await reloader(key_table(WEB, 'scopes = ["usage"]\n'))
     narrowed = await chat(gateway, WEB)
-    await reloader(keyed(NEW))
+    await reloader(key_table(NEW))
     replaced = await chat(gateway, WEB), await chat(gateway, NEW)
-    same = await reloader(keyed(NEW))
+    same = await reloader(key_table(NEW))
     await reloader(ADA)
     ended = await chat(gateway, NEW), await chat(gateway, gateway.keys["ada"])
 
@@ -287,8 +281,8 @@ async def test_declared_keys_open_change_and_end_without_a_restart(reloader: Rel
     ] == [(3, "created"), (3, "changed"), (4, "replaced"), (4, "revoked")]
 
 
-async def test_a_key_that_is_declared_by_its_file_follows_the_file(reloader: Reloader) -> None:
-    """As a secret is mounted and renewed; one that others may read changes nothing."""
+async def test_key_file_changes_apply_on_reload(reloader: Reloader) -> None:
+    """As a mounted secret is renewed; a file that other users can read changes nothing."""
     gateway, secret = reloader.gateway, reloader.file.with_name("secret")
     text = f'{ADA}[[tenants.keys]]\nlabel = "web"\nfile = "{secret}"\n'
 
@@ -315,26 +309,26 @@ async def test_a_key_that_is_declared_by_its_file_follows_the_file(reloader: Rel
     assert "eve" not in [tenant.name for tenant, _ in list_tenants(gateway.store)]
 
 
-async def test_a_key_that_cannot_be_leaves_what_runs(reloader: Reloader) -> None:
-    """Another's digest, and no tenant of the same file is made."""
+async def test_refused_key_changes_nothing(reloader: Reloader) -> None:
+    """The key has another key's digest; no tenant of the same file is created."""
     gateway = reloader.gateway
-    await reloader(keyed(WEB))
+    await reloader(key_table(WEB))
     with pytest.raises(
         Refusal,
         match="Configuration not applied: ada: key 'web': the digest is that of key 2 of bob",
     ):
-        await reloader(keyed(gateway.keys["bob"]) + EVE)
+        await reloader(key_table(gateway.keys["bob"]) + EVE)
 
     assert (await chat(gateway, WEB), await chat(gateway, gateway.keys["bob"])) == (200, 200)
     assert "eve" not in [tenant.name for tenant, _ in list_tenants(gateway.store)]
 
 
-async def test_an_administrator_sees_a_declared_key_and_cannot_change_it(
+async def test_refuses_changes_to_a_declared_key(
     reloader: Reloader,
 ) -> None:
-    """409 for all three; the file says what it is."""
-    admin = Admin(reloader.gateway)
-    await reloader.write(keyed(WEB))
+    """All three are 409; the list shows that it is declared."""
+    admin = AdminClient(reloader.gateway)
+    await reloader.write(key_table(WEB))
     _, made = await admin.ask("POST", "/admin/v1/reload")
     (key_id,) = [one["key_id"] for one in made["keys"]]
     path = f"/admin/v1/keys/{key_id}"

@@ -1,4 +1,4 @@
-"""From the engine's namespaces back to tenants, and forgetting what they hold."""
+"""Erasure: from the engine's namespaces to tenants, and removal of their blocks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ LONG = "Once upon a time there was a cache that forgot nothing, until it was tol
 WORDS = st.text(string.ascii_lowercase + string.digits + "._-", min_size=1, max_size=12)
 
 
-def whose(tenant_id: int, workspace: str) -> Identity:
+def identity_of(tenant_id: int, workspace: str) -> Identity:
     return Identity(Tenant(tenant_id, "any", "active", 0), workspace, 1, 1, CachePolicy())
 
 
 @given(tenant_id=st.integers(1, 2**40), workspace=WORDS, partition=st.text(max_size=20))
 @settings(max_examples=100, deadline=None)
-def test_a_namespace_tells_whose_it_is(tenant_id: int, workspace: str, partition: str) -> None:
-    """Whatever a client says to narrow it: no partition reads as another's tenant."""
-    namespace = namespace_of(whose(tenant_id, workspace), "model", "template", partition)
+def test_namespace_encodes_tenant_and_workspace(
+    tenant_id: int, workspace: str, partition: str
+) -> None:
+    """For any partition that a client sends: none decodes as another tenant."""
+    namespace = namespace_of(identity_of(tenant_id, workspace), "model", "template", partition)
 
     assert parts_of(namespace)[:2] == (str(tenant_id), workspace)
     assert ErasureTarget(tenant_id, 1, workspace).covers(namespace)
@@ -40,14 +42,14 @@ def test_a_namespace_tells_whose_it_is(tenant_id: int, workspace: str, partition
 
 
 @pytest.mark.parametrize("namespace", [b"", b"x", b"\0\0\0\x05ada", b"\0\0\0\x011", bytes(20)])
-def test_a_namespace_that_is_not_ours_is_nobodys(namespace: bytes) -> None:
-    """An engine that serves others too shows them; they are not a tenant's."""
+def test_unknown_namespaces_have_no_owner(namespace: bytes) -> None:
+    """An engine may serve other gateways too."""
     assert list_holdings([NamespaceStats(namespace, 1, 0, 0, 0)]) == []
     assert not ErasureTarget(1, 1).covers(namespace)
 
 
-async def test_what_was_erased_is_computed_again(gateway: GatewayFixture) -> None:
-    """And only what was: a neighbour with the same words still finds its own."""
+async def test_erased_prefix_is_computed_again(gateway: GatewayFixture) -> None:
+    """A neighbour with the same text still finds its own."""
     for who in ("ada", "bob", "ada"):
         await gateway.ask(body=gateway.chat(LONG), who=who)
     receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7))
@@ -62,8 +64,8 @@ async def test_what_was_erased_is_computed_again(gateway: GatewayFixture) -> Non
     await gateway.check_quiet()
 
 
-async def test_an_erasure_leaves_a_receipt(gateway: GatewayFixture) -> None:
-    """Who asked, when, how much, and a digest of which namespaces; no name of any."""
+async def test_erasure_leaves_a_receipt(gateway: GatewayFixture) -> None:
+    """It has the key, the time, the counts and a digest of the namespaces, and no names."""
     await gateway.ask(body=gateway.chat(LONG))
     stats = await gateway.quiet()
     names = [one.namespace for one in gateway.engine.namespaces]
@@ -78,17 +80,16 @@ async def test_an_erasure_leaves_a_receipt(gateway: GatewayFixture) -> None:
     ]
 
 
-async def test_an_erasure_of_nothing_is_done_at_once(gateway: GatewayFixture) -> None:
-    """It is what was asked for: there is nothing left."""
+async def test_erasure_of_an_empty_cache_succeeds(gateway: GatewayFixture) -> None:
     receipt = await erase(gateway.gateway.context, ErasureTarget(2, 7))
 
     assert (receipt.blocks, receipt.namespaces) == (0, 0)
 
 
-async def test_a_running_answer_ends_well_and_its_blocks_are_freed_then(
+async def test_erasure_frees_a_running_requests_blocks_at_its_end(
     gateway: GatewayFixture,
 ) -> None:
-    """What it reads is in use; nobody finds it any more."""
+    """Meanwhile no other request finds them."""
     await gateway.ask(body=gateway.chat(LONG))
     gateway.runner.hold_after(2)
     running = asyncio.create_task(gateway.ask(body=gateway.chat(LONG)))
@@ -104,8 +105,8 @@ async def test_a_running_answer_ends_well_and_its_blocks_are_freed_then(
     assert stats.free_blocks == stats.blocks
 
 
-async def test_an_erasure_goes_to_its_end_without_who_asked(gateway: GatewayFixture) -> None:
-    """A connection that breaks off must not leave a cache half erased and no receipt."""
+async def test_erasure_completes_after_a_disconnect(gateway: GatewayFixture) -> None:
+    """A broken connection must not leave a half-erased cache without a receipt."""
     await gateway.ask(body=gateway.chat(LONG))
     asking = asyncio.create_task(erase(gateway.gateway.context, ErasureTarget(1, 7)))
     await asyncio.sleep(0)
@@ -118,8 +119,7 @@ async def test_an_erasure_goes_to_its_end_without_who_asked(gateway: GatewayFixt
     assert (await gateway.quiet()).cached_blocks == 0
 
 
-async def test_cached_contents_end_with_the_cache(gateway: GatewayFixture) -> None:
-    """They are kept words, by whatever name."""
+async def test_erasure_ends_cached_contents(gateway: GatewayFixture) -> None:
     content = {"role": "user", "parts": [{"text": LONG * 3}]}
     body = {"model": f"models/{gateway.model}", "contents": [content], "ttl": "600s"}
     headers = {"x-goog-api-key": gateway.keys["ada"]}
@@ -135,8 +135,7 @@ async def test_cached_contents_end_with_the_cache(gateway: GatewayFixture) -> No
     ) == [(0,)]
 
 
-async def test_without_an_engine_nothing_is_said_to_be_erased(gateway: GatewayFixture) -> None:
-    """No receipt for what nobody did."""
+async def test_engine_outage_leaves_no_receipt(gateway: GatewayFixture) -> None:
     await gateway.engine.close()
 
     with pytest.raises(EngineUnavailable):
@@ -145,10 +144,8 @@ async def test_without_an_engine_nothing_is_said_to_be_erased(gateway: GatewayFi
 
 
 @pytest.mark.parametrize("lease_id", ["", "x", "00" * 16, "' or 1=1", "é"])
-async def test_a_lease_that_is_not_there_is_not_erased(
-    gateway: GatewayFixture, lease_id: str
-) -> None:
-    """C11: a guessed id is no id, and leaves no receipt."""
+async def test_refuses_an_unknown_lease(gateway: GatewayFixture, lease_id: str) -> None:
+    """C11: a guessed id leaves no receipt."""
     await gateway.ask(body=gateway.chat(LONG))
 
     with pytest.raises(Refusal) as caught:
@@ -158,15 +155,15 @@ async def test_a_lease_that_is_not_there_is_not_erased(
     assert (await gateway.quiet()).cached_blocks > 0
 
 
-async def test_nothing_is_agreed_with_who_asked_for_nothing(gateway: GatewayFixture) -> None:
-    """A plain request is best effort: the cache may have it, and nobody promised."""
+async def test_request_without_breakpoint_has_no_promise(gateway: GatewayFixture) -> None:
+    """A plain request is best effort: it may be cached, but without a promise."""
     await gateway.ask(body=gateway.chat(LONG))
 
     assert all(not entry.is_promised(0.0) for entry in live_entries(gateway.gateway.context, 1))
 
 
-async def test_an_unknown_lease_takes_nothing_from_what_runs(gateway: GatewayFixture) -> None:
-    """Whoever pays for keeping what it writes has it kept, whatever else is erased beside it."""
+async def test_erasing_an_unknown_lease_keeps_running_writes(gateway: GatewayFixture) -> None:
+    """A tenant that pays for a write keeps it, whatever is erased meanwhile."""
     await gateway.ask(body=gateway.chat())
     await gateway.engine.get_stats()
     (space,) = gateway.engine.namespaces
@@ -184,11 +181,11 @@ async def test_an_unknown_lease_takes_nothing_from_what_runs(gateway: GatewayFix
     assert (await gateway.quiet()).cached_blocks == before, "the answer had not been kept"
 
 
-async def test_of_many_leases_the_latest_are_shown(gateway: GatewayFixture) -> None:
-    """A tenant may have twenty thousand; looking stops where there are enough."""
+async def test_lists_the_latest_leases(gateway: GatewayFixture) -> None:
+    """A tenant may have twenty thousand; the search stops at the limit."""
     context, terms = gateway.gateway.context, Retention("1h", 3_600, 3_600)
     for number in range(6):
-        space = namespace_of(whose(1, "ab"[number % 2]), "m", "t", str(number))
+        space = namespace_of(identity_of(1, "ab"[number % 2]), "m", "t", str(number))
         key = (space, number.to_bytes(16, "big"))
         context.contracts.entries.write(key, 8, 1, "1", {}, terms, 1e12, is_granted=True)
 

@@ -1,4 +1,4 @@
-"""What operators change of a tenant's blocks reaches the engine, whether it sends more or not."""
+"""Changes of a tenant's quota reach the engine without a request of that tenant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tenancy.accounts.tenants import change_tenant
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, GatewayFixture
 
 LONG_PROMPT = BLOCKS // 2 * 16
@@ -16,7 +16,7 @@ LONG_PROMPT = BLOCKS // 2 * 16
 
 
 async def floor_beyond_the_pool(gateway: GatewayFixture) -> None:
-    """As a file or the command line may set it, which know no pool."""
+    """Set a floor beyond the pool, as the file or the command line may."""
     change_tenant(gateway.store, "ada", {"floor_blocks": 10**12})
     gateway.gateway.context.registry.refresh_now()
     await gateway.ask(body=gateway.chat())
@@ -24,42 +24,40 @@ async def floor_beyond_the_pool(gateway: GatewayFixture) -> None:
 
 @pytest.fixture
 async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
-    """A model whose context is the whole pool."""
+    """Yield a gateway whose model's context is the whole pool."""
     unopened_gateway.context_tokens = BLOCKS * 16
     await unopened_gateway.open()
     yield unopened_gateway
     await unopened_gateway.close()
 
 
-async def ask_at_length(gateway: GatewayFixture) -> tuple[int, str]:
-    """(status, code) of bob's long request."""
+async def ask_long(gateway: GatewayFixture) -> tuple[int, str]:
+    """Return (status, code) of bob's long request."""
     asked = {"model": gateway.model, "prompt": [5] * LONG_PROMPT, "max_tokens": 1}
     status, answer, _ = await gateway.ask("/v1/completions", asked, who="bob")
     return status, "" if status == 200 else answer["error"]["code"]
 
 
 @pytest.mark.parametrize("change", [{"floor_blocks": 0}, {"status": "suspended"}])
-async def test_a_floor_that_is_taken_back_is_room_for_others(
+async def test_lowered_floor_frees_room_without_a_request(
     gateway: GatewayFixture, change: dict[str, object]
 ) -> None:
-    """A suspended tenant sends nothing that could tell the engine; nor may one whose floor was a
-    slip of the pen be needed to mend it."""
-    admin = Admin(gateway)
+    """A suspended tenant sends no request that could update the engine."""
+    admin = AdminClient(gateway)
     await floor_beyond_the_pool(gateway)
-    assert await ask_at_length(gateway) == (400, "context_length_exceeded")
+    assert await ask_long(gateway) == (400, "context_length_exceeded")
 
     await admin.ask("PATCH", "/admin/v1/tenants/ada", change)
 
     async with asyncio.timeout(PATIENCE_S):
-        while (await ask_at_length(gateway))[0] != 200:
+        while (await ask_long(gateway))[0] != 200:
             pass
     await gateway.check_quiet()
 
 
-async def test_whoever_is_admitted_has_room_beside_the_widest_floors(
+async def test_admitted_request_fits_beside_the_largest_floors(
     gateway: GatewayFixture,
 ) -> None:
-    """The rest of the pool is nobody's, whatever operators write."""
     await floor_beyond_the_pool(gateway)
 
     status, _, _ = await gateway.ask(body=gateway.chat("x" * 100), who="bob")
@@ -68,9 +66,10 @@ async def test_whoever_is_admitted_has_room_beside_the_widest_floors(
     await gateway.check_quiet()
 
 
-async def test_a_promise_that_is_cut_is_told_with_what_bounds_it(gateway: GatewayFixture) -> None:
-    """Whoever asked for it must not find out by a miss; what is written is what was granted."""
-    admin = Admin(gateway)
+async def test_reduced_promise_names_its_limit(gateway: GatewayFixture) -> None:
+    """The response says so, so that no miss reveals it; only the granted part is billed as
+    written."""
+    admin = AdminClient(gateway)
     await admin.ask("PATCH", "/admin/v1/tenants/ada", {"promised_blocks_max": 2})
 
     async def ask(words: str) -> tuple[int, str | None, str | None]:

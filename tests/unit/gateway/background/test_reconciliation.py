@@ -1,4 +1,4 @@
-"""After whatever happened, ledger, engine and metrics have counted the same tokens."""
+"""Reconciliation: ledger, engine and metrics have the same token counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 async def settled(gateway: GatewayFixture) -> Epoch:
-    """The only epoch, noted when nothing runs any more."""
+    """Return the only epoch, recorded when nothing runs."""
     await gateway.gateway.context.wait_idle(10)
     await gateway.gateway.context.finish_background()
     await gateway.gateway._reconciler.note()
@@ -24,8 +24,8 @@ async def settled(gateway: GatewayFixture) -> Epoch:
     return epoch
 
 
-async def test_all_kinds_of_answers_are_counted_alike(gateway: GatewayFixture) -> None:
-    """Whole and streamed, hits and misses, several choices and prompts, refused ones."""
+async def test_counts_agree_for_all_kinds_of_requests(gateway: GatewayFixture) -> None:
+    """Unary and streamed, hits and misses, several choices and prompts, refusals."""
     await gateway.ask(body=gateway.chat("one " * 40))
     await gateway.ask(body=gateway.chat("one " * 40, n=3))
     await gateway.stream(gateway.chat("one " * 40 + "two"))
@@ -39,8 +39,8 @@ async def test_all_kinds_of_answers_are_counted_alike(gateway: GatewayFixture) -
     assert (epoch.state, epoch.has_mismatch, epoch.entries) == ("running", False, 4)
 
 
-async def test_a_client_that_leaves_is_counted_alike(gateway: GatewayFixture) -> None:
-    """What the engine computed before it heard of it is in the entry too."""
+async def test_counts_agree_after_a_disconnect(gateway: GatewayFixture) -> None:
+    """The entry includes tokens that the engine computed before it knew."""
     gateway.runner.hold_after(20)
     body = json.dumps(gateway.chat(max_tokens=400, stream=True)).encode()
     async with gateway.connection() as (reader, writer):
@@ -56,8 +56,8 @@ async def test_a_client_that_leaves_is_counted_alike(gateway: GatewayFixture) ->
     assert epoch.ledger == epoch.engine == epoch.metrics
 
 
-async def test_what_is_drawn_behind_the_end_of_a_text_is_nobodys(gateway: GatewayFixture) -> None:
-    """The engine hears of a stop string when more has been drawn, or when all is over."""
+async def test_tokens_after_a_stop_string_are_not_charged(gateway: GatewayFixture) -> None:
+    """The engine learns of a stop string after it has sampled more tokens, or all."""
     gateway.say("one two, three, four, five, six, seven.", ends=False)
     for most in (6, 8, 12, 40):
         await gateway.ask(body=gateway.chat("count", n=2, stop=[","], max_tokens=most))
@@ -69,8 +69,7 @@ async def test_what_is_drawn_behind_the_end_of_a_text_is_nobodys(gateway: Gatewa
     assert drawn > epoch.ledger.output_tokens > 0
 
 
-async def test_while_something_runs_nothing_is_compared(gateway: GatewayFixture) -> None:
-    """A difference then would be nothing but the time between two looks."""
+async def test_running_requests_postpone_the_comparison(gateway: GatewayFixture) -> None:
     gateway.runner.hold_after(5)
     asking = asyncio.create_task(gateway.ask(body=gateway.chat(max_tokens=300)))  # still runs then
     await gateway.until(lambda: gateway.runner.steps >= 5)
@@ -86,11 +85,11 @@ async def test_while_something_runs_nothing_is_compared(gateway: GatewayFixture)
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-async def test_what_the_engine_has_begun_has_a_hold_when_it_is_compared(
+async def test_requests_in_the_engine_have_holds_when_compared(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, is_early: bool
 ) -> None:
-    """Though short answers have none: whatever ran when the engine was asked, and whatever began
-    while it was."""
+    """Short requests have deferred holds: those running when the engine is asked, and those that
+    begin meanwhile."""
     gateway.runner.hold_after(5)
     asking: list[asyncio.Task[object]] = []
 
@@ -115,16 +114,16 @@ async def test_what_the_engine_has_begun_has_a_hold_when_it_is_compared(
     assert (epoch.state, epoch.has_mismatch) == ("pending", False)
 
 
-async def test_a_life_of_the_engine_is_known_from_its_beginning(gateway: GatewayFixture) -> None:
-    """One that dies in its first minute leaves entries that somebody will ask about."""
+async def test_records_a_new_epoch_at_once(gateway: GatewayFixture) -> None:
+    """An engine that dies in its first minute leaves entries that need an epoch."""
     await gateway.until(lambda: bool(reconcile(gateway.store)))
 
     (epoch,) = reconcile(gateway.store)
     assert (epoch.epoch, epoch.entries) == ("1", 0)
 
 
-async def test_a_difference_is_logged(gateway: GatewayFixture) -> None:
-    """Tokens in the ledger that no engine computed are a mistake of somebody's."""
+async def test_logs_a_ledger_mismatch(gateway: GatewayFixture) -> None:
+    """Tokens in the ledger that no engine computed are a bug."""
     await gateway.ask(body=gateway.chat())
     await settled(gateway)
     with gateway.store.change() as db:
@@ -136,8 +135,7 @@ async def test_a_difference_is_logged(gateway: GatewayFixture) -> None:
     assert line["ledger_output_tokens"] == line["engine_output_tokens"] + 1  # type: ignore[operator]
 
 
-async def test_the_last_note_is_final(gateway: GatewayFixture) -> None:
-    """After a shutdown the counts stay comparable for ever."""
+async def test_shutdown_records_final_counts(gateway: GatewayFixture) -> None:
     await gateway.ask(body=gateway.chat())
     await gateway.gateway._reconciler.close()
     (epoch,) = reconcile(gateway.store)
@@ -146,9 +144,9 @@ async def test_the_last_note_is_final(gateway: GatewayFixture) -> None:
     assert epoch.engine.output_tokens == 8
 
 
-async def test_two_lives_of_an_engine_are_counted_apart(gateway: GatewayFixture) -> None:
-    """The metrics go on where the engine begins at zero; what ran in a life that ended before
-    anybody looked is not taken for the next one's."""
+async def test_epochs_are_counted_separately(gateway: GatewayFixture) -> None:
+    """Metrics continue where the engine restarts at zero; requests of an epoch that ended before
+    any record are not counted in the next one."""
     telemetry = gateway.gateway.context.telemetry
     telemetry.count_epoch("0", 100, 50, 7)
     await gateway.ask(body=gateway.chat())
@@ -162,8 +160,7 @@ async def test_two_lives_of_an_engine_are_counted_apart(gateway: GatewayFixture)
     assert Counts(3, 2, 1).minus(Counts(1, 2, 3)) == Counts(2, 0, -2)
 
 
-async def test_what_is_told_of_an_epoch_is_what_metrics_count(gateway: GatewayFixture) -> None:
-    """One more sum would be worth nothing if it went its own way."""
+async def test_epoch_counts_equal_the_metrics(gateway: GatewayFixture) -> None:
     await gateway.ask(body=gateway.chat("one " * 40))
     await gateway.ask(body=gateway.chat("one " * 40), who="bob")
     await settled(gateway)
@@ -182,8 +179,8 @@ async def test_what_is_told_of_an_epoch_is_what_metrics_count(gateway: GatewayFi
     )
 
 
-def test_lives_of_an_engine_are_forgotten_after_a_while() -> None:
-    """One that dies every minute must not grow a gateway."""
+def test_old_epochs_are_dropped() -> None:
+    """An engine that dies every minute must not grow the gateway's memory."""
     telemetry = Metrics(1)
     for number in range(ENGINE_EPOCHS_MAX + 1):
         telemetry.count_epoch(str(number), 1, 0, 0)

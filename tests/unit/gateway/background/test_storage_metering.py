@@ -1,4 +1,4 @@
-"""Token-seconds: whole numbers, nothing lost between readings, sums equal to the pool's use."""
+"""Storage metering: whole token-seconds, none lost, sums equal to the use of the pool."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
-def space(tenant: int, workspace: str = "default") -> bytes:
+def namespace(tenant: int, workspace: str = "default") -> bytes:
     parts = (str(tenant), workspace, "model", "template", "")
     return b"".join(len(part).to_bytes(4, "big") + part.encode() for part in parts)
 
 
-def holds(namespace: bytes, blocks: int, **promised: int) -> NamespaceStats:
-    """So many blocks, of which some are promised in a class."""
+def stats_of(namespace: bytes, blocks: int, **promised: int) -> NamespaceStats:
+    """Return the stats of so many blocks, some of them promised in a class."""
     return NamespaceStats(namespace, blocks, 0, 0, 0, promised)
 
 
-def told(book: NamespaceTable, **blocks: int) -> NamespaceTable:
-    """Blocks by tenant: `t1=5`."""
-    book.add(holds(space(int(name[1:])), count) for name, count in blocks.items())
+def table_of(book: NamespaceTable, **blocks: int) -> NamespaceTable:
+    """Return a namespace table of `t1=5`: tenant and blocks."""
+    book.add(stats_of(namespace(int(name[1:])), count) for name, count in blocks.items())
     return book
 
 
@@ -49,22 +49,22 @@ def text(words: str, **more: object) -> dict[str, object]:
     return {"type": "text", "text": words, **more}
 
 
-def test_a_reading_stands_until_the_next() -> None:
+def test_state_holds_until_the_next_update() -> None:
     """Five blocks of sixteen tokens for ten seconds."""
     meter, book = StorageMeter(), NamespaceTable()
-    meter.update(told(book, t1=5), 16, 0)
-    meter.update(told(book, t1=1), 16, 10 * NS_PER_S)
-    meter.update(told(book, t1=0), 16, 12 * NS_PER_S)
+    meter.update(table_of(book, t1=5), 16, 0)
+    meter.update(table_of(book, t1=1), 16, 10 * NS_PER_S)
+    meter.update(table_of(book, t1=0), 16, 12 * NS_PER_S)
 
     assert meter.take() == {(1, BEST_EFFORT): 5 * 16 * 10 + 16 * 2}
     assert meter.take() == {}
 
 
-def test_promised_blocks_are_held_in_their_class() -> None:
-    """Workspaces of a tenant are one tenant."""
+def test_promised_blocks_count_in_their_class() -> None:
+    """A tenant's workspaces count together."""
     spaces = (
-        NamespaceStats(space(1), 5, 0, 0, 0, {"1h": 2, "5m": 1}),
-        NamespaceStats(space(1, "lab"), 1, 0, 0, 0, {"1h": 1}),
+        NamespaceStats(namespace(1), 5, 0, 0, 0, {"1h": 2, "5m": 1}),
+        NamespaceStats(namespace(1, "lab"), 1, 0, 0, 0, {"1h": 1}),
         NamespaceStats(b"", 9, 0, 0, 0),
     )
 
@@ -78,20 +78,19 @@ def test_promised_blocks_are_held_in_their_class() -> None:
     }
 
 
-def test_another_engine_holds_nothing_of_what_the_last_one_held() -> None:
-    """Its cache is empty until it tells otherwise; without one nobody holds anything."""
+def test_new_engine_starts_empty() -> None:
+    """Without an engine nothing is held."""
     meter = StorageMeter()
-    meter.update(told(NamespaceTable(), t1=5, t2=1), 16, 0)
-    meter.update(told(NamespaceTable(), t2=2), 16, 10 * NS_PER_S)
+    meter.update(table_of(NamespaceTable(), t1=5, t2=1), 16, 0)
+    meter.update(table_of(NamespaceTable(), t2=2), 16, 10 * NS_PER_S)
     meter.update(None, 0, 11 * NS_PER_S)
-    meter.update(told(NamespaceTable()), 16, 20 * NS_PER_S)
+    meter.update(table_of(NamespaceTable()), 16, 20 * NS_PER_S)
 
     assert meter.take() == {(1, BEST_EFFORT): 800, (2, BEST_EFFORT): 160 + 32}
 
 
-def test_a_meter_beside_another_misses_nothing() -> None:
-    """What one has been told, the other has still to be told."""
-    book, meters = told(NamespaceTable(), t1=5), (StorageMeter(), StorageMeter())
+def test_two_meters_of_one_table_see_all_changes() -> None:
+    book, meters = table_of(NamespaceTable(), t1=5), (StorageMeter(), StorageMeter())
     for now_s in (0, 10):
         for meter in meters:
             meter.update(book, 16, now_s * NS_PER_S)
@@ -109,10 +108,10 @@ happenings = st.tuples(
 
 
 @given(st.lists(happenings, max_size=30))
-def test_nothing_is_lost_between_readings(
+def test_readings_add_up(
     history: list[tuple[int, str, int, int, str]],
 ) -> None:
-    """However often it is read, and whatever changed, the whole seconds add up to the whole."""
+    """For any changes and any times of reading, whole seconds add up to the total."""
     meter, book, now_ns = StorageMeter(), NamespaceTable(), 0
     total: Counter[tuple[int, str]] = Counter()
     taken: Counter[tuple[int, str]] = Counter()
@@ -125,7 +124,7 @@ def test_nothing_is_lost_between_readings(
         if what == "restart":
             book, present = NamespaceTable(), {}
         present[tenant] = (kind, blocks)
-        book.add([holds(space(tenant), blocks, **({kind: blocks} if kind else {}))])
+        book.add([stats_of(namespace(tenant), blocks, **({kind: blocks} if kind else {}))])
         meter.update(book, 16, now_ns)
         if what == "read":
             taken.update(meter.take())
@@ -135,12 +134,12 @@ def test_nothing_is_lost_between_readings(
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 1), min_size=1, max_size=12))))
-def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, list[int]]]) -> None:
-    """Shared blocks are counted once: for the namespace that holds them."""
+def test_tenants_blocks_add_up_to_the_pools_use(prompts: list[tuple[int, list[int]]]) -> None:
+    """A shared block counts once: for the namespace that holds it."""
     cache = PrefixCache(blocks=32, block_size=4)
     tables = []
     for number, (tenant, words) in enumerate(prompts):
-        table = cache.begin(space(tenant), words, float(number), quota=Quota())
+        table = cache.begin(namespace(tenant), words, float(number), quota=Quota())
         if cache.grow(table, len(words), float(number)):
             cache.take_copies()
             cache.commit(table, words, len(words), float(number))
@@ -148,13 +147,13 @@ def test_the_tenants_sum_is_what_the_pool_has_in_use(prompts: list[tuple[int, li
         if number % 2:
             cache.release(*tables.pop(0), float(number))
 
-    seen = token_changes(((None, holds(u.namespace, u.blocks)) for u in cache.namespaces()), 4)
+    seen = token_changes(((None, stats_of(u.namespace, u.blocks)) for u in cache.namespaces()), 4)
     used = cache.stats()
     assert sum(seen.values()) == 4 * (used.blocks - used.free)
 
 
-async def test_what_is_held_for_an_hour_is_charged_as_such(gateway: GatewayFixture) -> None:
-    """From the mark in a request to the cost row: a price for a class finds what it is for."""
+async def test_storage_is_charged_by_class(gateway: GatewayFixture) -> None:
+    """From the breakpoint of a request to the cost row: a class's price applies to its blocks."""
     context, clock = gateway.gateway.context, FakeClock()
     card = add_card(gateway.store, wall_ms, RateCard("list", storage={"1h": 20_000}))
     hour = {"type": "ephemeral", "ttl": "1h"}
@@ -183,10 +182,9 @@ async def test_what_is_held_for_an_hour_is_charged_as_such(gateway: GatewayFixtu
 
 
 @pytest.mark.parametrize("part", ["store", "ledger"])
-async def test_what_cannot_be_written_is_written_with_the_next_reading(
+async def test_failed_writes_are_part_of_the_next_reading(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """A database that is away for a moment costs nobody's token-hours, and not the meter either."""
     context, clock = gateway.gateway.context, FakeClock()
     await gateway.ask(body=gateway.chat())
     await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
@@ -196,7 +194,7 @@ async def test_what_cannot_be_written_is_written_with_the_next_reading(
     clock.advance(10.0)
 
     with monkeypatch.context() as broken:
-        broken.setattr(context, part, _Away())
+        broken.setattr(context, part, _Unavailable())
         await watch.close()
     await watch.close()
 
@@ -204,8 +202,8 @@ async def test_what_cannot_be_written_is_written_with_the_next_reading(
     assert seconds == 10 * 16 * sum(one.blocks for one in context.engine.namespaces) > 0
 
 
-class _Away:
-    """A store, or a ledger over one, that cannot be asked."""
+class _Unavailable:
+    """A store, or a ledger over one, that fails."""
 
     def query(self, sql: str, values: object = ()) -> None:
         raise StoreError("gone", "The database is away.")

@@ -1,4 +1,4 @@
-"""An endpoint by script, whose timings and hits are known, a client of it, and a trace."""
+"""A scripted endpoint with known timings and hits, a client of it, and a trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class WatchedClock(FakeClock):
-    """Tells when it was read, so that a server can wait until its bytes were seen."""
+    """A clock that reports its reads, so that a server can wait until its bytes were seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class WatchedClock(FakeClock):
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint by script. `pauses_s`: virtual seconds before each piece.
+    """A scripted OpenAI-compatible endpoint. `pauses_s`: virtual seconds before each piece of text.
 
-    It keeps every prompt it saw, as a perfect cache would, and counts what it finds there.
+    It remembers every prompt, as a perfect cache would, and counts the cached tokens.
     """
 
     def __init__(self, clock: WatchedClock, pauses_s: tuple[float, ...] = (0.05, 0.01)) -> None:
@@ -57,7 +57,7 @@ class Endpoint:
         self.bodies.append(body)
         self.keys.append(request.headers.get("Authorization", ""))
         prompt = _prompt_of(body)
-        cached = max((in_common(prompt, other) for other in self._seen), default=0)
+        cached = max((common_prefix(prompt, other) for other in self._seen), default=0)
         cached = min(cached, len(prompt) - 1)
         if self.remembers:
             self._seen.append(prompt)
@@ -91,13 +91,13 @@ def _prompt_of(body: dict[str, Any]) -> list[Any]:
     return list(prompt)
 
 
-def in_common(a: list[Any], b: list[Any]) -> int:
+def common_prefix(a: list[Any], b: list[Any]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 @asynccontextmanager
-async def served(handler: Handler) -> AsyncIterator[str]:
-    """The handler behind every path, on a loopback port."""
+async def serve(handler: Handler) -> AsyncIterator[str]:
+    """Serve the handler for every path on a loopback port."""
     app = web.Application()
     app.router.add_post("/v1/{path:.*}", handler)
 
@@ -119,7 +119,7 @@ async def served(handler: Handler) -> AsyncIterator[str]:
 async def client_of(
     handler: Handler, clock: FakeClock, keys: tuple[str, ...] = ("",)
 ) -> AsyncIterator[Client]:
-    async with served(handler) as url, aiohttp.ClientSession() as session:
+    async with serve(handler) as url, aiohttp.ClientSession() as session:
         yield Client(session, BenchTarget(url, "scripted", keys), clock)
 
 
@@ -133,7 +133,7 @@ MOONCAKE = (
 )
 
 
-def written(folder: Path, name: str, text: str) -> Path:
+def write_trace(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(text)
     return path

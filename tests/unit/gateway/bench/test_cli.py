@@ -1,4 +1,4 @@
-"""`trunkline bench` and `replay` as the command line calls them."""
+"""`trunkline bench` and `trunkline replay` as commands."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gateway.bench.cli import (
     run_replay,
 )
 from gateway.bench.client import BenchError
-from tests.unit.gateway.bench.scripted_endpoint import MOONCAKE, SMALL, served, written
+from tests.unit.gateway.bench.scripted_endpoint import MOONCAKE, SMALL, serve, write_trace
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
 def ignore(_: str) -> None:
-    """Say nothing."""
+    """Discard a message."""
 
 
 def parsed(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> argparse.Namespace:
@@ -34,15 +34,12 @@ def parsed(add: Callable[[argparse.ArgumentParser], None], *arguments: str) -> a
 
 
 def bench(folder: Path, say: Callable[[str], None], *arguments: str) -> Report:
-    """`trunkline bench` as the command line calls it; it blocks."""
+    """Run `trunkline bench`; it blocks."""
     return run_bench(parsed(add_bench_arguments, *arguments), "", folder, say, SMALL)
 
 
-async def test_the_command_measures_our_own_gateway(
-    gateway: GatewayFixture, tmp_path: Path
-) -> None:
-    """Every workload over HTTP against the real gateway, with the fake runner underneath: its hits
-    are its own."""
+async def test_bench_measures_the_gateway(gateway: GatewayFixture, tmp_path: Path) -> None:
+    """Every workload runs over HTTP against a gateway over the fake runner."""
     said: list[str] = []
     keys = [f"--key={key}" for key in gateway.keys.values()]
 
@@ -59,11 +56,10 @@ async def test_the_command_measures_our_own_gateway(
     assert json.loads(report.json())["machine"]["cores"] >= 1
 
 
-async def test_the_command_replays_a_trace(gateway: GatewayFixture, tmp_path: Path) -> None:
-    """From the file to the table."""
+async def test_replay_measures_a_trace(gateway: GatewayFixture, tmp_path: Path) -> None:
 
     def command() -> Report:
-        path = written(tmp_path, "m.jsonl", MOONCAKE)
+        path = write_trace(tmp_path, "m.jsonl", MOONCAKE)
         url, key = gateway.url + "/v1", gateway.keys["ada"]
         more = ("--text", "--key", key, "--context", "60", "--speed", "50")
         options = parsed(add_replay_arguments, str(path), "--url", url, *more)
@@ -86,31 +82,30 @@ async def test_the_command_replays_a_trace(gateway: GatewayFixture, tmp_path: Pa
         ("--serve", "--url", "http://127.0.0.1:1/v1"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(arguments: tuple[str, ...]) -> None:
-    """Exit status 2, as everywhere."""
+def test_refuses_invalid_arguments(arguments: tuple[str, ...]) -> None:
+    """Exit status 2."""
     with pytest.raises(SystemExit) as caught:
         parsed(add_bench_arguments, *arguments)
 
     assert caught.value.code == 2
 
 
-async def test_an_endpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """The address in the message is the one to correct."""
+async def test_error_names_an_unreachable_endpoint(tmp_path: Path) -> None:
     arguments = ("--url", "http://127.0.0.1:9/v1")
 
     with pytest.raises(BenchError, match=r"127\.0\.0\.1:9"):
         await asyncio.to_thread(bench, tmp_path, ignore, *arguments)
 
 
-async def test_a_bench_ends_in_time(tmp_path: Path) -> None:
-    """An endpoint that hangs does not hang whoever measures it."""
+async def test_bench_ends_after_its_timeout(tmp_path: Path) -> None:
+    """An endpoint that hangs does not hang the bench."""
     ended = asyncio.Event()
 
     async def silent(_: web.Request) -> web.StreamResponse:
         await ended.wait()
         return web.Response()
 
-    async with served(silent) as url:
+    async with serve(silent) as url:
         with pytest.raises(BenchError, match="Not finished after"):
             await asyncio.to_thread(bench, tmp_path, ignore, "--url", url, "--timeout-s", "0.2")
         ended.set()

@@ -1,4 +1,4 @@
-"""What the benchmark measures of scripted endpoints whose timings and hits are known."""
+"""Measurements of scripted endpoints with known timings and hits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.unit.gateway.bench.scripted_endpoint import (
 # --- one request -------------------------------------------------------------------------------
 
 
-async def test_times_are_those_at_which_the_bytes_came() -> None:
-    """First token and gaps to the millisecond, on a clock that passes when the server says."""
+async def test_measures_arrival_times() -> None:
+    """First token and gaps to the millisecond, on a virtual clock."""
     clock = WatchedClock()
     endpoint = Endpoint(clock, pauses_s=(0.050, 0.010, 0.030))
     async with client_of(endpoint.answer, clock) as client:
@@ -37,8 +37,8 @@ async def test_times_are_those_at_which_the_bytes_came() -> None:
     assert done.text == "012"
 
 
-async def test_latency_counts_from_when_a_request_was_due() -> None:
-    """A client that was kept waiting would otherwise report an idle endpoint."""
+async def test_latency_counts_from_the_due_time() -> None:
+    """A delayed client would otherwise report an idle endpoint."""
     clock = WatchedClock()
     clock.advance(10.0)
     async with client_of(Endpoint(clock, pauses_s=(0.5,)).answer, clock) as client:
@@ -47,8 +47,8 @@ async def test_latency_counts_from_when_a_request_was_due() -> None:
     assert done.first_s == pytest.approx(3.5)
 
 
-async def test_outputs_are_asked_for_in_exact_length_and_without_chance() -> None:
-    """Throughput of answers that end when they like is no measure."""
+async def test_requests_exact_lengths_and_greedy_sampling() -> None:
+    """Throughput with random lengths cannot be compared."""
     clock = WatchedClock()
     endpoint = Endpoint(clock)
     async with client_of(endpoint.answer, clock, keys=("one", "two")) as client:
@@ -61,8 +61,8 @@ async def test_outputs_are_asked_for_in_exact_length_and_without_chance() -> Non
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
-async def test_events_cut_anywhere_are_read_whole(size: int) -> None:
-    """The network cuts where it likes, also inside a character."""
+async def test_reads_events_split_at_any_byte(size: int) -> None:
+    """The network may split inside a character."""
     events = (
         'data: {"choices":[{"text":"aö"}]}\r\n\r\n: alive\n\ndata: {"choices":[{"text":"日"}]}\n\n'
     )
@@ -95,10 +95,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("status", "body", "word"), BROKEN.values(), ids=BROKEN.keys())
-async def test_an_endpoint_that_cannot_be_measured_is_told_why(
+async def test_error_says_why_an_endpoint_cannot_be_measured(
     status: int, body: str, word: str
 ) -> None:
-    """Whoever points it at a strange server gets a sentence, not zeros in a table."""
 
     async def broken(_: web.Request) -> web.StreamResponse:
         return web.Response(status=status, text=body)
@@ -108,8 +107,8 @@ async def test_an_endpoint_that_cannot_be_measured_is_told_why(
             await client.complete([1], 1)
 
 
-async def test_an_endpoint_that_hangs_up_is_an_error() -> None:
-    """Half an answer has no usage and must not be counted."""
+async def test_truncated_response_is_an_error() -> None:
+    """It has no usage and must not be counted."""
 
     async def hang_up(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -128,8 +127,8 @@ async def test_an_endpoint_that_hangs_up_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-async def test_every_workload_brings_figures_that_can_be(name: str) -> None:
-    """Each letter runs against a plain endpoint, and names each of its figures once."""
+async def test_every_workload_returns_plausible_figures(name: str) -> None:
+    """Each figure is named once."""
     clock = WatchedClock()
     async with client_of(Endpoint(clock).answer, clock) as client:
         figures = await WORKLOADS[name](client, PromptMaker(1), SMALL)
@@ -138,8 +137,7 @@ async def test_every_workload_brings_figures_that_can_be(name: str) -> None:
     assert all(figure.value >= 0 for figure in figures)
 
 
-async def test_a_perfect_cache_computes_each_token_once() -> None:
-    """The figure that says whether anything was computed twice, on an endpoint that never does."""
+async def test_perfect_cache_has_compute_ratio_one() -> None:
     clock = WatchedClock()
     async with client_of(Endpoint(clock).answer, clock) as client:
         found = values(await WORKLOADS["c"](client, PromptMaker(1), SMALL))
@@ -148,8 +146,7 @@ async def test_a_perfect_cache_computes_each_token_once() -> None:
     assert found["cold hit ratio"] == pytest.approx(100 * 3 * 32 / (4 * 40))
 
 
-async def test_without_a_cache_every_prompt_is_computed() -> None:
-    """The same figure at the other end."""
+async def test_endpoint_without_cache_computes_every_prompt() -> None:
     clock = WatchedClock()
     endpoint = Endpoint(clock)
     endpoint.remembers = False
@@ -160,8 +157,8 @@ async def test_without_a_cache_every_prompt_is_computed() -> None:
     assert found["cold hit ratio"] == 0
 
 
-async def test_an_endpoint_that_hides_its_hits_gets_no_hit_ratio() -> None:
-    """Not said is not zero."""
+async def test_unreported_hits_give_no_hit_ratio() -> None:
+    """Unreported is not zero."""
     clock = WatchedClock()
     endpoint = Endpoint(clock)
     endpoint.reports_hits = False
@@ -171,8 +168,7 @@ async def test_an_endpoint_that_hides_its_hits_gets_no_hit_ratio() -> None:
     assert not [name for name in found if "hit" in name or "unique" in name]
 
 
-async def test_tenants_share_nothing_but_the_endpoint() -> None:
-    """Each has its own key and its own system prompt."""
+async def test_tenants_have_separate_keys_and_prompts() -> None:
     clock = WatchedClock()
     endpoint = Endpoint(clock)
     async with client_of(endpoint.answer, clock, keys=("one", "two")) as client:
@@ -188,7 +184,7 @@ async def test_tenants_share_nothing_but_the_endpoint() -> None:
     assert systems["Bearer one"] != systems["Bearer two"]
 
 
-async def test_each_turn_of_a_conversation_carries_what_was_answered() -> None:
+async def test_each_turn_carries_earlier_answers() -> None:
     """Otherwise no later turn could hit."""
     clock = WatchedClock()
     endpoint = Endpoint(clock)
@@ -201,8 +197,8 @@ async def test_each_turn_of_a_conversation_carries_what_was_answered() -> None:
     assert longest[2]["content"] == "öö"
 
 
-def test_prompts_are_those_of_their_seed_and_of_the_length_asked() -> None:
-    """Two machines measure the same; two runs of one bench never meet each other's cache."""
+def test_prompts_follow_seed_and_length() -> None:
+    """Two machines send the same prompts; two runs of one bench share none."""
     one, two, other = PromptMaker("0/a/1"), PromptMaker("0/a/1"), PromptMaker("0/a/2")
 
     first = one.make(100)
@@ -216,16 +212,16 @@ def test_prompts_are_those_of_their_seed_and_of_the_length_asked() -> None:
 @pytest.mark.parametrize(
     ("percent", "expected"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)]
 )
-def test_a_percentile_is_a_value_that_was_measured(percent: float, expected: int) -> None:
-    """Nearest rank; no value between two streams is made up."""
+def test_percentile_is_a_measured_value(percent: float, expected: int) -> None:
+    """Nearest rank; no value between two measurements is invented."""
     assert percentile(list(range(100, 0, -1)), percent) == expected
 
 
 # --- reports
 
 
-def test_runs_are_summed_up_by_median_and_extremes() -> None:
-    """One odd run must not look like the rule, nor be hidden."""
+def test_report_has_median_and_extremes() -> None:
+    """An outlier must neither dominate nor be hidden."""
     runs = [[Figure("cold", "ms", value)] for value in (5.0, 1.0, 2000.0)]
 
     [row] = rows("a", runs)
@@ -235,8 +231,8 @@ def test_runs_are_summed_up_by_median_and_extremes() -> None:
     assert text.splitlines()[1].split() == ["a", "cold", "5.00", "1.00", "2,000", "ms", "3"]
 
 
-def test_memory_is_that_of_the_whole_tree(tmp_path: Path) -> None:
-    """The engine is a child of the gateway, and holds nearly all of it."""
+def test_memory_includes_child_processes(tmp_path: Path) -> None:
+    """The engine is a child of the gateway, and holds most of the memory."""
     for pid, parent, kib in ((10, 1, 100), (11, 10, 1000), (12, 11, 7), (13, 1, 5000)):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) S {parent} 0 0")

@@ -1,4 +1,4 @@
-"""Traces read, prompts made of them, and replayed against scripted endpoints."""
+"""Traces: reading, prompts, and replay against scripted endpoints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.unit.gateway.bench.scripted_endpoint import (
     Endpoint,
     WatchedClock,
     client_of,
-    in_common,
+    common_prefix,
     values,
-    written,
+    write_trace,
 )
 
 AZURE = (
@@ -29,19 +29,18 @@ AZURE = (
 )
 
 
-def test_both_kinds_of_traces_begin_at_nought(tmp_path: Path) -> None:
-    """Whenever the recording began, the replay begins now."""
-    mooncake = read_trace(written(tmp_path, "m.jsonl", MOONCAKE), 10)
-    azure = read_trace(written(tmp_path, "a.csv", AZURE), 10)
+def test_both_formats_start_at_zero(tmp_path: Path) -> None:
+    mooncake = read_trace(write_trace(tmp_path, "m.jsonl", MOONCAKE), 10)
+    azure = read_trace(write_trace(tmp_path, "a.csv", AZURE), 10)
 
     assert mooncake == [Arrival(0.0, 700, 3, (7, 8)), Arrival(0.5, 520, 2, (7, 9))]
     assert [(a.prompt_tokens, a.output_tokens) for a in azure] == [(374, 44), (396, 109)]
     assert azure[1].at_s == pytest.approx(4.314579)
 
 
-def test_a_limit_reads_no_further(tmp_path: Path) -> None:
-    """Traces are long; a damaged line beyond the limit is nobody's trouble."""
-    path = written(tmp_path, "m.jsonl", MOONCAKE + "broken")
+def test_reads_no_further_than_the_limit(tmp_path: Path) -> None:
+    """A damaged line beyond the limit does not matter."""
+    path = write_trace(tmp_path, "m.jsonl", MOONCAKE + "broken")
 
     assert len(read_trace(path, 2)) == 2
 
@@ -59,34 +58,34 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46\n"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused(name: str, text: str, tmp_path: Path) -> None:
-    """By name, before a server is started for it."""
+def test_refuses_a_file_that_is_not_a_trace(name: str, text: str, tmp_path: Path) -> None:
+    """Before a server is started for it."""
     with pytest.raises(BenchError, match=name):
-        read_trace(written(tmp_path, name, text), 10)
+        read_trace(write_trace(tmp_path, name, text), 10)
 
 
-def test_a_block_id_is_the_same_tokens_wherever_it_occurs() -> None:
-    """What the trace says is shared, is: to the block, and not beyond."""
+def test_equal_block_ids_give_equal_tokens() -> None:
+    """Prompts share exactly the blocks that the trace says."""
     prompts = TracePrompts(3, context=4096)
     one = prompts.prompt(0, Arrival(0, 1100, 4, (7, 8, 9)), 4)
     two = prompts.prompt(1, Arrival(0, 1100, 4, (7, 8, 5)), 4)
 
     assert len(one) == len(two) == 1100
-    assert in_common(list(one), list(two)) == 1024
+    assert common_prefix(list(one), list(two)) == 1024
 
 
-def test_prompts_without_blocks_share_nothing_and_fit_the_context() -> None:
-    """Azure's trace does not say what was shared; a long prompt is cut, not refused."""
+def test_prompts_without_blocks_are_unique_and_fit_the_context() -> None:
+    """Azure's trace has no blocks; a long prompt is cut, not refused."""
     prompts = TracePrompts(3, context=300)
     one, two = (prompts.prompt(n, Arrival(0, 374, 44), 44) for n in range(2))
 
     assert len(one) == len(two) == 300 - 44 - 1
-    assert in_common(list(one), list(two)) < 3
+    assert common_prefix(list(one), list(two)) < 3
 
 
-async def test_a_replay_waits_for_no_answer() -> None:
-    """Open loop: an endpoint that answers nobody until all have asked is still asked by all. A
-    client that waits for answers would hide exactly the time it waited."""
+async def test_replay_is_open_loop() -> None:
+    """An endpoint that answers after the last request still receives all. A client that waits
+    for responses would hide the time it waited."""
     count, everybody = 4, asyncio.Event()
     endpoint = Endpoint(WatchedClock(), pauses_s=())
     asked = 0
@@ -119,8 +118,8 @@ async def _plain_send(response: web.StreamResponse, event: dict[str, Any]) -> No
     await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
 
-async def test_a_replay_counts_what_failed() -> None:
-    """Refusals under load are a result; only "all of them" is an error."""
+async def test_replay_counts_failed_requests() -> None:
+    """Refusals under load are a result; only "all failed" is an error."""
     clock = WatchedClock()
     endpoint = Endpoint(clock)
     asked = 0

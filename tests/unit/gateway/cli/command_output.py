@@ -1,4 +1,4 @@
-"""What a command of the command line says: to a program, or in the one line of a refusal."""
+"""Output of a command: data for a program, or the line of an error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Run = Callable[..., tuple[int, str, str]]
 """Runs a command: (status, standard output, standard error)."""
 
 
-def told(run: Run, *arguments: str, status: int = 1) -> str:
-    """The one line that a command says when it cannot."""
+def error_line(run: Run, *arguments: str, status: int = 1) -> str:
+    """Return the one line of a failed command."""
     got, out, err = run(*arguments)
     assert (got, out) == (status, "")
     assert err.startswith("trunkline: ")
@@ -20,7 +20,7 @@ def told(run: Run, *arguments: str, status: int = 1) -> str:
 
 
 def data_of(run: Run, *arguments: str) -> Any:
-    """What a program reads."""
+    """Return a command's JSON."""
     status, out, err = run(*arguments, "--json")
     assert (status, err) == (0, "")
     return json.loads(out)

@@ -1,4 +1,4 @@
-"""Backups on the command line, and what every report says afterwards: which life of the ledger."""
+"""Backups by command, and the ledger epoch that reports show afterwards."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gateway.ledger.metering import wall_ms
 from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.storage.backends import open_store
 from tenancy.types import UsageEntry
-from tests.unit.gateway.cli.command_output import Run, data_of, told
+from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.storage.postgres_server import Server
 
 pytestmark = pytest.mark.usefixtures("noon")
 
 
-class Place:
-    """A data directory, and the database that its configuration names."""
+class Installation:
+    """A data directory, and the database of its configuration."""
 
     def __init__(self, data: Path, database: str) -> None:
         self.data = data
         self.database = database
 
     def use(self, request_id: str) -> None:
-        """An entry of the default tenant's, from yesterday."""
+        """Write an entry of the default tenant, from yesterday."""
         store = open_store(self.database, self.data, {})
         ledger = Ledger(store, wall_ms)
         at_ms = wall_ms() - 86_400_000
@@ -55,22 +55,22 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 
 @pytest.fixture
-def file(run: Run, tmp_path: Path) -> Place:
+def file(run: Run, tmp_path: Path) -> Installation:
     (tmp_path / "trunkline.toml").write_text('tenancy.database = "books.db"\n')
     assert run("tenant", "list")[0] == 0
-    return Place(tmp_path / "data", "books.db")
+    return Installation(tmp_path / "data", "books.db")
 
 
 @pytest.fixture
-def server(run: Run, tmp_path: Path, postgres_server: Server) -> Place:
+def server(run: Run, tmp_path: Path, postgres_server: Server) -> Installation:
     url = postgres_server.url(postgres_server.database(is_empty=True))
     (tmp_path / "trunkline.toml").write_text(f'tenancy.database = "{url}"\n')
     assert run("tenant", "list")[0] == 0
-    return Place(tmp_path / "data", url)
+    return Installation(tmp_path / "data", url)
 
 
-def test_a_ledger_is_backed_up_and_restored(run: Run, file: Place, tmp_path: Path) -> None:
-    """For people in words, for programs in data; what is missing is said."""
+def test_backs_up_and_restores(run: Run, file: Installation, tmp_path: Path) -> None:
+    """The text and the JSON say what is missing."""
     copy = str(tmp_path / "b.db")
     file.use("a")
     made = data_of(run, "backup", copy)
@@ -86,8 +86,7 @@ def test_a_ledger_is_backed_up_and_restored(run: Run, file: Place, tmp_path: Pat
     assert again["missing"] == {"entries": 0, "since_ms": None, "until_ms": None}
 
 
-def test_a_machine_that_has_nothing_is_restored(run: Run, file: Place, tmp_path: Path) -> None:
-    """That is what backups are for."""
+def test_restores_to_an_empty_machine(run: Run, file: Installation, tmp_path: Path) -> None:
     copy = str(tmp_path / "b.db")
     file.use("a")
     assert run("backup", copy)[0] == 0
@@ -99,8 +98,8 @@ def test_a_machine_that_has_nothing_is_restored(run: Run, file: Place, tmp_path:
     assert file.data.stat().st_mode & 0o777 == 0o700
 
 
-def test_reports_say_which_life_of_the_ledger_they_are_of(run: Run, file: Place) -> None:
-    """So that whoever follows a sum knows why it fell."""
+def test_reports_show_the_ledger_epoch(run: Run, file: Installation) -> None:
+    """A reader of a series of sums sees why a sum fell."""
     file.use("a")
     before = [data_of(run, name)[0]["ledger_epoch"] for name in ("usage", "reconcile")]
     marked = data_of(run, "restore", "--mark")
@@ -112,13 +111,13 @@ def test_reports_say_which_life_of_the_ledger_they_are_of(run: Run, file: Place)
     assert run("check-books")[0] == 0
 
 
-def test_a_terminal_shows_how_far_it_is(
+def test_shows_progress_on_a_terminal_only(
     run: Run,
-    file: Place,
+    file: Installation,
     postgres_server: Server,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Millions of entries take minutes; whatever is no terminal is told nothing."""
+    """Millions of entries take minutes."""
     file.use("a")
     url = postgres_server.url(postgres_server.database(is_empty=True))
     _, _, nothing = run("check-books")
@@ -132,26 +131,26 @@ def test_a_terminal_shows_how_far_it_is(
         assert f"{part}: 100%" in moved
 
 
-def test_a_ledger_is_moved_to_a_server(
-    run: Run, file: Place, postgres_server: Server, tmp_path: Path
+def test_moves_to_postgresql(
+    run: Run, file: Installation, postgres_server: Server, tmp_path: Path
 ) -> None:
-    """One command, with its control totals, and one line of the configuration; again it says that
-    it was done, and what cannot be moved is one line."""
+    """One command with control totals and the line for the configuration. A second run says that
+    it was done; a refusal is one line."""
     file.use("a")
     name = postgres_server.database(is_empty=True)
     url = postgres_server.url(name)
-    backwards = told(run, "move-database", "other.db")
+    backwards = error_line(run, "move-database", "other.db")
     status, text, _ = run("move-database", url)
     again = data_of(run, "move-database", url)
     (tmp_path / "trunkline.toml").write_text(f'tenancy.database = "{url}"\n')
-    from_server = told(run, "move-database", url)
+    from_server = error_line(run, "move-database", url)
     tenants = data_of(run, "tenant", "list")
     checked = run("check-books")[0]
-    Place(tmp_path / "data", url).use("b")
+    Installation(tmp_path / "data", url).use("b")
     (tmp_path / "trunkline.toml").write_text('tenancy.database = "books.db"\n')
-    used = told(run, "move-database", url)
+    used = error_line(run, "move-database", url)
     (tmp_path / "trunkline.toml").write_text('tenancy.database = "nowhere.db"\n')
-    nothing = told(run, "move-database", url)
+    nothing = error_line(run, "move-database", url)
     postgres_server.drop(name)
 
     assert "from a file to PostgreSQL" in backwards
@@ -166,11 +165,10 @@ def test_a_ledger_is_moved_to_a_server(
     assert "database not found" in nothing
 
 
-def test_on_a_server_it_says_who_does_it_and_marks_it(run: Run, server: Place) -> None:
-    """`pg_dump` and `pg_restore` are better at it."""
+def test_postgresql_backups_refer_to_pg_dump(run: Run, server: Installation) -> None:
     server.use("a")
-    back = told(run, "backup", "b.db")
-    restore = told(run, "restore", "b.db")
+    back = error_line(run, "backup", "b.db")
+    restore = error_line(run, "restore", "b.db")
     marked = data_of(run, "restore", "--mark")
 
     assert "pg_dump" in back
@@ -178,21 +176,21 @@ def test_on_a_server_it_says_who_does_it_and_marks_it(run: Run, server: Place) -
     assert marked == {"ledger_epoch": 2}
 
 
-def test_what_cannot_be_done_is_one_line(run: Run, file: Place, tmp_path: Path) -> None:
-    """And says what would be right."""
-    assert "one of the arguments FILE --mark is required" in told(run, "restore", status=2)
-    assert "not allowed with argument" in told(run, "restore", "b.db", "--mark", status=2)
-    assert "Not a file" in told(run, "restore", str(tmp_path / "nowhere.db"))
+def test_errors_are_one_line(run: Run, file: Installation, tmp_path: Path) -> None:
+    """It says what is expected."""
+    assert "one of the arguments FILE --mark is required" in error_line(run, "restore", status=2)
+    assert "not allowed with argument" in error_line(run, "restore", "b.db", "--mark", status=2)
+    assert "Not a file" in error_line(run, "restore", str(tmp_path / "nowhere.db"))
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("no database")
-    assert "Not a ledger" in told(run, "restore", str(tmp_path / "empty"))
-    assert "Not a database" in told(run, "restore", str(tmp_path / "text"))
-    assert "File exists" in told(run, "backup", str(file.data / "books.db"))
+    assert "Not a ledger" in error_line(run, "restore", str(tmp_path / "empty"))
+    assert "Not a database" in error_line(run, "restore", str(tmp_path / "text"))
+    assert "File exists" in error_line(run, "backup", str(file.data / "books.db"))
     (tmp_path / "trunkline.toml").write_text('tenancy.database = "other.db"\n')
-    assert "database not found" in told(run, "backup", str(tmp_path / "b.db"))
+    assert "database not found" in error_line(run, "backup", str(tmp_path / "b.db"))
 
 
-async def test_a_gateway_says_it_in_its_reports_and_its_metrics(gateway: GatewayFixture) -> None:
+async def test_gateway_reports_the_ledger_epoch(gateway: GatewayFixture) -> None:
     """To its operator and to the tenant."""
     _, own, _ = await gateway.ask("/v1/usage", method="GET")
     async with gateway.session.get(gateway.admin_url + "/metrics") as answer:
@@ -202,10 +200,10 @@ async def test_a_gateway_says_it_in_its_reports_and_its_metrics(gateway: Gateway
     assert "\ntrunkline_ledger_epoch 1.0\n" in metrics
 
 
-async def test_a_gateway_over_a_ledger_that_was_exchanged_logs_it(
+async def test_gateway_logs_a_replaced_ledger(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """A warning with the point from which on it holds."""
+    """With the point from which the epoch counts."""
     known = '{"epoch": 3, "entry_id": 9, "chain": "00", "at_ms": 1}'
     await asyncio.to_thread(unopened_gateway.store.save_marker, known.encode())
     await unopened_gateway.open()

@@ -1,4 +1,4 @@
-"""Money on the command line: dollars in, exact integers behind, one line when it cannot be."""
+"""Billing by command: dollars in, exact integers stored, one line for an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenancy.pricing.budget_watch import REFRESH_S
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
-from tests.unit.gateway.cli.command_output import Run, data_of, told
+from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.tenancy.storage.postgres_server import Server
 
 pytestmark = pytest.mark.usefixtures("noon")
@@ -34,7 +34,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest) -> str:
-    """As the configuration says it."""
+    """Return the database as the configuration names it."""
     if request.param == "sqlite":
         return "books.db"
     server: Server = request.getfixturevalue("postgres_server")
@@ -65,24 +65,24 @@ def run(
 
 @pytest.fixture
 def priced(run: Run, tmp_path: Path) -> Run:
-    """With a card, and an entry of two dollars' micros from yesterday and one from today."""
+    """Set a rate card, with an entry of two micro-dollars from yesterday and one from today."""
     (tmp_path / "card.json").write_text(json.dumps(CARD))
     assert run("prices", "--add", str(tmp_path / "card.json"))[0] == 0
     return run
 
 
 @pytest.fixture
-def books(data: Path, database: str) -> Callable[[], Store]:
-    """Open them beside the command."""
+def open_ledger(data: Path, database: str) -> Callable[[], Store]:
+    """Open the ledger beside the command."""
     return lambda: open_store(database, data, {})
 
 
 Books = Callable[[], Store]
 
 
-def use(books: Books, request_id: str, days_ago: int, epoch: str = "") -> None:
-    """An entry of ten prompt tokens and one output token for the tenant `ada`."""
-    store = books()
+def use(open_ledger: Books, request_id: str, days_ago: int, epoch: str = "") -> None:
+    """Write an entry of ten prompt tokens and one output token for the tenant `ada`."""
+    store = open_ledger()
     ((tenant_id,),) = store.query("select tenant_id from tenants where name = 'ada'")
     ledger = Ledger(store, wall_ms)
     at_ms = wall_ms() - days_ago * DAY_MS
@@ -97,13 +97,12 @@ def use(books: Books, request_id: str, days_ago: int, epoch: str = "") -> None:
     store.close()
 
 
-def test_without_prices_it_says_what_that_means(run: Run) -> None:
-    """The default is stated."""
+def test_without_rate_cards_says_that_nothing_is_charged(run: Run) -> None:
     assert run("prices")[1] == "no rate cards: nothing is charged\n"
 
 
-def test_a_card_is_added_and_listed(priced: Run, tmp_path: Path) -> None:
-    """And a second version of it."""
+def test_adds_and_lists_rate_cards(priced: Run, tmp_path: Path) -> None:
+    """And a second version."""
     priced("prices", "--add", str(tmp_path / "card.json"))
     cards = data_of(priced, "prices")
     text = priced("prices")[1]
@@ -127,15 +126,17 @@ def test_a_card_is_added_and_listed(priced: Run, tmp_path: Path) -> None:
         ('{"name": "x", "cache_write": {"5m": 1, "5m": 2}}', "duplicate key '5m'"),
     ],
 )
-def test_a_card_that_cannot_be_is_one_line(run: Run, tmp_path: Path, text: str, word: str) -> None:
-    """With the file or the field in it."""
+def test_refuses_an_invalid_rate_card_in_one_line(
+    run: Run, tmp_path: Path, text: str, word: str
+) -> None:
+    """The line names the file or the field."""
     (tmp_path / "bad.json").write_text(text)
 
-    assert word in told(run, "prices", "--add", str(tmp_path / "bad.json"))
+    assert word in error_line(run, "prices", "--add", str(tmp_path / "bad.json"))
 
 
-def test_a_tier_that_nobody_pays_by_is_told(run: Run, tmp_path: Path) -> None:
-    """A slip of the pen in a tier would give everything away, without a word."""
+def test_warns_of_a_tier_without_tenants_or_cards(run: Run, tmp_path: Path) -> None:
+    """A typo in a tier would give everything away silently."""
     card = tmp_path / "card.json"
     card.write_text(json.dumps({**CARD, "tier": "glod"}))
     before = run("tenant", "set", "ada", "--tier", "gold")[1]
@@ -152,16 +153,16 @@ def test_a_tier_that_nobody_pays_by_is_told(run: Run, tmp_path: Path) -> None:
     assert "yet" not in again
 
 
-def test_overlapping_cards_are_refused(priced: Run, tmp_path: Path) -> None:
-    """Saying which card is in the way."""
+def test_refuses_overlapping_rate_cards(priced: Run, tmp_path: Path) -> None:
+    """The message names the other card."""
     (tmp_path / "other.json").write_text(json.dumps({**CARD, "name": "other"}))
 
-    assert "std@1" in told(priced, "prices", "--add", str(tmp_path / "other.json"))
+    assert "std@1" in error_line(priced, "prices", "--add", str(tmp_path / "other.json"))
 
 
-def test_a_budget_is_set_in_dollars_and_shown_exactly(priced: Run, books: Books) -> None:
-    """To the pico-dollar; taken away again by --remove."""
-    use(books, "r", 0)
+def test_sets_budgets_in_dollars_and_shows_them_exactly(priced: Run, open_ledger: Books) -> None:
+    """To the pico-dollar; --remove removes one."""
+    use(open_ledger, "r", 0)
     priced("budget", "ada", "--hard", "12.50", "--soft", "0.000001", "--window", "day")
     (row,) = data_of(priced, "budget")
 
@@ -170,10 +171,10 @@ def test_a_budget_is_set_in_dollars_and_shown_exactly(priced: Run, books: Books)
     assert data_of(priced, "budget", "ada", "--window", "day", "--remove") == []
 
 
-def test_a_server_knows_of_a_budget_before_it_is_said_to_be_set(
+def test_returns_after_a_server_knows_a_new_budget(
     run: Run, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks into a file so often; on a server it asks each time. Reading changes nothing."""
+    """A server polls a file; on PostgreSQL it asks each time. Reading changes nothing."""
     waits: list[float] = []
     monkeypatch.setattr(commands_database, "sleep", waits.append)
     run("budget", "ada", "--hard", "1")
@@ -192,36 +193,33 @@ def test_a_server_knows_of_a_budget_before_it_is_said_to_be_set(
         ["budget", "ada", "--hard", "1", "--remove"],
     ],
 )
-def test_a_budget_that_cannot_be_is_one_line(run: Run, arguments: list[str]) -> None:
-    """Nothing is set."""
-    told(run, *arguments)
+def test_refuses_an_invalid_budget_in_one_line(run: Run, arguments: list[str]) -> None:
+    error_line(run, *arguments)
 
     assert data_of(run, "budget") == []
 
 
 @pytest.mark.parametrize("amount", ["-1", "x", "inf", "nan", "1e99", "1" * 50])
-def test_an_amount_that_is_none_is_a_usage_error(run: Run, amount: str) -> None:
-    """Status 2, as for other arguments."""
-    assert "dollars" in told(run, "budget", "ada", f"--hard={amount}", status=2)
+def test_invalid_amount_has_status_2(run: Run, amount: str) -> None:
+    assert "dollars" in error_line(run, "budget", "ada", f"--hard={amount}", status=2)
 
 
-def test_an_entry_is_credited_once(priced: Run, books: Books) -> None:
-    """The second time says that it was there."""
-    use(books, "r", 0)
+def test_adjustment_is_booked_once_per_id(priced: Run, open_ledger: Books) -> None:
+    use(open_ledger, "r", 0)
     arguments = ["adjust", "r", "--credit", "0.000001", "--id", "x", "--reason", "an outage"]
     first, second = priced(*arguments), priced(*arguments)
 
     assert (first[1], second[1]) == ("adjustment x booked\n", "adjustment x was already booked\n")
-    more = told(priced, *arguments[:3], "5", "--id", "y", "--reason", "r")
+    more = error_line(priced, *arguments[:3], "5", "--id", "y", "--reason", "r")
     assert "Credit exceeds the charge: 5.000000000000 dollars" in more
-    assert "pico" in told(priced, *arguments[:3], "1e-13", "--id", "y", "--reason", "r")
+    assert "pico" in error_line(priced, *arguments[:3], "1e-13", "--id", "y", "--reason", "r")
 
 
 @pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "msg_", "resp_", ""])
-def test_an_entry_is_named_as_its_answer_is(priced: Run, books: Books, prefix: str) -> None:
-    """A customer quotes the id in the answer."""
+def test_accepts_a_response_id_for_its_entry(priced: Run, open_ledger: Books, prefix: str) -> None:
+    """A customer quotes the id of the response."""
     request_id = "01a201edec94b1e1484167eb389824b3"
-    use(books, request_id, 0)
+    use(open_ledger, request_id, 0)
     booked = data_of(
         *(priced, "adjust", f"{prefix}{request_id}", "--credit", "0.000001"),
         *("--id", f"outage-7:{request_id}", "--reason", "an outage"),
@@ -230,24 +228,23 @@ def test_an_entry_is_named_as_its_answer_is(priced: Run, books: Books, prefix: s
     assert (booked["request_id"], booked["is_new"]) == (request_id, True)
 
 
-def test_days_are_closed_and_listed(priced: Run, books: Books) -> None:
-    """Exact sums as text, so that no program rounds them."""
-    use(books, "r", 1)
+def test_closes_and_lists_days(priced: Run, open_ledger: Books) -> None:
+    """Sums are strings, so that no program rounds them."""
+    use(open_ledger, "r", 1)
     (day,) = data_of(priced, "close")
 
     assert (day["entries"], day["prompt_tokens"]) == (1, 10)
     assert isinstance(day["charge_pico"], str)
     assert data_of(priced, "close", "--list") == [day]
     assert priced("close")[1] == "nothing to close\n"
-    assert "already closed" in told(priced, "close", "--through", day["day"])
-    assert "Invalid day" in told(priced, "close", "--through", "x")
+    assert "already closed" in error_line(priced, "close", "--through", day["day"])
+    assert "Invalid day" in error_line(priced, "close", "--through", "x")
 
 
-def test_books_are_checked(priced: Run, books: Books) -> None:
-    """Status 1 with the findings, for scripts."""
-    use(books, "r", 0)
+def test_check_books_exits_1_with_findings(priced: Run, open_ledger: Books) -> None:
+    use(open_ledger, "r", 0)
     right = priced("check-books")
-    store = books()
+    store = open_ledger()
     with store.change() as db:
         db.execute("update usage_hours set output_tokens = 9")
     store.close()
@@ -257,22 +254,24 @@ def test_books_are_checked(priced: Run, books: Books) -> None:
     assert (wrong[0], "output_tokens is 9" in wrong[1]) == (1, True)
 
 
-def test_reconciling_prints_the_difference(priced: Run, books: Books) -> None:
+def test_reconcile_prints_the_difference(priced: Run, open_ledger: Books) -> None:
     """Zero, as a number."""
     before = priced("reconcile")
-    use(books, "r", 0, "e1")
+    use(open_ledger, "r", 0, "e1")
     (row,) = data_of(priced, "reconcile")
 
     assert before[:2] == (0, "no engine epoch recorded yet\n")
     assert (row["ledger_minus_engine"], row["ledger_minus_metrics"]) == ("0/0/0", "0/0/0")
-    use(books, "s", 0, "e1")
+    use(open_ledger, "s", 0, "e1")
     apart = priced("reconcile")
     assert (apart[0], "10/0/1" in apart[1]) == (1, True)
 
 
-def test_exports_go_to_standard_output_or_a_file(priced: Run, books: Books, tmp_path: Path) -> None:
-    """The same bytes."""
-    use(books, "r", 0)
+def test_exports_to_standard_output_or_a_file(
+    priced: Run, open_ledger: Books, tmp_path: Path
+) -> None:
+    """The bytes are equal."""
+    use(open_ledger, "r", 0)
     for form in ("csv", "focus", "cloudevents"):
         status, out, _ = priced("export", "--format", form)
         size = data_of(priced, "export", "--format", form, "--out", str(tmp_path / "out"))["bytes"]
@@ -284,10 +283,10 @@ def test_exports_go_to_standard_output_or_a_file(priced: Run, books: Books, tmp_
     assert {file.name for file in tmp_path.iterdir()} >= {"out", "out.parquet"}
 
 
-def test_an_export_is_of_a_period(priced: Run, books: Books) -> None:
-    """Half-open; days and instants."""
-    use(books, "old", 40)
-    use(books, "new", 0)
+def test_exports_a_half_open_period(priced: Run, open_ledger: Books) -> None:
+    """Days and instants."""
+    use(open_ledger, "old", 40)
+    use(open_ledger, "new", 0)
 
     def ids(*arguments: str) -> list[str]:
         _, out, _ = priced("export", "--format", "csv", *arguments)
@@ -309,28 +308,28 @@ def test_an_export_is_of_a_period(priced: Run, books: Books) -> None:
         (["--format", "parquet"], "--out"),
     ],
 )
-def test_an_export_that_cannot_be_is_one_line(run: Run, arguments: list[str], word: str) -> None:
+def test_refuses_an_invalid_export_in_one_line(run: Run, arguments: list[str], word: str) -> None:
     """Before anything is written."""
-    assert word in told(run, "export", *arguments)
+    assert word in error_line(run, "export", *arguments)
 
 
 @pytest.mark.parametrize(
     "command",
     ["check-books", "reconcile", "close", "usage", "prices", "budget", "export --format csv"],
 )
-def test_money_is_asked_of_books_that_there_are(
+def test_refuses_a_missing_database(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """Those of a folder that is misspelt would be made, and found right."""
+    """A misspelt folder would otherwise get a new, correct, empty ledger."""
     monkeypatch.delenv("TRUNKLINE_CONFIG")
     folder = tmp_path / "misspelt"
-    error = told(run, *command.split(), "--data-dir", str(folder))
+    error = error_line(run, *command.split(), "--data-dir", str(folder))
 
     assert f"database not found: {folder / 'trunkline.db'}" in error
     assert not folder.exists()
 
 
-def test_an_unknown_tenant_is_named(run: Run) -> None:
-    """With those there are."""
-    assert "ada" in told(run, "export", "--format", "csv", "--tenant", "x'--", status=2)
-    assert "ada" in told(run, "usage", "--tenant", "nobody", status=2)
+def test_error_names_an_unknown_tenant(run: Run) -> None:
+    """With those that exist."""
+    assert "ada" in error_line(run, "export", "--format", "csv", "--tenant", "x'--", status=2)
+    assert "ada" in error_line(run, "usage", "--tenant", "nobody", status=2)

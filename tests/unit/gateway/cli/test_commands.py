@@ -1,4 +1,4 @@
-"""The command line as people and programs use it: what it prints, and what it exits with."""
+"""The command line as people and programs use it: output and exit status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tenancy.ledger.transactions import StorageReading
 from tenancy.storage.sqlite import SqliteStore
 from tests.crash.ledger_child import entry
 from tests.models import write_folder
-from tests.unit.gateway.cli.command_output import Run, data_of, told
+from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 
 ROOT = Path(__file__).parents[4]
 COMMANDS = [
@@ -42,7 +42,8 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command over a data directory of this test: (status, stdout, stderr)."""
+    """Return a function that runs a command on this test's data directory: (status, stdout,
+    stderr)."""
     for name in ("TRUNKLINE_CONFIG", "TRUNKLINE_MODEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(data))
@@ -56,8 +57,8 @@ def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` everywhere, on standard output, with status 0."""
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` prints to standard output with status 0."""
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--help"])
 
@@ -122,13 +123,12 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("shared-scope ours --owner default --members a b/../c", "invalid workspace name: '../c'"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_status_2(run: Run, arguments: str, what: str) -> None:
-    """What, where, and what would be right."""
-    assert what in told(run, *arguments.split(), status=2)
+def test_wrong_arguments_are_one_line_and_status_2(run: Run, arguments: str, what: str) -> None:
+    assert what in error_line(run, *arguments.split(), status=2)
 
 
-def test_a_floor_that_is_not_kept_is_said_where_it_is_set_and_listed(run: Run, data: Path) -> None:
-    """The command line knows no pool but that of the engine that was started last."""
+def test_warns_of_a_floor_beyond_the_pool(run: Run, data: Path) -> None:
+    """The command line knows the pool of the last started engine only."""
     _, unknown, _ = run("tenant", "create", "ada", "--floor", "300")
     store = SqliteStore(data / "trunkline.db")
     write_floor_blocks_max(store, 200)
@@ -147,7 +147,7 @@ def test_a_floor_that_is_not_kept_is_said_where_it_is_set_and_listed(run: Run, d
     assert [row["floor_blocks_kept"] for row in json.loads(whole)] == [None] * 3
 
 
-def test_a_key_is_printed_alone_and_works(run: Run, data: Path) -> None:
+def test_key_create_prints_the_key_alone(run: Run, data: Path) -> None:
     """`KEY=$(trunkline key create --tenant ada)` is a line of a script."""
     run("tenant", "create", "ada", "--floor", "8", "--weight", "2.5")
     status, out, _ = run("key", "create", "--tenant", "ada", "--workspace", "lab")
@@ -161,8 +161,8 @@ def test_a_key_is_printed_alone_and_works(run: Run, data: Path) -> None:
     assert (identity.policy.floor_blocks, identity.policy.weight) == (8, 2.5)
 
 
-def test_no_command_shows_a_key_again(run: Run) -> None:
-    """Lists show its beginning, to people and to programs."""
+def test_lists_show_only_key_prefixes(run: Run) -> None:
+    """To people and to programs."""
     key = data_of(run, "key", "create", "--tenant", "default")["key"]
     seen = "".join(run(*words.split())[1] for words in ("key list", "key list --json"))
     revoked = run("key", "revoke", key[:11])[1]
@@ -172,8 +172,8 @@ def test_no_command_shows_a_key_again(run: Run) -> None:
     assert revoked == f"key {key[:11]}… of default revoked\n"
 
 
-def test_the_first_command_makes_the_default_tenant_and_its_key_file(run: Run, data: Path) -> None:
-    """Readable by its owner alone; no second start makes another."""
+def test_first_command_creates_default_tenant_and_key_file(run: Run, data: Path) -> None:
+    """Only its owner can read the file; a second start creates no other."""
     tenants = [data_of(run, "tenant", "list") for _ in range(2)]
     key = (data / "default.key").read_text().strip()
 
@@ -182,8 +182,7 @@ def test_the_first_command_makes_the_default_tenant_and_its_key_file(run: Run, d
     assert data_of(run, "key", "list")[0]["shown"] == key[:11] + "…"
 
 
-def test_the_first_command_makes_an_administrators_key_file(run: Run, data: Path) -> None:
-    """Beside the other, and as readable: by its owner alone."""
+def test_first_command_creates_admin_key_file(run: Run, data: Path) -> None:
     run("tenant", "list")
     rows = data_of(run, "key", "list")
     key = (data / "admin.key").read_text().strip()
@@ -194,8 +193,8 @@ def test_the_first_command_makes_an_administrators_key_file(run: Run, data: Path
     ]
 
 
-def test_a_tenants_tier_limits_and_classes_are_set_and_taken_away(run: Run) -> None:
-    """`none` is no limit, `all` all classes; what was not named stays."""
+def test_sets_and_removes_tier_limits_and_classes(run: Run) -> None:
+    """`none` is no limit, `all` all classes; omitted settings stay."""
     words = "--tier gold --classes 5m,1h --promised 7 --requests-per-minute 60 --requests-at-once 4"
     first = data_of(run, "tenant", "create", "ada", *words.split())
     words = "--classes all --promised none --requests-per-minute none --tokens-per-minute 9"
@@ -208,8 +207,8 @@ def test_a_tenants_tier_limits_and_classes_are_set_and_taken_away(run: Run) -> N
     assert "input_tokens_per_minute" not in run("tenant", "list")[1]
 
 
-def test_a_tenant_is_deleted_and_what_it_paid_for_stays(run: Run, data: Path) -> None:
-    """A typo leaves nothing; a customer, entries under a pseudonym."""
+def test_deletes_a_tenant_and_keeps_its_entries(run: Run, data: Path) -> None:
+    """An unused tenant leaves nothing; a customer leaves entries under a pseudonym."""
     run("tenant", "create", "aad")
     said = run("tenant", "delete", "aad")
     store = SqliteStore(data / "trunkline.db")
@@ -225,11 +224,10 @@ def test_a_tenant_is_deleted_and_what_it_paid_for_stays(run: Run, data: Path) ->
         "key create --tenant deleted-1",
         "budget deleted-1 --hard 1",
     ):
-        assert "tenant is deleted" in told(run, *words.split(), status=2)
+        assert "tenant is deleted" in error_line(run, *words.split(), status=2)
 
 
-def test_a_shared_scope_is_made_shown_and_removed(run: Run) -> None:
-    """Off until then; each time with all who share it."""
+def test_creates_shows_and_removes_a_shared_scope(run: Run) -> None:
     nothing = data_of(run, "shared-scope")
     run("tenant", "create", "ada")
     arguments = ("--owner", "default", "--members", "ada/lab", "default")
@@ -248,8 +246,8 @@ def test_a_shared_scope_is_made_shown_and_removed(run: Run) -> None:
     assert data_of(run, "shared-scope") == []
 
 
-def test_a_key_is_changed_and_rotated(run: Run) -> None:
-    """The new key alone on standard output, like one that was made."""
+def test_changes_and_rotates_a_key(run: Run) -> None:
+    """Rotation prints the new key alone."""
     words = "key create --tenant default --scopes usage --requests-per-minute 5 --label a"
     run(*words.split())
     words = "key set 3 --label b --tokens-per-minute 7 --requests-per-minute none"
@@ -264,8 +262,7 @@ def test_a_key_is_changed_and_rotated(run: Run) -> None:
     assert "tokens_per_minute:7" in run("key", "list")[1]
 
 
-def test_an_administrators_key_is_made_and_revoked(run: Run) -> None:
-    """One more for a colleague; it is nobody's tenant."""
+def test_creates_and_revokes_an_admin_key(run: Run) -> None:
     made = data_of(run, "key", "create", "--admin", "--label", "ops", "--expires", "1d")
     said = run("key", "revoke", "3")[1]
 
@@ -273,8 +270,8 @@ def test_an_administrators_key_is_made_and_revoked(run: Run) -> None:
     assert said == f"key {made['key'][:11]}… of an administrator revoked\n"
 
 
-def test_a_tenants_share_changes_by_what_was_named(run: Run) -> None:
-    """The rest stays; a ceiling can be lifted again."""
+def test_set_changes_only_given_settings(run: Run) -> None:
+    """A ceiling can be removed."""
     run("tenant", "create", "ada", "--floor", "2", "--ceiling", "9", "--priority", "-1")
     first = data_of(run, "tenant", "set", "ada", "--weight", "3")
     second = data_of(run, "tenant", "set", "ada", "--ceiling", "none")
@@ -284,8 +281,7 @@ def test_a_tenants_share_changes_by_what_was_named(run: Run) -> None:
     assert second["priority"] == -1
 
 
-def test_suspending_and_resuming_are_said_and_seen(run: Run) -> None:
-    """In words, and in the list."""
+def test_suspend_and_resume_show_in_the_list(run: Run) -> None:
     said = [run("tenant", verb, "default")[1] for verb in ("suspend", "resume")]
     run("tenant", "suspend", "default")
 
@@ -293,8 +289,8 @@ def test_suspending_and_resuming_are_said_and_seen(run: Run) -> None:
     assert data_of(run, "tenant", "list")[0]["status"] == "suspended"
 
 
-def test_usage_is_the_sum_of_the_ledger(run: Run, data: Path) -> None:
-    """As a table with nothing in it, then with one line per tenant that used something."""
+def test_usage_sums_the_ledger_by_tenant(run: Run, data: Path) -> None:
+    """First an empty table, then one line per tenant with usage."""
     assert run("tenant", "list")[0] == 0
     empty = run("usage")[1]
     store = SqliteStore(data / "trunkline.db")
@@ -312,9 +308,8 @@ def test_usage_is_the_sum_of_the_ledger(run: Run, data: Path) -> None:
     assert recent == []
 
 
-def test_usage_tells_the_whole_bill(run: Run, data: Path, tmp_path: Path) -> None:
-    """Charges, what was held and adjustments, as cost rows have them: one without the others is
-    not what somebody is going to pay. Who only held something is there, too."""
+def test_usage_has_charges_storage_and_adjustments(run: Run, data: Path, tmp_path: Path) -> None:
+    """Their sum is the bill, as in cost rows; tenants with storage alone are listed too."""
     card = {"name": "std", "model": "*", "tier": "*", "input": 1, "output": 1, "cache_read": 1}
     (tmp_path / "card.json").write_text(json.dumps({**card, "storage": {"1h": 3_600_000_000}}))
     run("tenant", "create", "idle")
@@ -334,8 +329,8 @@ def test_usage_tells_the_whole_bill(run: Run, data: Path, tmp_path: Path) -> Non
     assert {"storage_usd", "adjusted_usd"} <= set(text.split("\n")[0].split())
 
 
-def test_check_config_says_where_each_value_comes_from(run: Run, tmp_path: Path) -> None:
-    """The file, a variable, an option, or nobody."""
+def test_check_config_shows_the_source_of_each_value(run: Run, tmp_path: Path) -> None:
+    """The file, a variable, an option, or the default."""
     file = tmp_path / "t.toml"
     file.write_text("[engine]\nthreads = 2\n")
     rows = {row["setting"]: row for row in data_of(run, "check-config", "--config", str(file))}
@@ -348,7 +343,7 @@ def test_check_config_says_where_each_value_comes_from(run: Run, tmp_path: Path)
 
 
 def test_doctor_changes_nothing(run: Run, data: Path) -> None:
-    """One may ask before one starts; every finding has a name and a verdict."""
+    """Each row has a name and a verdict."""
     status, out, _ = run("doctor", "--json")
     rows = json.loads(out)
 
@@ -357,8 +352,8 @@ def test_doctor_changes_nothing(run: Run, data: Path) -> None:
     assert {"python", "sqlite", "torch", "model", "data directory"} <= {r["check"] for r in rows}
 
 
-def test_doctor_finds_what_would_stop_a_server(run: Run, data: Path) -> None:
-    """A damaged database and a port in use are told, with status 1."""
+def test_doctor_finds_a_damaged_database_and_a_used_port(run: Run, data: Path) -> None:
+    """Status 1."""
     data.mkdir()
     (data / "trunkline.db").write_text("no database" * 1000)
     (data / "t.toml").write_text('[model]\nname = "/nowhere"\n')
@@ -374,8 +369,7 @@ def test_doctor_finds_what_would_stop_a_server(run: Run, data: Path) -> None:
     assert str(port) in wrong["listen address"]
 
 
-def test_doctor_looks_into_the_files_of_declared_keys(run: Run, tmp_path: Path) -> None:
-    """Before a start or a reload stumbles over one."""
+def test_doctor_checks_key_files(run: Run, tmp_path: Path) -> None:
     file, secret = tmp_path / "t.toml", tmp_path / "web"
     file.write_text(f"[[tenants]]\nname = 'a'\n[[tenants.keys]]\nlabel = 'k'\nfile = '{secret}'\n")
 
@@ -392,8 +386,8 @@ def test_doctor_looks_into_the_files_of_declared_keys(run: Run, tmp_path: Path) 
     assert found() == (True, "1 valid")
 
 
-def test_a_declared_key_is_listed_as_such_and_left_alone(run: Run, data: Path) -> None:
-    """By `key set`, `rotate` and `revoke`; one made by hand is as ever."""
+def test_refuses_changes_to_a_declared_key(run: Run, data: Path) -> None:
+    """`key set`, `rotate` and `revoke` refuse it; a key created by hand can be changed."""
     run("tenant", "list")
     store = SqliteStore(data / "trunkline.db")
     key = DeclaredKey(label="web", sha256="0" * 64)
@@ -404,49 +398,48 @@ def test_a_declared_key_is_listed_as_such_and_left_alone(run: Run, data: Path) -
     assert [(row["label"], row["declared"]) for row in rows][2:] == [("web", True)]
     assert "sha256:00000000…" in run("key", "list", "--tenant", "ada")[1]
     for words in ("key set 3 --label x", "key rotate 3", "key revoke 3"):
-        assert "configuration file" in told(run, *words.split(), status=2)
+        assert "configuration file" in error_line(run, *words.split(), status=2)
 
 
-def test_serving_on_a_taken_port_is_told_before_anything_is_fetched(run: Run, data: Path) -> None:
-    """Which setting, which address, why."""
+def test_serve_refuses_a_used_port_before_fetching(run: Run, data: Path) -> None:
+    """The line names setting, address and reason."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        line = told(run, "serve", "--listen", address, status=1)
+        line = error_line(run, "serve", "--listen", address, status=1)
 
     assert f"server.listen: cannot listen on {address}: address already in use" in line
     assert not data.exists()
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:80", "[2001:db8::1]:80"])
-def test_serving_on_an_address_of_another_machine_is_told(run: Run, address: str) -> None:
-    """A typo in an address is not a stack trace."""
-    assert f"admin.listen: cannot listen on {address}" in told(
+def test_serve_refuses_an_address_of_another_machine(run: Run, address: str) -> None:
+    assert f"admin.listen: cannot listen on {address}" in error_line(
         run, "serve", "--admin-listen", address, "--listen", "127.0.0.1:0", status=1
     )
 
 
-def test_a_data_directory_that_cannot_be_is_told(run: Run, tmp_path: Path) -> None:
-    """By every command that makes one."""
+def test_error_names_an_unusable_data_directory(run: Run, tmp_path: Path) -> None:
+    """By every command that creates one."""
     (tmp_path / "file").touch()
     place = str(tmp_path / "file" / "data")
     free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
 
     for command in (("serve", *free), ("tenant", "list")):
-        line = told(run, *command, "--data-dir", place, status=1)
+        line = error_line(run, *command, "--data-dir", place, status=1)
         assert f"cannot use the data directory {place}: not a directory" in line.lower()
 
 
-def test_a_model_that_is_not_here_is_told_with_what_to_do(run: Run) -> None:
-    """Only the built-in one is fetched unasked."""
+def test_missing_model_error_names_the_remedy(run: Run) -> None:
+    """Only a built-in model is fetched without `pull`."""
     free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
-    line = told(run, "serve", "some/model", *free, status=1)
+    line = error_line(run, "serve", "some/model", *free, status=1)
 
     assert "'some/model' is neither a built-in model" in line
     assert "has to be pulled first" in line
 
 
-def test_pulling_what_is_here_prints_its_path(run: Run, tmp_path: Path) -> None:
-    """A folder of one's own needs no network."""
+def test_pull_of_an_existing_model_prints_its_path(run: Run, tmp_path: Path) -> None:
+    """A local folder needs no network."""
     folder = write_folder(tmp_path / "tiny")
     answer = data_of(run, "pull", str(folder))
 
@@ -455,7 +448,7 @@ def test_pulling_what_is_here_prints_its_path(run: Run, tmp_path: Path) -> None:
     assert answer == {"model": str(folder), "path": str(folder)}
 
 
-def test_a_reader_who_has_seen_enough_is_no_error(data: Path) -> None:
+def test_closed_pipe_is_not_an_error(data: Path) -> None:
     """`trunkline check-config | head -1` ends quietly."""
     reader, writer = os.pipe()
     os.close(reader)
