@@ -27,7 +27,7 @@ from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tests.models import write_folder
-from tests.unit.gateway.server_process import SETTINGS, Server, serving
+from tests.unit.gateway.server_process import SETTINGS, Server, run_server
 from tests.unit.tenancy.storage.postgres_server import Server as Postgres
 
 IS_LONG = os.environ.get("CRASH") == "long"
@@ -135,7 +135,7 @@ class Load:
             if number % 2:
                 options |= {"stream": True, "stream_options": {"include_usage": True}}
             with contextlib.suppress(ClientError, asyncio.IncompleteReadError):
-                async with self.server.asked(**options) as (status, content):
+                async with self.server.request(**options) as (status, content):
                     self.note(status, (await content.read()).decode())
 
     def note(self, status: int, text: str) -> None:
@@ -167,14 +167,14 @@ async def ended(server: Server) -> int:
     """Stop the server and return its exit status when none of its processes is left."""
     pids = children(server)
     server.process.send_signal(signal.SIGTERM)
-    status = await server.ended()
+    status = await server.wait()
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
     return status
 
 
 async def through_a_death(server: Server) -> bytes:
     """Read the rest of a stream whose ledger process is killed after its first event."""
-    async with server.asked(max_tokens=STREAM_TOKENS, stream=True) as (_, content):
+    async with server.request(max_tokens=STREAM_TOKENS, stream=True) as (_, content):
         await content.readuntil(b"\n\n")
         os.kill(children(server)["tenancy.ledger.process"], signal.SIGKILL)
         rest = await content.read()
@@ -189,7 +189,7 @@ async def test_repeated_ledger_deaths_lose_and_duplicate_nothing(
     their full usage; complete responses have entries, refused requests have no open holds, and the
     server's end leaves no process."""
     place, rng = either, random.Random(1)
-    async with serving(model, place.data, place.settings) as server:
+    async with run_server(model, place.data, place.settings) as server:
         stream = await through_a_death(server)
         load = Load(server)
         clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
@@ -219,7 +219,7 @@ async def test_repeated_ledger_deaths_lose_and_duplicate_nothing(
 async def test_killed_gateways_items_are_written(model: Path, place: Place) -> None:
     """The ledger's process writes them, closes the holds that remain, and ends; the engine ends
     too."""
-    async with serving(model, place.data, place.settings) as server:
+    async with run_server(model, place.data, place.settings) as server:
         pids = children(server)
         writer = pids["tenancy.ledger.process"]
         os.kill(writer, signal.SIGSTOP)
@@ -228,7 +228,7 @@ async def test_killed_gateways_items_are_written(model: Path, place: Place) -> N
         loop = asyncio.get_running_loop()
         until_s = loop.time() + 10 * DEFER_S
         while loop.time() < until_s:  # the requests wait for their holds or entries
-            async with server.asked(max_tokens="none") as (_, content):
+            async with server.request(max_tokens="none") as (_, content):
                 await content.read()
         load.is_over = True
         server.process.kill()
@@ -248,7 +248,7 @@ async def test_refuses_a_second_server_over_a_file(model: Path, place: Place) ->
         tenant = create_tenant(store, lambda: 9, "ada")
         first.hold(Hold("a", tenant.tenant_id, 1, "m", 9)).result(PATIENCE_S)
         with pytest.raises(AssertionError) as caught:
-            async with serving(model, place.data, place.settings):
+            async with run_server(model, place.data, place.settings):
                 pass
         held = first.open_holds()
 

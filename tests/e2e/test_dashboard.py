@@ -15,7 +15,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from gateway.analytics.aggregates import CompletedPrompt
 from gateway.dialects.canonical import Rendered, UsageRecord
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -141,9 +141,9 @@ class Page:
         return str(self.browser.execute_script(text))
 
 
-async def used(gateway: GatewayFixture) -> Admin:
+async def used(gateway: GatewayFixture) -> AdminClient:
     """A gateway in which two tenants have asked the same twice."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     for who in ("ada", "bob"):
         for _ in range(2):
             await gateway.ask(body=gateway.chat("a question of some length for the cache"), who=who)
@@ -251,7 +251,7 @@ async def test_a_thousand_tenants_are_shown_found_and_reached(
     gateway: GatewayFixture, browser: Any
 ) -> None:
     """All of them in the list; one is found by typing and opened with the keyboard alone."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     seen = gateway.gateway.context.analytics
     for number in range(1_000):
         record = UsageRecord(64, {"5m": 32}, {}, 32, 5, 32)

@@ -17,8 +17,8 @@ from gateway.__main__ import main
 from tenancy.accounting.audit import check_books
 from tenancy.storage import postgres
 from tenancy.storage.postgres import PostgresStore
-from tests.unit.gateway.admin_client import Admin
-from tests.unit.gateway.api.test_cached_contents import ALL, created, question
+from tests.unit.gateway.admin_client import AdminClient
+from tests.unit.gateway.api.test_cached_contents import ALL, create, question
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
 
@@ -110,7 +110,7 @@ async def test_cached_contents_live_in_both_gateways(
     """Made in one, used and ended in the other; whatever the server takes, no loop waits for it."""
     await until_it_is(second, 200, first.keys["ada"])
     mine = {"Authorization": f"Bearer {first.keys['ada']}"}
-    resource = await created(first)
+    resource = await create(first)
     path, body = question(second, resource["name"])
     used, answer, _ = await second.ask(path, body, who=None, headers=mine)
     _, listed, _ = await second.ask(ALL, who=None, headers=mine, method="GET")
@@ -129,7 +129,7 @@ async def test_what_one_gateway_is_told_the_other_knows_within_a_second(
     first: GatewayFixture, second: GatewayFixture
 ) -> None:
     """Tenants and keys, made and suspended over the admin API."""
-    admin = await asyncio.to_thread(Admin, first)
+    admin = await asyncio.to_thread(AdminClient, first)
     await until_admin(admin)
     made, _ = await admin.ask("POST", "/admin/v1/tenants", {"name": "eve"})
     status, key = await admin.ask("POST", "/admin/v1/tenants/eve/keys", {})
@@ -140,7 +140,7 @@ async def test_what_one_gateway_is_told_the_other_knows_within_a_second(
     assert (made, status, suspended) == (201, 201, 200)
 
 
-async def until_admin(admin: Admin) -> None:
+async def until_admin(admin: AdminClient) -> None:
     """Its key is new to the gateway."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -179,7 +179,7 @@ async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
     gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
     await gateway.open()
     try:
-        admin = await asyncio.to_thread(Admin, gateway)
+        admin = await asyncio.to_thread(AdminClient, gateway)
         before, _, _ = await gateway.ask(body=gateway.chat())
         asked = [(await admin.ask("GET", "/admin/v1/usage"))[0]]
         await asyncio.to_thread(frail.kill)

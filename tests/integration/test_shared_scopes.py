@@ -21,7 +21,7 @@ from tenancy.accounts.shared_scopes import ScopeTerms, find_scope, remove_scope,
 from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.types import CachePolicy, Identity, SharedScope, Tenant
 from tests.strategies import tokens
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
@@ -296,7 +296,7 @@ async def test_member_may_not_erase_shared_cache(shared: GatewayFixture) -> None
 
 async def test_operator_may_erase_scope(shared: GatewayFixture) -> None:
     """By the scope's name, with a receipt for the owner; not together with a tenant."""
-    admin = Admin(shared)
+    admin = AdminClient(shared)
     await cached(shared, "ada")
     path = "/admin/v1/erase"
     both, _ = await admin.ask("POST", path, {"tenant": "eve", "shared_scope": "ours"})
@@ -347,7 +347,7 @@ async def test_deleting_cached_content_keeps_others_blocks(shared: GatewayFixtur
 
 async def test_administrators_manage_scopes(gateway: GatewayFixture) -> None:
     """In force for the next request; a tenant's key may not manage them."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     path = "/admin/v1/shared-scopes"
     body = {"owner": "ada", "members": ["bob", "ada/default"]}
     made, scope = await admin.ask("PUT", f"{path}/ours", body)
@@ -386,7 +386,7 @@ async def test_refuses_invalid_scope(
     gateway: GatewayFixture, body: dict[str, Any], status: int, code: str
 ) -> None:
     """With the reason; nothing is created."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     given, answer = await admin.ask("PUT", "/admin/v1/shared-scopes/ours", body)
 
     assert (given, answer["error"]["code"]) == (status, code)

@@ -1,4 +1,4 @@
-"""An administrator of a test's gateway: asks the admin listener with a key of his own."""
+"""A client of a test gateway's admin listener, with an administrator's key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tenancy.accounts.keys import create_admin_key
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
-class Admin:
-    """Speaks to the admin listener of an open gateway."""
+class AdminClient:
+    """Sends requests to the admin listener of an open gateway."""
 
     def __init__(self, gateway: GatewayFixture) -> None:
         self.gateway = gateway
@@ -21,7 +21,7 @@ class Admin:
     async def ask(
         self, method: str, path: str, body: object = None, *, key: str | None = ""
     ) -> tuple[int, Any]:
-        """(status, JSON). `key`: another's, or None for none."""
+        """Send a request; return (status, JSON). `key`: another key, or None for no key."""
         sent = {} if key is None else {"Authorization": f"Bearer {key or self.key}"}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         if body is not None:

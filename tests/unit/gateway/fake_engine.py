@@ -1,7 +1,7 @@
-"""An engine that says what a test tells it to: real streams, scripted events, recorded commands.
+"""A fake engine client for tests: real streams, scripted events, recorded commands.
 
-For tests of what stands above the engine's door. Tests of whole requests use the real core over a
-fake runner instead (`gateway.py`).
+For tests of code above the engine's client. Tests of whole requests use the real core over a fake
+runner instead (`gateway_fixture`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.client.client import RequestStream
 
 
 class FakeEngine:
-    """Takes requests, sends what it is told, and remembers what it was asked."""
+    """Accepts requests, emits the events that a test gives, and records requests and commands."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -35,54 +35,54 @@ class FakeEngine:
         self._streams: dict[str, RequestStream] = {}
 
     def submit(self, request: Request) -> RequestStream:
-        """As `engine.client.client.Engine.submit`."""
+        """See `engine.client.client.Engine.submit`."""
         self.requests.append(request)
         return self.open(request.request_id)
 
     def open(self, request_id: str) -> RequestStream:
-        """A stream without a request."""
+        """Open a stream without a request."""
         stream = RequestStream(request_id, self)
         self._streams[request_id] = stream
         return stream
 
     def post(self, command: Command) -> None:
-        """What a stream sends up."""
+        """Record a command of a stream."""
         self.commands.append(command)
 
     def forget(self, request_id: str) -> None:
-        """A reader has gone."""
+        """Record that a reader has left."""
         self.cancelled.append(request_id)
 
     @property
     def ended_samples(self) -> list[tuple[int, int]]:
-        """(sample, output tokens) of each stop string that was reported."""
+        """(sample, output tokens) of each reported stop string."""
         return [(c.index, c.output_tokens) for c in self.commands if isinstance(c, EndSample)]
 
-    # -- what a test makes it say ---------------------------------------------------------------
+    # -- scripted events -------------------------------------------------------------------------
 
-    def say(self, request_id: str, *events: Event) -> None:
-        """Any events, in order."""
+    def emit(self, request_id: str, *events: Event) -> None:
+        """Emit events in order."""
         for event in events:
             self._streams[request_id].push(event)
 
     def start(self, request_id: str, prompt_tokens: int, cached_tokens: int = 0) -> None:
-        """First scheduled."""
-        self.say(request_id, Started(request_id, prompt_tokens, cached_tokens))
+        """Emit that the request was scheduled."""
+        self.emit(request_id, Started(request_id, prompt_tokens, cached_tokens))
 
     def tokens(self, request_id: str, sample: int, tokens: Iterable[int | SampledToken]) -> None:
-        """New output tokens of a sample."""
+        """Emit output tokens of a sample."""
         sampled = tuple(SampledToken(t) if isinstance(t, int) else t for t in tokens)
-        self.say(request_id, Tokens(request_id, sample, sampled))
+        self.emit(request_id, Tokens(request_id, sample, sampled))
 
     def end(self, request_id: str, sample: int, reason: FinishReason, output_tokens: int) -> None:
-        """A sample is over."""
-        self.say(request_id, SampleEnded(request_id, sample, reason, output_tokens))
+        """Emit the end of a sample."""
+        self.emit(request_id, SampleEnded(request_id, sample, reason, output_tokens))
 
     def finish(
         self, request_id: str, usage: Usage | None = None, ending: Ending = "done", code: str = ""
     ) -> None:
-        """The final event."""
-        self.say(request_id, Finished(request_id, ending, usage or Usage(), code, code))
+        """Emit the final event."""
+        self.emit(request_id, Finished(request_id, ending, usage or Usage(), code, code))
 
     def play(
         self,
@@ -93,7 +93,7 @@ class FakeEngine:
         cached_tokens: int = 0,
         reason: FinishReason = "length",
     ) -> None:
-        """A whole good answer, all samples in step."""
+        """Emit a complete response, all samples in step."""
         self.start(request_id, prompt_tokens, cached_tokens)
         for position in range(max(map(len, samples))):
             for sample, tokens in enumerate(samples):

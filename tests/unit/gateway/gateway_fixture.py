@@ -1,7 +1,7 @@
-"""A whole gateway for tests: real listeners, ledger, prompts and core; only the runner is a fake.
+"""A gateway for tests: real listeners, ledger, prompts and core over a fake runner.
 
-`ask` speaks HTTP as a client does; `raw` sends bytes that no client library would. `check_quiet`
-asserts what must hold after every request, whatever it was.
+`ask` sends HTTP as a client does; `raw` sends bytes that no client library would. `check_quiet`
+asserts the invariants that hold after every request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PATIENCE_S = 60.0
 
 
 class GatedRunner(FakeRunner):
-    """A fake runner that waits before a step when told to."""
+    """A fake runner that can be made to wait before a step."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__(BLOCKS, 16, vocab_size=vocab)
@@ -63,12 +63,12 @@ class GatedRunner(FakeRunner):
         self._last_step = self.steps + steps
 
     def release(self) -> None:
-        """Run on."""
+        """Continue."""
         self._last_step = float("inf")
         self._go.set()
 
     def launch(self, plan: StepPlan) -> None:
-        """As the fake's, if it may."""
+        """Wait if held, then launch as `FakeRunner` does."""
         if self.steps >= self._last_step:
             self.is_held = True
             assert self._go.wait(PATIENCE_S), "a test forgot to release the runner"
@@ -77,10 +77,10 @@ class GatedRunner(FakeRunner):
 
 
 class GatewayFixture:
-    """One gateway, two tenants with a key each, and everything it logged."""
+    """A gateway, two tenants with a key each, and its log lines."""
 
     def __init__(self, card: ModelCard, folder: Path, store: Store | None = None) -> None:
-        """`store`: a new file in the folder where none is given."""
+        """`store`: by default a new file in the folder."""
         self.card = card
         self.runner = GatedRunner(card.config.vocab)
         self.store = store or SqliteStore(folder / "test.db")
@@ -141,7 +141,7 @@ class GatewayFixture:
         self.store.close()
 
     def say(self, text: str, *, ends: bool = True) -> None:
-        """What the model answers to everything from now on, to its end; or what it begins with."""
+        """Set the text that the model answers to every request from now on, or its beginning."""
         ids = self.renderer.tokenizer.encode(text, specials=False)
         self.runner.words = (*ids, *self.renderer.stop_token_ids[:1]) if ends else ids
 
@@ -185,11 +185,11 @@ class GatewayFixture:
     # -- as a client --------------------------------------------------------------------------
 
     def headers(self, who: str = "ada") -> dict[str, str]:
-        """A good key."""
+        """Return the headers of a tenant's valid key."""
         return {"Authorization": f"Bearer {self.keys[who]}"}
 
     def chat(self, text: str = "hello", **more: Any) -> dict[str, Any]:
-        """A small greedy chat request that always runs to its length."""
+        """Return a small greedy chat request that always has its full length."""
         return {
             "model": self.model,
             "messages": [{"role": "user", "content": text}],
@@ -208,7 +208,7 @@ class GatewayFixture:
         method: str = "POST",
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any, ClientResponse]:
-        """(status, JSON or text, response) of one request."""
+        """Send a request; return (status, JSON or text, response)."""
         sent = {**(self.headers(who) if who else {}), **(headers or {})}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         if body is not None:
@@ -222,7 +222,7 @@ class GatewayFixture:
             return response.status, json.loads(text) if is_json else text, response
 
     async def stream(self, body: dict[str, Any], who: str = "ada") -> list[Any]:
-        """The events of a streaming chat, parsed; `[DONE]` as it stands."""
+        """Send a streaming chat; return its parsed events, `[DONE]` unchanged."""
         status, text, _ = await self.ask(body={**body, "stream": True}, who=who)
         assert status == 200, text
         return parse_events(text)
@@ -231,7 +231,7 @@ class GatewayFixture:
     async def connection(
         self,
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A bare socket to the public listener."""
+        """Yield a bare socket to the public listener."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             yield reader, writer
@@ -239,7 +239,7 @@ class GatewayFixture:
             writer.close()
 
     async def raw(self, data: bytes, *, half_close: bool = False) -> bytes:
-        """Send bytes; what comes back until the server closes or a whole answer is there."""
+        """Send bytes; return the answer, or all bytes until the server closes."""
         async with self.connection() as (reader, writer):
             writer.write(data)
             if half_close:
@@ -247,7 +247,7 @@ class GatewayFixture:
             return await read_answer(reader)
 
     def post(self, path: str, body: bytes, *lines: str, who: str = "ada") -> bytes:
-        """The bytes of a good POST, with more header lines."""
+        """Return the bytes of a valid POST with further header lines."""
         head = [
             f"POST {path} HTTP/1.1",
             "Host: 127.0.0.1",
@@ -262,7 +262,7 @@ class GatewayFixture:
     # -- what must hold after each request ----------------------------------------------------
 
     async def quiet(self) -> Stats:
-        """Wait until nothing runs any more; the engine's numbers then."""
+        """Wait until no request runs; return the engine's stats."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             stats = await self.engine.get_stats()
@@ -272,7 +272,8 @@ class GatewayFixture:
             assert time.monotonic() < deadline, f"still busy: {stats}"
 
     async def check_quiet(self) -> None:
-        """No pinned block, no open hold, ready, and no secret anywhere it does not belong."""
+        """Assert that no block is pinned, no hold open, and no key in the log, and that it is
+        ready."""
         stats = await self.quiet()
         assert stats.pinned_blocks == 0
         assert stats.free_blocks + stats.cached_blocks == stats.blocks
@@ -282,7 +283,7 @@ class GatewayFixture:
         assert not any(key in logged for key in self.keys.values())
 
     def entries(self) -> list[tuple[str, int, int, int]]:
-        """(ending, prompt, cached, output) of the ledger, oldest first."""
+        """Return (ending, prompt, cached, output) of the ledger, oldest first."""
         return [
             (row[0], row[1], row[2], row[3])
             for row in self.store.query(
@@ -292,14 +293,14 @@ class GatewayFixture:
         ]
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Turn the loop until it holds."""
+        """Run the event loop until the condition holds."""
         async with asyncio.timeout(PATIENCE_S):
             while not holds():  # noqa: ASYNC110 (whatever it is has no event to wait for)
                 await asyncio.sleep(0)
 
 
 def parse_events(text: str) -> list[Any]:
-    """Server-sent events' data; comments left out."""
+    """Return the data of server-sent events, without comments."""
     found: list[Any] = []
     for event in text.split("\n\n"):
         for line in event.split("\n"):
@@ -310,13 +311,13 @@ def parse_events(text: str) -> list[Any]:
 
 
 def head(line: str, *headers: str, host: str | None = "127.0.0.1") -> bytes:
-    """A request without a body."""
+    """Return the bytes of a request without a body."""
     lines = [line, *([f"Host: {host}"] if host is not None else []), *headers]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
 
 
 async def read_answer(reader: asyncio.StreamReader) -> bytes:
-    """One HTTP answer: its head and as much body as it announces; or all until the end."""
+    """Read one HTTP response: head and announced body, or all bytes until the end."""
     async with asyncio.timeout(PATIENCE_S):
         try:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -331,7 +332,7 @@ async def read_answer(reader: asyncio.StreamReader) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """The HTTP status; 0 if the connection was closed without a word."""
+    """Return the HTTP status; 0 if the connection was closed without a response."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else 0
 
 
@@ -347,13 +348,13 @@ def fail_on_blocking_calls() -> Iterator[BlockBuster]:
 
 @pytest.fixture(scope="session")
 def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    """A tiny model with a byte-level tokenizer and a chat template that knows no tools."""
+    """Prepare a tiny model with a byte-level tokenizer and a chat template without tools."""
     return prepared(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def unopened_gateway(card: ModelCard, tmp_path: Path) -> Iterator[GatewayFixture]:
-    """A gateway that has not been opened yet: a file says here what is another way in its own."""
+    """Yield a gateway that is not open; test files override this fixture to configure it."""
     fixture = GatewayFixture(card, tmp_path)
     yield fixture
     fixture.discard()
@@ -361,7 +362,7 @@ def unopened_gateway(card: ModelCard, tmp_path: Path) -> Iterator[GatewayFixture
 
 @pytest.fixture
 async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
-    """A gateway that listens, with settings as they come."""
+    """Yield an open gateway with default settings."""
     await unopened_gateway.open()
     yield unopened_gateway
     await unopened_gateway.close()

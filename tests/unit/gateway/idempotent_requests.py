@@ -1,4 +1,4 @@
-"""Requests under an `Idempotency-Key`, small ones in every dialect, and what is kept of them."""
+"""Small requests with an `Idempotency-Key` in every dialect, and their stored responses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
 GEMINI = "/v1beta/models/{}:{}"
 
 
-def asked(gateway: GatewayFixture, dialect: str, is_stream: bool) -> tuple[str, dict[str, Any]]:
-    """(path, body) of a small request."""
+def request_for(
+    gateway: GatewayFixture, dialect: str, is_stream: bool
+) -> tuple[str, dict[str, Any]]:
+    """Return (path, body) of a small request."""
     if dialect == "gemini":
         action = "streamGenerateContent?alt=sse" if is_stream else "generateContent"
         return GEMINI.format(gateway.model, action), CONTENTS
@@ -38,7 +40,7 @@ async def send(
     who: str = "ada",
     **headers: str,
 ) -> tuple[int, bytes, ClientResponse]:
-    """One request under a name: (status, bytes, response)."""
+    """Send a request with a key; return (status, bytes, response)."""
     sent = {**gateway.headers(who), "Content-Type": "application/json", **headers}
     if name is not None:
         sent["Idempotency-Key"] = name
@@ -47,8 +49,8 @@ async def send(
         return response.status, await response.read(), response
 
 
-def kept(gateway: GatewayFixture) -> list[tuple[str, bool, bool]]:
-    """(name, has it ended, has it a body) of all that is kept."""
+def stored(gateway: GatewayFixture) -> list[tuple[str, bool, bool]]:
+    """Return (key, whether it has ended, whether it has a body) of all stored responses."""
     return [
         (row[0], bool(row[1]), bool(row[2]))
         for row in gateway.store.query(
@@ -62,5 +64,5 @@ def endings(gateway: GatewayFixture) -> list[str]:
 
 
 def code_of(answer: bytes) -> str:
-    """OpenAI's dialect's."""
+    """Return the error code of an OpenAI response."""
     return str(json.loads(answer)["error"]["code"])

@@ -1,4 +1,4 @@
-"""The product as a process: `trunkline serve` with a real engine process and a tiny model."""
+"""`trunkline serve` as a process, with a real engine process and a tiny model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO
 
-from aiohttp import ClientSession
+from aiohttp import ClientSession, StreamReader
 
 START_S = 60.0
 SETTINGS = "[engine]\nthreads = 1\nkv_blocks = 256\n"
-"""One thread: on a busy host the second one is waited for more than it helps."""
+"""One thread: on a busy host, waiting for a second thread costs more than it gains."""
 
 
 class Server:
-    """One `trunkline serve`."""
+    """A running `trunkline serve`."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str, key: str, text: str) -> None:
         self.process = process
@@ -33,8 +33,8 @@ class Server:
         return {"model": "tiny", "messages": messages, "ignore_eos": True, **more}
 
     @asynccontextmanager
-    async def asked(self, **more: object) -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
-        """A request's status and body while it comes."""
+    async def request(self, **more: object) -> AsyncIterator[tuple[int, StreamReader]]:
+        """Send a request; yield its status and its body's stream."""
         async with (
             ClientSession() as session,
             session.post(
@@ -43,28 +43,34 @@ class Server:
                 headers={"Authorization": f"Bearer {self.key}"},
             ) as response,
         ):
-            yield response.status, response.content  # type: ignore[misc]
+            yield response.status, response.content
 
-    async def ended(self) -> int:
-        """The exit status, once it is over."""
+    async def wait(self) -> int:
+        """Wait for the exit; return the status."""
         async with asyncio.timeout(START_S):
             return await self.process.wait()
 
 
 @asynccontextmanager
-async def serving(model: Path, data: Path, settings: Path | None = None) -> AsyncIterator[Server]:
-    """Started and ready; killed afterwards if it still runs. Its log is beside its data.
-    `settings`: a file other than the model's."""
+async def run_server(
+    model: Path, data: Path, settings: Path | None = None
+) -> AsyncIterator[Server]:
+    """Start a server and yield it when ready; kill it afterwards if it still runs.
+
+    Its log is beside its data. `settings`: a file other than the model's.
+    """
     log = data.with_suffix(".log")
     with log.open("ab") as errors:
-        process = await started(model, data, settings or model.parent / "settings.toml", errors)
+        process = await start_server(
+            model, data, settings or model.parent / "settings.toml", errors
+        )
     assert process.stdout is not None
     try:
         text = ""
         async with asyncio.timeout(START_S):
             while "key file" not in text:
                 line = (await process.stdout.readline()).decode()
-                assert line, f"it ended: {text}{log.read_text()}"
+                assert line, f"the server ended: {text}{log.read_text()}"
                 text += line
         found = re.search(r"http://\S+/v1", text)
         assert found is not None, text
@@ -76,10 +82,10 @@ async def serving(model: Path, data: Path, settings: Path | None = None) -> Asyn
         await process.wait()
 
 
-async def started(
+async def start_server(
     model: Path, data: Path, settings: Path, errors: IO[bytes], **environment: str
 ) -> asyncio.subprocess.Process:
-    """Of which nothing is known yet."""
+    """Start the process without waiting for it."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

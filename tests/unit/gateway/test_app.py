@@ -1,4 +1,4 @@
-"""The life of the product: a real process with a real engine process, a tiny model, and signals."""
+"""Lifecycle of the server process: a real engine process, a tiny model, and signals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
 from tests.models import write_folder
-from tests.unit.gateway.server_process import SETTINGS, START_S, serving, started
+from tests.unit.gateway.server_process import SETTINGS, START_S, run_server, start_server
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(data: Path, sql: str) -> list[tuple[Any, ...]]:
-    """What the database says, read by another process."""
+    """Read the database from another process."""
     db = apsw.Connection(str(data / "trunkline.db"), flags=apsw.SQLITE_OPEN_READONLY)
     try:
         return list(db.execute(sql))
@@ -48,29 +48,29 @@ def rows(data: Path, sql: str) -> list[tuple[Any, ...]]:
 
 
 def price(data: Path, name: str, output: int) -> None:
-    """A card that is in force from now on; the next version, where there is one."""
+    """Add a rate card, or its next version."""
     with closing(SqliteStore(data / "trunkline.db")) as store:
         add_card(store, wall_ms, RateCard(name, output=output))
 
 
 def faults(data: Path) -> tuple[list[str], list[str]]:
-    """Of the books by themselves, and of the engine's lives that do not fit them."""
+    """Return the findings of the ledger's check, and the epochs whose counts differ."""
     with closing(SqliteStore(data / "trunkline.db")) as store:
         apart = [life.epoch for life in reconcile(store) if life.has_mismatch]
         return check_books(store), apart
 
 
-async def test_a_first_start_serves_with_a_key_that_only_its_owner_can_read(
+async def test_first_start_creates_private_key_and_sigterm_drains(
     model: Path, tmp_path: Path
 ) -> None:
-    """From nothing to an answer; SIGTERM while a stream runs lets it finish, then exit 0."""
+    """SIGTERM during a stream lets it finish, then exits with 0."""
     data = tmp_path / "data"
-    async with serving(model, data) as server:
-        async with server.asked(max_tokens=400, stream=True) as (status, content):
+    async with run_server(model, data) as server:
+        async with server.request(max_tokens=400, stream=True) as (status, content):
             first = await content.readuntil(b"\n\n")
             server.process.send_signal(signal.SIGTERM)
             rest = await content.read()
-        exit_status = await server.ended()
+        exit_status = await server.wait()
 
     assert status == 200
     assert server.key in server.text
@@ -83,15 +83,13 @@ async def test_a_first_start_serves_with_a_key_that_only_its_owner_can_read(
     assert entries == [("done", 400)]
 
 
-async def test_a_server_that_is_told_to_end_while_it_loads_ends_in_order(
-    model: Path, tmp_path: Path
-) -> None:
-    """As a service manager's stop right after its start; no file is left behind."""
+async def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path) -> None:
+    """A service manager may stop it right after its start; no file is left behind."""
     place, log = tmp_path / "place", tmp_path / "log"
     await asyncio.to_thread(place.mkdir)
     with log.open("wb") as errors:
         settings = model.parent / "settings.toml"
-        process = await started(model, tmp_path / "data", settings, errors, TMPDIR=str(place))
+        process = await start_server(model, tmp_path / "data", settings, errors, TMPDIR=str(place))
     async with asyncio.timeout(START_S):
         while "ledger_started" not in await asyncio.to_thread(log.read_text):
             assert process.returncode is None
@@ -103,18 +101,16 @@ async def test_a_server_that_is_told_to_end_while_it_loads_ends_in_order(
     assert await asyncio.to_thread(os.listdir, place) == []
 
 
-async def test_a_killed_gateway_settles_what_it_had_delivered_when_it_starts_again(
-    model: Path, tmp_path: Path
-) -> None:
-    """SIGKILL is safe: the hold becomes one entry `interrupted`, never above what the client got
-    and hardly below it, at the price of its admission; the key still works."""
+async def test_restart_after_sigkill_settles_delivered_tokens(model: Path, tmp_path: Path) -> None:
+    """The hold becomes one entry `interrupted`, never above the delivered tokens and nearly all
+    of them, at the price of its admission; the key still works."""
     data = tmp_path / "data"
     await asyncio.to_thread(price, data, "std", 5)
     arrived_s: list[float] = []
     killed_s = 0.0
-    async with serving(model, data) as server:
+    async with run_server(model, data) as server:
         with contextlib.suppress(Exception):
-            asked = server.asked(max_tokens=440, stream=True, logprobs=True)
+            asked = server.request(max_tokens=440, stream=True, logprobs=True)
             async with asked as (_, content):
                 while event := await content.readuntil(b"\n\n"):
                     tokens = json.loads(event[6:])["choices"][0]["logprobs"] or {"content": []}
@@ -122,13 +118,13 @@ async def test_a_killed_gateway_settles_what_it_had_delivered_when_it_starts_aga
                     if server.process.returncode is None and len(arrived_s) > DELIVERED_MIN:
                         killed_s = time.monotonic()
                         server.process.kill()
-        await server.ended()
+        await server.wait()
     await asyncio.to_thread(price, data, "std", 7)
-    async with serving(model, data) as again:
-        async with again.asked(max_tokens=3) as (status, content):
+    async with run_server(model, data) as again:
+        async with again.request(max_tokens=3) as (status, content):
             answer = json.loads(await content.read())
         again.process.send_signal(signal.SIGTERM)
-        await again.ended()
+        await again.wait()
 
     sql = "select ending, prompt_tokens, output_tokens, rate_card_id, charge_pico from ledger"
     entries = await asyncio.to_thread(rows, data, sql)
@@ -144,14 +140,13 @@ async def test_a_killed_gateway_settles_what_it_had_delivered_when_it_starts_aga
     assert await asyncio.to_thread(faults, data) == ([], [])
 
 
-async def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:
-    """An operator who asks twice does not want to wait for a drain: of an answer that is more than
-    sockets hold, while nobody reads it."""
+async def test_second_signal_exits_at_once(model: Path, tmp_path: Path) -> None:
+    """The response is larger than the socket buffers, and the client does not read it."""
     long = {"max_tokens": 450, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 5}
     async with (
-        serving(model, tmp_path / "data") as server,
+        run_server(model, tmp_path / "data") as server,
         ClientSession() as session,
-        server.asked(**long) as (_, content),
+        server.request(**long) as (_, content),
     ):
         await content.readuntil(b"\n\n")
         server.process.send_signal(signal.SIGTERM)
@@ -161,6 +156,6 @@ async def test_a_second_signal_ends_it_now(model: Path, tmp_path: Path) -> None:
                 async with session.get(server.url.removesuffix("/v1") + "/readyz") as response:
                     ready = response.status
         server.process.send_signal(signal.SIGTERM)
-        exit_status = await server.ended()
+        exit_status = await server.wait()
 
     assert exit_status != 0

@@ -1,4 +1,4 @@
-"""Settings: what each mistake is told, and where each value came from."""
+"""Configuration: the message for each mistake, and the source of each value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(folder: Path, text: str, **flags: object) -> Config:
     return load_config(file, {}, {name.replace("__", "."): flag for name, flag in flags.items()})[0]
 
 
-def test_nothing_has_to_be_set() -> None:
+def test_every_setting_has_a_default() -> None:
     """`trunkline serve` alone is a server on this machine, for this machine."""
     config, origin = load_config(None, {}, {})
 
@@ -37,8 +37,8 @@ def test_nothing_has_to_be_set() -> None:
     assert origin == {}
 
 
-def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
-    """And each value remembers who won."""
+def test_flags_override_environment_file_and_defaults(tmp_path: Path) -> None:
+    """Each value's origin is recorded."""
     file = tmp_path / "trunkline.toml"
     file.write_text('data_dir = "from-file"\n[model]\nname = "m"\n[limits]\nchoices_max = 4\n')
     environment = {
@@ -55,15 +55,15 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     assert shown["server.body_bytes_max"] == (10 * 2**20, "default")
 
 
-def test_an_empty_variable_is_no_setting() -> None:
-    """`TRUNKLINE_DATA_DIR= trunkline serve` means the default, not the root of nothing."""
+def test_empty_environment_variable_is_ignored() -> None:
+    """`TRUNKLINE_DATA_DIR= trunkline serve` means the default."""
     config, origin = load_config(None, {"TRUNKLINE_DATA_DIR": "", "TRUNKLINE_CONFIG": ""}, {})
 
     assert (config, origin) == (Config(), {})
 
 
-def test_what_is_shown_can_be_written_back(tmp_path: Path) -> None:
-    """Every setting is shown under the name that the file takes."""
+def test_effective_settings_load_again(tmp_path: Path) -> None:
+    """Each setting is shown under the name that the file takes."""
     rows = effective(Config(), {})
     sections: dict[str, list[str]] = {}
     for path, value, _ in rows:
@@ -104,10 +104,8 @@ def test_what_is_shown_can_be_written_back(tmp_path: Path) -> None:
         ("data_dir = 'a'\ndata_dir = 'b'", "is not valid TOML"),
     ],
 )
-def test_a_mistake_in_the_file_names_file_key_and_value(
-    tmp_path: Path, text: str, told: str
-) -> None:
-    """Where, what came, what would be right, on one line."""
+def test_error_names_file_key_and_value(tmp_path: Path, text: str, told: str) -> None:
+    """The message is one line."""
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
 
@@ -142,8 +140,7 @@ def test_a_mistake_in_the_file_names_file_key_and_value(
         ("[model]\nname = ''", "model.name: invalid name ''"),
     ],
 )
-def test_values_that_do_not_go_together_are_told_too(tmp_path: Path, text: str, told: str) -> None:
-    """What types alone do not say."""
+def test_refuses_values_that_types_alone_allow(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         load(tmp_path, text)
 
@@ -151,23 +148,23 @@ def test_values_that_do_not_go_together_are_told_too(tmp_path: Path, text: str, 
 @pytest.mark.parametrize(
     "endpoint", ["http://me:s3cret@h:1", "http://me:s3cret@h:x", "http://h?k=s3cret"]
 )
-def test_a_collectors_secret_is_refused_and_not_repeated(tmp_path: Path, endpoint: str) -> None:
-    """`check-config` shows every setting: a password has no place among them."""
+def test_refuses_credentials_in_trace_endpoint_without_repeating_them(
+    tmp_path: Path, endpoint: str
+) -> None:
+    """`check-config` shows every setting, so none may be a secret."""
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
         load(tmp_path, f"[tracing]\nendpoint = '{endpoint}'")
 
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_mistake_on_the_command_line_is_told_of_it(tmp_path: Path) -> None:
-    """Not of the file, which is right."""
+def test_error_in_an_option_names_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^command line: server\.listen: invalid address 'x'"):
         load(tmp_path, "[server]\nlisten = '127.0.0.1:80'", server__listen="x")
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "bytes"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
-    """With the system's reason."""
+def test_unreadable_file_is_named_with_the_reason(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "trunkline.toml"
     if kind == "folder":
         file.mkdir()
@@ -186,28 +183,26 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
         ("[::1]:80", ("::1", 80)),
     ],
 )
-def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
-    """Brackets hold an IPv6 address together; port 0 is any that is free."""
+def test_parses_host_and_port(text: str, address: tuple[str, int]) -> None:
+    """Brackets enclose an IPv6 address; port 0 is any free port."""
     assert parse_address(text, "x") == address
 
 
-def test_paths_hang_on_the_data_directory() -> None:
-    """One folder to back up, one to delete."""
+def test_paths_are_inside_the_data_directory() -> None:
     config = Config(data_dir="/d")
 
     assert (config.data, config.models_dir) == (Path("/d"), Path("/d/models"))
 
 
-def test_every_setting_is_in_the_operators_guide() -> None:
-    """A setting that is not documented is a secret."""
+def test_operations_page_documents_every_setting() -> None:
     text = (Path(__file__).parents[3] / "docs/operations.md").read_text()
     named = set(re.findall(r"`([a-z_.]+)`", text))
 
     assert {path for path, _, _ in effective(Config(), {})} <= named
 
 
-def test_declared_tenants_are_read_with_every_setting(tmp_path: Path) -> None:
-    """By the names that the admin API uses too."""
+def test_reads_declared_tenants_with_every_setting(tmp_path: Path) -> None:
+    """The names are those of the admin API."""
     file = tmp_path / "t.toml"
     file.write_text(
         '[[tenants]]\nname = "ada"\nclasses = ["5m"]\nweight = 2\n[[tenants]]\nname = "bob"\n'
@@ -224,8 +219,8 @@ def test_declared_tenants_are_read_with_every_setting(tmp_path: Path) -> None:
 KEYS = "[[tenants]]\nname = 'ada'\n[[tenants.keys]]\nlabel = 'web'\n"
 
 
-def test_declared_keys_are_read_with_their_ends_and_limits(tmp_path: Path) -> None:
-    """An end is TOML's own kind of instant, or a text of one."""
+def test_reads_declared_keys_with_expiry_and_limits(tmp_path: Path) -> None:
+    """`expires` is a TOML instant, or text of one."""
     digest = f"sha256 = '{'0' * 64}'\n"
     (tmp_path / "t.toml").write_text(
         f"{KEYS}{digest}expires = 2030-01-01T00:00:00+01:00\nrequests_at_once = 3\n"
@@ -251,23 +246,23 @@ def test_declared_keys_are_read_with_their_ends_and_limits(tmp_path: Path) -> No
         ("scopes = 'usage'", "tenants[0].keys[0].scopes: Expected `array`"),
     ],
 )
-def test_a_wrong_key_is_told_by_its_place_and_not_repeated(
+def test_error_in_declared_key_names_its_index_without_its_value(
     tmp_path: Path, text: str, told: str
 ) -> None:
-    """Whoever takes it for the place of the key itself must not find it in a log."""
+    """An operator may have written the key itself there; it must not reach a log."""
     with pytest.raises(ConfigError, match=re.escape(told)) as caught:
         load(tmp_path, KEYS + text)
 
     assert "secret" not in str(caught.value)
 
 
-def test_tenants_that_nobody_declared_are_told_from_none() -> None:
-    """A file from before there were declared tenants must not suspend anybody."""
+def test_absent_tenants_differ_from_an_empty_list() -> None:
+    """A file without declared tenants must not suspend any tenant."""
     assert load_config(None, {}, {})[0].tenants is None
 
 
-def test_shared_scopes_are_read_and_checked(tmp_path: Path) -> None:
-    """None are declared unless the file says so; mistakes are told by their place."""
+def test_reads_and_checks_shared_scopes(tmp_path: Path) -> None:
+    """Errors name the index."""
     head = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\n'
     config = load(tmp_path, f'{head}members = ["ada", "bob/lab"]\n')
 
@@ -286,8 +281,8 @@ def test_shared_scopes_are_read_and_checked(tmp_path: Path) -> None:
             load(tmp_path, text)
 
 
-def test_prices_are_by_the_models_own_name() -> None:
-    """The ledger knows no alias: a price under one would be nobody's."""
+def test_refuses_rate_card_for_an_alias() -> None:
+    """The ledger records the model's own name, so a price under an alias would never apply."""
     config = Config(model=ModelSettings("m", aliases=("gpt-4o-mini",)))
     config.check_card(RateCard("x", model="m"))
     config.check_card(RateCard("x", model="another-servers"))

@@ -1,4 +1,4 @@
-"""What is there at the start: looked at no more, and in large pages."""
+"""Heap tuning: the start's objects are frozen, and lie in large pages."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Ring:
         self.itself = self
 
 
-def test_a_settled_heap_is_not_looked_at_again_and_new_garbage_still_goes() -> None:
-    """Looking at the same heap again and again was 7 % of a tiny answer; a leak would be worse."""
+def test_frozen_heap_is_not_traversed_and_new_garbage_is_freed() -> None:
+    """Traversing the same heap repeatedly was 7 % of a small response; a leak would be worse."""
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     try:
         freeze_heap()
@@ -69,9 +69,9 @@ def test_a_settled_heap_is_not_looked_at_again_and_new_garbage_still_goes() -> N
     assert others
 
 
-def test_large_pages_are_asked_for_where_a_heap_is_and_nowhere_else() -> None:
-    """A thread's empty stack would take two megabytes for its first bytes; a file's pages are the
-    kernel's."""
+def test_requests_large_pages_for_heap_areas_only() -> None:
+    """A thread's empty stack would take 2 MiB for its first bytes; the kernel owns a file's
+    pages."""
     asked: list[tuple[int, int, int]] = []
 
     collapse(AREAS, PAGE, lambda *what: asked.append(what))
@@ -83,15 +83,15 @@ def test_large_pages_are_asked_for_where_a_heap_is_and_nowhere_else() -> None:
 
 
 def _has_large_pages() -> bool:
-    """Linux since 6.1, where its operator has not said never."""
+    """Return whether Linux is 6.1 or later and its operator allows large pages."""
     release = [int(part) for part in re.findall(r"\d+", os.uname().release)[:2]]
     enabled = THP / "enabled"
     return release >= [6, 1] and enabled.exists() and "[never]" not in enabled.read_text()
 
 
 @pytest.mark.skipif(not _has_large_pages(), reason="this kernel moves nothing to large pages")
-def test_a_settled_heap_lies_in_large_pages() -> None:
-    """In a process of its own: what it has made stays where it is."""
+def test_frozen_heap_moves_to_large_pages() -> None:
+    """In a separate process, since the heap's pages stay moved."""
     program = (
         "from pathlib import Path\n"
         "from gateway.gc_tuning import freeze_heap\n"

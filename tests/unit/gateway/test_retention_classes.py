@@ -1,4 +1,4 @@
-"""Retention classes and profiles as settings."""
+"""Retention classes and profiles in the configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tenancy.errors import BadPrice
 from tenancy.pricing.charges import RateCard
 
 
-def test_the_hosted_classes_are_built_in() -> None:
+def test_hosted_apis_retention_classes_are_built_in() -> None:
     """An SDK's TTLs work without any configuration."""
     config = CachingConfig()
     found = {name: config.retention(name) for name in ("5m", "1h", "30m", "12h", "24h")}
@@ -18,8 +18,7 @@ def test_the_hosted_classes_are_built_in() -> None:
     assert config.retention("9d") is None
 
 
-def test_an_operator_adds_classes_and_replaces_profiles() -> None:
-    """Classes are data: a new TTL is a row, not a release."""
+def test_configuration_adds_classes_and_replaces_profiles() -> None:
     config = CachingConfig(
         classes={"9d": RetentionClass(777_600)}, profiles={"openai": CacheProfile(granularity=128)}
     )
@@ -31,8 +30,8 @@ def test_an_operator_adds_classes_and_replaces_profiles() -> None:
     assert config.profile("anthropic").lookup == "written"
 
 
-def test_prices_are_for_classes_that_there_are() -> None:
-    """An operator's own among them, and what no client asks for by name."""
+def test_refuses_prices_for_unknown_classes() -> None:
+    """Configured classes exist, and so do classes that no client names."""
     config = CachingConfig(classes={"9d": RetentionClass(777_600)})
     config.check_card(
         RateCard(

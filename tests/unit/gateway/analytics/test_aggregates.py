@@ -27,7 +27,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.advice import ClassTerms
 from tenancy.reuse.prefix_statistics import PREFIXES_MAX
 from tests.fakes import FakeClock
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CARD = RateCard("c", input=1_000, cache_read=100)
@@ -283,7 +283,7 @@ async def test_admin_api_shows_analytics(gateway: GatewayFixture) -> None:
         await gateway.ask(body=gateway.chat("a question that fills a block or two of the cache"))
     await gateway.engine.get_stats()
 
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
     _, tenant = await admin.ask("GET", "/admin/v1/analytics/ada")
     _, tree = await admin.ask("GET", "/admin/v1/tree/ada")
@@ -308,7 +308,7 @@ async def test_admin_api_shows_evictions_between_tenants_with_their_cost(
 ) -> None:
     """A neighbour evicts a prefix without a promise; its owner computes it again, at the price
     shown in the neighbour's row."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     add_card(gateway.store, wall_ms, RateCard("std", input=3_000_000, cache_read=300_000))
     change_tenant(gateway.store, "bob", {"floor_blocks": 230})
     gateway.gateway.context.registry.refresh_now()
@@ -341,7 +341,7 @@ async def test_shows_outcomes_of_promises_by_tenant_and_class(
     gateway: GatewayFixture,
 ) -> None:
     """In analytics and in metrics alike."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     text = {"type": "text", "text": "kept, " * 60, "cache_control": {"type": "ephemeral"}}
     asked = {
         "model": gateway.model,
@@ -362,7 +362,7 @@ async def test_shows_outcomes_of_promises_by_tenant_and_class(
 
 
 async def test_tenant_key_may_not_read_analytics(gateway: GatewayFixture) -> None:
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     found = [
         await admin.ask("GET", path, key=key)
         for path in ("/admin/v1/analytics", "/admin/v1/analytics/ada", "/admin/v1/tree/ada")

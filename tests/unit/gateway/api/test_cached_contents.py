@@ -1,4 +1,4 @@
-"""Cached contents: named prefixes, held until their time is over, whatever the pool does."""
+"""Cached contents: named prefixes that are retained until they expire."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def question(gateway: GatewayFixture, name: str) -> tuple[str, dict[str, Any]]:
     return f"/v1beta/models/{gateway.model}:generateContent", body
 
 
-async def created(gateway: GatewayFixture, who: str = "ada", **fields: Any) -> dict[str, Any]:
+async def create(gateway: GatewayFixture, who: str = "ada", **fields: Any) -> dict[str, Any]:
     status, found, _ = await gateway.ask(ALL, creation(gateway, **fields), who=who)
     assert status == 200, found
     resource: dict[str, Any] = found
     return resource
 
 
-def hour(gateway: GatewayFixture) -> dict[str, Any]:
-    """The same words in another dialect, kept for an hour."""
+def hour_request(gateway: GatewayFixture) -> dict[str, Any]:
+    """Return a request of another dialect with the same text at a breakpoint, for an hour."""
     control = {"type": "ephemeral", "ttl": "1h"}
     text = {"type": "text", "text": LONG, "cache_control": control}
     messages = [{"role": "user", "content": [text]}]
@@ -60,9 +60,9 @@ async def asked(gateway: GatewayFixture, name: str, who: str = "ada") -> tuple[i
     return status, found
 
 
-async def test_what_was_cached_is_read_and_need_not_be_sent_again(gateway: GatewayFixture) -> None:
-    """The answer counts it in the prompt and as cached, to the token."""
-    resource = await created(gateway, displayName="trunk")
+async def test_request_reads_cached_content(gateway: GatewayFixture) -> None:
+    """The response counts it in the prompt and as cached, to the token."""
+    resource = await create(gateway, displayName="trunk")
 
     status, found = await asked(gateway, resource["name"])
 
@@ -72,11 +72,11 @@ async def test_what_was_cached_is_read_and_need_not_be_sent_again(gateway: Gatew
     assert found["usageMetadata"]["promptTokenCount"] > tokens
 
 
-async def test_without_room_for_its_promise_it_is_made_and_read_all_the_same(
+async def test_creates_without_promise_if_the_quota_is_full(
     gateway: GatewayFixture,
 ) -> None:
-    """A quota bounds what is kept, not what may be named: the refusal is said, its keeping is not
-    billed, and it is read as long as it is there."""
+    """A quota bounds promises, not names: the response says so, storage is not billed, and
+    requests read it while it is cached."""
     change_tenant(gateway.store, "ada", {"promised_blocks_max": 0})
     gateway.gateway.context.registry.refresh_now()
     status, resource, response = await gateway.ask(ALL, creation(gateway))
@@ -90,11 +90,10 @@ async def test_without_room_for_its_promise_it_is_made_and_read_all_the_same(
     assert found["usageMetadata"]["cachedContentTokenCount"] >= tokens
 
 
-async def test_creating_is_billed_once_as_a_write_and_using_as_a_read(
+async def test_bills_creation_as_a_write_and_use_as_a_read(
     gateway: GatewayFixture,
 ) -> None:
-    """What was paid for is not paid for again."""
-    resource = await created(gateway)
+    resource = await create(gateway)
     await asked(gateway, resource["name"])
 
     rows = gateway.store.query(
@@ -108,21 +107,21 @@ async def test_creating_is_billed_once_as_a_write_and_using_as_a_read(
     gateway.gateway.context.contracts.entries.check()
 
 
-async def test_creating_pays_for_all_of_it_whatever_is_there(gateway: GatewayFixture) -> None:
-    """What is bought is its keeping: words that happen to be cached are no discount on that."""
+async def test_creation_bills_all_tokens_even_if_cached(gateway: GatewayFixture) -> None:
+    """A tenant buys retention: blocks that happen to be cached give no discount."""
     path, body = question(gateway, "")
     del body["cachedContent"]
     await gateway.ask(path, {**body, "contents": creation(gateway)["contents"]})
 
-    resource = await created(gateway, systemInstruction=None)
+    resource = await create(gateway, systemInstruction=None)
 
     rows = gateway.store.query("select cache_write_tokens from ledger order by entry_id")
     assert rows[-1] == (resource["usageMetadata"]["totalTokenCount"],)
 
 
-async def test_an_erased_pool_changes_nothing_for_its_reader(gateway: GatewayFixture) -> None:
-    """It is computed again: the operator's cost, still the client's hit."""
-    resource = await created(gateway)
+async def test_evicted_content_is_recomputed_and_billed_as_read(gateway: GatewayFixture) -> None:
+    """The operator bears the recomputation."""
+    resource = await create(gateway)
     await gateway.engine.get_stats()
     namespaces = [space.namespace for space in gateway.engine.namespaces]
     for namespace in namespaces:
@@ -135,10 +134,10 @@ async def test_an_erased_pool_changes_nothing_for_its_reader(gateway: GatewayFix
     assert found["usageMetadata"]["cachedContentTokenCount"] == tokens
 
 
-async def test_it_survives_a_restart_of_everything(unopened_gateway: GatewayFixture) -> None:
-    """Gateway and engine start anew with nothing but the database: it is computed again."""
+async def test_survives_a_restart_of_gateway_and_engine(unopened_gateway: GatewayFixture) -> None:
+    """Both start with nothing but the database, and compute it again."""
     await unopened_gateway.open()
-    resource = await created(unopened_gateway)
+    resource = await create(unopened_gateway)
     await unopened_gateway.close()
     unopened_gateway.runner = GatedRunner(unopened_gateway.card.config.vocab)
     await unopened_gateway.open()
@@ -158,9 +157,9 @@ async def test_it_survives_a_restart_of_everything(unopened_gateway: GatewayFixt
     assert [row[0] for row in rows] == [0, tokens, 0]
 
 
-async def test_a_list_has_pages_and_shows_no_content(gateway: GatewayFixture) -> None:
-    """In the order of their ids, each once."""
-    names = {(await created(gateway))["name"] for _ in range(3)}
+async def test_lists_in_pages_without_content(gateway: GatewayFixture) -> None:
+    """In the order of ids, each once."""
+    names = {(await create(gateway))["name"] for _ in range(3)}
     seen: list[dict[str, Any]] = []
     token = ""
     for _ in range(5):
@@ -176,16 +175,16 @@ async def test_a_list_has_pages_and_shows_no_content(gateway: GatewayFixture) ->
     assert "systemInstruction" not in seen[0]
 
 
-async def test_an_empty_list_is_an_empty_object(gateway: GatewayFixture) -> None:
-    """As upstream answers."""
+async def test_empty_list_is_an_empty_object(gateway: GatewayFixture) -> None:
+    """As Gemini's API answers."""
     status, page, _ = await gateway.ask(ALL, method="GET")
 
     assert (status, page) == (200, {})
 
 
-async def test_its_time_can_be_changed_and_it_can_be_deleted(gateway: GatewayFixture) -> None:
-    """Nothing else can; both answer 200 with JSON."""
-    name = (await created(gateway))["name"]
+async def test_updates_expiry_and_deletes(gateway: GatewayFixture) -> None:
+    """Both answer 200 with JSON."""
+    name = (await create(gateway))["name"]
     path = f"/v1/{name}"
     _, before, _ = await gateway.ask(path, method="GET")
 
@@ -208,12 +207,11 @@ async def test_its_time_can_be_changed_and_it_can_be_deleted(gateway: GatewayFix
         ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, "toolConfig"),
     ],
 )
-async def test_what_cannot_change_is_refused(
+async def test_refuses_changes_of_immutable_fields(
     gateway: GatewayFixture, fields: dict[str, Any], param: str
 ) -> None:
-    """A change that is dropped in silence looks like one that was made. What a resource says of
-    itself may be sent back."""
-    resource = await created(gateway, displayName="trunk")
+    """A silently dropped change would look like a change. Unchanged values may be sent back."""
+    resource = await create(gateway, displayName="trunk")
     path = f"/v1/{resource['name']}"
     same = {name: resource[name] for name in ("name", "model", "displayName", "usageMetadata")}
 
@@ -225,9 +223,9 @@ async def test_what_cannot_change_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/json; charset=latin-1"])
-async def test_what_is_not_sent_as_json_is_refused(gateway: GatewayFixture, kind: str) -> None:
-    """As on every other path that takes a body, and before anything is kept."""
-    name = (await created(gateway))["name"]
+async def test_refuses_bodies_that_are_not_json(gateway: GatewayFixture, kind: str) -> None:
+    """Before anything is stored."""
+    name = (await create(gateway))["name"]
     typed = {"Content-Type": kind}
     make, _, _ = await gateway.ask(ALL, creation(gateway), headers=typed)
     change, _, _ = await gateway.ask(f"/v1/{name}", {"ttl": "9s"}, method="PATCH", headers=typed)
@@ -238,9 +236,8 @@ async def test_what_is_not_sent_as_json_is_refused(gateway: GatewayFixture, kind
     assert [one["name"] for one in listed["cachedContents"]] == [name]
 
 
-async def test_a_deleted_one_gives_its_blocks_back(gateway: GatewayFixture) -> None:
-    """Its lease covered them alone."""
-    name = (await created(gateway))["name"]
+async def test_deletion_frees_blocks(gateway: GatewayFixture) -> None:
+    name = (await create(gateway))["name"]
     held = (await gateway.engine.get_stats()).cached_blocks
 
     await gateway.ask(f"/v1/{name}", method="DELETE")
@@ -249,20 +246,19 @@ async def test_a_deleted_one_gives_its_blocks_back(gateway: GatewayFixture) -> N
     assert (await gateway.engine.get_stats()).cached_blocks == 0
 
 
-async def left(gateway: GatewayFixture, has_come: Callable[[], bool]) -> None:
-    """A client that asks for a cached content, and leaves when that much has happened; the server
-    knows it when this returns."""
-    asking = asyncio.create_task(created(gateway))
+async def disconnect_at(gateway: GatewayFixture, has_come: Callable[[], bool]) -> None:
+    """Create a cached content and disconnect at this point; return when the server knows it."""
+    asking = asyncio.create_task(create(gateway))
     await gateway.until(has_come)
     asking.cancel()
     await asyncio.wait([asking])
     await gateway.ask("/healthz", method="GET", who=None)
 
 
-async def test_one_whose_client_leaves_while_it_is_stored_is_not_kept(
+async def test_disconnect_while_storing_leaves_no_content(
     gateway: GatewayFixture,
 ) -> None:
-    """Nobody has paid for it, and whoever finds it in the list would read it all the same."""
+    """It is not billed, and a listed one would be read for free."""
     is_busy, may_end = threading.Event(), threading.Event()
 
     def keep_busy() -> None:
@@ -272,7 +268,7 @@ async def test_one_whose_client_leaves_while_it_is_stored_is_not_kept(
 
     writing = asyncio.create_task(asyncio.to_thread(keep_busy))
     await gateway.until(is_busy.is_set)
-    await left(gateway, lambda: bool(gateway.gateway.context.background))
+    await disconnect_at(gateway, lambda: bool(gateway.gateway.context.background))
     may_end.set()
     await writing
     await gateway.until(lambda: [line["ending"] for line in gateway.lines] == ["cancelled"])
@@ -284,12 +280,12 @@ async def test_one_whose_client_leaves_while_it_is_stored_is_not_kept(
     assert gateway.entries() == []
 
 
-async def test_one_whose_client_leaves_while_it_is_computed_holds_nothing(
+async def test_disconnect_while_computing_leaves_no_lease(
     gateway: GatewayFixture,
 ) -> None:
-    """Its lease has no end before its time, and storage is charged for what is held."""
+    """A lease without a request would be charged as storage until it expires."""
     gateway.runner.hold_after(0)
-    await left(gateway, lambda: gateway.runner.is_held)
+    await disconnect_at(gateway, lambda: gateway.runner.is_held)
     gateway.runner.release()
     await gateway.check_quiet()
     async with asyncio.timeout(PATIENCE_S):  # nobody is told when it has been taken back
@@ -299,9 +295,9 @@ async def test_one_whose_client_leaves_while_it_is_computed_holds_nothing(
     assert gateway.entries()[0][0] == "cancelled"
 
 
-async def test_a_deleted_one_leaves_what_others_keep(gateway: GatewayFixture) -> None:
-    """The same words under another name, or at a breakpoint, were paid for too."""
-    first, second = await created(gateway), await created(gateway, ttl="7200s")
+async def test_deletion_keeps_blocks_that_others_retain(gateway: GatewayFixture) -> None:
+    """The same text under another name, or at a breakpoint, was paid for too."""
+    first, second = await create(gateway), await create(gateway, ttl="7200s")
     held = (await gateway.engine.get_stats()).cached_blocks
     await gateway.ask(f"/v1/{first['name']}", method="DELETE")
     after_one = (await gateway.engine.get_stats()).cached_blocks
@@ -313,14 +309,14 @@ async def test_a_deleted_one_leaves_what_others_keep(gateway: GatewayFixture) ->
     assert rows == [(first["usageMetadata"]["totalTokenCount"], 0)] * 2
 
 
-async def test_a_deleted_one_ends_no_promise_at_a_breakpoint(gateway: GatewayFixture) -> None:
-    """Whoever wrote the same words for an hour, in whatever dialect, has that hour."""
-    await gateway.ask("/v1/messages", hour(gateway))
-    resource = await created(gateway, systemInstruction=None)
+async def test_deletion_ends_no_promise_at_a_breakpoint(gateway: GatewayFixture) -> None:
+    """A tenant that wrote the same text for an hour, in any dialect, has that hour."""
+    await gateway.ask("/v1/messages", hour_request(gateway))
+    resource = await create(gateway, systemInstruction=None)
     held = (await gateway.engine.get_stats()).cached_blocks
     await gateway.ask(f"/v1/{resource['name']}", method="DELETE")
     after = (await gateway.engine.get_stats()).cached_blocks
-    _, again, _ = await gateway.ask("/v1/messages", hour(gateway))
+    _, again, _ = await gateway.ask("/v1/messages", hour_request(gateway))
 
     assert (held, after) == (after, held)
     assert again["usage"]["cache_read_input_tokens"] == resource["usageMetadata"]["totalTokenCount"]
@@ -328,20 +324,20 @@ async def test_a_deleted_one_ends_no_promise_at_a_breakpoint(gateway: GatewayFix
     assert (promises["1h"]["running"], promises["resource"]["given_up"]) == (1, 1)
 
 
-async def test_what_was_deleted_is_nobodys_read(gateway: GatewayFixture) -> None:
-    """Nothing of it is there any more: whoever sends the words again writes them again."""
-    resource = await created(gateway, systemInstruction=None)
+async def test_deleted_content_is_not_billed_as_read(gateway: GatewayFixture) -> None:
+    """The same text is written again."""
+    resource = await create(gateway, systemInstruction=None)
     await gateway.ask(f"/v1/{resource['name']}", method="DELETE")
-    _, found, _ = await gateway.ask("/v1/messages", hour(gateway))
+    _, found, _ = await gateway.ask("/v1/messages", hour_request(gateway))
 
     tokens = resource["usageMetadata"]["totalTokenCount"]
     assert found["usage"]["cache_read_input_tokens"] == 0
     assert found["usage"]["cache_creation_input_tokens"] == tokens
 
 
-async def test_an_expired_one_is_as_if_it_had_never_been(gateway: GatewayFixture) -> None:
-    """Its time is over by the clock, whether or not anybody has swept it away."""
-    name = (await created(gateway, ttl="300s"))["name"]
+async def test_expired_content_is_not_found(gateway: GatewayFixture) -> None:
+    """It expires by the clock, before any sweep."""
+    name = (await create(gateway, ttl="300s"))["name"]
     now = gateway.gateway.context.wall
     gateway.gateway.context.wall = lambda: now() + 301_000
     status, error = await asked(gateway, name)
@@ -356,9 +352,9 @@ async def test_an_expired_one_is_as_if_it_had_never_been(gateway: GatewayFixture
     await gateway.check_quiet()
 
 
-async def test_another_tenants_is_as_if_it_were_not_there(gateway: GatewayFixture) -> None:
-    """Neither its use, nor its sight, nor its end."""
-    name = (await created(gateway))["name"]
+async def test_another_tenants_content_is_not_found(gateway: GatewayFixture) -> None:
+    """It cannot be used, shown or deleted."""
+    name = (await create(gateway))["name"]
 
     use, _ = await asked(gateway, name, who="bob")
     see, _, _ = await gateway.ask(f"/v1/{name}", method="GET", who="bob")
@@ -383,10 +379,9 @@ async def test_another_tenants_is_as_if_it_were_not_there(gateway: GatewayFixtur
         ({"displayName": "x" * 129}, "display"),
     ],
 )
-async def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
+async def test_refused_creation_leaves_no_row_lease_or_hold(
     gateway: GatewayFixture, fields: dict[str, Any], words: str
 ) -> None:
-    """No row, no lease, no hold."""
     status, found, _ = await gateway.ask(ALL, creation(gateway, **fields))
 
     assert 400 <= status < 500
@@ -395,8 +390,7 @@ async def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
     assert gateway.store.query("select 1 from holds") == []
 
 
-async def test_one_that_is_too_small_is_refused_with_its_numbers(gateway: GatewayFixture) -> None:
-    """An explicit cache below the minimum is an error here, not silence."""
+async def test_refuses_content_below_the_minimum(gateway: GatewayFixture) -> None:
     profiles = {"gemini": CacheProfile(min_tokens=400)}
     caching = msgspec.structs.replace(gateway.config.caching, profiles=profiles)
     gateway.gateway.context.config = msgspec.structs.replace(gateway.config, caching=caching)
@@ -408,11 +402,10 @@ async def test_one_that_is_too_small_is_refused_with_its_numbers(gateway: Gatewa
     assert gateway.store.query("select 1 from cached_contents") == []
 
 
-async def test_a_tenants_cached_contents_are_counted(gateway: GatewayFixture) -> None:
-    """Pins without a bound would be somebody else's blocks."""
+async def test_limits_cached_contents_per_tenant(gateway: GatewayFixture) -> None:
     caching = msgspec.structs.replace(gateway.config.caching, resources_per_tenant_max=1)
     gateway.gateway.context.config = msgspec.structs.replace(gateway.config, caching=caching)
-    await created(gateway)
+    await create(gateway)
 
     status, found, _ = await gateway.ask(ALL, creation(gateway))
 
@@ -420,9 +413,9 @@ async def test_a_tenants_cached_contents_are_counted(gateway: GatewayFixture) ->
     assert found["error"]["status"] == "RESOURCE_EXHAUSTED"
 
 
-async def test_storage_is_tokens_times_seconds_to_the_end(gateway: GatewayFixture) -> None:
+async def test_storage_is_token_seconds_until_the_end(gateway: GatewayFixture) -> None:
     """From creation to deletion or expiry, whichever came first, within the window."""
-    resource = await created(gateway, ttl="100s")
+    resource = await create(gateway, ttl="100s")
     tenant_id, start, tokens = gateway.store.query(
         "select tenant_id, created_ms, tokens from cached_contents"
     )[0]
@@ -435,12 +428,12 @@ async def test_storage_is_tokens_times_seconds_to_the_end(gateway: GatewayFixtur
     assert part == 20 * tokens
 
 
-async def test_what_an_expired_one_held_is_cleared_without_being_asked(
+async def test_sweeps_expired_content(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """It is somebody's prompt: kept for its time, and not a minute longer."""
+    """It is a tenant's prompt, stored for its lifetime only."""
     await unopened_gateway.open()
-    await created(unopened_gateway, ttl="300s")
+    await create(unopened_gateway, ttl="300s")
     held = "select count(*) from cached_contents where content is not null"
     before = unopened_gateway.store.query(held)[0][0]
     now = unopened_gateway.gateway.context.wall

@@ -1,4 +1,4 @@
-"""`GET /v1/models`, one path for three families."""
+"""`GET /v1/models`: one path, three formats."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 MODELS = [ListedModel(f"m{n}", 1_700_000_000, 8192, 4096) for n in range(5)]
 
 
-async def listed(gateway: GatewayFixture, path: str, headers: dict[str, str]) -> dict[str, Any]:
+async def list_models(
+    gateway: GatewayFixture, path: str, headers: dict[str, str]
+) -> dict[str, Any]:
     status, found, _ = await gateway.ask(path, method="GET", headers=headers)
     assert status == 200, found
     answer: dict[str, Any] = found
     return answer
 
 
-async def test_each_family_reads_its_own_shape_at_the_same_path(gateway: GatewayFixture) -> None:
-    """The SDKs differ in nothing but a header."""
-    openai = await listed(gateway, "/v1/models", {})
-    anthropic = await listed(gateway, "/v1/models", {"anthropic-version": "2023-06-01"})
-    gemini = await listed(gateway, "/v1/models", {"x-goog-api-client": "x"})
-    beta = await listed(gateway, "/v1beta/models", {})
+async def test_headers_select_the_format(gateway: GatewayFixture) -> None:
+    openai = await list_models(gateway, "/v1/models", {})
+    anthropic = await list_models(gateway, "/v1/models", {"anthropic-version": "2023-06-01"})
+    gemini = await list_models(gateway, "/v1/models", {"x-goog-api-client": "x"})
+    beta = await list_models(gateway, "/v1beta/models", {})
 
     assert (openai["object"], openai["data"][0]["id"]) == ("list", gateway.model)
     assert (anthropic["data"][0]["type"], anthropic["has_more"]) == ("model", False)
@@ -33,12 +34,14 @@ async def test_each_family_reads_its_own_shape_at_the_same_path(gateway: Gateway
     assert gemini["models"][0]["name"] == f"models/{gateway.model}"
 
 
-async def test_one_model_is_shown_by_its_id_with_or_without_a_prefix(
+async def test_shows_a_model_by_id_with_or_without_prefix(
     gateway: GatewayFixture,
 ) -> None:
-    """Gemini's names have one; an unknown id is not found, in the asker's shape."""
-    one = await listed(gateway, f"/v1/models/{gateway.model}", {"anthropic-version": "2023-06-01"})
-    two = await listed(gateway, f"/v1beta/models/{gateway.model}", {})
+    """Gemini's names have a prefix; an unknown id is not found, in the client's format."""
+    one = await list_models(
+        gateway, f"/v1/models/{gateway.model}", {"anthropic-version": "2023-06-01"}
+    )
+    two = await list_models(gateway, f"/v1beta/models/{gateway.model}", {})
     status, error, _ = await gateway.ask(
         "/v1/models/none", method="GET", headers={"x-goog-api-client": "x"}
     )
@@ -48,8 +51,8 @@ async def test_one_model_is_shown_by_its_id_with_or_without_a_prefix(
     assert (status, error["error"]["status"]) == (404, "NOT_FOUND")
 
 
-def test_anthropics_pages_go_both_ways() -> None:
-    """Behind one id, or before another."""
+def test_anthropic_pages_go_both_ways() -> None:
+    """After an id, or before another."""
     first = anthropic_list(MODELS, {"limit": "2"})
     second = anthropic_list(MODELS, {"limit": "2", "after_id": first["last_id"]})
     before = anthropic_list(MODELS, {"limit": "2", "before_id": "m3"})
@@ -67,8 +70,8 @@ def test_anthropics_pages_go_both_ways() -> None:
     assert [first["has_more"], before["has_more"], last["has_more"]] == [True, True, False]
 
 
-def test_geminis_pages_follow_their_token() -> None:
-    """To the end, each model once."""
+def test_gemini_pages_follow_their_token() -> None:
+    """Each model occurs once."""
     first = gemini_list(MODELS, {"pageSize": "3"})
     second = gemini_list(MODELS, {"pageSize": "3", "pageToken": first["nextPageToken"]})
 
@@ -77,7 +80,7 @@ def test_geminis_pages_follow_their_token() -> None:
 
 
 @pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "x"}, {"after_id": "none"}])
-def test_a_page_that_cannot_be_is_refused(query: dict[str, str]) -> None:
-    """By name."""
+def test_refuses_invalid_pages(query: dict[str, str]) -> None:
+    """The error names the parameter."""
     with pytest.raises(Refusal):
         anthropic_list(MODELS, query)

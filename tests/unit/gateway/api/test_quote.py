@@ -1,4 +1,4 @@
-"""`POST /v1/cache/quote`: what a request would find, told without running it."""
+"""`POST /v1/cache/quote`: cached tokens and price of a request that does not run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ async def quoted(
     return answer
 
 
-async def test_a_quote_says_what_the_request_then_reads(gateway: GatewayFixture) -> None:
-    """Before anything is cached nothing would be read; afterwards, exactly what is."""
+async def test_quote_equals_the_later_request(gateway: GatewayFixture) -> None:
     request = body(gateway, "Hello")
 
     before = await quoted(gateway, request)
@@ -53,10 +52,9 @@ async def test_a_quote_says_what_the_request_then_reads(gateway: GatewayFixture)
     assert after["miss"] is None
 
 
-async def test_a_quote_names_the_segment_where_a_prompt_leaves_the_cache(
+async def test_quote_names_the_first_uncached_segment(
     gateway: GatewayFixture,
 ) -> None:
-    """The first token that is not there, and what it belongs to."""
     await gateway.ask(CHAT, body(gateway, "Hello there"))
 
     found = await quoted(gateway, body(gateway, "Something else"))
@@ -65,8 +63,8 @@ async def test_a_quote_names_the_segment_where_a_prompt_leaves_the_cache(
     assert found["miss"]["token"] == found["physical"]["cached_tokens"] > 0
 
 
-async def test_a_quote_has_the_price_of_the_tenants_own_card(gateway: GatewayFixture) -> None:
-    """What is read is cheap, the rest is not, and beside it what it would all have cost."""
+async def test_quote_uses_the_tenants_rate_card(gateway: GatewayFixture) -> None:
+    """Read tokens are cheaper; the price without any cache stands beside it."""
     card = RateCard("list", input=1_000, cache_read=100, output=4_000)
     add_card(gateway.store, lambda: 0, card)
     await gateway.ask(CHAT, body(gateway, "Hello"))
@@ -79,8 +77,7 @@ async def test_a_quote_has_the_price_of_the_tenants_own_card(gateway: GatewayFix
     assert price["uncached_pico"] == found["prompt_tokens"] * 1_000
 
 
-async def test_nobody_is_told_what_another_tenant_has(gateway: GatewayFixture) -> None:
-    """A quote is a match in one's own namespace."""
+async def test_quote_sees_only_the_own_namespace(gateway: GatewayFixture) -> None:
     await gateway.ask(CHAT, body(gateway, "Hello"))
 
     found = await quoted(gateway, body(gateway, "Hello"), who="bob")
@@ -88,8 +85,8 @@ async def test_nobody_is_told_what_another_tenant_has(gateway: GatewayFixture) -
     assert found["physical"]["cached_tokens"] == 0
 
 
-async def test_a_quote_changes_nothing(gateway: GatewayFixture) -> None:
-    """It pins, renews and bills nothing: the ledger has the two real calls alone."""
+async def test_quote_pins_renews_and_bills_nothing(gateway: GatewayFixture) -> None:
+    """The ledger has the two real requests alone."""
     await gateway.ask(CHAT, body(gateway, "Hello"))
     blocks = (await gateway.engine.get_stats()).cached_blocks
     for _ in range(3):
@@ -101,8 +98,8 @@ async def test_a_quote_changes_nothing(gateway: GatewayFixture) -> None:
     assert len(gateway.store.query("select 1 from ledger")) == 1
 
 
-async def test_what_cannot_be_quoted_is_refused_by_name(gateway: GatewayFixture) -> None:
-    """A path that answers no prompts, a body without its parts, a request that is wrong."""
+async def test_refuses_invalid_quotes(gateway: GatewayFixture) -> None:
+    """An unknown path, a body without its fields, a request that is wrong."""
     answers = [
         await gateway.ask(QUOTE, wrong)
         for wrong in (
@@ -116,8 +113,7 @@ async def test_what_cannot_be_quoted_is_refused_by_name(gateway: GatewayFixture)
     assert [answer[0] for answer in answers] == [400, 400, 400, 404]
 
 
-async def test_what_could_never_run_has_no_price(gateway: GatewayFixture) -> None:
-    """A quote promises what the request would find: one that is refused would find nothing."""
+async def test_refuses_to_quote_a_request_that_could_never_run(gateway: GatewayFixture) -> None:
     too_long = {**body(gateway, "Hello"), "max_tokens": 10**9}
     status, quote, _ = await gateway.ask(QUOTE, {"endpoint": CHAT, "request": too_long})
     direct = await gateway.ask(CHAT, too_long)
@@ -126,8 +122,8 @@ async def test_what_could_never_run_has_no_price(gateway: GatewayFixture) -> Non
     assert quote["error"]["code"] == direct[1]["error"]["code"] == "context_length_exceeded"
 
 
-async def test_what_stands_in_another_partition_is_the_cause(gateway: GatewayFixture) -> None:
-    """The same prompt under another key of the application's: there, but not to be read here."""
+async def test_miss_cause_names_another_partition(gateway: GatewayFixture) -> None:
+    """The same prompt is cached under another cache key of the tenant."""
     await gateway.ask(CHAT, {**body(gateway, "Hello"), "prompt_cache_key": "one"})
 
     other = await quoted(gateway, {**body(gateway, "Hello"), "prompt_cache_key": "two"})
@@ -141,10 +137,10 @@ async def test_what_stands_in_another_partition_is_the_cause(gateway: GatewayFix
     assert new["miss"]["cause"] is None
 
 
-async def test_the_header_says_that_a_breakpoint_stands_in_another_partition(
+async def test_cache_header_names_another_partition(
     gateway: GatewayFixture,
 ) -> None:
-    """Written under one key, asked for under another: the answer itself says so."""
+    """The breakpoint was written under one cache key and requested under another."""
     asked = {**body(gateway, "Hello"), "prompt_cache_options": {"ttl": "30m"}}
     headers = []
     for key, who in (("one", "ada"), ("two", "ada"), ("two", "bob")):
@@ -158,10 +154,10 @@ async def test_the_header_says_that_a_breakpoint_stands_in_another_partition(
     ]
 
 
-async def test_the_header_names_the_segment_of_the_first_token_that_was_not_there(
+async def test_cache_header_names_the_first_uncached_segment(
     gateway: GatewayFixture,
 ) -> None:
-    """As a quote does: what stands before it was found, and need not be looked at."""
+    """As a quote does."""
     asked = {"prompt_cache_options": {"ttl": "30m"}}
     await gateway.ask(CHAT, {**body(gateway, "Hello there"), **asked})
     _, _, response = await gateway.ask(CHAT, {**body(gateway, "Something else"), **asked})
@@ -173,10 +169,10 @@ async def test_the_header_names_the_segment_of_the_first_token_that_was_not_ther
     assert "segment" not in again.headers["X-Trunkline-Cache"]
 
 
-async def test_after_a_restart_nobody_says_that_nothing_was_written(
+async def test_miss_cause_is_unknown_after_a_restart(
     unopened_gateway: GatewayFixture, tmp_path: Path
 ) -> None:
-    """The gateway before knew; with its books and its engine what it knew is gone."""
+    """The gateway's record of written prefixes is gone with its engine."""
     headers = []
     for gateway in (
         unopened_gateway,

@@ -1,4 +1,4 @@
-"""What a tenant may know and do about itself, and what it may not about others."""
+"""A tenant's view of itself, and its isolation from other tenants."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LONG = "Once upon a time there was a cache that forgot nothing, until it was tol
 async def get(
     gateway: GatewayFixture, path: str, who: str = "ada", method: str = "GET"
 ) -> tuple[int, Any]:
-    """(status, JSON)."""
+    """Return (status, JSON)."""
     status, body, _ = await gateway.ask(path, method=method, who=who)
     return status, body
 
 
-async def key_with(gateway: GatewayFixture, *scopes: str, workspace: str = "default") -> str:
-    """A further key of ada's, by the name it is filed under."""
+async def create_key_for(gateway: GatewayFixture, *scopes: str, workspace: str = "default") -> str:
+    """Create a further key of ada's, and store it under a name."""
     tenant, _ = find_tenant(gateway.store, "ada")
     key = create_key(gateway.store, wall_ms, tenant.tenant_id, scopes=scopes, workspace=workspace)
     gateway.keys["further"] = key
@@ -38,8 +38,8 @@ async def key_with(gateway: GatewayFixture, *scopes: str, workspace: str = "defa
 # --- usage ---------------------------------------------------------------------------------------
 
 
-async def test_a_tenant_sees_its_own_usage_and_nothing_else(gateway: GatewayFixture) -> None:
-    """Equal to the ledger's sums; the neighbour's requests change none of it."""
+async def test_usage_is_the_tenants_own(gateway: GatewayFixture) -> None:
+    """It equals the ledger's sums; a neighbour's requests do not change it."""
     for who in ("ada", "bob", "ada", "bob", "bob"):
         await gateway.ask(body=gateway.chat(LONG), who=who)
     status, body = await get(gateway, "/v1/usage")
@@ -54,9 +54,9 @@ async def test_a_tenant_sees_its_own_usage_and_nothing_else(gateway: GatewayFixt
     assert "bob" not in json.dumps(body)
 
 
-async def test_usage_is_told_by_day_model_and_key(gateway: GatewayFixture) -> None:
-    """The rows' sums are the totals."""
-    await key_with(gateway, "inference")
+async def test_groups_usage_by_day_model_and_key(gateway: GatewayFixture) -> None:
+    """Rows add up to the totals."""
+    await create_key_for(gateway, "inference")
     for who in ("ada", "further", "ada"):
         await gateway.ask(body=gateway.chat(), who=who)
     _, body = await get(gateway, "/v1/usage?group_by=key,day,model")
@@ -67,8 +67,8 @@ async def test_usage_is_told_by_day_model_and_key(gateway: GatewayFixture) -> No
     assert sum(row["prompt_tokens"] for row in body["rows"]) == body["totals"]["prompt_tokens"]
 
 
-async def test_another_tenants_usage_does_not_exist(gateway: GatewayFixture) -> None:
-    """C10: whether there is a tenant of that name is not told either; one's own name is fine."""
+async def test_another_tenants_usage_is_not_found(gateway: GatewayFixture) -> None:
+    """C10: whether a tenant of that name exists is not revealed; one's own name is accepted."""
     answers = [await get(gateway, f"/v1/usage?tenant={name}") for name in ("bob", "nobody", "ada")]
     foreign = await get(gateway, "/v1/usage?key_id=2")
 
@@ -89,8 +89,8 @@ async def test_another_tenants_usage_does_not_exist(gateway: GatewayFixture) -> 
         "since=",
     ],
 )
-async def test_a_question_that_cannot_be_is_refused(gateway: GatewayFixture, query: str) -> None:
-    """F10: named by the parameter, in the plain shape."""
+async def test_refuses_invalid_parameters(gateway: GatewayFixture, query: str) -> None:
+    """F10: the error names the parameter."""
     status, body = await get(gateway, f"/v1/usage?{query}")
 
     assert status == 400
@@ -101,8 +101,7 @@ async def test_a_question_that_cannot_be_is_refused(gateway: GatewayFixture, que
 # --- cache ---------------------------------------------------------------------------------------
 
 
-async def test_a_tenant_sees_what_it_holds(gateway: GatewayFixture) -> None:
-    """Blocks as the engine has them, what it may, and what that saved."""
+async def test_shows_own_blocks_limits_and_savings(gateway: GatewayFixture) -> None:
     change_tenant(gateway.store, "ada", {"floor_blocks": 5, "classes": ["5m"]})
     for who in ("ada", "ada", "bob"):
         await gateway.ask(body=gateway.chat(LONG), who=who)
@@ -118,9 +117,8 @@ async def test_a_tenant_sees_what_it_holds(gateway: GatewayFixture) -> None:
     assert body["erasures"] == []
 
 
-async def test_a_workspace_sees_its_own_cache_alone(gateway: GatewayFixture) -> None:
-    """Two workspaces of one tenant share no cache, and no view of it."""
-    who = await key_with(gateway, "inference", "cache", workspace="lab")
+async def test_workspace_sees_only_its_own_cache(gateway: GatewayFixture) -> None:
+    who = await create_key_for(gateway, "inference", "cache", workspace="lab")
     await gateway.ask(body=gateway.chat(LONG))
     _, empty = await get(gateway, "/v1/cache", who)
     await gateway.ask(body=gateway.chat(LONG), who=who)
@@ -130,8 +128,8 @@ async def test_a_workspace_sees_its_own_cache_alone(gateway: GatewayFixture) -> 
     assert full["blocks"] > 0
 
 
-async def test_a_tenant_erases_its_own_cache_and_has_a_receipt(gateway: GatewayFixture) -> None:
-    """Nobody else's; the next request computes everything again."""
+async def test_erases_own_cache_with_a_receipt(gateway: GatewayFixture) -> None:
+    """Other tenants keep theirs; the next request computes everything."""
     for who in ("ada", "bob"):
         await gateway.ask(body=gateway.chat(LONG), who=who)
     status, receipt = await get(gateway, "/v1/cache", method="DELETE")
@@ -146,8 +144,8 @@ async def test_a_tenant_erases_its_own_cache_and_has_a_receipt(gateway: GatewayF
     await gateway.check_quiet()
 
 
-async def test_what_to_erase_is_not_read_from_a_body(gateway: GatewayFixture) -> None:
-    """Whoever names one lease in the wrong place must not lose them all."""
+async def test_refuses_an_erasure_with_a_body(gateway: GatewayFixture) -> None:
+    """A lease named in the wrong place must not erase everything."""
     await gateway.ask(body=gateway.chat(LONG))
     status, body, _ = await gateway.ask("/v1/cache", {"lease_id": "00" * 16}, method="DELETE")
     empty, _, _ = await gateway.ask("/v1/cache", b"", method="DELETE")
@@ -158,10 +156,8 @@ async def test_what_to_erase_is_not_read_from_a_body(gateway: GatewayFixture) ->
 
 
 @pytest.mark.parametrize("lease_id", ["x", "00" * 16, "y" * 5_000])
-async def test_a_lease_that_is_not_ones_own_is_not_there(
-    gateway: GatewayFixture, lease_id: str
-) -> None:
-    """C11: a guess finds nothing and erases nothing."""
+async def test_another_tenants_lease_is_not_found(gateway: GatewayFixture, lease_id: str) -> None:
+    """C11: a guessed id erases nothing."""
     await gateway.ask(body=gateway.chat(LONG))
     status, body = await get(gateway, f"/v1/cache?lease_id={lease_id}", method="DELETE")
 
@@ -169,8 +165,7 @@ async def test_a_lease_that_is_not_ones_own_is_not_there(
     assert list_receipts(gateway.store, 1) == []
 
 
-async def test_without_an_engine_there_is_no_view_and_no_receipt(gateway: GatewayFixture) -> None:
-    """503 and when to come back."""
+async def test_engine_outage_is_503_with_retry_after(gateway: GatewayFixture) -> None:
     await gateway.engine.close()
     answers = [await get(gateway, "/v1/cache", method=method) for method in ("GET", "DELETE")]
 
@@ -185,11 +180,11 @@ async def test_without_an_engine_there_is_no_view_and_no_receipt(gateway: Gatewa
     ("scope", "statuses"),
     [("inference", [403, 403, 403]), ("usage", [200, 403, 403]), ("cache", [403, 200, 200])],
 )
-async def test_each_needs_its_scope(
+async def test_refuses_keys_without_the_scope(
     gateway: GatewayFixture, scope: str, statuses: list[int]
 ) -> None:
-    """C8: a key for prompts cannot erase, and a dashboard's cannot spend."""
-    who = await key_with(gateway, scope)
+    """C8: a key for prompts cannot erase, and a dashboard's cannot generate."""
+    who = await create_key_for(gateway, scope)
     asked = (("/v1/usage", "GET"), ("/v1/cache", "GET"), ("/v1/cache", "DELETE"))
 
     assert [(await get(gateway, path, who, method))[0] for path, method in asked] == statuses

@@ -1,4 +1,4 @@
-"""Usage as it is answered over HTTP."""
+"""Usage reports: windows, groups and totals."""
 
 from __future__ import annotations
 
@@ -10,40 +10,37 @@ from gateway.http.json_api import Window
 from tenancy.accounting.usage import UsageTotal
 
 
-def test_a_window_is_widened_to_whole_hours() -> None:
-    """So that sums by the hour answer it; the answer says which window it is of."""
+def test_widens_window_to_whole_hours() -> None:
+    """Hourly sums answer it; the response has the widened window."""
     window = whole_hours(Window(HOUR_MS + 1, 2 * HOUR_MS + 1))
 
     assert window == Window(HOUR_MS, 3 * HOUR_MS)
     assert whole_hours(window) == window
 
 
-def test_groups_are_named_once_in_any_order() -> None:
-    """The rows' order is ours."""
+def test_group_order_is_fixed() -> None:
     assert parse_groups("") == ()
     assert parse_groups("day,model") == parse_groups("model,day")
     assert set(parse_groups("key,day,tenant")) == {"tenant", "key", "day"}
 
 
 @pytest.mark.parametrize("text", ["week", "day,day", "hour,day", "day;model", "'", "day, model"])
-def test_groups_that_cannot_be_are_refused(text: str) -> None:
-    """Never put into a query as they came."""
+def test_refuses_unknown_groups(text: str) -> None:
+    """A group is never put into SQL as sent."""
     with pytest.raises(Refusal, match="group_by"):
         parse_groups(text)
 
 
-def test_a_tenant_does_not_group_by_tenants() -> None:
-    """There is one."""
+def test_refuses_tenant_group_for_a_tenant() -> None:
     with pytest.raises(Refusal):
         parse_groups("tenant", own=True)
 
 
-def test_a_sum_of_nothing_has_no_ratio() -> None:
-    """Nothing of nothing is not zero."""
+def test_hit_ratio_of_no_tokens_is_null() -> None:
     assert totals_body([])["hit_ratio"] is None
 
 
-def test_a_sum_adds_counts_and_money_and_divides_once() -> None:
+def test_totals_add_counts_and_money_and_divide_once() -> None:
     """A mean of ratios would be another number."""
     rows = [
         UsageTotal("a", requests=1, prompt_tokens=100, cache_read_tokens=100, charge_pico=3),

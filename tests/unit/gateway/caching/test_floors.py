@@ -10,7 +10,7 @@ import pytest
 
 from gateway.caching.floors import guaranteed_blocks
 from tenancy.accounts.tenants import change_tenant, list_tenant_records, read_floor_blocks_max
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, GatewayFixture
 
 HALF = BLOCKS // 2
@@ -40,7 +40,7 @@ async def test_refuses_floor_that_does_not_fit(
     gateway: GatewayFixture,
 ) -> None:
     """With the largest floor that fits; a refusal changes nothing."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
 
     first = await admin.ask("PATCH", ADA, {"floor_blocks": 100})
     status, answer = await admin.ask("PATCH", BOB, {"floor_blocks": 10**9})
@@ -58,7 +58,7 @@ async def test_refuses_floor_that_does_not_fit(
 
 async def test_one_of_two_concurrent_floors_is_refused(gateway: GatewayFixture) -> None:
     """Each would fit alone: the check runs at the write."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     asked = [admin.ask("PATCH", one, {"floor_blocks": HALF - 9}) for one in (ADA, BOB)]
     answers = await asyncio.gather(*asked)
     floors = [one.policy.floor_blocks for one in list_tenant_records(gateway.store)]
@@ -70,7 +70,7 @@ async def test_one_of_two_concurrent_floors_is_refused(gateway: GatewayFixture) 
 async def test_reports_floors_written_elsewhere(gateway: GatewayFixture) -> None:
     """A file or the command line knows no pool: the log, the listing and the dashboard report it. A
     floor that is lowered is never refused."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     change_tenant(gateway.store, "ada", {"floor_blocks": 3 * BLOCKS})
     change_tenant(gateway.store, "bob", {"floor_blocks": BLOCKS})
     gateway.gateway.context.registry.refresh_now()

@@ -25,11 +25,11 @@ from tests.unit.gateway.idempotent_requests import (
     CHAT,
     DIALECTS,
     MESSAGES,
-    asked,
     code_of,
     endings,
-    kept,
+    request_for,
     send,
+    stored,
 )
 
 HELD_STEPS = 12
@@ -42,7 +42,7 @@ async def running(
     """Return a request with the key `n` that is running."""
     gateway.runner.hold_after(HELD_STEPS)
     task = asyncio.create_task(send(gateway, "n", gateway.chat(max_tokens=40)))
-    await gateway.until(lambda: kept(gateway) == [("n", False, False)])
+    await gateway.until(lambda: stored(gateway) == [("n", False, False)])
     yield gateway, task
     gateway.runner.release()
     await task
@@ -53,7 +53,7 @@ async def running(
 async def test_replays_same_bytes(gateway: GatewayFixture, dialect: str, is_stream: bool) -> None:
     """Byte for byte, with the original id and usage, in every dialect; it is a request in logs and
     metrics, but is not billed again."""
-    path, body = asked(gateway, dialect, is_stream)
+    path, body = request_for(gateway, dialect, is_stream)
     first, one, before = await send(gateway, "a-1", body, path)
     computed = gateway.runner.computed_tokens
     again, two, after = await send(gateway, "a-1", body, path)
@@ -77,7 +77,7 @@ async def test_stores_nothing_without_key(gateway: GatewayFixture) -> None:
     for _ in range(2):
         await send(gateway, None, gateway.chat())
 
-    assert kept(gateway) == []
+    assert stored(gateway) == []
     assert endings(gateway) == ["done", "done"]
 
 
@@ -93,10 +93,10 @@ async def test_conflict_while_running(
     gateway: GatewayFixture, dialect: str, found: tuple[str, str]
 ) -> None:
     """409 in the dialect's shape with retry-after; SDKs retry by themselves."""
-    path, body = asked(gateway, dialect, False)
+    path, body = request_for(gateway, dialect, False)
     gateway.runner.hold_after(2)
     task = asyncio.create_task(send(gateway, "n", body, path))
-    await gateway.until(lambda: kept(gateway) == [("n", False, False)])
+    await gateway.until(lambda: stored(gateway) == [("n", False, False)])
     status, answer, response = await send(gateway, "n", body, path)
     gateway.runner.release()
     first = await task
@@ -175,7 +175,7 @@ async def test_refuses_two_keys(gateway: GatewayFixture) -> None:
     answer = await gateway.raw(gateway.post(CHAT, body, "Idempotency-Key: a", "Idempotency-Key: b"))
 
     assert answer.startswith(b"HTTP/1.1 400"), answer
-    assert kept(gateway) == []
+    assert stored(gateway) == []
 
 
 @pytest.mark.parametrize(("is_stream", "has_begun"), [(False, False), (True, True), (True, False)])
@@ -190,7 +190,7 @@ async def test_runs_to_completion_after_disconnect(
         if has_begun:
             await reader.readuntil(b"data: ")
         else:
-            await gateway.until(lambda: kept(gateway) == [("n", False, False)])
+            await gateway.until(lambda: stored(gateway) == [("n", False, False)])
         writer.transport.abort()
     early, _, _ = await send(gateway, "n", body)
     for _ in range(3):  # more than one write finds nobody
@@ -200,7 +200,7 @@ async def test_runs_to_completion_after_disconnect(
         await gateway.until(partial(has_run, gateway, wanted))
         await asyncio.sleep(0)
     gateway.runner.release()
-    await gateway.until(lambda: kept(gateway) == [("n", True, True)])
+    await gateway.until(lambda: stored(gateway) == [("n", True, True)])
     status, answer, _ = await send(gateway, "n", body)
     _, plain, _ = await send(gateway, None, body)
 
@@ -235,7 +235,7 @@ async def test_drain_ends_request_and_frees_key(
     status, _, _ = await task
 
     assert status == 503
-    assert kept(gateway) == []
+    assert stored(gateway) == []
     assert "done" not in endings(gateway)
 
 
@@ -244,11 +244,11 @@ async def test_failed_request_frees_key(gateway: GatewayFixture) -> None:
     gateway.runner.hold_after(HELD_STEPS)
     body = gateway.chat(max_tokens=40)
     task = asyncio.create_task(send(gateway, "n", body))
-    await gateway.until(lambda: kept(gateway) == [("n", False, False)])
+    await gateway.until(lambda: stored(gateway) == [("n", False, False)])
     gateway.runner.fail_launch.update(range(1_000))
     gateway.runner.release()
     failed, _, _ = await task
-    free = kept(gateway)
+    free = stored(gateway)
 
     assert failed >= 500
     assert free == []
@@ -265,18 +265,18 @@ async def test_erasure_during_run_prevents_storage(
     status, _, _ = await task
 
     assert status == 200
-    assert kept(gateway) == []
+    assert stored(gateway) == []
 
 
 async def test_erasure_deletes_stored_responses(gateway: GatewayFixture) -> None:
     """Responses are content, like the cache; other workspaces keep theirs."""
     await send(gateway, "n", gateway.chat())
     await erase(gateway.gateway.context, ErasureTarget(1, 7, "lab"))
-    before = kept(gateway)
+    before = stored(gateway)
     await erase(gateway.gateway.context, ErasureTarget(1, 7))
 
     assert before == [("n", True, True)]
-    assert kept(gateway) == []
+    assert stored(gateway) == []
 
 
 async def test_replay_requires_valid_key_and_active_tenant(gateway: GatewayFixture) -> None:
@@ -287,7 +287,7 @@ async def test_replay_requires_valid_key_and_active_tenant(gateway: GatewayFixtu
     status, _, _ = await send(gateway, "n", gateway.chat())
 
     assert status == 403
-    assert kept(gateway) == []
+    assert stored(gateway) == []
 
 
 async def test_too_large_response_is_not_run_again(
@@ -299,7 +299,7 @@ async def test_too_large_response_is_not_run_again(
     await unopened_gateway.open()
     first, _, _ = await send(unopened_gateway, "n", unopened_gateway.chat())
     status, answer, response = await send(unopened_gateway, "n", unopened_gateway.chat())
-    there = kept(unopened_gateway)
+    there = stored(unopened_gateway)
     await unopened_gateway.close()
 
     assert (first, status, code_of(answer)) == (200, 409, "idempotency_result_gone")
@@ -368,7 +368,7 @@ async def test_expired_responses_are_deleted(unopened_gateway: GatewayFixture) -
     unopened_gateway.gateway.context.wall = lambda: wall_ms() + 25 * HOUR_MS
     await unopened_gateway.close()
 
-    assert kept(unopened_gateway) == []
+    assert stored(unopened_gateway) == []
 
 
 async def test_replay_counts_as_one_request_without_tokens(gateway: GatewayFixture) -> None:
@@ -391,7 +391,7 @@ async def test_token_count_ignores_key(gateway: GatewayFixture) -> None:
         status, _, response = await send(gateway, "n", body, "/v1/messages/count_tokens")
         assert (status, "Idempotency-Replayed" in response.headers) == (200, False)
 
-    assert kept(gateway) == []
+    assert stored(gateway) == []
 
 
 async def test_replays_long_response_in_chunks(gateway: GatewayFixture) -> None:

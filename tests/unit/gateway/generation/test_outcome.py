@@ -14,7 +14,7 @@ from gateway.observability.tracing import CompletedRequest, Tracer
 from tenancy.errors import LedgerUnavailable
 from tenancy.ledger.transactions import Item
 from tenancy.types import UsageEntry
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
@@ -193,7 +193,7 @@ async def test_several_prompts_are_one_request_in_all_counts(
     gateway: GatewayFixture,
 ) -> None:
     """Dashboard, usage and ledger must agree."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
     body = {"model": gateway.model, "prompt": ["one two", "three", "four"], "max_tokens": 2}
     await gateway.ask("/v1/completions", {**body, "ignore_eos": True})
     await gateway.ask(body=gateway.chat())

@@ -206,7 +206,7 @@ async def test_echo_with_logprobs_reports_prompt_tokens(renderer: Renderer) -> N
     answer = Answer(renderer, "ab", echo=True, prompt_logprobs=0, sampling=Sampling(logprobs=0))
     first, second = spelt("ab")
     answer.engine.start("0", 2)
-    answer.engine.say("0", PromptLogprobs("0", (SampledToken(first), SampledToken(second, -2.0))))
+    answer.engine.emit("0", PromptLogprobs("0", (SampledToken(first), SampledToken(second, -2.0))))
     answer.engine.tokens("0", 0, logged((spelt("c")[0], -1.0)))
     answer.engine.end("0", 0, "length", 1)
     answer.engine.finish("0")

@@ -17,7 +17,7 @@ from gateway.errors import Kind, Refusal
 from gateway.http.error_mapping import engine_refusal, refusal_of, where
 from tenancy.errors import LedgerUnavailable
 from tests.crash.power_cut import Disk, disk_of
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
@@ -112,7 +112,7 @@ async def test_when_the_disk_is_well_again_everything_is_answered(
     sick: Literal["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"],
 ) -> None:
     """Whoever asks while it is sick may come again in a moment, and nobody has to start us."""
-    admin = Admin(gateway)
+    admin = AdminClient(gateway)
 
     async def everything(name: str) -> list[int]:
         """Whoever reads or writes: administration, reports, resources, erasures, names, holds."""

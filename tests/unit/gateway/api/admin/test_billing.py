@@ -1,4 +1,4 @@
-"""Rate cards and budgets over HTTP, and what they do to requests."""
+"""Rate cards and budgets over HTTP, and their effect on requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CARDS, BUDGETS = "/admin/v1/rate-cards", "/admin/v1/budgets"
@@ -18,12 +18,12 @@ CARD = {"name": "list", "input": 1_000_000, "output": 2_000_000, "cache_read": 1
 
 
 @pytest.fixture
-async def admin(gateway: GatewayFixture) -> Admin:
-    return Admin(gateway)
+async def admin(gateway: GatewayFixture) -> AdminClient:
+    return AdminClient(gateway)
 
 
-async def test_a_card_charges_what_comes_after_it(admin: Admin) -> None:
-    """Before it everything was free; each entry has the price of its time, to the pico-dollar."""
+async def test_rate_card_charges_later_entries(admin: AdminClient) -> None:
+    """Earlier entries are free; each entry has the price of its time, to the pico-dollar."""
     gateway = admin.gateway
     await gateway.ask(body=gateway.chat())
     status, made = await admin.ask("POST", CARDS, CARD)
@@ -44,8 +44,8 @@ async def test_a_card_charges_what_comes_after_it(admin: Admin) -> None:
     assert usage["totals"]["charge_usd"] == f"0.{charge:012d}"
 
 
-async def test_a_spent_budget_refuses_and_says_not_to_retry(admin: Admin) -> None:
-    """F1: of many at once those fit that could cost no more than there is; a retry helps nobody
+async def test_hard_budget_refuses_requests_without_retry(admin: AdminClient) -> None:
+    """F1: of concurrent requests, those fit whose maximum fits the budget; a retry cannot help
     before the window ends."""
     gateway = admin.gateway
     await admin.ask("POST", CARDS, {"name": "list", "output": 1_000_000})
@@ -67,8 +67,8 @@ async def test_a_spent_budget_refuses_and_says_not_to_retry(admin: Admin) -> Non
     await gateway.check_quiet()
 
 
-async def test_a_budget_is_changed_and_taken_away(admin: Admin) -> None:
-    """A key's beside its tenant's; without an amount there is none."""
+async def test_changes_and_removes_budgets(admin: AdminClient) -> None:
+    """A key's budget applies beside its tenant's; without an amount a budget is removed."""
     await admin.ask("PUT", ADA, {"window": "day", "soft_micros": 5})
     await admin.ask("PUT", ADA, {"window": "day", "hard_micros": 7, "key_id": 1})
     _, two = await admin.ask("GET", f"{BUDGETS}?tenant=ada")
@@ -104,8 +104,8 @@ async def test_a_budget_is_changed_and_taken_away(admin: Admin) -> None:
         ("PUT", "/admin/v1/tenants/nobody/budgets", {"window": "day", "hard_micros": 1}, 404),
     ],
 )
-async def test_what_cannot_be_is_refused_and_changes_nothing(
-    admin: Admin, method: str, path: str, body: object, status: int
+async def test_refuses_invalid_prices_and_budgets(
+    admin: AdminClient, method: str, path: str, body: object, status: int
 ) -> None:
     """Negative and absurd prices, another tenant's key, a price for yesterday."""
     got, answer = await admin.ask(method, path, body)
@@ -116,7 +116,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing(
     assert (await admin.ask("GET", BUDGETS))[1] == {"budgets": []}
 
 
-async def test_overlapping_cards_are_refused(admin: Admin) -> None:
+async def test_refuses_overlapping_rate_cards(admin: AdminClient) -> None:
     """No instant may have two prices."""
     await admin.ask("POST", CARDS, CARD)
     status, answer = await admin.ask("POST", CARDS, {**CARD, "name": "other"})

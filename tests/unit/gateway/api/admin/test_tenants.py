@@ -1,4 +1,4 @@
-"""Administering tenants and keys over HTTP, and who may not."""
+"""The admin API of tenants and keys, and its authentication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import list_keys
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 TENANTS = "/admin/v1/tenants"
@@ -37,12 +37,12 @@ ROUTES = [
 
 
 @pytest.fixture
-async def admin(gateway: GatewayFixture) -> Admin:
-    return Admin(gateway)
+async def admin(gateway: GatewayFixture) -> AdminClient:
+    return AdminClient(gateway)
 
 
-async def chats(gateway: GatewayFixture, key: str) -> int:
-    """The status of a chat with this key."""
+async def chat_status(gateway: GatewayFixture, key: str) -> int:
+    """Return the status of a chat with this key."""
     headers = {"Authorization": f"Bearer {key}"}
     status, _, _ = await gateway.ask(body=gateway.chat(), who=None, headers=headers)
     return status
@@ -52,10 +52,10 @@ async def chats(gateway: GatewayFixture, key: str) -> int:
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_nobody_but_an_administrator_administers(
-    admin: Admin, method: str, path: str
+async def test_refuses_admin_requests_without_an_administrators_key(
+    admin: AdminClient, method: str, path: str
 ) -> None:
-    """C8: without a key, with a wrong one, with a tenant's; and nothing is changed."""
+    """C8: without a key, with a wrong one, with a tenant's; nothing is changed."""
     before = list_keys(admin.gateway.store), list_tenants(admin.gateway.store)
     answers = [
         await admin.ask(method, path, {}, key=key)
@@ -71,10 +71,10 @@ async def test_nobody_but_an_administrator_administers(
     assert (list_keys(admin.gateway.store), list_tenants(admin.gateway.store)) == before
 
 
-async def test_every_route_of_the_admin_listener_is_open_or_an_administrators(
-    admin: Admin,
+async def test_every_admin_route_is_open_by_name_or_needs_admin_key(
+    admin: AdminClient,
 ) -> None:
-    """C8: a route that somebody adds is in one of the two, and the open ones are known by name."""
+    """C8: a new route falls into one of the two, and open routes are listed here."""
     open_paths = ("/metrics", "/healthz", "/readyz", "/dashboard")
     found: dict[tuple[str, str], list[int]] = {}
     for route in admin.gateway.gateway.admin().routes:
@@ -90,8 +90,8 @@ async def test_every_route_of_the_admin_listener_is_open_or_an_administrators(
     assert {path for path, statuses in found.items() if statuses != [401, 403]} == set()
 
 
-async def test_no_foreign_page_is_let_in(admin: Admin) -> None:
-    """C13: what a browser asks before it sends a key for another site is refused."""
+async def test_refuses_cross_origin_preflight(admin: AdminClient) -> None:
+    """C13: a browser asks before it sends a key for another site."""
     async with admin.gateway.session.options(
         admin.gateway.admin_url + TENANTS,
         headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
@@ -102,29 +102,28 @@ async def test_no_foreign_page_is_let_in(admin: Admin) -> None:
     assert not any(name.lower().startswith("access-control") for name in headers)
 
 
-async def test_an_administrators_key_opens_nothing_that_is_paid_for(admin: Admin) -> None:
-    """It has no tenant to pay."""
-    assert await chats(admin.gateway, admin.key) == 403
+async def test_refuses_admin_key_on_billed_paths(admin: AdminClient) -> None:
+    """It has no tenant to bill."""
+    assert await chat_status(admin.gateway, admin.key) == 403
 
 
-async def test_administration_is_not_on_the_public_listener(admin: Admin) -> None:
-    """Whoever reaches the one need not reach the other."""
+async def test_public_listener_has_no_admin_routes(admin: AdminClient) -> None:
     headers = {"Authorization": f"Bearer {admin.key}"}
     status, _, _ = await admin.gateway.ask(TENANTS, method="GET", who=None, headers=headers)
 
     assert status == 404
 
 
-async def test_metrics_need_no_key(admin: Admin) -> None:
-    """Scrapers keep working; the listener's address is their guard."""
+async def test_metrics_need_no_key(admin: AdminClient) -> None:
+    """Scrapers have no key; the listener's address protects them."""
     async with admin.gateway.session.get(admin.gateway.admin_url + "/metrics") as response:
         status = response.status
 
     assert status == 200
 
 
-async def test_guessing_an_administrators_key_is_slowed(admin: Admin) -> None:
-    """C14, on this listener too; the right key still opens."""
+async def test_limits_wrong_administrator_keys(admin: AdminClient) -> None:
+    """C14, on this listener too; the correct key still works."""
     statuses = [(await admin.ask("GET", TENANTS, key="wrong"))[0] for _ in range(301)]
 
     assert statuses[:300] == [401] * 300
@@ -135,8 +134,8 @@ async def test_guessing_an_administrators_key_is_slowed(admin: Admin) -> None:
 # --- tenants -------------------------------------------------------------------------------------
 
 
-async def test_a_tenant_is_made_shown_changed_and_taken_back(admin: Admin) -> None:
-    """Its whole life, and each answer says all that is set of it."""
+async def test_creates_shows_changes_and_deletes_a_tenant(admin: AdminClient) -> None:
+    """Each response has all its settings."""
     made = await admin.ask("POST", TENANTS, {"name": "eve", "tier": "gold", "classes": ["5m"]})
     changed = await admin.ask(
         "PATCH", f"{TENANTS}/eve", {"weight": 2.5, "classes": None, "requests_per_minute": 9}
@@ -151,8 +150,8 @@ async def test_a_tenant_is_made_shown_changed_and_taken_back(admin: Admin) -> No
     assert (await admin.ask("GET", f"{TENANTS}/eve"))[0] == 404
 
 
-async def test_a_field_that_is_given_twice_is_refused(admin: Admin) -> None:
-    """B8: which of the two was meant is not ours to guess, wherever in the body it stands."""
+async def test_refuses_duplicate_fields(admin: AdminClient) -> None:
+    """B8: the gateway does not choose between two values, at any depth of the body."""
     name, answer = await admin.ask("POST", TENANTS, b'{"name": "eve", "name": "mia"}')
     inner, _ = await admin.ask(
         "POST",
@@ -165,8 +164,7 @@ async def test_a_field_that_is_given_twice_is_refused(admin: Admin) -> None:
     assert [tenant.name for tenant, _ in list_tenants(admin.gateway.store)] == ["ada", "bob"]
 
 
-async def test_tenants_are_listed_in_pages(admin: Admin) -> None:
-    """A thousand tenants are not one answer."""
+async def test_lists_tenants_in_pages(admin: AdminClient) -> None:
     for number in range(3):
         await admin.ask("POST", TENANTS, {"name": f"t{number}"})
     _, first = await admin.ask("GET", f"{TENANTS}?limit=3")
@@ -177,16 +175,16 @@ async def test_tenants_are_listed_in_pages(admin: Admin) -> None:
     assert (first["has_more"], second["has_more"]) == (True, False)
 
 
-async def test_a_suspended_tenant_is_out_at_once_and_its_running_answer_ends_well(
-    admin: Admin,
+async def test_suspension_refuses_new_requests_and_finishes_running_ones(
+    admin: AdminClient,
 ) -> None:
-    """C7: what was admitted is finished and billed; what comes after is refused."""
+    """C7: an admitted request is finished and billed; later ones are refused."""
     gateway = admin.gateway
     gateway.runner.hold_after(3)
     running = asyncio.create_task(gateway.ask(body=gateway.chat()))
     await gateway.until(lambda: bool(gateway.gateway.context.running))
     status, body = await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "suspended"})
-    refused = await chats(gateway, gateway.keys["ada"])
+    refused = await chat_status(gateway, gateway.keys["ada"])
     gateway.runner.release()
     answer = await running
 
@@ -194,17 +192,16 @@ async def test_a_suspended_tenant_is_out_at_once_and_its_running_answer_ends_wel
     assert (refused, answer[0]) == (403, 200)
     assert [row[0] for row in gateway.entries()] == ["done"]
     await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "active"})
-    assert await chats(gateway, gateway.keys["ada"]) == 200
+    assert await chat_status(gateway, gateway.keys["ada"]) == 200
 
 
-async def test_a_tenant_that_used_something_leaves_its_money_rows(admin: Admin) -> None:
-    """Under a pseudonym; its keys open nothing, its name is free, and what the cache held for it is
-    forgotten, with a receipt."""
+async def test_deleted_tenants_entries_stay_under_a_pseudonym(admin: AdminClient) -> None:
+    """Its keys fail, its name is free, and its cached blocks are erased with a receipt."""
     gateway = admin.gateway
     await gateway.ask(body=gateway.chat("long enough to fill a block or two of the cache"))
     await gateway.quiet()
     gone = await admin.ask("DELETE", f"{TENANTS}/ada")
-    refused = await chats(gateway, gateway.keys["ada"])
+    refused = await chat_status(gateway, gateway.keys["ada"])
     made, _ = await admin.ask("POST", TENANTS, {"name": "ada"})
     left = f"{TENANTS}/deleted-1"
     nothing_new = [
@@ -223,8 +220,8 @@ async def test_a_tenant_that_used_something_leaves_its_money_rows(admin: Admin) 
     assert [receipt.what for receipt in list_receipts(gateway.store, 1)] == ["all"]
 
 
-async def test_the_cache_of_a_tenant_that_was_deleted_elsewhere_goes_too(admin: Admin) -> None:
-    """The command line has no engine: the server looks every minute, and writes one receipt."""
+async def test_erases_the_cache_of_a_tenant_deleted_by_command(admin: AdminClient) -> None:
+    """The command line has no engine: the server checks every minute, and writes one receipt."""
     gateway = admin.gateway
     for who in ("ada", "bob"):
         await gateway.ask(body=gateway.chat("long enough to fill a block or two"), who=who)
@@ -237,8 +234,8 @@ async def test_the_cache_of_a_tenant_that_was_deleted_elsewhere_goes_too(admin: 
     assert len(list_receipts(gateway.store, 1)) == 1
 
 
-async def test_a_declared_tenant_is_the_files(admin: Admin) -> None:
-    """A change that the next reload would undo is refused; suspending it is not."""
+async def test_refuses_changes_to_a_declared_tenant(admin: AdminClient) -> None:
+    """The next reload would undo them; suspending is allowed."""
     reconcile(admin.gateway.store, wall_ms, [DeclaredTenant(name="ada")])
     changed = await admin.ask("PATCH", f"{TENANTS}/ada", {"weight": 2})
     suspended = await admin.ask("PATCH", f"{TENANTS}/ada", {"status": "suspended"})
@@ -247,8 +244,7 @@ async def test_a_declared_tenant_is_the_files(admin: Admin) -> None:
     assert suspended[0] == 200
 
 
-async def test_changes_made_at_once_are_all_made(admin: Admin) -> None:
-    """Two administrators who change two things do not undo each other."""
+async def test_concurrent_changes_of_different_settings_all_apply(admin: AdminClient) -> None:
     bodies = [{"weight": 3}, {"priority": 4}, {"tier": "gold"}, {"requests_at_once": 5}]
     answers = await asyncio.gather(*(admin.ask("PATCH", f"{TENANTS}/ada", body) for body in bodies))
     found = find_tenant_record(admin.gateway.store, "ada").settings
@@ -282,10 +278,10 @@ async def test_changes_made_at_once_are_all_made(admin: Admin) -> None:
         ({"name": "x", "is_declared": True}, 400, "invalid_value", None),
     ],
 )
-async def test_a_tenant_that_cannot_be_is_not_made(
-    admin: Admin, body: object, status: int, code: str, param: str | None
+async def test_refuses_an_invalid_tenant_by_field(
+    admin: AdminClient, body: object, status: int, code: str, param: str | None
 ) -> None:
-    """Told by field, in one shape, with nothing half done."""
+    """Nothing is half done."""
     got, answer = await admin.ask("POST", TENANTS, body)
 
     assert (got, answer["error"]["code"], answer["error"]["param"]) == (status, code, param)
@@ -310,10 +306,10 @@ async def test_a_tenant_that_cannot_be_is_not_made(
         ("/admin/v1/keys/tl-", {"label": "x"}, 404, "key_unknown"),
     ],
 )
-async def test_a_change_that_cannot_be_changes_nothing(
-    admin: Admin, path: str, body: object, status: int, code: str
+async def test_invalid_change_changes_nothing(
+    admin: AdminClient, path: str, body: object, status: int, code: str
 ) -> None:
-    """Not even the part of it that could."""
+    """Not even its valid part."""
     got, answer = await admin.ask("PATCH", path, body)
 
     assert (got, answer["error"]["code"]) == (status, code)
@@ -321,8 +317,7 @@ async def test_a_change_that_cannot_be_changes_nothing(
     assert list_keys(admin.gateway.store)[0].label == ""
 
 
-async def test_settings_and_status_change_together_or_not_at_all(admin: Admin) -> None:
-    """What fails between the two would leave half of a change."""
+async def test_settings_and_status_change_atomically(admin: AdminClient) -> None:
     path, body = f"{TENANTS}/ada", {"weight": 2, "status": "suspended"}
     with admin.gateway.store.change() as db:
         db.execute(
@@ -340,8 +335,8 @@ async def test_settings_and_status_change_together_or_not_at_all(admin: Admin) -
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", "limit=1&limit=2", "page=2"])
-async def test_a_page_that_cannot_be_is_refused(admin: Admin, query: str) -> None:
-    """F10: numbers are bounded, and a misspelt parameter is not silently nothing."""
+async def test_refuses_invalid_pages(admin: AdminClient, query: str) -> None:
+    """F10: numbers are bounded, and an unknown parameter is an error."""
     status, body = await admin.ask("GET", f"{TENANTS}?{query}")
 
     assert status == 400
@@ -351,15 +346,15 @@ async def test_a_page_that_cannot_be_is_refused(admin: Admin, query: str) -> Non
 # --- keys ----------------------------------------------------------------------------------------
 
 
-async def test_a_key_is_made_used_limited_and_revoked(admin: Admin) -> None:
-    """It works from the answer on, and stops with the answer that says so."""
+async def test_creates_limits_and_revokes_a_key(admin: AdminClient) -> None:
+    """It works from the response on, and stops with the response that revokes it."""
     gateway = admin.gateway
     status, made = await admin.ask(
         "POST",
         f"{TENANTS}/ada/keys",
         {"workspace": "lab", "label": "ci", "expires_in_s": 3600, "scopes": ["inference"]},
     )
-    worked = await chats(gateway, made["key"])
+    worked = await chat_status(gateway, made["key"])
     path = f"/admin/v1/keys/{made['key_id']}"
     _, shown = await admin.ask("GET", path)
     _, revoked = await admin.ask("POST", f"{path}/revoke")
@@ -368,24 +363,24 @@ async def test_a_key_is_made_used_limited_and_revoked(admin: Admin) -> None:
     assert (shown["tenant"], shown["workspace"], shown["label"]) == ("ada", "lab", "ci")
     assert shown["scopes"] == ["inference"]
     assert revoked["revoked"] is not None
-    assert await chats(gateway, made["key"]) == 401
+    assert await chat_status(gateway, made["key"]) == 401
 
 
-async def test_a_key_without_the_scope_is_refused(admin: Admin) -> None:
-    """C8: a dashboard's key cannot spend."""
+async def test_refuses_a_key_without_the_scope(admin: AdminClient) -> None:
+    """C8: a dashboard's key cannot generate."""
     _, made = await admin.ask("POST", f"{TENANTS}/ada/keys", {"scopes": ["usage"]})
 
-    assert await chats(admin.gateway, made["key"]) == 403
+    assert await chat_status(admin.gateway, made["key"]) == 403
 
 
-async def test_a_rotated_key_and_its_successor_both_work_during_the_grace(admin: Admin) -> None:
-    """And without a grace the old one is out at once."""
+async def test_rotated_key_works_during_its_grace_period(admin: AdminClient) -> None:
+    """Without a grace period the old key fails at once."""
     gateway = admin.gateway
     _, first = await admin.ask("POST", "/admin/v1/keys/1/rotate", {"grace_s": 600})
-    both = [await chats(gateway, key) for key in (gateway.keys["ada"], first["key"])]
+    both = [await chat_status(gateway, key) for key in (gateway.keys["ada"], first["key"])]
     path = f"/admin/v1/keys/{first['key_id']}/rotate"
     status, second = await admin.ask("POST", path, {"grace_s": 0})
-    after = [await chats(gateway, key) for key in (first["key"], second["key"])]
+    after = [await chat_status(gateway, key) for key in (first["key"], second["key"])]
 
     assert first["replaces"]["replaced_by"] == first["key_id"]
     assert (both, status, after) == ([200, 200], 201, [401, 200])
@@ -393,8 +388,8 @@ async def test_a_rotated_key_and_its_successor_both_work_during_the_grace(admin:
     assert (again, body["error"]["code"]) == (409, "key_not_live")
 
 
-async def test_no_answer_but_the_first_shows_a_key(admin: Admin) -> None:
-    """K7: lists, changes and the log know its beginning."""
+async def test_only_the_creating_response_shows_a_key(admin: AdminClient) -> None:
+    """K7: lists, changes and the log have its prefix."""
     _, made = await admin.ask("POST", "/admin/v1/keys", {"label": "ops"})
     key = made["key"]
     seen = [
@@ -409,8 +404,8 @@ async def test_no_answer_but_the_first_shows_a_key(admin: Admin) -> None:
     assert key[:12] not in text
 
 
-async def test_what_an_administrator_does_is_in_the_log_by_ids(admin: Admin) -> None:
-    """Who changed what, and no names."""
+async def test_logs_administrators_changes_by_id(admin: AdminClient) -> None:
+    """No names are logged."""
     await admin.ask("PATCH", f"{TENANTS}/bob", {"weight": 2})
     line = next(line for line in admin.gateway.lines if line["event"] == "tenant_changed")
     request = next(

@@ -1,11 +1,11 @@
-"""Who used and holds what, and forgetting it, for administrators."""
+"""The admin API of usage, cache contents and erasures."""
 
 from __future__ import annotations
 
 import pytest
 
 from tenancy.accounts.erasure_receipts import list_receipts
-from tests.unit.gateway.admin_client import Admin
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("noon")
@@ -20,13 +20,13 @@ ROUTES = [
 
 
 @pytest.fixture
-async def admin(gateway: GatewayFixture) -> Admin:
-    return Admin(gateway)
+async def admin(gateway: GatewayFixture) -> AdminClient:
+    return AdminClient(gateway)
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_a_tenants_key_is_not_enough(admin: Admin, method: str, path: str) -> None:
-    """C8: every tenant's usage is nobody's but the operator's."""
+async def test_refuses_a_tenants_key(admin: AdminClient, method: str, path: str) -> None:
+    """C8: only the operator sees every tenant's usage."""
     answers = [
         await admin.ask(method, path, {"tenant": "bob"}, key=key)
         for key in (None, admin.gateway.keys["ada"])
@@ -35,8 +35,7 @@ async def test_a_tenants_key_is_not_enough(admin: Admin, method: str, path: str)
     assert [status for status, _ in answers] == [401, 403]
 
 
-async def test_usage_is_told_of_all_and_of_one(admin: Admin) -> None:
-    """The parts' sum is the whole."""
+async def test_usage_of_tenants_adds_up_to_usage_of_all(admin: AdminClient) -> None:
     for who in ("ada", "bob", "bob"):
         await admin.gateway.ask(body=admin.gateway.chat(LONG), who=who)
     _, everybody = await admin.ask("GET", "/admin/v1/usage?group_by=tenant")
@@ -52,8 +51,8 @@ async def test_usage_is_told_of_all_and_of_one(admin: Admin) -> None:
 
 
 @pytest.mark.parametrize("by", ["day", "hour", "model", "day,model"])
-async def test_what_is_not_asked_for_by_tenant_is_the_sum_of_all(admin: Admin, by: str) -> None:
-    """One row for a day, not one for each tenant that nobody can tell apart."""
+async def test_usage_without_tenant_group_sums_tenants(admin: AdminClient, by: str) -> None:
+    """One row per day, not one per tenant."""
     gateway = admin.gateway
     for who in ("ada", "bob", "bob"):
         await gateway.ask(body=gateway.chat(), who=who)
@@ -67,8 +66,8 @@ async def test_what_is_not_asked_for_by_tenant_is_the_sum_of_all(admin: Admin, b
     assert [one["key_id"] for one in of_keys["rows"]] == [1, 2]
 
 
-async def test_the_cache_is_told_by_namespace(admin: Admin) -> None:
-    """By whose it is and how large; a namespace itself is named by its digest."""
+async def test_lists_cache_contents_by_namespace(admin: AdminClient) -> None:
+    """By tenant and size; a digest names the namespace."""
     for who in ("ada", "bob"):
         await admin.gateway.ask(body=admin.gateway.chat(LONG), who=who)
     _, everything = await admin.ask("GET", "/admin/v1/cache")
@@ -82,8 +81,8 @@ async def test_the_cache_is_told_by_namespace(admin: Admin) -> None:
     assert not everything["has_more"]
 
 
-async def test_an_administrator_erases_a_tenants_cache(admin: Admin) -> None:
-    """With the same receipt as the tenant's own, under the administrator's key."""
+async def test_erases_a_tenants_cache(admin: AdminClient) -> None:
+    """The receipt equals the tenant's own, with the administrator's key."""
     gateway = admin.gateway
     for who in ("ada", "bob"):
         await gateway.ask(body=gateway.chat(LONG), who=who)
@@ -97,8 +96,7 @@ async def test_an_administrator_erases_a_tenants_cache(admin: Admin) -> None:
     await gateway.check_quiet()
 
 
-async def test_erasing_a_workspace_leaves_the_others(admin: Admin) -> None:
-    """There is nothing in that one."""
+async def test_erasing_a_workspace_keeps_the_others(admin: AdminClient) -> None:
     await admin.gateway.ask(body=admin.gateway.chat(LONG))
     _, receipt = await admin.ask("POST", "/admin/v1/erase", {"tenant": "ada", "workspace": "lab"})
 
@@ -123,10 +121,10 @@ async def test_erasing_a_workspace_leaves_the_others(admin: Admin) -> None:
         ("GET", "/admin/v1/cache?tenant=..%2f", None, 404, "tenant_unknown"),
     ],
 )
-async def test_what_cannot_be_is_refused_and_erases_nothing(
-    admin: Admin, method: str, path: str, body: object, status: int, code: str
+async def test_refuses_invalid_erasures(
+    admin: AdminClient, method: str, path: str, body: object, status: int, code: str
 ) -> None:
-    """Clear refusals, no receipt."""
+    """No receipt is written."""
     await admin.gateway.ask(body=admin.gateway.chat(LONG))
     got, answer = await admin.ask(method, path, body)
 
