@@ -1,4 +1,4 @@
-"""What tests ask by Anthropic's own SDK, and how they connect."""
+"""Requests and connections of tests with Anthropic's SDK."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SYSTEM = "You are a librarian who knows every book there is, and where it stands
 
 
 def connected(gateway: GatewayFixture, *, max_retries: int = 0) -> AsyncAnthropic:
-    """A client of a gateway's."""
+    """Return a client of a gateway."""
     return AsyncAnthropic(
         base_url=gateway.url, api_key=gateway.keys["ada"], max_retries=max_retries, timeout=60
     )
 
 
 def hello(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
-    """A small request; `more` replaces and adds."""
+    """Return a small request; `more` replaces and adds fields."""
     return {
         "model": gateway.model,
         "max_tokens": 8,
@@ -34,6 +34,6 @@ def hello(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
 
 
 def marked(text: str, ttl: str | None = None) -> TextBlockParam:
-    """A text with a breakpoint behind it."""
+    """Return a text block with a breakpoint after it."""
     control: Any = {"type": "ephemeral"} if ttl is None else {"type": "ephemeral", "ttl": ttl}
     return {"type": "text", "text": text, "cache_control": control}

@@ -1,6 +1,4 @@
-"""A gateway for SDKs: everything between the socket and the runner is the product. And the default
-model as it lies on this disk, with a core over it.
-"""
+"""Fixtures: a gateway over a fake runner, and the default model with a core over it."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ __all__ = ["card", "gateway", "unopened_gateway"]
 
 @pytest.fixture(scope="module")
 def default_card() -> ModelCard:
-    """Skips where the model has not been fetched."""
+    """Return the default model; skips the test if it was not fetched."""
     return real_card()
 
 
 @pytest.fixture(scope="module")
 def default_core(default_card: ModelCard) -> Iterator[Core]:
-    """With the compiler's threads and processes."""
+    """Yield a core with the grammar compiler's threads and processes."""
     with real_core(default_card) as core:
         yield core

@@ -1,9 +1,8 @@
-"""The smoke tests with the oldest and the newest dependencies that pyproject.toml allows.
+"""Smoke tests with the oldest and the newest dependencies that pyproject.toml allows.
 
-Run as a program (`make bounds`) it installs each set into a folder of its own, beside the packages
-of this environment, and runs tests in a process that finds that folder first. A version that the
-package index does not have is left out, and said to be skipped; anything else that fails is an
-error.
+Run as a program (`make bounds`), it installs each set into a separate folder beside the packages of
+this environment, and runs the tests in a process that finds that folder first. A version that the
+package index does not have is reported as skipped; any other failure is an error.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ TESTS = (
 
 
 def allowed() -> dict[str, str]:
-    """Each package's specifier in pyproject.toml: all of them give a lower bound."""
+    """Return each package's specifier in pyproject.toml; all have a lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     given = dict(re.split("(?=[<>=!~])", one, maxsplit=1) for one in project["dependencies"])
     return {name: given[name] for name in PACKAGES}
 
 
 def install(folder: Path, wanted: dict[str, str]) -> dict[str, str]:
-    """Install `wanted` (package: specifier) into a folder; what the index does not have of it.
+    """Install `wanted` (package: specifier) into a folder; return versions missing from the index.
 
     Raises CalledProcessError if it fails for another reason.
     """
@@ -66,7 +65,7 @@ def install(folder: Path, wanted: dict[str, str]) -> dict[str, str]:
 
 
 def run_tests(folder: Path) -> int:
-    """The smoke tests, with a folder's packages before all others. Returns their exit status."""
+    """Run the smoke tests with a folder's packages first; return the exit status."""
     paths = os.pathsep.join((str(folder), str(ROOT)))
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, check=False)
@@ -74,7 +73,7 @@ def run_tests(folder: Path) -> int:
 
 
 def installed(folder: Path) -> str:
-    """The packages of a folder with their versions, as a process finds them there."""
+    """Return the versions of a folder's packages, as a process finds them there."""
     found = sorted(
         one.name.removesuffix(".dist-info").replace("-", " ") for one in folder.glob("*.dist-info")
     )
@@ -83,7 +82,7 @@ def installed(folder: Path) -> str:
 
 
 def main(folder: Path) -> int:
-    """Returns the exit status: 0 if both sets work."""
+    """Run both sets; return 0 if both pass."""
     specifiers = allowed()
     oldest = {name: one.replace(">=", "==") for name, one in specifiers.items()}
     status = 0

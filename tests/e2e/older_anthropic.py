@@ -1,5 +1,6 @@
-"""What an application does with an older Anthropic SDK; a process of its own, because there is one
-SDK in a process. Run by test_older_anthropic_sdk.py: URL, key and model in, one line of JSON out.
+"""An application with an older Anthropic SDK; a process can import only one SDK.
+
+`test_older_anthropic_sdk.py` runs it: URL, key and model in, one line of JSON out.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pydantic import BaseModel
 
 
 class Sky(BaseModel):
-    """What an application wants back."""
+    """The object that the application requests."""
 
     dry: bool
 
 
 async def main(url: str, key: str, model: str) -> None:
-    """Text, stream, caching, a tool, JSON, counting, models and an error."""
+    """Use text, a stream, caching, a tool, JSON, counting, models and an error."""
     system = [
         {
             "type": "text",

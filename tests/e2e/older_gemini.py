@@ -1,5 +1,6 @@
-"""What an application does with an older google-genai; a process of its own, because there is one
-SDK in a process. Run by test_older_gemini_sdk.py: URL, key and model in, one line of JSON out.
+"""An application with an older google-genai; a process can import only one SDK.
+
+`test_older_gemini_sdk.py` runs it: URL, key and model in, one line of JSON out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LONG = "The trunk is shared, the branches are one's own. " * 6
 
 
 async def main(url: str, key: str, model: str) -> None:
-    """Text, stream, a function, JSON, counting, cached content, models and an error."""
+    """Use text, a stream, a function, JSON, counting, cached content, models and an error."""
     options = types.HttpOptions(base_url=url, timeout=60_000)
     client: Any = google.genai.Client(api_key=key, http_options=options).aio
     short = types.GenerateContentConfig(max_output_tokens=6, temperature=0)

@@ -1,5 +1,6 @@
-"""What an application does with an older OpenAI SDK; a process of its own, because there is one SDK
-in a process. Run by test_older_openai_sdk.py: URL, key and model in, one line of JSON out.
+"""An application with an older OpenAI SDK; a process can import only one SDK.
+
+`test_older_openai_sdk.py` runs it: URL, key and model in, one line of JSON out.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pydantic import BaseModel
 
 
 class Place(BaseModel):
-    """What an application wants back."""
+    """The object that the application requests."""
 
     city: Literal["Oslo", "Rome"]
 
 
 async def main(url: str, key: str, model: str) -> None:
-    """Chat, responses, streams, caching fields, functions, JSON, models and an error."""
+    """Use chat, responses, streams, caching fields, functions, JSON, models and an error."""
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     messages: Any = [
         {

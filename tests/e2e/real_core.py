@@ -1,6 +1,6 @@
-"""The default model as it lies on this disk, and a core over it, for the tests that need them.
+"""The default model on this disk, and a core over it, for tests that need them.
 
-`make pull` fetches it; `make test` sees to that.
+`make pull` fetches the model; `make test` runs that first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCKS, CONTEXT = 200, 1024
 
 
 def real_card() -> ModelCard:
-    """Skips the test where the model has not been fetched."""
+    """Return the model; skips the test if it was not fetched."""
     models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
     try:
         return prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
@@ -40,7 +40,7 @@ def real_card() -> ModelCard:
 
 @contextmanager
 def real_core(card: ModelCard) -> Iterator[Core]:
-    """With the compiler's threads and processes; they end with it."""
+    """Yield a core with the grammar compiler's threads and processes, which end with it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     config = EngineConfig()

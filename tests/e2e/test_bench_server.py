@@ -1,4 +1,4 @@
-"""`trunkline bench` as a person runs it: it starts a real server on a tiny model, and ends it."""
+"""`trunkline bench` as a user runs it: it starts a server on a tiny model, and stops it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bench(model: Path, data: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def servers_of(model: Path) -> list[str]:
-    """Processes with the model's path in their command line."""
+    """Return processes with the model's path in their command line."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -48,13 +48,13 @@ def servers_of(model: Path) -> list[str]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Large enough a context for every workload, in words."""
+    """Return a tiny model with room for every workload in words."""
     return write_folder(tmp_path / "tiny", tiny_config(layers=1, context=16_384))
 
 
-def test_a_bench_serves_measures_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    """From an empty data directory to the table: keys and tenants are made, the server's memory is
-    watched, and afterwards no process is left."""
+def test_bench_starts_measures_and_stops_a_server(model: Path, tmp_path: Path) -> None:
+    """From an empty data directory to the table: it creates keys and tenants, measures the
+    server's memory, and leaves no process."""
     process = bench(model, tmp_path / "data", "--workloads", "bc", "--repeats", "1", "--json")
     out, err = process.communicate(timeout=PATIENCE_S)
 
@@ -62,15 +62,17 @@ def test_a_bench_serves_measures_and_leaves_nothing(model: Path, tmp_path: Path)
     report = json.loads(out)
     found = {(row["workload"], row["figure"]): row["median"] for row in report["rows"]}
     assert report["seed"] == 5
-    assert 0 < found["start", "ready"] < found["start", "first token of a request on readiness"]
-    assert found["all", "resident at most"] >= found["start", "resident then"] > 50
+    assert 0 < found["start", "ready"] < found["start", "first token after readiness"]
+    assert (
+        found["all", "peak resident memory"] >= found["start", "resident memory at readiness"] > 50
+    )
     assert found["c", "warm hit ratio"] > 50
     assert found["b", "first token"] > 0  # all text may come in one piece: then nothing was timed
     assert servers_of(model) == []
 
 
-def test_a_bench_that_is_ended_ends_its_server(model: Path, tmp_path: Path) -> None:
-    """Otherwise a time limit around it would leave a server on the machine for ever."""
+def test_sigterm_of_the_bench_stops_its_server(model: Path, tmp_path: Path) -> None:
+    """Otherwise a time limit around the bench would leave a server behind."""
     process = bench(model, tmp_path / "data", "--workloads", "c", "--repeats", "100")
     assert process.stderr is not None
     first = process.stderr.readline()
@@ -88,8 +90,7 @@ def test_a_bench_that_is_ended_ends_its_server(model: Path, tmp_path: Path) -> N
     assert servers_of(model) == []
 
 
-def test_a_server_that_cannot_start_says_its_last_words(tmp_path: Path) -> None:
-    """The reason is the server's, not "it did not answer"."""
+def test_error_quotes_the_log_of_a_server_that_does_not_start(tmp_path: Path) -> None:
     process = bench(tmp_path / "no-such-model", tmp_path / "data", "--repeats", "1")
     _, err = process.communicate(timeout=PATIENCE_S)
 

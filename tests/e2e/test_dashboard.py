@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: it signs in, shows real numbers, and asks nobody else."""
+"""The dashboard in a real browser: sign-in, real numbers, accessibility, no foreign requests."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Page:
-    """What a person at the browser does. Everything here blocks; tests run it in a thread."""
+    """A user at the browser. Its methods block; tests run them in a thread."""
 
     def __init__(self, browser: Any, url: str) -> None:
         self.browser = browser
@@ -127,13 +127,12 @@ class Page:
         self.wait(lambda _: box.is_displayed())
         box.send_keys(key + Keys.ENTER)
 
-    def look_once(self) -> None:
-        """From the next section on it draws what it is asked for, and not again every few seconds:
-        what is found in it stays there."""
+    def stop_polling(self) -> None:
+        """Draw each section once, without polling, so that found elements stay."""
         self.browser.execute_script("window.setTimeout = () => 0")
 
-    def see(self, section: str, words: str) -> str:
-        """Go there; its text once these words are in it."""
+    def open_section(self, section: str, words: str) -> str:
+        """Open a section; return its text when it contains these words."""
         self.browser.execute_script(f"location.hash = '#{section}'")
         # Asked of the page at once: WebDriver's own way takes seconds for a thousand rows.
         text = "return document.getElementById('view').innerText.replaceAll('\\t', ' ')"
@@ -142,7 +141,7 @@ class Page:
 
 
 async def used(gateway: GatewayFixture) -> AdminClient:
-    """A gateway in which two tenants have asked the same twice."""
+    """Yield a gateway with two tenants that have sent the same request twice."""
     admin = AdminClient(gateway)
     for who in ("ada", "bob"):
         for _ in range(2):
@@ -151,10 +150,8 @@ async def used(gateway: GatewayFixture) -> AdminClient:
     return admin
 
 
-async def test_an_operator_signs_in_and_sees_real_numbers(
-    gateway: GatewayFixture, browser: Any
-) -> None:
-    """Every section, with the numbers that the API has; and no error in the console."""
+async def test_every_section_shows_the_apis_numbers(gateway: GatewayFixture, browser: Any) -> None:
+    """Without an error in the console."""
     admin = await used(gateway)
     _, overview = await admin.ask("GET", "/admin/v1/analytics")
     browser.get_log("browser")  # what the pages of other tests have said
@@ -162,13 +159,15 @@ async def test_an_operator_signs_in_and_sees_real_numbers(
     await asyncio.to_thread(page.sign_in, admin.key)
 
     share = f"{100 * overview['total']['hit_ratio']:.1f} %"
-    text = await asyncio.to_thread(page.see, "Overview", share)
-    await asyncio.to_thread(page.see, "Tenants", "bob")
-    tenant = await asyncio.to_thread(page.see, "Tenant/ada", "Value of each retention class")
-    await asyncio.to_thread(page.see, "Tree/ada", "ada / default")
-    await asyncio.to_thread(page.see, "Leases", "Blocks by tenant")
-    await asyncio.to_thread(page.see, "Money", "saved by caching")
-    await asyncio.to_thread(page.see, "Engine", "steps per second")
+    text = await asyncio.to_thread(page.open_section, "Overview", share)
+    await asyncio.to_thread(page.open_section, "Tenants", "bob")
+    tenant = await asyncio.to_thread(
+        page.open_section, "Tenant/ada", "Value of each retention class"
+    )
+    await asyncio.to_thread(page.open_section, "Tree/ada", "ada / default")
+    await asyncio.to_thread(page.open_section, "Leases", "Blocks by tenant")
+    await asyncio.to_thread(page.open_section, "Money", "saved by caching")
+    await asyncio.to_thread(page.open_section, "Engine", "steps per second")
 
     assert "ada" in text
     assert "messages[0].content" in tenant
@@ -179,10 +178,7 @@ async def test_an_operator_signs_in_and_sees_real_numbers(
     assert errors == []
 
 
-async def test_a_wrong_key_is_refused_and_shows_nothing(
-    gateway: GatewayFixture, browser: Any
-) -> None:
-    """Without a good key the page holds no number of anybody."""
+async def test_refuses_a_wrong_key_and_shows_no_data(gateway: GatewayFixture, browser: Any) -> None:
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, "tl-wrong")
 
@@ -192,15 +188,15 @@ async def test_a_wrong_key_is_refused_and_shows_nothing(
     assert browser.find_element(By.ID, "view").text == ""
 
 
-async def test_it_can_be_used_by_keyboard_and_read_aloud(
+async def test_keyboard_and_screen_reader_reach_everything(
     gateway: GatewayFixture, browser: Any
 ) -> None:
-    """Links in order, the current one said; every drawing has a name; branches can be reached."""
+    """Links are in order with the current one marked; drawings have names; branches take focus."""
     admin = await used(gateway)
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
-    page.look_once()
-    await asyncio.to_thread(page.see, "Tree/ada", "ada / default")
+    page.stop_polling()
+    await asyncio.to_thread(page.open_section, "Tree/ada", "ada / default")
 
     current = browser.find_element(By.CSS_SELECTOR, "nav [aria-current]").text
     names = [
@@ -217,8 +213,8 @@ async def test_it_can_be_used_by_keyboard_and_read_aloud(
     assert "tokens" in focused
 
 
-async def test_promises_and_churn_are_shown(gateway: GatewayFixture, browser: Any) -> None:
-    """By tenant and class, in every place where somebody would look; as tables with captions."""
+async def test_shows_promises_and_churn(gateway: GatewayFixture, browser: Any) -> None:
+    """By tenant and class, in each section that has them, as tables with captions."""
     admin = await used(gateway)
     text = {"type": "text", "text": "kept, " * 60, "cache_control": {"type": "ephemeral"}}
     asked = {
@@ -235,9 +231,9 @@ async def test_promises_and_churn_are_shown(gateway: GatewayFixture, browser: An
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
 
-    leases = await asyncio.to_thread(page.see, "Leases", "kept / ended")
-    tenant = await asyncio.to_thread(page.see, "Tenant/ada", "kept / ended")
-    overview_text = await asyncio.to_thread(page.see, "Overview", "Block churn")
+    leases = await asyncio.to_thread(page.open_section, "Leases", "kept / ended")
+    tenant = await asyncio.to_thread(page.open_section, "Tenant/ada", "kept / ended")
+    overview_text = await asyncio.to_thread(page.open_section, "Overview", "Block churn")
 
     [row] = overview["leases"]
     assert (row["tenant"], row["class"], row["given"], row["renewed"]) == ("ada", "5m", 1, 1)
@@ -247,10 +243,8 @@ async def test_promises_and_churn_are_shown(gateway: GatewayFixture, browser: An
     assert "inserted" in overview_text
 
 
-async def test_a_thousand_tenants_are_shown_found_and_reached(
-    gateway: GatewayFixture, browser: Any
-) -> None:
-    """All of them in the list; one is found by typing and opened with the keyboard alone."""
+async def test_lists_and_finds_a_thousand_tenants(gateway: GatewayFixture, browser: Any) -> None:
+    """One is found by typing and opened by keyboard."""
     admin = AdminClient(gateway)
     seen = gateway.gateway.context.analytics
     for number in range(1_000):
@@ -261,9 +255,9 @@ async def test_a_thousand_tenants_are_shown_found_and_reached(
         seen.note(facts)
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
-    await asyncio.to_thread(page.see, "Overview", "1,000")
-    page.look_once()
-    await asyncio.to_thread(page.see, "Tenants", "tenant-0000")
+    await asyncio.to_thread(page.open_section, "Overview", "1,000")
+    page.stop_polling()
+    await asyncio.to_thread(page.open_section, "Tenants", "tenant-0000")
     rows = len(browser.find_elements(By.CSS_SELECTOR, "tbody tr"))
 
     def open_one() -> str:
@@ -273,7 +267,7 @@ async def test_a_thousand_tenants_are_shown_found_and_reached(
         find.send_keys(Keys.TAB)
         browser.switch_to.active_element.send_keys(Keys.ENTER)
         page.wait(lambda _: browser.current_url.endswith("#Tenant/tenant-0777"))
-        return page.see("Tenant/tenant-0777", "tenant-0777\n")
+        return page.open_section("Tenant/tenant-0777", "tenant-0777\n")
 
     text = await asyncio.to_thread(open_one)
 
@@ -281,41 +275,39 @@ async def test_a_thousand_tenants_are_shown_found_and_reached(
     assert "50.0 %" in text
 
 
-async def test_every_table_and_field_has_a_name(gateway: GatewayFixture, browser: Any) -> None:
-    """What a screen reader says on the way in: captions, column heads, labels, one heading each."""
+async def test_every_table_and_field_has_a_label(gateway: GatewayFixture, browser: Any) -> None:
+    """Captions, column heads, labels, one heading per section, for screen readers."""
     admin = await used(gateway)
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
     nameless = []
     for section, text in WORDS.items():
-        await asyncio.to_thread(page.see, section, text)
+        await asyncio.to_thread(page.open_section, section, text)
         nameless += browser.execute_script(NAMELESS)
 
     assert nameless == []
 
 
-async def test_an_engine_that_is_away_is_said_on_every_page_of_blocks(
+async def test_warns_on_every_section_with_blocks_while_the_engine_is_down(
     gateway: GatewayFixture, browser: Any
 ) -> None:
-    """What it told last is no news: nobody takes it for the present."""
+    """Its last known figures must not pass for current ones."""
     admin = await used(gateway)
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
-    await asyncio.to_thread(page.see, "Overview", "Time to first token")
+    await asyncio.to_thread(page.open_section, "Overview", "Time to first token")
     before = browser.find_elements(By.CSS_SELECTOR, "p.warning")
     await gateway.engine.close()
 
     assert before == []
     for section in ("Overview", "Leases", "Engine"):
-        await asyncio.to_thread(page.see, section, "takes no requests now")
+        await asyncio.to_thread(page.open_section, section, "takes no requests now")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_everything_can_be_read_on_a_telephone_too(
-    gateway: GatewayFixture, browser: Any, scheme: str
-) -> None:
-    """Words stand out from what is behind them as WCAG AA asks, none is tiny, and no page is wider
-    than the screen: tables scroll in their own boxes."""
+async def test_is_readable_on_a_phone(gateway: GatewayFixture, browser: Any, scheme: str) -> None:
+    """Contrast is WCAG AA, no text is tiny, and no page is wider than the screen: tables scroll
+    in their own boxes."""
     admin = await used(gateway)
     page = Page(browser, gateway.admin_url)
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
@@ -325,7 +317,7 @@ async def test_everything_can_be_read_on_a_telephone_too(
     await asyncio.to_thread(page.sign_in, admin.key)
     wrong = []
     for section, text in WORDS.items():
-        await asyncio.to_thread(page.see, section, text)
+        await asyncio.to_thread(page.open_section, section, text)
         wrong += browser.execute_script(FAINT) + browser.execute_script(NAMELESS)
         if browser.execute_script("return document.documentElement.scrollWidth > innerWidth"):
             wrong.append(section)
@@ -334,17 +326,14 @@ async def test_everything_can_be_read_on_a_telephone_too(
     assert wrong == []
 
 
-async def test_what_is_drawn_anew_leaves_people_where_they_were(
-    gateway: GatewayFixture, browser: Any
-) -> None:
-    """Every few seconds: focus stays on a tenant's link although its row has moved, and what was
-    unfolded stays open."""
+async def test_refresh_keeps_focus_and_open_details(gateway: GatewayFixture, browser: Any) -> None:
+    """Focus stays on a tenant's link although its row has moved."""
     admin = await used(gateway)
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, admin.key)
     browser.execute_script("window.setTimeout = (again) => { window.again = again; }")
     rows = "return [...document.querySelectorAll('#view tbody th')].map((one) => one.innerText)"
-    await asyncio.to_thread(page.see, "Tenants", "bob")
+    await asyncio.to_thread(page.open_section, "Tenants", "bob")
     before = browser.execute_script(rows)
     browser.execute_script("document.querySelector('#view a[href$=ada]').focus()")
     await gateway.ask(body=gateway.chat("ada asks once more"))
@@ -353,7 +342,7 @@ async def test_what_is_drawn_anew_leaves_people_where_they_were(
         browser.execute_script(one) for one in (rows, "return document.activeElement.innerText")
     )
 
-    await asyncio.to_thread(page.see, "Tree/ada", "ada / default")
+    await asyncio.to_thread(page.open_section, "Tree/ada", "ada / default")
     unfolded = browser.find_element(By.TAG_NAME, "details")
     browser.execute_script("arguments[0].firstChild.click()", unfolded)
     await asyncio.to_thread(browser.execute_async_script, "window.again().then(arguments[0])")
@@ -362,13 +351,13 @@ async def test_what_is_drawn_anew_leaves_people_where_they_were(
     assert unfolded.get_attribute("open") is not None
 
 
-async def test_no_request_leaves_this_host(gateway: GatewayFixture, browser: Any) -> None:
-    """Nothing is fetched from elsewhere: no font, no script, no beacon."""
+async def test_sends_no_request_to_other_hosts(gateway: GatewayFixture, browser: Any) -> None:
+    """No font, script or beacon is fetched elsewhere."""
     admin = await used(gateway)
     page = Page(browser, gateway.admin_url)
     browser.get_log("performance")
     await asyncio.to_thread(page.sign_in, admin.key)
-    await asyncio.to_thread(page.see, "Overview", "Time to first token")
+    await asyncio.to_thread(page.open_section, "Overview", "Time to first token")
 
     found = browser.execute_script(
         "return performance.getEntriesByType('resource').map((entry) => entry.name)"

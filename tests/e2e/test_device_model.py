@@ -1,7 +1,7 @@
-"""The real default model on a GPU against the CPU path, on the same weights and real text.
+"""The default model on a GPU against the CPU path, with equal weights and real text.
 
-Kernels, graphs and paged layout are others on either side; text, weights and the core are the same.
-Needs a CUDA device and the model on disk (`make pull`).
+Kernels, graphs and paged layout differ; text, weights and the core are the same. Needs a CUDA
+device and the model on disk (`make pull`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def on_device(card: ModelCard, dtype: torch.dtype) -> GpuRunner:
 
 
 class Answers:
-    """Everything a core had to say about a few requests; one core each, so its cache is empty."""
+    """Events of a core for a few requests; one core each, so its cache is empty."""
 
     def __init__(self, card: ModelCard, runner: Runner, depth: int) -> None:
         settings = EngineConfig(step_tokens_max=512, prefill_chunk_tokens_max=150, sequences_max=8)
@@ -96,7 +96,7 @@ class Answers:
 
 
 def prompt_logprobs(card: ModelCard, runner: Runner, tokens: list[int]) -> list[dict[int, float]]:
-    """The 20 likeliest tokens at each position of a text, with the one that follows."""
+    """Return the 20 likeliest tokens at each position of a text, with the one that follows."""
     answers = Answers(card, runner, 1)
     grant = CacheGrant(b"x", read=False)
     answers.run(Request("r", tuple(tokens), 0, grant, Sampling(temperature=0), prompt_logprobs=20))
@@ -109,7 +109,7 @@ def prompt_logprobs(card: ModelCard, runner: Runner, tokens: list[int]) -> list[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_logits_of_real_text_are_the_cpus(
+def test_logits_agree_with_the_cpu(
     dtype: torch.dtype, card: ModelCard, tokenizer: Tokenizer, on_cpu: CpuRunner
 ) -> None:
     """Several hundred positions, in chunks: a wrong head, rotation or block would show."""
@@ -132,11 +132,11 @@ def test_logits_of_real_text_are_the_cpus(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_greedy_answers_on_a_shared_prefix_are_the_cpus(
+def test_greedy_tokens_on_a_shared_prefix_agree_with_the_cpu(
     dtype: torch.dtype, card: ModelCard, tokenizer: Tokenizer, on_cpu: CpuRunner
 ) -> None:
-    """Under graphs, batched, first cold and then from the cache. Each token the device draws is the
-    CPU's for the same words before it, or one that is as likely within the tolerance."""
+    """Under graphs, batched, first cold and then cached. Each token of the device is the CPU's
+    for the same prefix, or as likely within the tolerance."""
     prompts = [
         tokenizer.encode(f"{SYSTEM}<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n").ids
         for q in QUESTIONS

@@ -1,4 +1,4 @@
-"""The examples do what they say, against a whole gateway; the runner is a fake."""
+"""The examples work against a gateway over a fake runner."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """A gateway that answers to the default model's name, with a key file."""
+    """Configure the default model's name and a key file."""
     settings = ModelSettings(aliases=(DEFAULT_MODEL,))
     unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, model=settings)
     return unopened_gateway
 
 
 async def output(gateway: GatewayFixture, folder: Path, *command: str) -> str:
-    """What an example prints; it must end well."""
+    """Run an example, which must succeed; return its output."""
     key_file = folder / "default.key"
     await asyncio.to_thread(key_file.write_text, gateway.keys["ada"] + "\n")
     process = await asyncio.create_subprocess_exec(
@@ -49,15 +49,14 @@ async def output(gateway: GatewayFixture, folder: Path, *command: str) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
-def test_an_example_fits_a_screen(path: Path) -> None:
-    """Longer ones are not read."""
+def test_examples_fit_a_screen(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 60
 
 
-async def test_the_sdk_conversation_reuses_its_first_turn(
+async def test_sdk_conversation_reuses_its_first_turn(
     gateway: GatewayFixture, tmp_path: Path
 ) -> None:
-    """The second turn's cached tokens cover the first prompt and most of its answer."""
+    """The second turn's cached tokens cover the first prompt and most of its response."""
     text = await output(gateway, tmp_path, sys.executable, str(EXAMPLES / "chat.py"))
     counts = [
         tuple(map(int, found)) for found in re.findall(r"\[(\d+) tokens, (\d+) of them", text)
@@ -68,10 +67,10 @@ async def test_the_sdk_conversation_reuses_its_first_turn(
     assert first <= cached < second
 
 
-async def test_what_one_call_writes_the_next_one_reads(
+async def test_second_call_reads_what_the_first_wrote(
     gateway: GatewayFixture, tmp_path: Path
 ) -> None:
-    """A promise in Anthropic's terms: as many tokens read as were written."""
+    """Anthropic's counts: as many tokens read as written."""
     text = await output(gateway, tmp_path, sys.executable, str(EXAMPLES / "anthropic_cache.py"))
     counts = [tuple(map(int, found)) for found in re.findall(r"\[(\d+) written, (\d+) read", text)]
 
@@ -83,7 +82,7 @@ async def test_what_one_call_writes_the_next_one_reads(
 async def test_cached_content_is_used_without_being_sent(
     gateway: GatewayFixture, tmp_path: Path
 ) -> None:
-    """Both answers count it as cached; it is gone afterwards."""
+    """Both responses count it as cached; it is deleted afterwards."""
     file = str(EXAMPLES / "gemini_cached_content.py")
     text = await output(gateway, tmp_path, sys.executable, "-W", "ignore", file)
     cached = [int(found) for found in re.findall(r"tokens, (\d+) of them cached", text)]
@@ -94,8 +93,8 @@ async def test_cached_content_is_used_without_being_sent(
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
-async def test_the_curl_lines_answer(gateway: GatewayFixture, tmp_path: Path) -> None:
-    """Four calls: models, an answer, a stream to its end, two continuations."""
+async def test_curl_lines_succeed(gateway: GatewayFixture, tmp_path: Path) -> None:
+    """Four calls: models, a response, a stream to its end, two continuations."""
     text = await output(gateway, tmp_path, "sh", str(EXAMPLES / "curl.sh"))
 
     assert text.count("\n# ") == 3
@@ -105,8 +104,7 @@ async def test_the_curl_lines_answer(gateway: GatewayFixture, tmp_path: Path) ->
     assert text.count('"index":1') == 1
 
 
-def test_the_settings_are_settings() -> None:
-    """Every key of the example exists and can be what it is."""
+def test_example_configuration_is_valid() -> None:
     file = EXAMPLES / "trunkline.toml"
     config, origin = load_config(file, {}, {})
     set_here = [path for path, _, source in effective(config, origin) if source == str(file)]

@@ -1,7 +1,7 @@
-"""The real default model under grammars: every text that comes to its end is what was asked for.
+"""The default model under grammars: every complete text satisfies its grammar.
 
-Through the whole engine, the compiler's threads and processes included. Needs the model on disk
-(`make pull`); `make test` sees to that.
+Through the whole engine, with the compiler's threads and processes. Needs the model on disk (`make
+pull`); `make test` runs that first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PERSON = {
 def answers(
     core: Core, card: ModelCard, grammar: Grammar, sampling: Sampling, *, samples: int = 1
 ) -> list[tuple[str, str]]:
-    """What each sample said, and why it ended."""
+    """Return each sample's text and finish reason."""
     tokenizer = Tokenizer.from_file(str(card.tokenizer_path))
     question = "Describe Ada Lovelace as JSON."
     text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -76,10 +76,10 @@ def check_person(document: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_small_model_fills_in_a_schema(
+def test_small_model_satisfies_a_schema(
     default_core: Core, default_card: ModelCard, temperature: float
 ) -> None:
-    """A model of 135 M parameters that cannot write such a document by itself, greedy and not."""
+    """A model of 135 M parameters cannot write such a document unconstrained, greedy or not."""
     grammar = Grammar("json_schema", json.dumps(PERSON))
     sampling = Sampling(temperature=temperature, seed=11)
 
@@ -90,10 +90,10 @@ def test_a_small_model_fills_in_a_schema(
         check_person(json.loads(text))
 
 
-def test_hot_noise_under_a_schema_is_still_a_document(
+def test_samples_at_temperature_5_satisfy_a_schema(
     default_core: Core, default_card: ModelCard
 ) -> None:
-    """At temperature 5 the model is noise; what the schema says holds all the same."""
+    """At temperature 5 the unconstrained model is noise."""
     grammar = Grammar("json_schema", json.dumps(PERSON))
 
     said = answers(
@@ -106,8 +106,8 @@ def test_hot_noise_under_a_schema_is_still_a_document(
         check_person(json.loads(text))
 
 
-def test_a_choice_is_one_of_its_options(default_core: Core, default_card: ModelCard) -> None:
-    """Classification: a word out of three, and nothing around it."""
+def test_choice_is_one_of_its_options(default_core: Core, default_card: ModelCard) -> None:
+    """Classification: one of three words, and nothing around it."""
     grammar = Grammar("regex", "positive|negative|neutral")
 
     ((text, reason),) = answers(default_core, default_card, grammar, Sampling(temperature=0))

@@ -1,8 +1,8 @@
-"""The real default model against `transformers`, on the same dequantised weights and real text.
+"""The default model against `transformers`, with the same dequantised weights and real text.
 
-Two implementations that share no code but torch: if names, the order of q and k, rotation, masks,
-norms or the paged layout were wrong in either, they would not agree. Needs the model on disk
-(`make pull`); `make test` sees to that.
+Two implementations that share only torch: wrong names, order of q and k, rotation, masks, norms or
+paged layout in one of them would show. Needs the model on disk (`make pull`); `make test` runs that
+first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that wait for one another on a busy machine take longer than one alone."""
+    """Use one thread: on a busy machine, threads that wait for one another are slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -75,7 +75,7 @@ def runner(card: ModelCard) -> CpuRunner:
 
 @pytest.fixture(scope="module", params=["torch", "C"])
 def either_runner(request: pytest.FixtureRequest, card: ModelCard) -> CpuRunner:
-    """A runner by torch and one by the C kernels, both in fp32."""
+    """Return a runner by torch and one by the C kernels, both in fp32."""
     config = EngineConfig(dtype="fp32", kv_dtype="fp32")
     kernels = None
     if request.param == "C":
@@ -87,7 +87,7 @@ def either_runner(request: pytest.FixtureRequest, card: ModelCard) -> CpuRunner:
 
 @pytest.fixture(scope="module")
 def reference(card: ModelCard) -> Iterator[Any]:
-    """transformers' Llama, built from the card's shape and given our weights."""
+    """Return transformers' Llama, built from the card's shape with our weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         import transformers
@@ -121,8 +121,7 @@ def reference_config(config: ModelConfig) -> Any:
 
 
 def our_logits(runner: CpuRunner, tokens: list[int], slices: tuple[int, ...]) -> torch.Tensor:
-    """Logits [T, vocab] of a prompt computed in slices, in blocks that are neither in order nor the
-    first of the pool."""
+    """Return logits [T, vocab] of a prompt computed in slices, in scattered blocks of the pool."""
     blocks = list(range(BLOCKS - 1, BLOCKS - 1 - math.ceil(len(tokens) / BLOCK), -1))
     hidden, start = [], 0
     for count in (*slices, len(tokens) - sum(slices)):
@@ -157,11 +156,11 @@ def test_logits_agree_with_transformers(
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_greedy_text_is_what_generate_writes(
+def test_greedy_text_agrees_with_transformers_generate(
     question: str, either_runner: CpuRunner, reference: Any, tokenizer: Tokenizer
 ) -> None:
-    """Token by token, through scheduler, cache and sampler. Where the reference itself has two
-    tokens within the tolerance of one another, either is right, and the comparison ends."""
+    """Token by token, through scheduler, cache and sampler. If the reference has two tokens
+    within the tolerance of each other, either is accepted, and the comparison ends."""
     text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     prompt = tokenizer.encode(text, add_special_tokens=False).ids
     count = 32
@@ -187,7 +186,7 @@ def test_greedy_text_is_what_generate_writes(
 
 
 def greedy(runner: CpuRunner, prompt: list[int], count: int) -> list[int]:
-    """`count` tokens from a core of its own, without looking at end tokens."""
+    """Return `count` tokens from a new core, ignoring end tokens."""
     core = Core(
         PrefixCache(blocks=BLOCKS, block_size=BLOCK),
         runner,
@@ -205,11 +204,11 @@ def greedy(runner: CpuRunner, prompt: list[int], count: int) -> list[int]:
     return answer
 
 
-def test_the_tokenizer_agrees_with_transformers_reading_the_same_file(
+def test_tokenizer_agrees_with_transformers_reading_the_same_file(
     card: ModelCard, tokenizer: Tokenizer
 ) -> None:
-    """Their conversion of this file cuts no digits off, which the published tokenizer does; with
-    that put right, vocabulary, merges and special tokens must give the same ids for any text."""
+    """Their conversion of this file does not split digits, as the published tokenizer does; with
+    that corrected, vocabulary, merges and special tokens must give the same ids for any text."""
     from transformers import AutoTokenizer
 
     source = Path(card.source)
@@ -241,8 +240,8 @@ TEXTS = (
 )
 
 
-def test_the_published_tokens_of_a_known_text(tokenizer: Tokenizer, card: ModelCard) -> None:
-    """Fixed ids, so that a change of libraries or of ours cannot go unseen on both sides."""
+def test_known_text_has_its_published_tokens(tokenizer: Tokenizer, card: ModelCard) -> None:
+    """Fixed ids, so that a change of both sides at once shows."""
     ids = tokenizer.encode("<|im_start|>user\nHello world 42<|im_end|>\n").ids
 
     assert ids == [1, 4093, 198, 19556, 905, 216, 36, 34, 2, 198]

@@ -1,4 +1,4 @@
-"""The least that has to work with every version of a dependency that pyproject.toml allows.
+"""The minimum that must work with every allowed version of a dependency.
 
 `tests.e2e.dependency_bounds` runs it with the oldest and with the newest versions.
 """
@@ -35,8 +35,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-async def test_a_dialect_answers_whole_and_streamed(gateway: GatewayFixture, kind: str) -> None:
-    """Prompt, engine, encoder, socket and ledger in one go."""
+async def test_dialect_answers_unary_and_streamed(gateway: GatewayFixture, kind: str) -> None:
+    """Prompt, engine, encoder, socket and ledger at once."""
     path, body = REQUESTS[kind]
     status, whole, response = await gateway.ask(path, {"model": gateway.model, **body})
     streamed, events, _ = await gateway.ask(path, {"model": gateway.model, **body, **STREAM})
@@ -50,8 +50,8 @@ async def test_a_dialect_answers_whole_and_streamed(gateway: GatewayFixture, kin
     await gateway.check_quiet()
 
 
-async def test_gemini_answers_whole_and_streamed(gateway: GatewayFixture) -> None:
-    """Its model and its verb are in the path, colon and all."""
+async def test_gemini_answers_unary_and_streamed(gateway: GatewayFixture) -> None:
+    """Its path has the model and the action, with a colon."""
     path = f"/v1beta/models/{gateway.model}"
     status, whole, _ = await gateway.ask(f"{path}:generateContent", GEMINI)
     streamed, events, _ = await gateway.ask(f"{path}:streamGenerateContent?alt=sse", GEMINI)
@@ -62,8 +62,8 @@ async def test_gemini_answers_whole_and_streamed(gateway: GatewayFixture) -> Non
     await gateway.check_quiet()
 
 
-async def test_a_gzipped_body_and_a_refused_one(gateway: GatewayFixture) -> None:
-    """The listener's options reach the parser: bodies come as they were sent."""
+async def test_decodes_gzip_and_refuses_other_bodies(gateway: GatewayFixture) -> None:
+    """The listener's options reach the parser: bodies arrive as sent."""
     body = gzip.compress(json.dumps(gateway.chat()).encode())
     status, _, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
     refused, error, _ = await gateway.ask(body=b"{", headers={"Content-Encoding": "identity"})
@@ -81,8 +81,8 @@ async def test_a_gzipped_body_and_a_refused_one(gateway: GatewayFixture) -> None
     ],
     ids=["a long header", "many headers", "two lengths", "no HTTP"],
 )
-async def test_a_head_that_is_not_taken_gets_our_page(gateway: GatewayFixture, data: bytes) -> None:
-    """Its shape, an id, and nothing of what was sent."""
+async def test_malformed_head_gets_our_error_page(gateway: GatewayFixture, data: bytes) -> None:
+    """Its shape and an id, without any byte of the request."""
     answer = await gateway.raw(data)
 
     assert status_of(answer) == 400
@@ -91,8 +91,8 @@ async def test_a_head_that_is_not_taken_gets_our_page(gateway: GatewayFixture, d
     assert b"xxx" not in answer
 
 
-async def test_a_slow_head_is_cut_off(unopened_gateway: GatewayFixture) -> None:
-    """On a fresh connection, and behind an answer."""
+async def test_slow_head_times_out(unopened_gateway: GatewayFixture) -> None:
+    """On a new connection, and after a response."""
     unopened_gateway.set_server(header_timeout_s=0.2)
     await unopened_gateway.open()
     fresh = await unopened_gateway.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
@@ -107,7 +107,7 @@ async def test_a_slow_head_is_cut_off(unopened_gateway: GatewayFixture) -> None:
 
 
 async def test_errors_have_their_dialects_shape(gateway: GatewayFixture) -> None:
-    """Paths that are not there, methods that are not taken, and keys that are none."""
+    """Unknown paths, methods that are not allowed, and wrong keys."""
     answers = [
         await gateway.ask("/nowhere", method="GET"),
         await gateway.ask("/v1/messages", method="GET"),
@@ -119,10 +119,10 @@ async def test_errors_have_their_dialects_shape(gateway: GatewayFixture) -> None
     assert answers[2][1]["type"] == "error"
 
 
-async def test_a_connection_takes_two_requests_and_closes_when_asked(
+async def test_connection_is_kept_alive_and_closed_on_request(
     gateway: GatewayFixture,
 ) -> None:
-    """Kept open by default, closed by either side's word."""
+    """Either side may close it."""
     body = json.dumps(gateway.chat()).encode()
     async with gateway.connection() as (reader, writer):
         writer.write(gateway.post("/v1/chat/completions", body))
@@ -136,8 +136,8 @@ async def test_a_connection_takes_two_requests_and_closes_when_asked(
     await gateway.check_quiet()
 
 
-async def test_a_client_that_leaves_ends_its_request(gateway: GatewayFixture) -> None:
-    """The handler is cancelled, the blocks come back, and what was used is written down."""
+async def test_disconnect_cancels_the_request(gateway: GatewayFixture) -> None:
+    """The handler is cancelled, blocks are freed, and usage is recorded."""
     gateway.runner.hold_after(2)
     body = json.dumps(gateway.chat(max_tokens=400)).encode()
     async with gateway.connection() as (_, writer):
@@ -151,8 +151,8 @@ async def test_a_client_that_leaves_ends_its_request(gateway: GatewayFixture) ->
     await gateway.check_quiet()
 
 
-async def test_a_shutdown_ends_idle_connections(unopened_gateway: GatewayFixture) -> None:
-    """At once, not after their keep-alive."""
+async def test_shutdown_closes_idle_connections(unopened_gateway: GatewayFixture) -> None:
+    """At once, not after the keep-alive timeout."""
     await unopened_gateway.open()
     async with unopened_gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))

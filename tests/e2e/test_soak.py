@@ -1,4 +1,4 @@
-"""What is left of a crowd of clients that do everything, and leave when they like: nothing."""
+"""Soak test: after a swarm of clients that disconnect at random, nothing is left."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ OF_A_REQUEST = (
 
 
 def alive() -> Counter[str]:
-    """What belongs to requests, by kind."""
+    """Return live objects of requests by kind."""
     gc.collect()
     return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in OF_A_REQUEST)
 
 
 def descriptors() -> tuple[int, int]:
-    """Open files and sockets of this process: the database's, and others. Of the database's some
-    more come later: reports have places, and SQLite keeps a closed one for the next connection."""
+    """Return this process's open files and sockets: the database's, and others.
+
+    Some of the database's open later: the query pool has several connections, and SQLite keeps a
+    closed one for the next.
+    """
     names = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the one that lists them
@@ -52,10 +55,12 @@ def descriptors() -> tuple[int, int]:
     return of_database, len(names) - of_database
 
 
-async def test_nothing_is_left_of_a_crowd(unopened_gateway: GatewayFixture) -> None:
-    """Every dialect, streams, names, cached contents, erasures and nonsense at once, and a third of
-    the clients leave early: no hold, block, task, descriptor or object stays, every answer is in
-    the books once, all three counts of its tokens agree, and no word of a prompt is in the log."""
+async def test_swarm_leaves_no_hold_block_task_or_descriptor(
+    unopened_gateway: GatewayFixture,
+) -> None:
+    """Every dialect, streams, idempotency keys, cached contents, erasures and invalid requests
+    at once; a third of the clients disconnect early. No object stays, every response has one
+    entry, all three token counts agree, and the log has no text of a prompt."""
     unopened_gateway.set_limits(requests_per_tenant_max=8)
     await unopened_gateway.open()
     try:

@@ -1,7 +1,7 @@
-"""The real default model with functions: what it is made to call is there, and its arguments hold.
+"""The default model with functions: a forced call exists, and its arguments satisfy its schema.
 
 From a canonical prompt through the renderer, the whole engine under the grammar, and back through
-the reader of calls. Needs the model on disk (`make pull`); `make test` sees to that.
+the tool call parser. Needs the model on disk (`make pull`); `make test` runs that first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def renderer(default_card: ModelCard) -> Renderer:
 def answers(
     core: Core, renderer: Renderer, prompt: Prompt, sampling: Sampling, samples: int = 1
 ) -> list[tuple[str, list[tuple[str, str]], str]]:
-    """Of each sample: its text, its calls (name, arguments), and why it ended."""
+    """Return each sample's text, calls (name, arguments) and finish reason."""
     asked = Segment("user", "What is the weather in Paris, in celsius?", "messages[0]")
     rendered = renderer.render(replace(prompt, segments=(asked,), tools=TOOLS))
     core.submit(
@@ -73,11 +73,11 @@ def answers(
                 reasons[event.index] = event.reason
             if isinstance(event, Finished):
                 assert event.ending == "done", event
-    return [(*read(renderer, ids), why) for ids, why in zip(drawn, reasons, strict=True)]
+    return [(*parse_answer(renderer, ids), why) for ids, why in zip(drawn, reasons, strict=True)]
 
 
-def read(renderer: Renderer, ids: list[int]) -> tuple[str, list[tuple[str, str]]]:
-    """Text and calls of an answer."""
+def parse_answer(renderer: Renderer, ids: list[int]) -> tuple[str, list[tuple[str, str]]]:
+    """Return text and calls of an answer."""
     numbers = itertools.count()
     names = [tool.name for tool in TOOLS]
     reader = ToolCallParser(renderer.tool_style, names, lambda: str(next(numbers)))
@@ -93,10 +93,8 @@ def read(renderer: Renderer, ids: list[int]) -> tuple[str, list[tuple[str, str]]
     return "".join(piece.text for piece in found if isinstance(piece, ParsedText)), calls
 
 
-def test_a_function_asked_for_by_name_is_called_once(
-    default_core: Core, renderer: Renderer
-) -> None:
-    """By a model that would not think of it, greedily: with the arguments of its schema."""
+def test_named_function_is_called_once(default_core: Core, renderer: Renderer) -> None:
+    """Greedily, with the arguments of its schema; the unconstrained model would not call it."""
     prompt = Prompt(tool_choice=ToolChoice("required", ("get_weather",)))
     ((text, calls, reason),) = answers(default_core, renderer, prompt, Sampling(temperature=0))
 
@@ -106,10 +104,8 @@ def test_a_function_asked_for_by_name_is_called_once(
     assert satisfies(arguments, OutputFormat("json_schema", WEATHER))
 
 
-def test_whatever_is_drawn_a_required_call_is_a_call(
-    default_core: Core, renderer: Renderer
-) -> None:
-    """At temperature 3 the model is noise; some function is called all the same."""
+def test_required_call_is_a_call_at_any_temperature(default_core: Core, renderer: Renderer) -> None:
+    """At temperature 3 the unconstrained model is noise."""
     prompt = Prompt(tool_choice=ToolChoice("required", parallel=False))
     sampling = Sampling(temperature=3, seed=3)
 
@@ -123,10 +119,7 @@ def test_whatever_is_drawn_a_required_call_is_a_call(
         assert name == "get_time" or satisfies(arguments, OutputFormat("json_schema", WEATHER))
 
 
-def test_a_strict_function_leaves_the_model_its_words(
-    default_core: Core, renderer: Renderer
-) -> None:
-    """The grammar is there, and text is in it."""
+def test_strict_function_allows_text_before_a_call(default_core: Core, renderer: Renderer) -> None:
     ((text, calls, _),) = answers(default_core, renderer, Prompt(), Sampling(temperature=0))
 
     assert text

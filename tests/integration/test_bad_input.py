@@ -1,8 +1,8 @@
-"""Every row of cases/*.toml against the real server, and what each must leave behind.
+"""Every row of cases/*.toml against the real server, and the invariants after each.
 
-K1 status, shape and request id · K2 blocks all back · K3 nothing running · K4 no charge for what
-was refused, no open hold · K5 still ready · K6 another tenant's greedy answer and its hits are as
-they were · K7 no planted secret in an answer or a log · K8 the event loop was never long busy.
+K1 status, shape and request id · K2 all blocks free · K3 nothing running · K4 no charge for a
+refusal, no open hold · K5 still ready · K6 another tenant's greedy response and hits unchanged · K7
+no planted secret in a response or a log · K8 the event loop never busy for long.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ SPENT_MAX = 250
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _heap_of_a_server() -> Iterator[None]:
-    """What other tests have left, millions of objects, would be gone through by the collector in
-    the turn that is measured; no server has it."""
+def _collect_before_test() -> Iterator[None]:
+    """Collect garbage of other tests first.
+
+    A collection of their millions of objects would fall into the measured turn; no server has them.
+    """
     gc.collect()
     gc.freeze()
     yield
@@ -54,7 +56,7 @@ def _heap_of_a_server() -> Iterator[None]:
 
 
 def good(gateway: GatewayFixture, dialect: str) -> dict[str, Any]:
-    """A request that is answered."""
+    """Return a request that succeeds."""
     body = gateway.chat("planted prompt")
     if dialect == "openai_completions":
         del body["messages"]
@@ -72,7 +74,7 @@ def good(gateway: GatewayFixture, dialect: str) -> dict[str, Any]:
 
 
 def error_of(answer: dict[str, Any], dialect: str) -> dict[str, Any]:
-    """Message, code and param of an error, out of its dialect's exact shape."""
+    """Return message, code and param of an error, from its dialect's exact shape."""
     error = answer["error"]
     if dialect.startswith("gemini"):
         assert list(answer) == ["error"]
@@ -116,7 +118,7 @@ WIDE: Any = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n 
 
 
 def with_schema(schema: bytes, form: bytes) -> Callable[[dict[str, Any]], object]:
-    """A request whose answer shall be of a schema; `form` has `%s` where that stands."""
+    """Return a request for a response with a schema; `form` has `%s` in its place."""
     return lambda body: json.dumps(body).encode()[:-1] + b"," + form.replace(b"%s", schema) + b"}"
 
 
@@ -187,7 +189,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 def body_of(case: dict[str, Any], gateway: GatewayFixture) -> bytes:
-    """The bytes a row asks for."""
+    """Return the bytes that a row sends."""
     dialect = case.get("dialect", "openai_chat")
     if "hex" in case:
         return bytes.fromhex(case["hex"])
@@ -200,19 +202,19 @@ def body_of(case: dict[str, Any], gateway: GatewayFixture) -> bytes:
 
 
 def streamed(case: dict[str, Any], gateway: GatewayFixture) -> dict[str, Any]:
-    """The same request for a stream."""
+    """Return the same request for a stream."""
     body: dict[str, Any] = json.loads(body_of(case, gateway))
     return body if case.get("dialect") == "gemini" else {**body, "stream": True}
 
 
 def is_streamable(case: dict[str, Any]) -> bool:
-    """Rows that are small and say themselves nothing of streams."""
+    """Return whether a row is small and does not set `stream` itself."""
     is_stream = case.get("dialect") == "gemini_stream" or '"stream"' in case.get("merge", "")
     return "merge" in case and case["expect"] != "ok" and not is_stream
 
 
-class LoopWatch:
-    """The longest processor time between two turns of the loop."""
+class LoopMonitor:
+    """Measures the longest processor time between two turns of the event loop."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -232,23 +234,25 @@ class LoopWatch:
         return self.longest_s
 
 
-def yardstick_s() -> float:
-    """Processor time of a fixed piece of work now: a busy machine's shared caches and clock make
-    everything dearer alike, so what is bounded is the ratio. About 20 ms."""
+def reference_s() -> float:
+    """Return the processor time of a fixed piece of work, about 20 ms.
+
+    A busy machine's shared caches and clock slow everything alike, so the test bounds the ratio.
+    """
     began_s = time.thread_time()
     sum(number % 7 for number in range(300_000))
     return time.thread_time() - began_s
 
 
 async def canary(gateway: GatewayFixture) -> tuple[str, int]:
-    """Another tenant's greedy answer and its hits."""
+    """Return another tenant's greedy response and its hits."""
     _, answer, _ = await gateway.ask(body=gateway.chat("a canary that sings the same"), who="bob")
     hits = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return answer["choices"][0]["message"]["content"], hits
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
-async def test_bad_input_is_refused_by_name_and_leaves_nothing(
+async def test_refuses_bad_input_by_field_without_side_effects(
     gateway: GatewayFixture, case: dict[str, Any]
 ) -> None:
     """One bad request fails one request."""
@@ -257,8 +261,8 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     entries, leases = len(gateway.entries()), len(gateway.gateway.context.contracts.entries)
     blocks = (await gateway.engine.get_stats()).cached_blocks
     body = body_of(case, gateway)
-    yardstick = yardstick_s()
-    watch = LoopWatch()
+    yardstick = reference_s()
+    watch = LoopMonitor()
     began_s = time.process_time()
 
     dialect = case.get("dialect", "openai_chat")
@@ -284,7 +288,7 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
     assert await canary(gateway) == before
     assert SECRET not in json.dumps(gateway.lines)
     assert "planted prompt" not in json.dumps(gateway.lines)
-    yardstick = max(yardstick, yardstick_s())
+    yardstick = max(yardstick, reference_s())
     assert busy_s < BUSY_MAX * yardstick
     assert spent_s < SPENT_MAX * yardstick
 
@@ -292,8 +296,8 @@ async def test_bad_input_is_refused_by_name_and_leaves_nothing(
 @pytest.mark.parametrize(
     "dialect", ["openai_chat", "openai_completions", "openai_responses", "anthropic", "gemini"]
 )
-async def test_in_a_stream_it_is_refused_alike(gateway: GatewayFixture, dialect: str) -> None:
-    """Nothing has been sent yet: the error is a plain answer with its own status."""
+async def test_refuses_bad_input_of_streams_alike(gateway: GatewayFixture, dialect: str) -> None:
+    """Nothing has been sent yet: the error is a plain response with its own status."""
     path = PATHS["gemini_stream" if dialect == "gemini" else dialect]
     cases = [case for case in CASES if case.get("dialect", "openai_chat") == dialect]
     for case in filter(is_streamable, cases):
@@ -333,8 +337,8 @@ COUNTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("dialect", COUNTS)
-async def test_counting_has_the_same_bounds(gateway: GatewayFixture, dialect: str) -> None:
-    """It costs a tokenizer's time, and nobody pays for it: bombs are refused as elsewhere."""
+async def test_token_counting_has_the_same_bounds(gateway: GatewayFixture, dialect: str) -> None:
+    """Counting costs tokenizer time and is free, so oversized input is refused here too."""
     path, too_long, too_many = COUNTS[dialect]
     found = [await gateway.ask(path, body) for body in (too_long, too_many)]
     broken = await gateway.ask(path, b"[" * 100_000)
@@ -348,8 +352,8 @@ async def test_counting_has_the_same_bounds(gateway: GatewayFixture, dialect: st
     assert gateway.entries() == []
 
 
-async def test_a_key_in_the_address_is_written_down_nowhere(gateway: GatewayFixture) -> None:
-    """Gemini's clients may send one; a wrong one is as secret as a good one."""
+async def test_key_in_the_url_is_not_logged(gateway: GatewayFixture) -> None:
+    """Gemini's clients may send one; a wrong key is as secret as a valid one."""
     path = f"/v1/models/tiny:generateContent?key={gateway.keys['ada']}"
     good_status, _, _ = await gateway.ask(path, good(gateway, "gemini"), who=None)
     wrong = path.replace(gateway.keys["ada"], f"{SECRET}-wrong")
@@ -361,8 +365,8 @@ async def test_a_key_in_the_address_is_written_down_nowhere(gateway: GatewayFixt
     assert SECRET not in json.dumps(gateway.lines)
 
 
-async def test_a_wrong_content_type_is_a_415(gateway: GatewayFixture) -> None:
-    """A21: forms and text are what browsers send across origins without asking."""
+async def test_wrong_content_type_is_415(gateway: GatewayFixture) -> None:
+    """A21: browsers send forms and text across origins without a preflight."""
     body = json.dumps(gateway.chat()).encode()
     for content_type in (
         "text/plain",

@@ -1,7 +1,6 @@
-"""Whole gateways, and the command line, over a PostgreSQL server.
+"""Gateways and the command line over a PostgreSQL server.
 
-A blocking call on the event loop fails any test here, as everywhere; a question to the server is
-one.
+A blocking call on the event loop fails any test here; a query to the server is one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def database(postgres_server: Server) -> str:
 async def first(
     card: ModelCard, tmp_path: Path, postgres_server: Server, database: str
 ) -> AsyncIterator[GatewayFixture]:
-    """A gateway with the tenants `ada` and `bob`."""
+    """Yield a gateway with the tenants `ada` and `bob`."""
     store = await asyncio.to_thread(PostgresStore, postgres_server.address(database))
     gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
     await gateway.open()
@@ -45,7 +44,7 @@ async def first(
 async def second(
     card: ModelCard, tmp_path: Path, first: GatewayFixture
 ) -> AsyncIterator[GatewayFixture]:
-    """Beside the first, over the same database."""
+    """Yield another gateway over the same database."""
     store = await asyncio.to_thread(first.store.open_another)
     gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
     await gateway.open()
@@ -54,8 +53,8 @@ async def second(
     await asyncio.to_thread(gateway.discard)
 
 
-async def until_it_is(gateway: GatewayFixture, status: int, key: str | None = None) -> None:
-    """Ask until that is the answer: what changes elsewhere is seen within a second."""
+async def poll_until(gateway: GatewayFixture, status: int, key: str | None = None) -> None:
+    """Ask until the answer matches: changes reach other gateways within a second."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -67,8 +66,8 @@ async def until_it_is(gateway: GatewayFixture, status: int, key: str | None = No
             await asyncio.sleep(0.02)
 
 
-async def test_two_gateways_keep_one_ledger(first: GatewayFixture, second: GatewayFixture) -> None:
-    """At once; then every sum, chain and charge is right, and nothing is open."""
+async def test_two_gateways_share_one_ledger(first: GatewayFixture, second: GatewayFixture) -> None:
+    """Under concurrent load; then every sum, chain and charge is correct, and no hold is open."""
     asked = [gateway.ask(body=gateway.chat()) for _ in range(12) for gateway in (first, second)]
     statuses = [status for status, _, _ in await asyncio.gather(*asked)]
     _, text, _ = await first.ask(body=first.chat(stream=True))
@@ -85,15 +84,15 @@ async def test_two_gateways_keep_one_ledger(first: GatewayFixture, second: Gatew
     assert (rows, held, findings) == ([(25, 25)], [(0,)], [])
 
 
-async def test_what_one_gateway_answers_the_other_answers_again(
+async def test_other_gateway_replays_a_stored_response(
     first: GatewayFixture, second: GatewayFixture
 ) -> None:
-    """Also while it runs: a retry goes to whichever gateway is there."""
+    """Also while the request runs: a retry reaches either gateway."""
     headers = {"Idempotency-Key": "n", "Authorization": f"Bearer {first.keys['ada']}"}
     first.runner.hold_after(4)
     running = asyncio.create_task(first.ask(body=first.chat(), who=None, headers=headers))
     await first.until(lambda: first.runner.steps >= 4)
-    await until_it_is(second, 200, first.keys["ada"])
+    await poll_until(second, 200, first.keys["ada"])
     early, error, _ = await second.ask(body=second.chat(), who=None, headers=headers)
     first.runner.release()
     status, one, _ = await running
@@ -104,11 +103,11 @@ async def test_what_one_gateway_answers_the_other_answers_again(
     assert response.headers["Idempotency-Replayed"] == "true"
 
 
-async def test_cached_contents_live_in_both_gateways(
+async def test_gateways_share_cached_contents(
     first: GatewayFixture, second: GatewayFixture
 ) -> None:
-    """Made in one, used and ended in the other; whatever the server takes, no loop waits for it."""
-    await until_it_is(second, 200, first.keys["ada"])
+    """Created in one, used and ended in the other; no event loop waits for the server."""
+    await poll_until(second, 200, first.keys["ada"])
     mine = {"Authorization": f"Bearer {first.keys['ada']}"}
     resource = await create(first)
     path, body = question(second, resource["name"])
@@ -125,23 +124,23 @@ async def test_cached_contents_live_in_both_gateways(
     assert (used, changed, ended, again) == (200, 200, 200, 403)
 
 
-async def test_what_one_gateway_is_told_the_other_knows_within_a_second(
+async def test_changes_reach_the_other_gateway_within_a_second(
     first: GatewayFixture, second: GatewayFixture
 ) -> None:
-    """Tenants and keys, made and suspended over the admin API."""
+    """Tenants and keys, created and suspended by the admin API."""
     admin = await asyncio.to_thread(AdminClient, first)
-    await until_admin(admin)
+    await poll_until_admin(admin)
     made, _ = await admin.ask("POST", "/admin/v1/tenants", {"name": "eve"})
     status, key = await admin.ask("POST", "/admin/v1/tenants/eve/keys", {})
-    await until_it_is(second, 200, key["key"])
+    await poll_until(second, 200, key["key"])
     suspended, _ = await admin.ask("PATCH", "/admin/v1/tenants/eve", {"status": "suspended"})
-    await until_it_is(second, 403, key["key"])
+    await poll_until(second, 403, key["key"])
 
     assert (made, status, suspended) == (201, 201, 200)
 
 
-async def until_admin(admin: AdminClient) -> None:
-    """Its key is new to the gateway."""
+async def poll_until_admin(admin: AdminClient) -> None:
+    """Wait until the gateway accepts the administrator's new key."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             status, _ = await admin.ask("GET", "/admin/v1/tenants")
@@ -151,8 +150,8 @@ async def until_admin(admin: AdminClient) -> None:
 
 
 @pytest.fixture
-def frail() -> Iterator[Server]:
-    """A server that may be harmed."""
+def private_server() -> Iterator[Server]:
+    """Yield a server that a test may stop."""
     if BINARIES is None:
         pytest.skip("PostgreSQL's initdb and postgres are not here")
     server = Server()
@@ -160,8 +159,8 @@ def frail() -> Iterator[Server]:
     server.close()
 
 
-def administration(name: str) -> list[tuple[str, str, object]]:
-    """Questions to each of the connections that a gateway has beside its ledger's."""
+def use_all_connections(name: str) -> list[tuple[str, str, object]]:
+    """Send queries on each connection that a gateway has beside its ledger's."""
     return [
         ("POST", "/admin/v1/tenants", {"name": name}),
         ("GET", "/admin/v1/usage", None),
@@ -169,25 +168,25 @@ def administration(name: str) -> list[tuple[str, str, object]]:
     ]
 
 
-async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
-    card: ModelCard, tmp_path: Path, frail: Server, monkeypatch: pytest.MonkeyPatch
+async def test_server_outage_refuses_requests_with_retry_after(
+    card: ModelCard, tmp_path: Path, private_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """503 with when to come again; it goes on by itself when the server is back."""
+    """503; the gateway resumes by itself when the server is back."""
     monkeypatch.setattr(postgres, "RECONNECT_S", 0.5)
-    name = await asyncio.to_thread(frail.database)
-    store = await asyncio.to_thread(PostgresStore, frail.address(name))
+    name = await asyncio.to_thread(private_server.database)
+    store = await asyncio.to_thread(PostgresStore, private_server.address(name))
     gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
     await gateway.open()
     try:
         admin = await asyncio.to_thread(AdminClient, gateway)
         before, _, _ = await gateway.ask(body=gateway.chat())
         asked = [(await admin.ask("GET", "/admin/v1/usage"))[0]]
-        await asyncio.to_thread(frail.kill)
+        await asyncio.to_thread(private_server.kill)
         away, _, answer = await gateway.ask(body=gateway.chat())
-        asked += [(await admin.ask(*question))[0] for question in administration("eve")]
-        await asyncio.to_thread(frail.start)
-        await until_it_is(gateway, 200)
-        asked += [(await admin.ask(*question))[0] for question in administration("gus")]
+        asked += [(await admin.ask(*question))[0] for question in use_all_connections("eve")]
+        await asyncio.to_thread(private_server.start)
+        await poll_until(gateway, 200)
+        asked += [(await admin.ask(*question))[0] for question in use_all_connections("gus")]
         await gateway.quiet()
         endings = await asyncio.to_thread(store.query, "select distinct ending from ledger")
         findings = await asyncio.to_thread(check_books, store)
@@ -201,13 +200,13 @@ async def test_while_the_server_is_away_nothing_is_answered_unrecorded(
     assert (endings, findings) == ([("done",)], [])
 
 
-def test_commands_work_on_a_server(
+def test_commands_work_on_postgresql(
     tmp_path: Path,
     postgres_server: Server,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line of configuration; the password stands in the environment, and is shown nowhere."""
+    """One line of configuration; the password is in the environment, and never shown."""
     config = tmp_path / "trunkline.toml"
     url = postgres_server.url(postgres_server.database(is_empty=True))
     listen = '[server]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
@@ -229,13 +228,12 @@ def test_commands_work_on_a_server(
 
 
 @pytest.mark.parametrize("command", ["check-config", "tenant list"])
-def test_a_password_in_the_address_is_refused(
+def test_refuses_a_password_in_the_address_without_repeating_it(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     command: str,
 ) -> None:
-    """In one line, that does not say it again."""
     config = tmp_path / "trunkline.toml"
     config.write_text('tenancy.database = "postgresql://ada:secret@h/books"\n')
     monkeypatch.setenv("TRUNKLINE_CONFIG", str(config))

@@ -1,4 +1,4 @@
-"""One chat completion crosses few files: a newcomer can read a request's whole path."""
+"""A completion crosses few files, so that a reader can follow a request's path."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class CallRecorder:
         self.files: dict[str, set[str]] = {}
 
     def install(self) -> None:
-        """Watch this thread, and every thread started from now on."""
+        """Record this thread, and every thread started from now on."""
         threading.setprofile(self._record)
         sys.setprofile(self._record)
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stop recording."""
         threading.setprofile(None)
         sys.setprofile(None)
 
     def crossed(self, *without: str) -> list[str]:
-        """Files by path from the root, less those that only these threads ran."""
+        """Return files by path from the root, without those that only these threads ran."""
         files = {
             file for name, found in self.files.items() if name not in without for file in found
         }
