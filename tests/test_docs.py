@@ -16,10 +16,7 @@ DOCUMENTS = sorted(
 )
 PROSE_COLUMNS_MAX = 100
 
-UNWRAPPED: dict[str, str] = {
-    "docs/admin-api.md": "wide examples; to be wrapped with the rewrite of gateway/api",
-    "docs/operations.md": "to be wrapped with the rewrite of gateway/cli",
-}
+UNWRAPPED: dict[str, str] = {}
 """Documents with prose lines over `PROSE_COLUMNS_MAX`, each with its reason. It may only shrink."""
 
 
