@@ -1,4 +1,4 @@
-"""The interface of a database: what tenancy needs of SQLite and of PostgreSQL.
+"""The interface of a database, which a SQLite file and a PostgreSQL server implement.
 
 A `Store` is an open database, a `Transaction` a set of statements that succeed or fail together.
 `tenancy.storage.sqlite` has a store in a file, `tenancy.storage.postgres` one on a server;
@@ -123,13 +123,13 @@ def placeholders(count: int) -> str:
     return f"({', '.join('?' * count)})"
 
 
-def pad_to_power_of_two(asked: Sequence[T]) -> list[T]:
+def pad_to_power_of_two(values: Sequence[T]) -> list[T]:
     """Return the values, the last one repeated up to a power of two: statements then have few
     lengths."""
-    if len(asked) == 1:
-        return list(asked)
-    missing = (1 << (len(asked) - 1).bit_length()) - len(asked)
-    return [*asked, *[asked[-1]] * missing]
+    if len(values) == 1:
+        return list(values)
+    missing = (1 << (len(values) - 1).bit_length()) - len(values)
+    return [*values, *[values[-1]] * missing]
 
 
 def without_nul(values: Sequence[Value]) -> Sequence[Value]:

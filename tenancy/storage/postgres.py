@@ -274,7 +274,7 @@ class PostgresStore:
             connection = self._writer_connection()
             return int(connection.rows(_SELECT_NUMBER, (self._writer_id,))[0][0])
         except (ConnectionLost, StatementFailed, StoreError, IndexError) as error:
-            message = f"{self.place} cannot be asked whether the last change was committed."
+            message = f"{self.place} does not answer whether the last change was committed."
             raise StoreError("outcome_unknown", message) from error
 
     def _writer_connection(self) -> PostgresConnection:
@@ -330,7 +330,7 @@ class PostgresStore:
 
     def _connect(self, settings: Mapping[str, str], timeout_s: float) -> PostgresConnection:
         if self._closing.is_set():
-            raise StoreError("unusable", f"{self.place} is closed here.")
+            raise StoreError("unusable", f"{self.place}: the store is closed.")
         return PostgresConnection(self._address, settings, timeout_s)
 
     # -- the schema ---------------------------------------------------------------------------
@@ -368,12 +368,12 @@ class PostgresStore:
         return have
 
     @contextmanager
-    def _translate_errors(self, what: str, code: str) -> Iterator[None]:
+    def _translate_errors(self, failure: str, code: str) -> Iterator[None]:
         """Turn the connection's errors into StoreErrors."""
         try:
             yield
         except ConnectionLost as error:
-            raise TryAgain(code, f"{self.place} {what}: {error}.") from error
+            raise TryAgain(code, f"{self.place} {failure}: {error}.") from error
         except StatementFailed as error:
             kind = StoreError
             if error.state[:2] in ("22", "23") or error.state == "P0001":
@@ -382,7 +382,7 @@ class PostgresStore:
                 kind = TryAgain
             elif error.state in ("55P03", "57014") or error.state[:2] == "53":
                 kind = StoreBusy
-            raise kind(code, f"{self.place} {what}: {error}.") from error
+            raise kind(code, f"{self.place} {failure}: {error}.") from error
 
 
 _AWAY = ("57P01", "57P02", "57P03")
@@ -426,18 +426,23 @@ def _check_server(connection: PostgresConnection) -> None:
     """Raise StoreError for a pooler, and for a server that is too old, a standby, in another
     encoding, or may lose confirmed commits."""
     names = ("server_version_num", "server_encoding", "fsync", "synchronous_commit")
-    asked = ", ".join(f"current_setting('{name}')" for name in names)
-    row = connection.rows(f"select {asked}, pg_is_in_recovery(), pg_backend_pid()")[0]
+    settings = ", ".join(f"current_setting('{name}')" for name in names)
+    row = connection.rows(f"select {settings}, pg_is_in_recovery(), pg_backend_pid()")[0]
     version, encoding, fsync, commit, is_standby, pid = row
     if pid != connection.server_pid:
         raise StoreError("pooled", _POOLER_MESSAGE)
     if int(version) // 10_000 < VERSION_MIN:
-        message = f"PostgreSQL {int(version) // 10_000} is too old; {VERSION_MIN} is needed."
+        message = (
+            f"PostgreSQL {int(version) // 10_000} is too old; expected {VERSION_MIN} or newer."
+        )
         raise StoreError("postgres_too_old", message)
     if encoding != "UTF8":
-        raise StoreError("unusable", f"The database's encoding is {encoding}; UTF8 is needed.")
+        raise StoreError("unusable", f"The database's encoding is {encoding}; expected UTF8.")
     if fsync != "on" or commit != "on":
-        message = "The server runs with fsync off, and would lose what it confirmed."
+        message = (
+            f"The server may lose commits: fsync is {fsync}, synchronous_commit is {commit};"
+            " expected on."
+        )
         raise StoreError("not_durable", message)
     if is_standby:
-        raise StoreError("unusable", "The server is a standby: nothing can be written there.")
+        raise StoreError("unusable", "The server is a standby; expected the primary.")

@@ -432,5 +432,5 @@ def check_sqlite(version: str) -> None:
     if tuple(int(part) for part in version.split(".")) < SQLITE_MIN:
         wanted = ".".join(map(str, SQLITE_MIN))
         raise StoreError(
-            "sqlite_too_old", f"SQLite {version} may damage a database; {wanted} is needed."
+            "sqlite_too_old", f"SQLite {version} may damage a database; expected {wanted} or newer."
         )
