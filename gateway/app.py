@@ -115,6 +115,7 @@ class Gateway:
                 clock,
                 lambda namespace: engine.cache_events.losses_of(namespace),
                 lambda: "" if engine.info is None else engine.info.epoch,
+                engine.is_alive,
                 has_past=has_history(store),
             ),
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),

@@ -93,6 +93,10 @@ class EngineSupervisor:
         """See `engine.client.client.Engine`."""
         return self._engine.info if self._engine is not None else None
 
+    def is_alive(self, epoch: str) -> bool:
+        """See `engine.client.client.Engine`."""
+        return self._engine is not None and self._engine.is_alive(epoch)
+
     @property
     def stats(self) -> Stats:
         """See `engine.client.client.Engine`. Without an engine: those of the last engine."""

@@ -69,6 +69,9 @@ class Engine(Protocol):
     def info(self) -> EngineInfo | None:
         """Description of the running engine; None without an engine."""
 
+    def is_alive(self, epoch: str) -> bool:
+        """Return whether an engine of this epoch still holds what it cached. O(1)."""
+
     @property
     def stats(self) -> Stats:
         """The latest heartbeat."""
@@ -171,6 +174,10 @@ class EngineConnection(ABC):
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
         """See `Engine.peek`."""
         return await self._call(Peek(self._call_id(), namespace, tokens), Peeked)
+
+    def is_alive(self, epoch: str) -> bool:
+        """See `Engine.is_alive`."""
+        return self.info is not None and self.info.epoch == epoch
 
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         """See `Engine.set_quotas`."""
@@ -313,7 +320,7 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
         return engine
 
     async def wait_ready(self) -> EngineInfo:
-        """The engine's word on itself, once it is ready. Raises EngineError."""
+        """Wait for the engine's Welcome; return its description. Raises EngineError."""
         return await self._welcome
 
     def post(self, command: Command) -> None:

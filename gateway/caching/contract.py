@@ -59,19 +59,22 @@ class ContractManager:
         clock: Clock,
         losses: Callable[[Namespace], dict[str, int]],
         epoch: Callable[[], str],
+        is_alive: Callable[[str], bool],
         *,
         has_past: bool = False,
     ) -> None:
         """`losses`: blocks that a namespace lost, by cause, as of the engine's latest heartbeat.
-        `epoch`: the engine's current epoch. `has_past`: an earlier gateway process may have written
+        `epoch`: the engine epoch that new prefixes are written in. `is_alive`: whether the engine
+        of an epoch still holds its cache. `has_past`: an earlier gateway process may have written
         prefixes that this index does not contain."""
         self.config = config
         self.clock = clock
         self.losses = losses
         self.epoch = epoch
+        self.is_alive = is_alive
         self._began_s = clock() if has_past else -math.inf
         self.entries = PrefixIndex(config.entries_max, config.entries_per_tenant_max)
-        self.promises = PromiseTally(self.entries, epoch)
+        self.promises = PromiseTally(self.entries, is_alive)
         self.entries.on_drop = self.promises.record_given_up
         self.fingerprints = FingerprintIndex(config.fingerprints_max, config.fingerprint_life_s)
 
@@ -343,7 +346,7 @@ class Contract:
         longest = terms.longest()
         if longest is None or longest.tokens <= read:
             return self._cause_elsewhere(read, now_s)
-        if longest.epoch != self._manager.epoch():
+        if not self._manager.is_alive(longest.epoch):
             return "restarted"
         if not longest.is_live(now_s):
             return "expired"
@@ -355,7 +358,7 @@ class Contract:
         manager, scope = self._manager, self._scope
         honours = self._terms.honours_promises
         context = MissContext(
-            scope.namespace, scope.origin, now_s, manager.epoch(), honours, manager.losses
+            scope.namespace, scope.origin, now_s, manager.is_alive, honours, manager.losses
         )
         if cause := context.cause(self._digests, manager.entries, read):
             return cause

@@ -165,7 +165,7 @@ class MissContext(Struct, frozen=True):
     namespace: Namespace
     origin: PrefixOrigin
     now_s: float
-    epoch: str
+    is_alive: Callable[[str], bool]
     honours_promises: bool
     losses: Callable[[Namespace], dict[str, int]]
 
@@ -195,7 +195,7 @@ class MissContext(Struct, frozen=True):
         """Whether the blocks are certainly cached: promised, or no loss since they were written."""
         if self.honours_promises and entry.is_promised(self.now_s):
             return True
-        return entry.epoch == self.epoch and entry.losses == self.losses(entry.key[0])
+        return self.is_alive(entry.epoch) and entry.losses == self.losses(entry.key[0])
 
 
 def _content_of(part: Tool | Segment) -> tuple[object, ...]:

@@ -35,13 +35,14 @@ class PromiseTally:
     """The promise counts of one gateway. Belongs to one thread."""
 
     def __init__(
-        self, entries: PrefixIndex, epoch: Callable[[], str], slack: int = ENDS_SLACK
+        self, entries: PrefixIndex, is_alive: Callable[[str], bool], slack: int = ENDS_SLACK
     ) -> None:
-        """`entries` hold the promises. `epoch`: returns the engine's epoch. `slack`: entries that
+        """`entries` hold the promises. `is_alive`: whether the engine of an epoch still
+        holds its cache. `slack`: entries that
         the heap of ends may hold beyond twice the number of running promises."""
         self._slack = slack
         self._entries = entries
-        self._epoch = epoch
+        self._is_alive = is_alive
         self._counts: dict[tuple[int, str], Counter[PromiseOutcome]] = {}
         self._running: dict[PromiseKey, int] = {}
         self._ends: list[tuple[float, PromiseKey]] = []
@@ -89,7 +90,7 @@ class PromiseTally:
                 heapq.heappush(self._ends, (until_s, promise))
             else:
                 entry = self._entries.find(promise[0])
-                lives = entry is not None and entry.epoch == self._epoch()
+                lives = entry is not None and self._is_alive(entry.epoch)
                 self._end(promise, "kept" if lives else "broken")
 
     def counts(self, now_s: float) -> dict[tuple[int, str], dict[str, int]]:

@@ -44,6 +44,7 @@ class World:
             self.clock,
             lambda _: self.losses,
             lambda: self.epoch,
+            lambda epoch: epoch == self.epoch,
             has_past=has_past,
         )
 

@@ -43,6 +43,7 @@ class World:
             self.clock,
             lambda namespace: self.losses.get(namespace, {}),
             lambda: self.epoch,
+            lambda epoch: epoch == self.epoch,
         )
 
     def resolve(self, words: str, scope: CacheScope, retention: str = "5m") -> Contract:

@@ -21,7 +21,7 @@ class Desk:
     def __init__(self, per_owner_max: int = 50, slack: int = 1_000) -> None:
         self.epoch, self.now_s = "e1", 0.0
         self.book = PrefixIndex(100, per_owner_max)
-        self.tally = PromiseTally(self.book, lambda: self.epoch, slack)
+        self.tally = PromiseTally(self.book, lambda epoch: epoch == self.epoch, slack)
         self.book.on_drop = self.tally.record_given_up
 
     def write(
