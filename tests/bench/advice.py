@@ -1,4 +1,4 @@
-"""Is the error that advice states true? A recorded trace, told by the sampler and counted exactly:
+"""Checks the error that advice states: a recorded trace, sampled and counted exactly.
 
 python -m tests.bench.advice conversation_trace.jsonl
 """
@@ -20,11 +20,11 @@ SPANS = (60.0, 300.0, 1_800.0, 3_600.0)
 SIZES = (4_096, 65_536, 262_144, 1_048_576)
 SEEDS = 8
 PARTS = BLOCK_TOKENS // (BLOCK_BYTES // 4)
-"""Of our blocks in one of the trace."""
+"""Our blocks in one block of the trace."""
 
 
 def blocks_of(arrival: Arrival) -> list[tuple[int, int]]:
-    """(the trace's block, of how many of ours it is) of what is looked at of a prompt."""
+    """Return (the trace's block, number of our blocks in it) of the sampled part of a prompt."""
     left = min(arrival.prompt_tokens, TOKENS_MAX) // (BLOCK_BYTES // 4)
     found = []
     for block in arrival.blocks:
@@ -35,9 +35,9 @@ def blocks_of(arrival: Arrival) -> list[tuple[int, int]]:
     return found
 
 
-def kept(arrivals: Sequence[Arrival], span: float, *, is_early: bool) -> float:
-    """The hit ratio of a cache that keeps for so long and has room for all: of all prompts, or of
-    those that came when it had been watched for as long."""
+def retained_hit_ratio(arrivals: Sequence[Arrival], span: float, *, is_early: bool) -> float:
+    """Return the hit ratio of an unbounded cache with this retention, over all prompts, or over
+    those that came after one retention time."""
     used: dict[int, float] = {}
     hits = uses = 0
     for one in arrivals:
@@ -49,8 +49,8 @@ def kept(arrivals: Sequence[Arrival], span: float, *, is_early: bool) -> float:
     return hits / uses
 
 
-def fits(arrivals: Sequence[Arrival], size: int) -> float:
-    """The hit ratio of a least-recently-used cache of so many of our blocks."""
+def lru_hit_ratio(arrivals: Sequence[Arrival], size: int) -> float:
+    """Return the hit ratio of a least-recently-used cache of so many of our blocks."""
     cache: OrderedDict[int, int] = OrderedDict()
     hits = uses = held = 0
     for one in arrivals:
@@ -64,8 +64,8 @@ def fits(arrivals: Sequence[Arrival], size: int) -> float:
     return hits / uses
 
 
-def told(arrivals: Sequence[Arrival], seed: int) -> list[CurvePoint]:
-    """What the sampler says, of a trace whose blocks have tokens by this seed."""
+def sampled_advice(arrivals: Sequence[Arrival], seed: int) -> list[CurvePoint]:
+    """Return the sampler's advice for a trace whose blocks have tokens by this seed."""
     sampler = ReuseSampler(SAMPLE_MAX, SPANS)
     for one in arrivals:
         data = b"".join(
@@ -79,16 +79,18 @@ def told(arrivals: Sequence[Arrival], seed: int) -> list[CurvePoint]:
 def main() -> None:
     """Print a line for each retention and size."""
     arrivals = read_trace(Path(sys.argv[1]), 10**9)
-    rows = list(zip(*(told(arrivals, seed) for seed in range(SEEDS)), strict=True))
+    rows = list(zip(*(sampled_advice(arrivals, seed) for seed in range(SEEDS)), strict=True))
     lines = [
-        "| | exact | told | stated error | largest error |",
+        "| | exact | sampled_advice | stated error | largest error |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for number, points in enumerate(rows):
         is_span = number < len(SPANS)
         at, ratios = points[0].at, [point.hit_ratio for point in points]
         exact = (
-            kept(arrivals, at, is_early=points[0].is_early) if is_span else fits(arrivals, int(at))
+            retained_hit_ratio(arrivals, at, is_early=points[0].is_early)
+            if is_span
+            else lru_hit_ratio(arrivals, int(at))
         )
         worst = max(abs(ratio - exact) for ratio in ratios)
         stated = statistics.mean(point.error for point in points)

@@ -1,15 +1,15 @@
-"""One step of the CPU runner against transformers on the same machine in the same minute.
+"""One step of the CPU runner against transformers, on the same machine in the same minute.
 
     python -m tests.bench.bench_step [--threads N] [--repeats N]
 
 Random weights in SmolLM2-135M's shape; speed does not depend on their values. Best of `repeats`,
-the contenders in turns, so that a busy machine is busy for all of them. `c` is the runner with the
-C kernels (bf16 weights and KV), `torch` the same runner without a compiler (fp32), `transformers`
+with alternating contenders, so that other load affects all of them. `c` is the runner with the C
+kernels (bf16 weights and KV), `torch` the same runner without a compiler (fp32), `transformers`
 LlamaForCausalLM with SDPA in fp32. Cases: a prompt of 2,048 tokens cold; 32 more on 2,048 cached;
 decoding alone after 128 tokens; decoding 16 sequences of 1,100 tokens of which 1,024 are shared.
 
-Arithmetic: weights 269 MB in bf16 a step, 538 in fp32. Prompt of 2,048: 435 GFLOP in the linears,
-145 in attention, less the masked half.
+Arithmetic: weights 269 MB in bf16 per step, 538 in fp32. Prompt of 2,048: 435 GFLOP in the linears,
+145 in attention, minus the masked half.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ CASES: dict[str, list[StepPlan]] = {
 
 
 def ours(threads: int, in_c: bool) -> Callable[[str], float]:
-    """Runs a case of that name and says how many seconds it took."""
+    """Return a function that runs a case by name and returns its seconds."""
     kernels = load_kernels(SHAPE, threads) if in_c else None
     dtype = torch.bfloat16 if kernels else torch.float32
     layout = kv_format(SHAPE, dtype, 16, "panels" if kernels else "slots")
@@ -102,7 +102,7 @@ def ours(threads: int, in_c: bool) -> Callable[[str], float]:
 
 
 def theirs() -> Callable[[str], float]:
-    """The same cases; filling the cache beforehand is not counted."""
+    """Return the same for transformers; filling the cache beforehand is not counted."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers

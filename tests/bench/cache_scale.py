@@ -1,8 +1,8 @@
-"""What the cache's calls cost when it is large: python -m tests.bench.cache_scale [payers] [blocks]
+"""Cost of the cache's calls at scale: python -m tests.bench.cache_scale [payers] [blocks]
 
-A full pool in namespaces of a few blocks each, either of a payer each or all of one, a third of the
-prompts under a lease. Prints processor time of each call under pressure, what a heartbeat has to
-say, and the recount.
+A full pool in namespaces of a few blocks each, with one payer per namespace or one payer for all; a
+third of the prompts is under a lease. Prints processor time of each call under pressure, of a
+heartbeat's stats, and of the recount.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPEATS = 60
 
 
 def microseconds(act: Callable[[], object]) -> tuple[float, float]:
-    """Median and worst of the calls, in processor time."""
+    """Return median and worst processor time of the calls."""
     times = []
     for _ in range(REPEATS):
         began = process_time()
@@ -32,8 +32,8 @@ def microseconds(act: Callable[[], object]) -> tuple[float, float]:
     return statistics.median(times), max(times)
 
 
-class Crowd:
-    """A cache full of `namespaces` that each have the same number of blocks."""
+class FullCache:
+    """A cache full of `namespaces` with equal numbers of blocks."""
 
     def __init__(self, namespaces: int, blocks: int, *, is_joint: bool) -> None:
         self.chance = random.Random(1)
@@ -42,13 +42,13 @@ class Crowd:
         self.now_s = 0.0
         each = blocks // namespaces
         for number in range(namespaces):
-            self.say(number, each, is_kept=number % 3 == 0)
+            self.run_prompt(number, each, is_kept=number % 3 == 0)
 
     def quota(self, number: int) -> Quota:
         return Quota(payer=b"one" if self.is_joint else number.to_bytes(4, "big"))
 
-    def say(self, number: int, blocks: int, *, is_kept: bool = False) -> None:
-        """A prompt that nobody had before, computed and released."""
+    def run_prompt(self, number: int, blocks: int, *, is_kept: bool = False) -> None:
+        """Compute and release a new prompt."""
         self.now_s += 0.001
         tokens = [self.chance.randrange(50_000) for _ in range(blocks * SIZE)]
         leases = (LeaseRequest(len(tokens), HOUR, f"l{number}"),) if is_kept else ()
@@ -60,15 +60,15 @@ class Crowd:
 
 
 def show(title: str, act: Callable[[], object]) -> None:
-    """One line."""
+    """Print one line."""
     median, worst = microseconds(act)
     sys.stdout.write(f"  {title:44} {median:10.1f} us   worst {worst:10.1f}\n")
 
 
 def measure(namespaces: int, blocks: int, *, is_joint: bool) -> None:
-    """One table."""
+    """Print one table."""
     began = process_time()
-    crowd = Crowd(namespaces, blocks, is_joint=is_joint)
+    crowd = FullCache(namespaces, blocks, is_joint=is_joint)
     took_s = process_time() - began
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     who = "one payer" if is_joint else "a payer each"
@@ -77,11 +77,11 @@ def measure(namespaces: int, blocks: int, *, is_joint: bool) -> None:
         f" filled at {took_s / blocks * 1e6:.1f} us a block, {peak_mib} MiB at most until here\n"
     )
     cache, chance, now_s = crowd.cache, crowd.chance, crowd.now_s
-    show("one block more, evicting", lambda: crowd.say(chance.randrange(namespaces), 1))
-    show("32 blocks more, evicting", lambda: crowd.say(chance.randrange(namespaces), 32))
-    show("the same under a lease", lambda: crowd.say(chance.randrange(9), 1, is_kept=True))
+    show("one block more, evicting", lambda: crowd.run_prompt(chance.randrange(namespaces), 1))
+    show("32 blocks more, evicting", lambda: crowd.run_prompt(chance.randrange(namespaces), 32))
+    show("the same under a lease", lambda: crowd.run_prompt(chance.randrange(9), 1, is_kept=True))
     fresh = iter(range(namespaces, namespaces + 10 * REPEATS))
-    show("a payer that comes new", lambda: crowd.say(next(fresh), 1))
+    show("a payer that comes new", lambda: crowd.run_prompt(next(fresh), 1))
     quota = crowd.quota(1)
     show("available", lambda: cache.available(b"\0\0\0\1", quota))
     show("room", lambda: cache.max_sequence_tokens(b"\0\0\0\1", quota))
@@ -93,7 +93,7 @@ def measure(namespaces: int, blocks: int, *, is_joint: bool) -> None:
 
 
 def main() -> None:
-    """Three tables: few payers, many payers, one payer of many namespaces."""
+    """Print three tables: few payers, many payers, one payer of many namespaces."""
     given = [int(word) for word in sys.argv[1:]]
     many, blocks = (*given, 20_000, 100_000)[:2] if len(given) != 1 else (given[0], 100_000)
     measure(20, blocks, is_joint=False)

@@ -1,10 +1,10 @@
-"""What a step costs on the host: schedule, plan, commit and events, without any model.
+"""Host time of a step: schedule, plan, commit and events, without a model.
 
     python -m tests.bench.core_step
 
 Decoding sequences that share a prefix, four to a namespace, over a runner that does nothing. The
-figure is the host time of one step, which a device would have to wait for if steps did not overlap.
-Prints the median and the ninth decile of five hundred steps.
+figure is the host time of one step, for which a device would wait if steps did not overlap. Prints
+median and ninth decile of five hundred steps.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ STEPS = 500
 
 
 class IdleRunner:
-    """Draws the same token for everybody, at no cost worth the name."""
+    """Samples the same token for every sequence, at negligible cost."""
 
     def __init__(self) -> None:
         self.results: deque[StepResult] = deque()
 
     def launch(self, plan: StepPlan) -> None:
-        """Its result is ready at once."""
+        """Record the step; its result is ready at once."""
         token = SampledToken(1)
         drawn = tuple(Sampled(s, (token,)) for row in plan.rows for s in row.samples)
         self.results.append(StepResult(step=plan.step, sampled=drawn))
 
     def collect(self) -> StepResult:
-        """The oldest launched step's result."""
+        """Return the oldest launched step's result."""
         return self.results.popleft()
 
 
 def measure(rows: int, depth: int) -> list[float]:
-    """Seconds of each of `STEPS` steps with `rows` decoding sequences, sorted."""
+    """Return sorted seconds of each of `STEPS` steps with `rows` decoding sequences."""
     config = EngineConfig(sequences_max=rows, queue_requests_max=rows)
     own_blocks = -(-(OWN_TOKENS + STEPS + 64) // BLOCK_SIZE)
     blocks = SHARED_TOKENS // BLOCK_SIZE * (rows // 4 + 1) + (own_blocks + 4) * rows
@@ -82,7 +82,7 @@ def measure(rows: int, depth: int) -> list[float]:
 
 
 def main() -> None:
-    """A line for each batch and depth."""
+    """Print a line for each batch and depth."""
     out = sys.stdout.write
     out("rows  depth  median us  p90 us\n")
     for rows in (16, 64, 256):

@@ -1,4 +1,4 @@
-"""What a small pool and a common prompt cost in tokens computed: python -m tests.bench.crowding
+"""Computed tokens with a small pool and a common prompt: python -m tests.bench.crowding
 
 Counts, not times, over the token oracle; the figures of decisions 0004 and 0006.
 """
@@ -16,11 +16,11 @@ from tests.checkers import World
 GREEDY = Sampling(temperature=0)
 
 
-class Impatient(Core):
-    """Nobody waits for a prefix that somebody else is computing."""
+class WithoutSharing(Core):
+    """A core whose requests do not wait for a prefix that another one computes."""
 
     def submit(self, request: Request) -> None:
-        """As always, and then alone."""
+        """Submit, then stop waiting."""
         super().submit(request)
         work = self.requests.get(request.request_id)
         if work is not None:
@@ -28,7 +28,7 @@ class Impatient(Core):
 
 
 def world(blocks: int, config: EngineConfig, make_core: type[Core] = Core) -> World:
-    """An engine of blocks of four tokens over two-token prompts."""
+    """Return an engine with blocks of four tokens over two-token prompts."""
     return World(
         config,
         blocks=blocks,
@@ -40,12 +40,12 @@ def world(blocks: int, config: EngineConfig, make_core: type[Core] = Core) -> Wo
 
 
 def words(chance: random.Random, count: int) -> tuple[int, ...]:
-    """A prompt nobody else has."""
+    """Return a unique prompt."""
     return tuple(chance.randrange(2) for _ in range(count))
 
 
 def preempt(blocks: int) -> str:
-    """64 requests of four namespaces, eight at once, over a pool of `blocks`."""
+    """Run 64 requests of four namespaces, eight at once, over a pool of `blocks`."""
     chance = random.Random(1)
     config = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=32, sequences_max=8)
     crowd = world(blocks, config)
@@ -64,7 +64,7 @@ def preempt(blocks: int) -> str:
 
 
 def race(make_core: type[Core]) -> str:
-    """16 requests at once that share 1,024 tokens and have 64 of their own."""
+    """Run 16 concurrent requests that share 1,024 tokens and have 64 of their own."""
     chance = random.Random(1)
     crowd = world(2000, EngineConfig(sequences_max=16), make_core)
     shared = words(chance, 1024)
@@ -78,13 +78,13 @@ def race(make_core: type[Core]) -> str:
 
 
 def main() -> None:
-    """Two tables."""
+    """Print two tables."""
     out = sys.stdout.write
     out("blocks  steps  preempted  most  computed again\n")
     for blocks in (160, 80, 60, 40):
         out(preempt(blocks) + "\n")
     out("\nracing   computed  steps\n")
-    for make_core in (Core, Impatient):
+    for make_core in (Core, WithoutSharing):
         out(race(make_core) + "\n")
 
 

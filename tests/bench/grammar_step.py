@@ -1,11 +1,11 @@
-"""What a grammar costs: compiling, one mask, and a step of a real model with and without one.
+"""Cost of a grammar: compilation, one mask, and a step of a real model with and without one.
 
     python -m tests.bench.grammar_step [--steps N]
 
-The default model's own tokenizer (49,152 tokens), and the same one filled up to 128,256 with pairs
-of its words, which is about what a tokenizer of that size holds. Masks are filled along a document
-drawn at random. A step is the CPU runner's: two engines take one each in turns, one whose rows are
-free and one whose rows are constrained, so that a busy machine is busy for both.
+The default model's tokenizer (49,152 tokens), and the same filled to 128,256 with pairs of its
+words, about what a tokenizer of that size has. Masks are filled along a random document. Steps are
+the CPU runner's: two engines alternate, one with free rows and one with constrained rows, so that
+other load affects both.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ GRAMMARS = {
 
 
 def vocabulary_of(card: ModelCard, size: int) -> Vocabulary:
-    """The model's own, or one that is filled up with pairs of its words."""
+    """Return the model's vocabulary, or one filled up with pairs of its words."""
     if size == card.config.vocab:
         return Vocabulary.load(card.tokenizer_path, size, card.stop_token_ids, GrammarLimits())
     tokenizer = json.loads(card.tokenizer_path.read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def measure_masks(card: ModelCard, size: int) -> None:
 
 
 class Contender:
-    """An engine of its own with `rows` sequences, all free or all under one grammar."""
+    """An engine with `rows` sequences, all free or all under one grammar."""
 
     def __init__(self, card: ModelCard, vocabulary: Vocabulary, threads: int) -> None:
         self.kernels = load_kernels(card.config, threads)

@@ -1,7 +1,7 @@
-"""What a heartbeat costs both sides: python -m tests.bench.heartbeat [namespaces]
+"""Cost of a heartbeat on both sides: python -m tests.bench.heartbeat [namespaces]
 
-A pool in which so many namespaces hold five blocks each, and a hundred of them have changed since
-the beat before. Processor time, and the bytes on the wire.
+Each namespace of the pool holds five blocks, and a hundred have changed since the last heartbeat.
+Prints processor time, and bytes on the wire.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CHANGED = 100
 
 
 def name_of(number: int) -> bytes:
-    """As the gateway makes them."""
+    """Return a namespace as the gateway makes it."""
     parts = (str(number + 1), "default", "m" * 40, "t" * 40, "")
     return b"".join(len(part).to_bytes(4, "big") + part.encode() for part in parts)
 
 
-class Beats:
-    """Both sides, without a socket between."""
+class Heartbeats:
+    """Both sides, without a socket between them."""
 
     def __init__(self, namespaces: int) -> None:
         self.cache = PrefixCache(blocks=namespaces * BLOCKS, block_size=SIZE)
@@ -47,10 +47,10 @@ class Beats:
         self.decoder = downward_decoder()
         self.now_s = 0.0
         for number in range(namespaces):
-            self.say(number)
+            self.run_prompt(number)
 
-    def say(self, number: int) -> None:
-        """A prompt of one namespace, which pushes out its last."""
+    def run_prompt(self, number: int) -> None:
+        """Run a prompt of one namespace, which evicts its last one."""
         self.now_s += 0.01
         tokens = [round(self.now_s * 100), *range(1, BLOCKS * SIZE)]
         table = self.cache.begin(name_of(number), tokens, self.now_s)
@@ -59,12 +59,12 @@ class Beats:
         self.cache.release(table, tokens, self.now_s)
 
     def beat(self) -> None:
-        """One heartbeat from the engine's thread to the meter."""
-        stats = timed("engine: what has changed", self.look)
+        """Run one heartbeat, from the engine's thread to the meter."""
+        stats = timed("engine: what has changed", self.encode)
         news = CacheNews((), tuple(Gain(one.namespace, BLOCKS) for one in stats.changed))
         frame = timed("engine: encode", lambda: encode(Frame(0, 1, (stats, news))))
         sys.stdout.write(f"  {'bytes':30} {len(frame):12,}\n")
-        timed("gateway: decode", lambda: self.hear(frame))
+        timed("gateway: decode", lambda: self.decode(frame))
         timed("gateway: the book", lambda: self.book.add(stats.changed))
         now_ns = int(self.now_s * 1e9)
         timed("gateway: the storage meter", lambda: self.meter.update(self.book, SIZE, now_ns))
@@ -72,20 +72,20 @@ class Beats:
         moves = self.losses.take_moves()
         timed("gateway: churn", lambda: self.churn.update(moves, owner_of, 0))
 
-    def look(self) -> Stats:
-        """What it says."""
+    def encode(self) -> Stats:
+        """Return the heartbeat's bytes."""
         names = self.cache.take_changed()
         return self.engine_stats.stats(0, self.cache, self.scheduler, RequestTable(), names)
 
-    def hear(self, frame: bytes) -> list[Downward]:
-        """As it comes over the socket."""
+    def decode(self, frame: bytes) -> list[Downward]:
+        """Apply the bytes, as if they came over the socket."""
         found = list(self.decoder.feed(frame))
         assert not isinstance(found[0], Welcome)
         return found
 
 
 def timed(what: str, act: Callable[[], T]) -> T:
-    """Do it, and say what it took."""
+    """Run a function and return its time."""
     began = process_time()
     done = act()
     sys.stdout.write(f"  {what:30} {(process_time() - began) * 1e3:9.2f} ms\n")
@@ -93,13 +93,13 @@ def timed(what: str, act: Callable[[], T]) -> T:
 
 
 def main() -> None:
-    """The first beat, which has everything, and a later one."""
+    """Measure the first heartbeat, which has everything, and a later one."""
     namespaces = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
-    beats = Beats(namespaces)
+    beats = Heartbeats(namespaces)
     sys.stdout.write(f"{namespaces:,} namespaces, all new:\n")
     beats.beat()
     for number in range(CHANGED):
-        beats.say(number)
+        beats.run_prompt(number)
     sys.stdout.write(f"{CHANGED} of them changed:\n")
     beats.beat()
     sys.stdout.write("none changed:\n")

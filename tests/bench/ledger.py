@@ -1,11 +1,10 @@
-"""What the ledger costs and answers: `python -m tests.bench.ledger [ENTRIES]`.
+"""Cost of the ledger's writes and queries: `python -m tests.bench.ledger [ENTRIES]`.
 
-Latency of one hold and one settlement alone, entries per second when many come at once, and what of
-the processor the writer's thread takes for a request (the figure that a busy machine changes
-least), with and without rate cards and budgets, in a file and on a PostgreSQL server on the same
-disk; and questions
-about usage over as many entries (default: a million; 0 asks none) spread over 90 days, 50 tenants,
-three keys each and two models. Ratios are of one run.
+Latency of one hold and one settlement alone; entries per second under concurrent load; the writer
+thread's processor time per request (the figure that a busy machine changes least), with and without
+rate cards and budgets, in a file and on a PostgreSQL server on the same disk; and usage queries
+over so many entries (default: a million; 0 skips them) spread over 90 days, 50 tenants, three keys
+each and two models. Ratios are of one run.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def say(line: str) -> None:
 
 
 def writer_us(ledger: Ledger, items: int) -> float:
-    """Processor time of the writer's thread for a hold and an entry, in batches of so many items:
-    holds, and entries of the batch before."""
+    """Return the writer thread's processor time for a hold and an entry, in batches of so many
+    items: holds, and entries of the batch before."""
     (writer,) = [thread for thread in threading.enumerate() if thread.name == "ledger"]
     assert writer.ident is not None, "it runs"
     clock, landed = time.pthread_getcpuclockid(writer.ident), SimpleQueue[Future[None]]()
@@ -83,7 +82,7 @@ def writer_us(ledger: Ledger, items: int) -> float:
 
 
 def latencies(store: Store, *, has_money: bool) -> None:
-    """One alone, then many at once, then in batches of some."""
+    """Measure one item alone, then many at once, then batches."""
     create_tenant(store, lambda: 1, "ada")
     if has_money:
         card = RateCard("std", input=3_000_000, output=15_000_000, cache_read=300_000)
@@ -126,7 +125,7 @@ def latencies(store: Store, *, has_money: bool) -> None:
 
 
 def fill(store: SqliteStore, count: int) -> None:
-    """As many entries as asked for, without the ledger's thread: rows and their hours' sums."""
+    """Write so many entries without the ledger's thread: rows and their hourly sums."""
     for number in range(TENANTS):
         create_tenant(store, lambda: 1, f"tenant-{number}")
     with closing(apsw.Connection(str(store.path))) as db:
@@ -158,7 +157,7 @@ def fill(store: SqliteStore, count: int) -> None:
         )
 
 
-def questions(folder: Path, count: int) -> None:
+def measure_queries(folder: Path, count: int) -> None:
     store = SqliteStore(folder / "many.db")
     fill(store, count)
     hours = store.query("select count(*) from usage_hours")[0][0]
@@ -193,7 +192,7 @@ def questions(folder: Path, count: int) -> None:
 def main(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if count:
-            questions(Path(folder), count)
+            measure_queries(Path(folder), count)
         for has_money in (False, True):
             latencies(SqliteStore(Path(folder) / f"{has_money}.db"), has_money=has_money)
     if BINARIES is not None:

@@ -1,10 +1,10 @@
-"""What a noisy tenant does to a quiet one: python -m tests.bench.noisy_tenant [PROMPTS]
+"""Effect of a noisy tenant on a quiet one: python -m tests.bench.noisy_tenant [PROMPTS]
 
-Counts, not times. A quiet tenant comes back to the same conversations over a pool that a noisy one
-streams unique prompts through (a million of them unless told otherwise): its hit ratio alone, with
-a floor, without one, and where both are one namespace, which is what plain LRU does. And the
-fairness of service: eight tenants, one of which asks for eight times as much as the others, by
-Jain's index over what each was served while all were waiting.
+Counts, not times. A quiet tenant returns to the same conversations over a pool through which a
+noisy one streams unique prompts (a million by default). Prints its hit ratio alone, with a floor,
+without one, and with both in one namespace, which is plain LRU. And the fairness of scheduling:
+eight tenants, one of which sends eight times as many requests as the others, by Jain's index over
+what each was served while all were waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOISE_PER_TURN = 250
 
 
 class Pool:
-    """A cache over which requests run one after the other."""
+    """A cache over which requests run one after another."""
 
     def __init__(self, floor: int) -> None:
         self.cache = PrefixCache(blocks=BLOCKS, block_size=BLOCK)
@@ -36,7 +36,7 @@ class Pool:
         self.now_s = 0.0
 
     def run(self, namespace: bytes, tokens: list[int], quota: Quota) -> int:
-        """One request: its cached tokens."""
+        """Run one request; return its cached tokens."""
         self.now_s += 0.001
         table = self.cache.begin(namespace, tokens, self.now_s, quota=quota)
         cached = table.kv_tokens
@@ -50,7 +50,8 @@ class Pool:
 def hit_ratio(
     turns: int, floor: int, noise_per_turn: int, *, by: bytes = NOISY, seed: int = 1
 ) -> float:
-    """Of the quiet tenant's prompt tokens, once all have begun. `by`: who is noisy."""
+    """Return the quiet tenant's hit ratio once all its conversations have begun. `by`: who is
+    noisy."""
     quiet, noisy = random.Random(seed), random.Random(seed + 1)
     pool = Pool(floor)
     said: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
@@ -70,14 +71,18 @@ def hit_ratio(
 
 
 def jain(served: list[float]) -> float:
-    """1 where all are served alike, 1/n where one gets everything (Jain, Chiu and Hawe, 1984)."""
+    """Return Jain's index: 1 if all are served alike, 1/n if one gets everything (Jain, Chiu,
+    Hawe, 1984)."""
     squares = sum(one * one for one in served)
     return sum(served) ** 2 / (len(served) * squares) if squares else 1.0
 
 
 def served(tenants: int = 8, greed: int = 8, weights: tuple[float, ...] = ()) -> list[float]:
-    """Output and prompt tokens each tenant was served while all of them were waiting, per unit of
-    weight. The first asks for `greed` times as many requests."""
+    """Return output and prompt tokens served to each tenant while all were waiting, per unit of
+    weight.
+
+    The first tenant sends `greed` times as many requests.
+    """
     config = EngineConfig(step_tokens_max=256, prefill_chunk_tokens_max=64, sequences_max=16)
     clock = FakeClock()
     core = Core(
@@ -116,7 +121,7 @@ def served(tenants: int = 8, greed: int = 8, weights: tuple[float, ...] = ()) ->
 
 
 def main() -> None:
-    """The table."""
+    """Print the table."""
     prompts = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
     turns = prompts // NOISE_PER_TURN
     alone = hit_ratio(turns, FLOOR, 0)

@@ -1,15 +1,15 @@
-"""Our gateway beside other gateways, by turns, over servers that compute nothing.
+"""Trunkline beside other gateways, alternating, over servers that compute nothing.
 
-Each gets the same tiny chats from the same client in one run, so that the ratios hold on any
-machine: answers a second, and what is added to the median of asking the mock at once. The others
-run already, each before this mock; ours is over the null engine, with keys, limits, log and a
-ledger that is durable, and once without ledger and analytics.
+Each gets the same small chats from the same client in one run, so that ratios hold on any machine:
+responses per second, and the latency added to that of the mock itself. Other gateways already run,
+each in front of this mock; Trunkline runs over the null engine, with keys, limits, log and a
+durable ledger, and once without ledger and analytics.
 
     python -m tests.bench.peer_gateways --serve-mock 9901
-    python -m tests.bench.peer_gateways --mock http://127.0.0.1:9901 --model-dir DIR \\
+    python -m tests.bench.peer_gateways --mock http://127.0.0.1:9901 --model-dir DIR \
         --peer 'portkey|http://127.0.0.1:8787|gpt-4o|x-portkey-provider: openai|...'
 
-A peer is its name, address, model and further headers; what is in `PEER_KEY` is its key.
+A peer is its name, address, model and further headers; `PEER_KEY` has its key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 from gateway.bench.report import columns, format_number
 from tests.bench.overhead.load import Load, run
 from tests.bench.overhead.null_gateway import NullGatewaySettings, Ready
-from tests.bench.overhead.overhead import child
+from tests.bench.overhead.overhead import run_child
 
 BODY = (
     b'{"id":"chatcmpl-0","object":"chat.completion","created":0,"model":"mock","choices":[{'
@@ -42,7 +42,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 
 
 
 class Mock(asyncio.Protocol):
-    """Answers each request with the same bytes as soon as its body is whole."""
+    """Answers each request with the same bytes as soon as its body is complete."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -60,13 +60,13 @@ class Mock(asyncio.Protocol):
 
 
 async def serve_mock(port: int) -> None:
-    """Until it is ended."""
+    """Serve until terminated."""
     server = await asyncio.get_running_loop().create_server(Mock, "127.0.0.1", port)
     await server.serve_forever()
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A gateway, and what it wants to be told."""
+    """A gateway, its address, its model and its headers."""
 
     name: str
     ready: Ready
@@ -74,14 +74,15 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 def peer_of(text: str) -> Peer:
-    """`name|address|model|header|header`."""
+    """Parse `name|address|model|header|header`."""
     name, url, model, *headers = text.split("|")
     ready = Ready(url, os.environ.get("PEER_KEY", "none"), model, os.getpid())
     return Peer(name, ready, tuple(headers))
 
 
 async def measure(options: argparse.Namespace) -> str:
-    """All of them under each load, by turns. Ratios are medians of pairs, to the first peer."""
+    """Measure all of them under each load, alternating. Ratios are medians of pairs, to the
+    first peer."""
     mock = Peer("mock", Ready(options.mock, "none", "mock", os.getpid()))
     rows: list[tuple[str, ...]] = [
         ("gateway", "at once", "answers/s", "p50 ms", "added ms", "x rate", "x added")
@@ -95,7 +96,7 @@ async def measure(options: argparse.Namespace) -> str:
             settings = msgspec.json.encode(
                 NullGatewaySettings(str(options.model_dir), data, 64, books=books)
             )
-            server = child(
+            server = run_child(
                 "tests.bench.overhead.null_gateway", settings, Path(data) / "gateway.log"
             )
             ready = await stack.enter_async_context(server)
@@ -122,13 +123,13 @@ async def measure(options: argparse.Namespace) -> str:
 
 
 def _part(ms: float, turn: list[tuple[float, float]]) -> float:
-    """What is added, over what the first peer adds."""
+    """Return the added latency over the first peer's added latency."""
     (_, mock_ms), (_, first_ms) = turn[:2]
     return (ms - mock_ms) / (first_ms - mock_ms)
 
 
 def main() -> None:
-    """The mock, or a table."""
+    """Serve the mock, or print a table."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peer_gateways")
     parser.add_argument("--serve-mock", type=int, metavar="PORT")
     parser.add_argument("--mock", default="http://127.0.0.1:9901")

@@ -1,10 +1,10 @@
-"""A seeded swarm of clients that do everything at once, and leave in the middle of it.
+"""A seeded swarm of clients that send everything at once, and disconnect at random.
 
     python -m tests.bench.soak [SECONDS] [SEED]
 
-starts a real server on a tiny model, keeps it busy for a minute unless told otherwise, and prints
-what was answered, and the server's file descriptors and memory before and after.
-`tests.e2e.test_soak` lets the same swarm loose on a gateway in its own process.
+The program starts a server on a tiny model, keeps it busy (for a minute by default), and prints
+response statuses, and the server's file descriptors and memory before and after.
+`tests.e2e.test_soak` runs the same swarm against a gateway in its own process.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ CLIENTS = 12
 LEAVES_WITHIN_S = 0.05
 SHARED = "The trunk is shared, the branches are one's own. "
 PLANTED = "planted words"
-"""In every prompt, and nowhere else."""
+"""Text in every prompt, and nowhere else."""
 
 NAMES = 8
 EXPECTED = frozenset({200, 400, 401, 403, 404, 405, 409, 413, 415, 429, 503})
-"""Whatever a client does, nothing fails on our side."""
+"""Statuses of client errors and successes; no request may cause another one."""
 
 
 class Swarm:
-    """Clients of one server. `statuses`: what came, by what was asked; `left`: by whom nothing was
-    waited for. `wrong`: what should never have been answered."""
+    """Clients of one server.
+
+    `statuses`: response statuses by kind of request. `left`: kinds whose clients disconnected.
+    `wrong`: responses that should not exist.
+    """
 
     def __init__(self, url: str, keys: tuple[str, ...], model: str, seed: int) -> None:
         self._url = url
@@ -54,7 +57,7 @@ class Swarm:
         self.wrong: list[str] = []
 
     async def run(self, goes_on: Callable[[int], bool], clients: int = CLIENTS) -> int:
-        """Ask until the number of requests says stop; how many there were."""
+        """Send requests until the limit; return their number."""
         asked = 0
 
         async def client(number: int) -> None:
@@ -69,7 +72,7 @@ class Swarm:
         await asyncio.gather(*map(client, range(clients)))
         return asked
 
-    # -- what they ask --------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
     async def chat(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
         body = {
@@ -86,13 +89,13 @@ class Swarm:
             body["stop"] = chance.choices("etaoin", k=2)
         if chance.random() < 0.3:
             body["prompt_cache_key"] = f"partition {chance.randint(1, 5)}"
-        await self._ask(session, chance, "/v1/chat/completions", body)
+        await self._send(session, chance, "/v1/chat/completions", body)
 
     async def completion(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
         prompt: Any = [_words(chance) for _ in range(chance.randint(1, 3))]
         body = {"model": self._model, "prompt": prompt, "max_tokens": chance.randint(1, 12)}
         body["stream"] = chance.random() < 0.5
-        await self._ask(session, chance, "/v1/completions", body)
+        await self._send(session, chance, "/v1/completions", body)
 
     async def response(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
         body = {
@@ -102,10 +105,10 @@ class Swarm:
             "max_output_tokens": chance.randint(16, 32),
             "stream": chance.random() < 0.6,
         }
-        await self._ask(session, chance, "/v1/responses", body)
+        await self._send(session, chance, "/v1/responses", body)
 
     async def message(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
-        """With a breakpoint, as often as not; sometimes a prewarm, or only counted."""
+        """Send a message, every second time with a breakpoint; sometimes a prewarm or a count."""
         text: dict[str, Any] = {"type": "text", "text": SHARED * 2}
         if chance.random() < 0.6:
             text["cache_control"] = {"type": "ephemeral", "ttl": chance.choice(("5m", "1h"))}
@@ -115,14 +118,14 @@ class Swarm:
             "messages": [{"role": "user", "content": _words(chance)}],
         }
         if chance.random() < 0.1:
-            await self._ask(session, chance, "/v1/messages/count_tokens", body)
+            await self._send(session, chance, "/v1/messages/count_tokens", body)
             return
         body["max_tokens"] = chance.choice((0, 1, 8, 24))
         body["stream"] = bool(body["max_tokens"]) and chance.random() < 0.6
-        await self._ask(session, chance, "/v1/messages", body)
+        await self._send(session, chance, "/v1/messages", body)
 
     async def gemini(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
-        """Over a cached content, where there is one."""
+        """Send a request over a cached content, if one exists."""
         action = chance.choice(
             ("generateContent", "streamGenerateContent", "streamGenerateContent?alt=sse")
         )
@@ -134,16 +137,16 @@ class Swarm:
         key = None
         if self._resources and chance.random() < 0.6:
             key, body["cachedContent"] = chance.choice(self._resources)
-        await self._ask(session, chance, path, body, key=key)
+        await self._send(session, chance, path, body, key=key)
 
     async def resource(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
-        """Make a cached content, or list, or end one."""
+        """Create, list or delete cached contents."""
         if self._resources and chance.random() < 0.5:
             key, name = self._resources.pop(chance.randrange(len(self._resources)))
-            await self._ask(session, chance, f"/v1beta/{name}", None, key=key, method="DELETE")
+            await self._send(session, chance, f"/v1beta/{name}", None, key=key, method="DELETE")
             return
         if chance.random() < 0.2:
-            await self._ask(session, chance, "/v1beta/cachedContents", None, method="GET")
+            await self._send(session, chance, "/v1beta/cachedContents", None, method="GET")
             return
         key = chance.choice(self._keys)
         body = {
@@ -151,12 +154,12 @@ class Swarm:
             "contents": [{"role": "user", "parts": [{"text": SHARED * 2 + _words(chance)}]}],
             "ttl": "600s",
         }
-        made = await self._ask(session, chance, "/v1beta/cachedContents", body, key=key)
+        made = await self._send(session, chance, "/v1beta/cachedContents", body, key=key)
         if made is not None:
             self._resources.append((key, json.loads(made)["name"]))
 
-    async def named(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
-        """One of a few requests that are sent again and again: one answer each."""
+    async def idempotent(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
+        """Send one of a few requests that are repeated: each has one response."""
         number, key = chance.randrange(NAMES), chance.choice(self._keys)
         body = {
             "model": self._model,
@@ -166,34 +169,34 @@ class Swarm:
         }
         name = f"name {number}"
         before = self._erasures
-        found = await self._ask(session, chance, "/v1/chat/completions", body, key=key, name=name)
+        found = await self._send(session, chance, "/v1/chat/completions", body, key=key, name=name)
         if found is None or before != self._erasures:
-            return  # an erasure takes kept answers with it
+            return  # an erasure deletes stored responses too
         if self._kept.setdefault((key, name), found) != found:
             self.wrong.append(f"{name} was answered twice")
 
     async def quote(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
         request = {"model": self._model, "messages": [{"role": "user", "content": _words(chance)}]}
         body = {"endpoint": "/v1/chat/completions", "request": request}
-        await self._ask(session, chance, "/v1/cache/quote", body)
+        await self._send(session, chance, "/v1/cache/quote", body)
 
-    async def look(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
-        """What costs no tokens, or is nowhere."""
+    async def read_only(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
+        """Send a request that costs no tokens, or an unknown path."""
         path = chance.choice(
             ("/v1/models", "/v1/cache", "/v1/usage", "/healthz", "/readyz", "/v1/nothing")
         )
-        await self._ask(session, chance, path, None, method="GET")
+        await self._send(session, chance, path, None, method="GET")
 
     async def erase(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
-        """Beside whatever runs."""
+        """Erase the cache beside running requests."""
         lease = chance.choice(("", "?lease_id=" + "ab" * 16))
         self._erasures += 1
-        await self._ask(session, chance, f"/v1/cache{lease}", None, method="DELETE", stays=True)
+        await self._send(session, chance, f"/v1/cache{lease}", None, method="DELETE", stays=True)
         self._erasures += 1
         self._kept.clear()
 
-    async def nonsense(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
-        """A body that is cut off, or has a value that cannot be."""
+    async def invalid(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
+        """Send a truncated body, or an invalid value."""
         path = chance.choice(("/v1/chat/completions", "/v1/messages", "/v1/responses"))
         wrong: Any = chance.choice((-1, 1e308, "x", None, [], {}, True, 2**70, "\ud800"))
         field = chance.choice(("max_tokens", "stream", "messages", "model", "temperature", "n"))
@@ -201,11 +204,11 @@ class Swarm:
         data = json.dumps({**body, field: wrong}).encode()
         if chance.random() < 0.4:
             data = data[: chance.randrange(len(data))]
-        await self._ask(session, chance, path, data)
+        await self._send(session, chance, path, data)
 
-    # -- how ------------------------------------------------------------------------------------
+    # -- sending --------------------------------------------------------------------------------
 
-    async def _ask(
+    async def _send(
         self,
         session: aiohttp.ClientSession,
         chance: random.Random,
@@ -217,8 +220,11 @@ class Swarm:
         method: str = "POST",
         stays: bool = False,
     ) -> bytes | None:
-        """The answer's bytes if it is a good one and was waited for. A third of all leave before,
-        some without a word, some in the middle of what they are sent; not who `stays`."""
+        """Send a request; return the response's bytes if it succeeded and was awaited.
+
+        A third of all clients disconnect early, some before a byte, some during a stream; not with
+        `stays`.
+        """
         key = key or chance.choice(self._keys)
         headers = {"Authorization": f"Bearer {key}"}
         if chance.random() < 0.02:
@@ -232,7 +238,9 @@ class Swarm:
         patience_s = chance.uniform(0, LEAVES_WITHIN_S) if chance.random() < 0.33 else None
         patience_s = None if stays else patience_s
         reads = chance.choice((1, 200, 2_000)) if chance.random() < 0.1 else None
-        place = "named" if name else path.partition("?")[0].rpartition("/")[2].rpartition(":")[2]
+        place = (
+            "idempotent" if name else path.partition("?")[0].rpartition("/")[2].rpartition(":")[2]
+        )
         what = f"{method} {place if len(place) < 30 else 'one'}"
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
@@ -260,17 +268,17 @@ _MIX = {
     Swarm.message: 15,
     Swarm.gemini: 12,
     Swarm.resource: 6,
-    Swarm.named: 10,
+    Swarm.idempotent: 10,
     Swarm.quote: 4,
-    Swarm.look: 6,
+    Swarm.read_only: 6,
     Swarm.erase: 1,
-    Swarm.nonsense: 8,
+    Swarm.invalid: 8,
 }
 _WHATS, _WEIGHTS = tuple(_MIX), tuple(_MIX.values())
 
 
 def _words(chance: random.Random) -> str:
-    """Some that were said before, some that were not, in several scripts."""
+    """Return text that is partly repeated, in several scripts."""
     said = chance.choice(("ascii only", "Grüße", "日本語", "🌳 " * 4, "\u202eright to left"))
     return f"{PLANTED} {chance.randint(1, 30)} {said} " * chance.randint(1, 2)
 

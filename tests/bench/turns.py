@@ -1,7 +1,7 @@
-"""What turn 50 of a long chat costs to render, with and without what earlier turns left behind.
+"""Rendering time of turn 50 of a long chat, with and without the renderer's cached pieces.
 
-Prints processor time of the renderer alone, in one process, alternately: once it has rendered turn
-49, and once it is new. The ratio is what remembering pieces is worth.
+Prints processor time of the renderer alone, in one process, alternating: after it has rendered turn
+49, and when it is new. The ratio is the gain of cached pieces.
 
     python -m tests.bench.turns
 """
@@ -23,7 +23,8 @@ LETTERS = "etaoinshrdlu"
 
 
 def conversation(draw: random.Random) -> list[Segment]:
-    """User and assistant in turns, 120 words each, and the user's last."""
+    """Return alternating user and assistant messages of 120 words each, and a final user
+    message."""
     found = []
     for number in range(2 * TURNS - 1):
         words = ("".join(draw.choices(LETTERS, k=draw.randint(2, 9))) for _ in range(WORDS))
@@ -39,7 +40,7 @@ def conversation(draw: random.Random) -> list[Segment]:
 
 
 def seconds(renderer: Renderer, segments: list[Segment]) -> tuple[float, int]:
-    """Processor time of one rendering, and its tokens."""
+    """Return the processor time of one rendering, and its number of tokens."""
     began = time.process_time()
     tokens = len(renderer.render(Prompt(tuple(segments))).token_ids)
     return time.process_time() - began, tokens

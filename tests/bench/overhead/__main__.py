@@ -1,7 +1,8 @@
-"""What the gateway adds to an engine: `python -m tests.bench.overhead --help`.
+"""The gateway's overhead over an engine that computes nothing: `python -m tests.bench.overhead
+--help`.
 
-Loads a bare mock server and a whole gateway over an engine that computes nothing, in turns, and
-prints what the gateway takes beyond the mock. It fetches the default model for its tokenizer.
+Loads a bare mock server and a gateway over the null engine, alternating, and prints what the
+gateway adds. It fetches the default model for its tokenizer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TURNS_WITH_BOOKS = 7
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; exits with a usage message where it is wrong."""
+    """Parse the command line; exits with a usage message for a wrong one."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.overhead")
     parser.add_argument(
         "--concurrency", type=_counts, default=(1, 32, 256), metavar="N,N",
@@ -55,9 +56,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run_overhead_bench(options: argparse.Namespace, model_folder: Path, say: Say) -> Overhead:
-    """Measure what the gateway adds. `model_folder`: a prepared model, for its tokenizer. Blocks.
+    """Measure the overhead. Blocks. `model_folder`: a prepared model, for its tokenizer.
 
-    Raises BenchError, and OSError where `--scratch` cannot be written.
+    Raises BenchError, and OSError if `--scratch` cannot be written.
     """
     sync_ms = sync_s(options.scratch) * 1e3
     lines = asyncio.run(_measure(options, model_folder, say))
@@ -94,7 +95,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 def main() -> int:
     """Run the bench and print its report."""
     options = parse_arguments()
-    # A terminated bench unwinds, and ends the servers it started.
+    # On SIGTERM, unwind, which stops the servers.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     config, _ = load_config(None, os.environ, {})
 

@@ -1,8 +1,8 @@
-"""Closed-loop load at the least cost: bare sockets, one request after the other on each.
+"""Closed-loop load at minimal cost: bare sockets, one request after another on each.
 
-An answer is read only as far as its end has to be found; nothing in it is parsed. So the client
-takes a small part of what any server in Python takes, and says how much (`busy`). It knows no
-endpoint beyond its address. `tests.bench.overhead.overhead` calls it.
+A response is scanned only for its end; nothing in it is parsed. So the client takes a small part of
+the processor time of any Python server, and reports that part (`busy`). It knows no endpoint beyond
+its address. `tests.bench.overhead.overhead` calls it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ PATIENCE_S = 60.0
 
 
 class Load(Struct, frozen=True):
-    """What is asked, by how many at once and for how long. `rate`: tokens a second of each stream
-    (0: as fast as they come); `rest_s` passes before anything is counted."""
+    """A load: request, concurrency and duration.
+
+    `rate`: tokens per second of each stream (0: unlimited). `rest_s`: seconds before the
+    measurement.
+    """
 
     concurrency: int
     seconds: float
@@ -34,8 +37,10 @@ class Load(Struct, frozen=True):
 
 
 class LoadResult(Struct, frozen=True):
-    """What came of it. Times are of whole answers, `first_s` to their first bytes; `events`: pieces
-    of server-sent events; `busy`: which part of one core the client itself took."""
+    """Results of a load. Times are of complete responses, `first_s` to their first bytes.
+
+    `events`: server-sent events. `busy`: share of one core that the client itself took.
+    """
 
     took_s: float
     times_s: list[float]
@@ -45,12 +50,13 @@ class LoadResult(Struct, frozen=True):
 
     @property
     def answers_per_s(self) -> float:
-        """Answers that ended, over the time."""
+        """Completed responses per second."""
         return len(self.times_s) / self.took_s
 
 
 def request_of(target: Ready, load: Load, headers: Sequence[str] = ()) -> bytes:
-    """The bytes of one request, the same for all. `headers`: what this server wants besides."""
+    """Return the bytes of a request, the same for all clients. `headers`: further headers of
+    this server."""
     body = msgspec.json.encode(
         {
             "model": target.model,
@@ -71,14 +77,14 @@ def request_of(target: Ready, load: Load, headers: Sequence[str] = ()) -> bytes:
 
 
 class _Client(asyncio.Protocol):
-    """One connection that asks again as soon as it is answered."""
+    """One connection that sends again as soon as its response is complete."""
 
     def __init__(self, request: bytes, done: Callable[[_Client], None]) -> None:
         self._request = request
         self._done = done
         self._transport: asyncio.Transport | None = None
         self._head = b""
-        self._missing = -1  # bytes of a body of known length; -1: the end has to be found
+        self._missing = -1  # bytes left of a body of known length; -1: length unknown
         self._tail = b""
         self.sent_s = self.first_s = 0.0
         self.events = 0
@@ -88,7 +94,7 @@ class _Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self.ask()
+        self.send()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.is_stopped:
@@ -96,8 +102,8 @@ class _Client(asyncio.Protocol):
         if not self.over.done():
             self.over.set_result(None)
 
-    def ask(self) -> None:
-        """Send the request, or leave."""
+    def send(self) -> None:
+        """Send the request, or close."""
         assert self._transport is not None
         if self.is_stopped:
             self._transport.close()
@@ -126,7 +132,7 @@ class _Client(asyncio.Protocol):
             if self._missing <= 0:
                 self._end()
             return
-        # With the end of what came before: an event's beginning may come in two pieces.
+        # Include the previous chunk's end: an event's start may be split.
         self.events += (self._tail[-5:] + data).count(b"data: ")
         self._tail = (self._tail + data[-7:])[-7:]
         if self._tail == b"\r\n0\r\n\r\n":
@@ -134,7 +140,7 @@ class _Client(asyncio.Protocol):
 
     def _end(self) -> None:
         self._done(self)
-        self.ask()
+        self.send()
 
     def _fail(self, head: bytes) -> None:
         assert self._transport is not None
@@ -143,7 +149,7 @@ class _Client(asyncio.Protocol):
 
 
 class _Tally:
-    """What was counted once the rest was over."""
+    """Counts of the measurement, after the rest."""
 
     def __init__(self) -> None:
         self.is_counting = False
@@ -162,10 +168,10 @@ class _Tally:
 async def run(
     target: Ready, load: Load, counting: Callable[[bool], None], headers: Sequence[str] = ()
 ) -> LoadResult:
-    """Load a server, for as long as is asked and until an answer has been counted. `counting` is
-    told when the counting begins and when it ends.
+    """Load a server for the duration, and until one response has been counted.
 
-    Raises BenchError if any answer is not a good one.
+    `counting` is called when the measurement starts and ends. Raises BenchError if a response is
+    not successful.
     """
     loop = asyncio.get_running_loop()
     tally, request = _Tally(), request_of(target, load, headers)

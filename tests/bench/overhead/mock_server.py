@@ -1,8 +1,8 @@
-"""An HTTP server that does the least: `python -m tests.bench.overhead.mock_server`.
+"""A minimal HTTP server: `python -m tests.bench.overhead.mock_server`.
 
-Bare aiohttp that checks nothing, counts nothing and answers with constants, at the same rate as
-the null engine would. What the gateway takes beyond it is the gateway's.
-`tests.bench.overhead.overhead` starts it and measures it in the same run.
+Bare aiohttp without checks or counters, which answers with constants at the null engine's rate. The
+difference to it is the gateway's overhead. `tests.bench.overhead.overhead` starts and measures it
+in the same run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WHOLE = (
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
-    """Constants, as many as `max_tokens` says and as fast as `seed` says."""
+    """Send as many constant events as `max_tokens`, at the rate of `seed`."""
     body: dict[str, Any] = msgspec.json.decode(await request.read())
     if not body.get("stream"):
         return web.Response(body=_WHOLE, content_type="application/json")
@@ -57,7 +57,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 async def serve() -> None:
-    """Until standard input ends."""
+    """Serve until standard input ends."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
     runner = web.AppRunner(app, access_log=None)

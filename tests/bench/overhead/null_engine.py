@@ -1,10 +1,10 @@
 """An engine that computes nothing: `python -m tests.bench.overhead.null_engine`.
 
-It answers every request with one token said again and again, at the rate that the request's seed
-names: so many tokens a second, or all at once without one. What is left to measure is the gateway.
-It speaks the wire of `engine.protocol`, one frame a step for all streams of a rate, as the real
-engine does. It knows no model, no cache and no sampling. `tests.bench.overhead.null_gateway` starts
-it by the engine's own supervisor.
+It answers every request with one repeated token, at the rate that the request's seed sets: so many
+tokens per second, or all at once. The gateway is left to measure. It speaks the wire of
+`engine.protocol`, one frame per step for all streams of a rate, as the real engine does. It knows
+no model, cache or sampling. `tests.bench.overhead.null_gateway` starts it by the engine's
+supervisor.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from engine.protocol import Downward, Hello, Welcome, encode, upward_decoder
 
 HEARTBEAT_S = 0.25
 TOKEN = SampledToken(100)
-"""A letter in every byte-level vocabulary that has its specials first."""
+"""A letter in every byte-level vocabulary whose special tokens come first."""
 
 
 class _Running:
-    """One request that is not over."""
+    """A running request."""
 
     __slots__ = ("left", "request")
 
@@ -63,7 +63,7 @@ class _Running:
 
 
 class NullEngine(asyncio.Protocol):
-    """One connection. Streams of one rate step together; a slow reader is waited for."""
+    """One connection. Streams of one rate step together; a slow reader pauses them."""
 
     def __init__(self) -> None:
         self.lost = asyncio.Event()
@@ -86,55 +86,55 @@ class NullEngine(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody listens: every step ends."""
+        """Stop every step."""
         self.lost.set()
         self._transport = None
         self._by_rate.clear()
 
     def pause_writing(self) -> None:
-        """The gateway is behind: no step until it has caught up."""
+        """Pause steps until the gateway has read."""
         self._may_write = False
 
     def resume_writing(self) -> None:
-        """It has."""
+        """Continue steps."""
         self._may_write = True
 
     def data_received(self, data: bytes) -> None:
-        """Commands, in order. What is answered at once is one step: the real engine begins all
-        that wait together, too."""
+        """Handle commands in order. Events that they cause at once are one step, as in the real
+        engine."""
         for message in self._decoder.feed(data):
             if self._is_known and not isinstance(message, Hello):
-                self._obey(message)
+                self._handle(message)
             else:
                 self._greet(message)
         if self._at_once:
             self._step += 1
             said, self._at_once = self._at_once, []
-            self._say(*said)
-            self._leave_if_idle()
+            self._send_events(*said)
+            self._close_if_idle()
 
     def _greet(self, message: Hello | Command) -> None:
         assert isinstance(message, Hello), "a hello comes first"
         self._is_known = True
         self._write(Welcome(info_of(Path(message.model_dir))))
-        self._beat()
+        self._send_heartbeat()
 
     def _write(self, message: Downward) -> None:
         if self._transport is not None:
             self._transport.write(encode(message))
 
-    def _say(self, *messages: Event | Reply) -> None:
+    def _send_events(self, *messages: Event | Reply) -> None:
         self._write(Frame(self._number, self._step, messages))
         self._number += 1
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         if self._transport is not None:
-            self._say(Stats(step=self._step, running=len(self._running)))
-            self._loop.call_later(HEARTBEAT_S, self._beat)
+            self._send_events(Stats(step=self._step, running=len(self._running)))
+            self._loop.call_later(HEARTBEAT_S, self._send_heartbeat)
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _obey(self, command: Command) -> None:
+    def _handle(self, command: Command) -> None:
         match command:
             case Submit(request=request):
                 self._begin(request)
@@ -143,18 +143,18 @@ class NullEngine(asyncio.Protocol):
             case EndSample(request_id=request_id):
                 self._end(request_id, "done")
             case Peek(call_id=call_id):
-                self._say(Peeked(call_id, 0))
+                self._send_events(Peeked(call_id, 0))
             case Erase(call_id=call_id):
-                self._say(Erased(call_id, 0))
+                self._send_events(Erased(call_id, 0))
             case GetStats(call_id=call_id):
-                self._say(Stats(call_id, step=self._step, running=len(self._running)))
+                self._send_events(Stats(call_id, step=self._step, running=len(self._running)))
             case SetQuotas():
                 pass
             case Survey(call_id=call_id):
-                self._say(Surveyed(call_id, ()))
+                self._send_events(Surveyed(call_id, ()))
             case Drain():
                 self._is_draining = True
-                self._leave_if_idle()
+                self._close_if_idle()
 
     def _begin(self, request: Request) -> None:
         running = _Running(request)
@@ -164,25 +164,28 @@ class NullEngine(asyncio.Protocol):
         if not rate:
             self._at_once += [started, *self._tokens(running, running.left)]
             return
-        self._say(started)
+        self._send_events(started)
         together = self._by_rate.get(rate)
         if together is None:
             together = self._by_rate[rate] = {}
             due_s = self._loop.time() + 1 / rate
-            self._loop.call_at(due_s, self._tick, rate, due_s)
+            self._loop.call_at(due_s, self._run_step, rate, due_s)
         together[request.request_id] = running
 
-    def _tick(self, rate: int, due_s: float) -> None:
-        """One step of one rate: a token for each of its streams. A late step is not made up for."""
+    def _run_step(self, rate: int, due_s: float) -> None:
+        """Run one step of one rate: a token for each of its streams. A late step is not made up
+        for."""
         together = self._by_rate.get(rate)
         if not together:
             self._by_rate.pop(rate, None)
             return
         if self._may_write:
             self._step += 1
-            self._say(*[e for running in list(together.values()) for e in self._tokens(running, 1)])
+            self._send_events(
+                *[e for running in list(together.values()) for e in self._tokens(running, 1)]
+            )
         next_s = max(due_s + 1 / rate, self._loop.time())
-        self._loop.call_at(next_s, self._tick, rate, next_s)
+        self._loop.call_at(next_s, self._run_step, rate, next_s)
 
     def _tokens(self, running: _Running, count: int) -> list[Event]:
         request_id = running.request.request_id
@@ -212,17 +215,17 @@ class NullEngine(asyncio.Protocol):
     def _end(self, request_id: str, ending: Ending) -> None:
         running = self._running.get(request_id)
         if running is not None:
-            self._say(*self._last(running, ending))
-            self._leave_if_idle()
+            self._send_events(*self._last(running, ending))
+            self._close_if_idle()
 
-    def _leave_if_idle(self) -> None:
+    def _close_if_idle(self) -> None:
         is_idle = not self._running and not self._at_once
         if self._is_draining and is_idle and self._transport is not None:
             self._transport.close()
 
 
 def info_of(model_dir: Path) -> EngineInfo:
-    """What the gateway is told: a model's shape, and room without end. Raises ModelError."""
+    """Return the engine's info: a model's shape, and unlimited blocks. Raises ModelError."""
     card = load_card(model_dir)
     return EngineInfo(
         epoch="null",
@@ -242,7 +245,7 @@ def info_of(model_dir: Path) -> EngineInfo:
 
 
 async def serve() -> None:
-    """Serve until standard input ends: the gateway is gone then."""
+    """Serve until standard input ends, which means that the gateway has exited."""
     wire = socket.socket(fileno=sys.stdin.fileno())
     loop = asyncio.get_running_loop()
     _, engine = await loop.create_unix_connection(NullEngine, sock=wire)

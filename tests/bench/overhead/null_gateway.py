@@ -1,11 +1,9 @@
 """A gateway over the null engine, as a child process.
 
-Run as `python -m tests.bench.overhead.null_gateway`.
-
-Everything is real but the engine: listeners, keys, limits (set so high that none refuses), prompts,
-the ledger on a disk, log lines. Its first line of input is `NullGatewaySettings`; it answers with
-one line, `Ready`, and goes when its input ends. It knows no workload.
-`tests.bench.overhead.overhead` starts it.
+Run as `python -m tests.bench.overhead.null_gateway`. Everything but the engine is real: listeners,
+keys, limits (too high to refuse), prompts, the ledger on a disk, log lines. It reads
+`NullGatewaySettings` as its first line of input, answers with one line, `Ready`, and exits when its
+input ends. It knows no workload. `tests.bench.overhead.overhead` starts it.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ NULL_ENGINE = (sys.executable, "-m", "tests.bench.overhead.null_engine")
 
 
 class NullGatewaySettings(Struct, frozen=True):
-    """`data`: where the database lies. `streams_max`: how many come at once. `books`: are answers
-    entered into the ledger, and told to analytics?"""
+    """`data`: the database's folder. `streams_max`: concurrent streams. `books`: whether to use
+    ledger and analytics."""
 
     model_dir: str
     data: str
@@ -57,8 +55,8 @@ class NullGatewaySettings(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """Where it listens, for whom, and who computes nothing. `book_pids`: of its ledger's process
-    and its analytics'."""
+    """Addresses, key, and the process ids of the engine, and of ledger and analytics
+    (`book_pids`)."""
 
     url: str
     key: str
@@ -68,7 +66,7 @@ class Ready(Struct, frozen=True):
 
 
 class _NoLedger:
-    """Nothing is written, and everybody is told at once that it was."""
+    """A ledger client that writes nothing and confirms at once."""
 
     found_epoch, interrupted, restarts, is_well = None, 0, 0, True
 
@@ -90,7 +88,7 @@ class _NoLedger:
 
 
 class _NoAnalytics(InProcessAnalytics):
-    """Looks away."""
+    """An analytics client that drops its input."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(Analytics(context.clock, context.wall, 1, {}))
@@ -101,15 +99,15 @@ def _look_away(completed: CompletedPrompt) -> None:
     """See `AnalyticsClient.note`."""
 
 
-def without_books(gateway: Gateway) -> None:
-    """Take its ledger and its analytics away, to see what they cost. It has not begun yet."""
+def remove_ledger_and_analytics(gateway: Gateway) -> None:
+    """Replace ledger and analytics, to measure their cost. Call it before the start."""
     context = gateway.context
     context.ledger = _NoLedger()
     context.analytics = _NoAnalytics(context)
 
 
 def config_of(settings: NullGatewaySettings) -> Config:
-    """Defaults, but for room for the load."""
+    """Return the defaults, with room for the load."""
     room = 2 * settings.streams_max + 64
     return Config(
         data_dir=settings.data,
@@ -120,7 +118,7 @@ def config_of(settings: NullGatewaySettings) -> Config:
 
 
 def make_key(store: Store) -> str:
-    """A tenant under every kind of limit, and its key under two."""
+    """Create a tenant with every kind of limit, and its key with two."""
     limits = Limits(
         requests_per_minute=ENOUGH,
         tokens_per_minute=ENOUGH,
@@ -134,7 +132,7 @@ def make_key(store: Store) -> str:
 
 
 async def serve(settings: NullGatewaySettings) -> None:
-    """Until standard input ends."""
+    """Serve until standard input ends."""
     loop = asyncio.get_running_loop()
     config = config_of(settings)
     card = load_card(Path(settings.model_dir))
@@ -147,7 +145,7 @@ async def serve(settings: NullGatewaySettings) -> None:
     renderer = Renderer(card)
     gateway = Gateway(config, supervisor, renderer, store, log, ledger=ledger, analytics=analytics)
     if not settings.books:
-        without_books(gateway)
+        remove_ledger_and_analytics(gateway)
     parent_gone = asyncio.Event()
 
     def parent_spoke() -> None:
@@ -173,7 +171,7 @@ async def serve(settings: NullGatewaySettings) -> None:
 
 
 def main() -> None:
-    """One line of settings, then serve."""
+    """Read the settings, then serve."""
     line = sys.stdin.buffer.readline()
     asyncio.run(serve(msgspec.json.decode(line, type=NullGatewaySettings)))
 

@@ -1,8 +1,8 @@
-"""What the gateway takes beyond a bare server: `python -m tests.bench.overhead`.
+"""The gateway's overhead over a bare server: `python -m tests.bench.overhead`.
 
-A bare mock and the whole gateway over the null engine are loaded one after the other in one run, by
-the same client, so that what is compared had the same machine. Ratios and differences are what
-carries over to another one. It prints nothing; `gateway.bench.cli` calls it.
+The same client loads a bare mock and the gateway over the null engine alternately in one run, so
+that both had the same machine. Ratios and differences carry over to other machines. It prints
+nothing; `tests.bench.overhead.__main__` calls it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ Say = Callable[[str], None]
 
 
 class Server(Struct, frozen=True):
-    """What was measured of one server under one load. Times in milliseconds: to the end of an
-    answer for `unary`, to its first bytes otherwise. `cpu_us`: of its process, for each output
-    token; `cpu`: which part of one core it took, and `writer` what its processes for ledger and
-    analytics took of another; `events`: pieces for each stream."""
+    """Results of one server under one load. Times in milliseconds: to the end of a response for
+    `unary`, else to its first bytes.
+
+    `cpu_us`: its process's time per output token. `cpu`: share of one core; `writer`: that of its
+    ledger and analytics processes. `events`: per stream.
+    """
 
     answers_per_s: float
     tokens_per_s: float
@@ -59,9 +61,12 @@ class Server(Struct, frozen=True):
 
 
 class BookkeepingCost(Struct, frozen=True):
-    """What ledger and analytics take, turn by turn beside a gateway without them: the median part
-    of the answers a second and of the gateway's processor time for one, `least` and `most` the
-    quartiles of the first; and `ms` of the median time of an answer. Less than 0 is noise."""
+    """Cost of ledger and analytics, beside a gateway without them, turn by turn.
+
+    Median share of the responses per second and of the gateway's processor time per response;
+    `least` and `most` are the quartiles of the first; `ms` of the median time of a response. Below
+    0 is noise.
+    """
 
     part: float
     least: float
@@ -71,7 +76,7 @@ class BookkeepingCost(Struct, frozen=True):
 
 
 class Line(Struct, frozen=True):
-    """One load, on both; and what the `books` take, if asked for."""
+    """One load on both servers; and the cost of the `books`, if requested."""
 
     kind: str
     concurrency: int
@@ -81,28 +86,31 @@ class Line(Struct, frozen=True):
 
     @property
     def added_p50_ms(self) -> float:
-        """What the gateway adds to the median."""
+        """Latency that the gateway adds to the median."""
         return self.gateway.p50_ms - self.mock.p50_ms
 
     @property
     def added_p99_ms(self) -> float:
-        """And to the slowest in a hundred."""
+        """Latency that the gateway adds to the 99th percentile."""
         return self.gateway.p99_ms - self.mock.p99_ms
 
     @property
     def cpu_ratio(self) -> float:
-        """Processor time of the gateway for a token, over the mock's; steady on a busy machine."""
+        """The gateway's processor time per token over the mock's; steady on a busy machine."""
         return self.gateway.cpu_us / self.mock.cpu_us if self.mock.cpu_us else 0.0
 
     @property
     def ratio(self) -> float:
-        """Answers of the gateway over answers of the mock."""
+        """The gateway's responses over the mock's."""
         return self.gateway.answers_per_s / self.mock.answers_per_s
 
 
 class Overhead(Struct, frozen=True):
-    """All lines, and where they were measured. `sync_ms`: the median fsync of 4 KiB on the disk of
-    `scratch`, where the ledger was; a request waits for two. `text()` is the table."""
+    """All lines, and the machine. `text()` is the table.
+
+    `sync_ms`: the median fsync of 4 KiB on the disk of `scratch`, which has the ledger; a request
+    waits for two.
+    """
 
     model: str
     machine: dict[str, Any]
@@ -111,7 +119,7 @@ class Overhead(Struct, frozen=True):
     lines: list[Line]
 
     def text(self) -> str:
-        """For people."""
+        """Return the table for people."""
         m = self.machine
         where = f"{m['cpu']}, {m['cores']} cores, {m['system']}, commit {m['commit']}"
         disk = f"ledger in {self.scratch}, where an fsync takes {format_number(self.sync_ms)} ms"
@@ -126,7 +134,7 @@ class Overhead(Struct, frozen=True):
         return f"{where}\n{disk}\n\n{columns(rows, range(1, len(rows[0])))}"
 
     def json(self) -> str:
-        """For programs."""
+        """Return the report for programs."""
         rows = [
             {
                 **msgspec.to_builtins(line),
@@ -159,8 +167,8 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 
 def loads(concurrency: int, seconds: float) -> dict[str, Load]:
-    """What each number of clients asks for, by its kind: tiny answers, streams as many as fit a
-    thousand a second, streams at the pace of a model."""
+    """Return the loads of each number of clients by kind: small responses, streams at a thousand
+    per second in all, streams at the pace of a model."""
     rate = max(PACE, min(STREAM_RATE_MAX, TOKENS_PER_S // concurrency))
     rest_s = min(0.5, seconds)
     whole = Load(concurrency, seconds, rest_s=rest_s)
@@ -183,8 +191,10 @@ async def measure(
     turns: int = 1,
     books: bool = False,
 ) -> list[Line]:
-    """The servers under every load, by turns, in every other turn the last one first. `books` asks
-    for a gateway without them, too. Raises BenchError."""
+    """Measure the servers under every load, alternating, each second turn in reverse order.
+
+    `books` adds a gateway without ledger and analytics. Raises BenchError.
+    """
     lines = []
     async with AsyncExitStack() as stack:
         servers = []
@@ -197,9 +207,9 @@ async def measure(
             )
             log, line = Path(data) / "gateway.log", msgspec.json.encode(settings)
             if with_books:
-                server = child("tests.bench.overhead.mock_server", b"", log)
+                server = run_child("tests.bench.overhead.mock_server", b"", log)
                 servers.append(await stack.enter_async_context(server))
-            server = child("tests.bench.overhead.null_gateway", line, log)
+            server = run_child("tests.bench.overhead.null_gateway", line, log)
             servers.append(await stack.enter_async_context(server))
         for concurrency in concurrencies:
             of_kind = loads(concurrency, seconds)
@@ -210,13 +220,14 @@ async def measure(
 
 
 async def _line(kind: str, load: Load, servers: Sequence[Ready], turns: int) -> Line:
-    """`servers`: the mock, the gateway, and it without books if they are asked for."""
+    """Return a load's line. `servers`: the mock, the gateway, and the gateway without books if
+    requested."""
     runs: list[list[OverheadRun]] = [[] for _ in servers]
     for turn in range(turns):
         in_order = list(zip(servers, runs, strict=True))
         for server, of_server in reversed(in_order) if turn % 2 else in_order:
             of_server.append(await _measured(server, load))
-    mock, ours = (summed_up(joined(of_server), load) for of_server in runs[:2])
+    mock, ours = (summarize(join_runs(of_server), load) for of_server in runs[:2])
     books = books_of(runs[1], runs[2], load) if len(runs) > 2 else None
     return Line(kind, load.concurrency, mock, ours, books)
 
@@ -224,9 +235,9 @@ async def _line(kind: str, load: Load, servers: Sequence[Ready], turns: int) -> 
 def books_of(
     ours: Sequence[OverheadRun], without: Sequence[OverheadRun], load: Load
 ) -> BookkeepingCost:
-    """Of turns beside one another: what changed the machine's speed did so for both."""
+    """Compare neighbouring turns, which had the same machine speed."""
     pairs = [
-        (summed_up(one, load), summed_up(other, load))
+        (summarize(one, load), summarize(other, load))
         for one, other in zip(ours, without, strict=True)
     ]
     parts = [1 - one.answers_per_s / other.answers_per_s for one, other in pairs]
@@ -241,7 +252,7 @@ def books_of(
 
 
 class OverheadRun(Struct, frozen=True):
-    """One turn of a server, and the processor time of its process and of its books'."""
+    """One turn of a server, and the processor time of its process and of its books' processes."""
 
     found: LoadResult
     cpu_s: float
@@ -261,8 +272,8 @@ async def _measured(server: Ready, load: Load) -> OverheadRun:
     return OverheadRun(found, cpu_end_s - cpu_s, writer_end_s - writer_s)
 
 
-def joined(runs: Sequence[OverheadRun]) -> OverheadRun:
-    """Several turns as one."""
+def join_runs(runs: Sequence[OverheadRun]) -> OverheadRun:
+    """Join several turns into one."""
     all_found = [one.found for one in runs]
     took_s = sum(one.took_s for one in all_found)
     found = LoadResult(
@@ -275,8 +286,8 @@ def joined(runs: Sequence[OverheadRun]) -> OverheadRun:
     return OverheadRun(found, sum(one.cpu_s for one in runs), sum(one.writer_s for one in runs))
 
 
-def summed_up(measured: OverheadRun, load: Load) -> Server:
-    """The figures of one run."""
+def summarize(measured: OverheadRun, load: Load) -> Server:
+    """Return the figures of one run."""
     found, cpu_s = measured.found, measured.cpu_s
     times = found.first_s if load.is_stream else found.times_s
     answers = len(found.times_s)
@@ -295,7 +306,7 @@ def summed_up(measured: OverheadRun, load: Load) -> Server:
 
 
 def sync_s(folder: Path) -> float:
-    """What a durable write costs here: the median of some. Raises BenchError."""
+    """Return the median time of a durable write here. Raises BenchError."""
     times_s = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -315,8 +326,8 @@ def _last_words(log: Path) -> str:
 
 
 @asynccontextmanager
-async def child(module: str, line: bytes, log: Path) -> AsyncIterator[Ready]:
-    """A server of ours as a process, for as long as its input is open. Raises BenchError."""
+async def run_child(module: str, line: bytes, log: Path) -> AsyncIterator[Ready]:
+    """Run one of our servers as a process while its input is open. Raises BenchError."""
     with log.open("ab") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module,

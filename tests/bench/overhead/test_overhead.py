@@ -1,4 +1,4 @@
-"""The benchmark of the gateway alone: the null engine, the load, and what they come to."""
+"""Tests of the overhead bench: null engine, load, and figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from gateway.engine_supervisor import EngineSupervisor
 from tenancy.storage.sqlite import SqliteStore
 from tests.bench.overhead.__main__ import parse_arguments, run_overhead_bench
 from tests.bench.overhead.load import Load, LoadResult, run
-from tests.bench.overhead.null_gateway import NULL_ENGINE, Ready, config_of, make_key, without_books
+from tests.bench.overhead.null_gateway import (
+    NULL_ENGINE,
+    Ready,
+    config_of,
+    make_key,
+    remove_ledger_and_analytics,
+)
 from tests.bench.overhead.null_gateway import NullGatewaySettings as GatewaySettings
 from tests.bench.overhead.overhead import (
     Line,
@@ -28,10 +34,10 @@ from tests.bench.overhead.overhead import (
     OverheadRun,
     Server,
     books_of,
-    child,
-    joined,
+    join_runs,
     loads,
-    summed_up,
+    run_child,
+    summarize,
 )
 from tests.bench.overhead.processor_time import processor_s
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -39,12 +45,13 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 @pytest.fixture(autouse=True)
 def fail_on_blocking_calls() -> None:
-    """Not here: starting processes makes folders and opens logs, and nobody is served meanwhile."""
+    """Allow blocking calls: starting processes creates folders and opens logs, while no request
+    runs."""
 
 
 @asynccontextmanager
 async def null_engine(card: ModelCard) -> AsyncIterator[EngineSupervisor]:
-    """The process, started as the gateway starts it."""
+    """Start the process as the gateway does."""
     engine = EngineSupervisor(
         Path(card.folder), EngineConfig(), lambda event, facts: None, command=NULL_ENGINE
     )
@@ -61,8 +68,8 @@ def asked(request_id: str, output: int, rate: int | None = None) -> Request:
     return Request(request_id, (1, 2, 3), output, grant, sampling=Sampling(seed=rate))
 
 
-async def test_without_a_rate_the_null_engine_says_everything_at_once(card: ModelCard) -> None:
-    """A tiny answer measures the gateway's way of taking and giving, and nothing in between."""
+async def test_null_engine_without_rate_sends_all_tokens_at_once(card: ModelCard) -> None:
+    """A small response then measures only the gateway."""
     async with null_engine(card) as engine:
         events = await engine.submit(asked("a", 4)).next_batch()
 
@@ -72,7 +79,7 @@ async def test_without_a_rate_the_null_engine_says_everything_at_once(card: Mode
     assert (events[-1].ending, events[-1].usage.output_tokens) == ("done", 4)
 
 
-async def test_with_a_rate_the_null_engine_says_a_token_a_step(card: ModelCard) -> None:
+async def test_null_engine_with_rate_sends_one_token_per_step(card: ModelCard) -> None:
     """Streams of one rate step together, each to its own end, as a batch does in a real engine."""
     async with null_engine(card) as engine:
         streams = [engine.submit(asked(f"{n}", n, rate=500)) for n in (2, 3)]
@@ -87,8 +94,8 @@ def _said(events: list[Event]) -> int:
     return sum(len(event.tokens) for event in events if isinstance(event, Tokens))
 
 
-async def test_a_cancelled_stream_of_the_null_engine_ends_once(card: ModelCard) -> None:
-    """Clients leave under load as well; the gateway waits for the end and its usage."""
+async def test_null_engine_ends_a_cancelled_stream_once(card: ModelCard) -> None:
+    """Clients disconnect under load too; the gateway waits for the end and its usage."""
     async with null_engine(card) as engine:
         stream = engine.submit(asked("long", 10_000, rate=100))
         assert isinstance((await stream.next_batch())[0], Started)
@@ -98,8 +105,8 @@ async def test_a_cancelled_stream_of_the_null_engine_ends_once(card: ModelCard) 
     assert end.ending == "cancelled"
 
 
-async def test_the_null_engine_answers_what_else_a_gateway_asks(card: ModelCard) -> None:
-    """Peeking, erasing and counting must not hang a gateway that is being measured."""
+async def test_null_engine_answers_all_other_commands(card: ModelCard) -> None:
+    """Peeking, erasing and counting must not hang the measured gateway."""
     async with null_engine(card) as engine:
         peeked = await engine.peek(b"bench", (1, 2))
         erased = await engine.erase(b"bench")
@@ -116,8 +123,8 @@ Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def answering(answer: Answer) -> AsyncIterator[Ready]:
-    """A server that says the same bytes to every request, by script."""
+async def scripted_server(answer: Answer) -> AsyncIterator[Ready]:
+    """Serve the same bytes for every request."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(65_536):
@@ -133,8 +140,8 @@ async def answering(answer: Answer) -> AsyncIterator[Ready]:
         await server.wait_closed()
 
 
-async def test_the_load_finds_ends_and_events_however_they_are_cut() -> None:
-    """It parses nothing, so a cut in the wrong place would lose an event, or an end for ever."""
+async def test_load_finds_ends_and_events_at_any_chunking() -> None:
+    """It parses nothing, so a split in the wrong place could lose an event or an end."""
     body = b"7\r\ndata: 1\r\n7\r\ndata: 2\r\n0\r\n\r\n"
     whole = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body
 
@@ -145,20 +152,20 @@ async def test_the_load_finds_ends_and_events_however_they_are_cut() -> None:
             await asyncio.sleep(0)
 
     counted: list[bool] = []
-    async with answering(byte_by_byte) as target:
+    async with scripted_server(byte_by_byte) as target:
         found = await run(target, Load(1, 0.1, is_stream=True, rest_s=0.0), counted.append)
 
     answers = len(found.times_s)
     assert answers > 0
-    assert abs(found.events - 2 * answers) <= 2  # the answers that the count cut through
+    assert abs(found.events - 2 * answers) <= 2  # responses at the edges of the measurement
     assert counted == [True, False]
     assert all(
         0 < first <= whole for first, whole in zip(found.first_s, found.times_s, strict=True)
     )
 
 
-async def test_a_server_slower_than_the_time_is_measured_by_one_answer() -> None:
-    """A loaded machine, or a short time, says little; it is no failure."""
+async def test_slow_server_is_measured_by_one_response() -> None:
+    """A loaded machine, or a short time, is no failure."""
     asked = asyncio.Event()
 
     async def answer_late(writer: asyncio.StreamWriter) -> None:
@@ -167,7 +174,7 @@ async def test_a_server_slower_than_the_time_is_measured_by_one_answer() -> None
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
     counted = asyncio.Event()
-    async with answering(answer_late) as target:
+    async with scripted_server(answer_late) as target:
         running = asyncio.create_task(run(target, Load(1, 0.0, rest_s=0.0), lambda _: None))
         await asked.wait()
         is_waiting = not running.done()
@@ -178,25 +185,24 @@ async def test_a_server_slower_than_the_time_is_measured_by_one_answer() -> None
     assert found.times_s
 
 
-async def test_an_answer_that_is_no_good_one_ends_the_benchmark() -> None:
-    """Refusals are fast: counted as answers they would make any server look good."""
+async def test_error_response_ends_the_benchmark() -> None:
+    """Refusals are fast: counted as responses they would make any server look good."""
 
     async def refuse(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\nno")
 
-    async with answering(refuse) as target:
+    async with scripted_server(refuse) as target:
         with pytest.raises(BenchError, match="429 Too Many"):
             await run(target, Load(2, 0.05, rest_s=0.0), lambda _: None)
 
 
-async def test_a_server_that_hangs_up_ends_the_benchmark() -> None:
-    """Half an answer is not an answer."""
+async def test_truncated_response_ends_the_benchmark() -> None:
 
     async def hang_up(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
         writer.close()
 
-    async with answering(hang_up) as target:
+    async with scripted_server(hang_up) as target:
         with pytest.raises(BenchError, match="the connection was closed"):
             await run(target, Load(1, 0.05, rest_s=0.0), lambda _: None)
 
@@ -204,8 +210,8 @@ async def test_a_server_that_hangs_up_ends_the_benchmark() -> None:
 # --- all of it -----------------------------------------------------------------------------------
 
 
-def test_a_whole_run_measures_both_servers_under_every_load(card: ModelCard) -> None:
-    """The command as it is: two servers as processes, keys, limits and a ledger that counts."""
+def test_run_measures_both_servers_under_every_load(card: ModelCard) -> None:
+    """The real command: two servers as processes, keys, limits and a ledger."""
     options = parse_arguments(["--concurrency", "2", "--seconds", "0.15"])
 
     report = run_overhead_bench(options, Path(card.folder), lambda line: None)
@@ -220,15 +226,17 @@ def test_a_whole_run_measures_both_servers_under_every_load(card: ModelCard) -> 
     assert len(json.loads(report.json())["lines"]) == 3
 
 
-async def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    """A model folder that is none must not look like a slow gateway."""
+async def test_error_quotes_a_server_that_does_not_start(tmp_path: Path) -> None:
+    """A wrong model folder must not look like a slow gateway."""
     settings = json.dumps({"model_dir": "/nowhere", "data": str(tmp_path), "streams_max": 1})
     with pytest.raises(BenchError, match=r"(?s)did not start.*/model_card\.json cannot be read"):
-        async with child("tests.bench.overhead.null_gateway", settings.encode(), tmp_path / "log"):
+        async with run_child(
+            "tests.bench.overhead.null_gateway", settings.encode(), tmp_path / "log"
+        ):
             pass
 
 
-def test_every_kind_of_limit_is_counted_and_none_refuses(tmp_path: Path) -> None:
+def test_every_kind_of_limit_counts_and_none_refuses(tmp_path: Path) -> None:
     """A gateway without limits would be measured without their cost."""
     settings = GatewaySettings("model", str(tmp_path), streams_max=512)
     config = config_of(settings)
@@ -243,20 +251,20 @@ def test_every_kind_of_limit_is_counted_and_none_refuses(tmp_path: Path) -> None
     assert config.limits.requests_per_tenant_max > settings.streams_max
 
 
-def test_streams_come_as_a_thousand_a_second_or_at_the_pace_of_a_model() -> None:
-    """What is offered does not depend on how many share it."""
+def test_stream_rates_are_a_thousand_per_second_or_a_models() -> None:
+    """The total rate does not depend on the number of streams."""
     asked = loads(32, 1.0)
     offered = {kind: load.concurrency * load.rate / load.output for kind, load in asked.items()}
 
     assert offered == {"unary": 0.0, "stream": 1_000.0, "paced": 50.0}
 
 
-def test_figures_are_told_from_what_was_counted() -> None:
-    """By hand, once: half a second, ten answers of four tokens, 0.1 s of processor time."""
+def test_figures_follow_from_counts() -> None:
+    """By hand: half a second, ten responses of four tokens, 0.1 s of processor time."""
     run = OverheadRun(LoadResult(0.5, [0.002] * 9 + [0.010], [0.001] * 10, 30, 0.25), 0.1, 0.05)
 
-    whole = summed_up(run, Load(1, 0.5))
-    stream = summed_up(run, Load(1, 0.5, is_stream=True))
+    whole = summarize(run, Load(1, 0.5))
+    stream = summarize(run, Load(1, 0.5, is_stream=True))
 
     assert (whole.answers_per_s, whole.tokens_per_s, whole.events) == (20, 80, 3)
     assert (whole.p50_ms, whole.p99_ms, stream.p99_ms) == (2, 10, 1)
@@ -264,24 +272,24 @@ def test_figures_are_told_from_what_was_counted() -> None:
     assert round(whole.writer, 6) == 0.1
 
 
-def test_turns_are_joined_by_their_lengths() -> None:
+def test_joins_turns_by_their_lengths() -> None:
     """A machine that slowed down in one of them did so for both servers."""
     one = OverheadRun(LoadResult(1.0, [0.002], [0.001], 3, 0.25), 0.5, 0.1)
     two = OverheadRun(LoadResult(3.0, [0.004] * 2, [0.003] * 2, 5, 0.75), 1.0, 0.3)
 
-    both = joined([one, two])
+    both = join_runs([one, two])
 
     assert both.found == LoadResult(4.0, [0.002, 0.004, 0.004], [0.001, 0.003, 0.003], 8, 0.625)
     assert (both.cpu_s, both.writer_s) == (1.5, 0.4)
 
 
 def server(found: LoadResult, cpu_s: float) -> Server:
-    """Under a second of one client."""
-    return summed_up(OverheadRun(found, cpu_s), Load(1, 1.0))
+    """Return the result of one client over a second."""
+    return summarize(OverheadRun(found, cpu_s), Load(1, 1.0))
 
 
-def test_the_table_says_what_the_gateway_adds() -> None:
-    """Differences and ratios are what carries over to another machine."""
+def test_table_shows_the_added_latency() -> None:
+    """Differences and ratios carry over to other machines."""
     mock = server(LoadResult(1.0, [0.001] * 100, [], 0, 0.2), 0.5)
     ours = server(LoadResult(1.0, [0.003] * 25, [], 0, 0.1), 0.9)
     line = Line("unary", 1, mock, ours)
@@ -302,12 +310,13 @@ def test_the_table_says_what_the_gateway_adds() -> None:
     ]
 
 
-def test_what_the_books_take_is_told_where_it_was_measured() -> None:
-    """By hand: half, a fifth and no fewer answers in three turns; else there is no such column."""
+def test_table_shows_the_cost_of_books_if_measured() -> None:
+    """By hand: half, a fifth and no fewer responses in three turns; otherwise there is no such
+    column."""
     load = Load(1, 1.0)
     ours = [OverheadRun(LoadResult(1.0, [0.003] * n, [], 0, 0.1), 0.8) for n in (25, 40, 50)]
     bare = [OverheadRun(LoadResult(1.0, [0.002] * 50, [], 0, 0.1), 0.8)] * 3
-    both = (server(LoadResult(1.0, [0.001] * 100, [], 0, 0.2), 0.5), summed_up(ours[0], load))
+    both = (server(LoadResult(1.0, [0.001] * 100, [], 0, 0.2), 0.5), summarize(ours[0], load))
     where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
     books = books_of(ours, bare, load)
     lines = [Line("unary", 1, *both), Line("unary", 1, *both, books)]
@@ -320,8 +329,8 @@ def test_what_the_books_take_is_told_where_it_was_measured() -> None:
     assert last[-8:] == ["20.0", "%", "0.0", "to", "50.0", "25.0", "%", "1.00"]
 
 
-def test_only_what_was_asked_for_is_measured_by_turns(card: ModelCard) -> None:
-    """Books are a few hundredths: they are seen in pairs of turns under one load."""
+def test_measures_only_requested_loads(card: ModelCard) -> None:
+    """Books cost a few hundredths, which show in pairs of turns under one load."""
     asked = ("--concurrency", "1", "--seconds", "0.1", "--loads", "unary", "--turns", "2")
     options = parse_arguments(["--books", *asked])
 
@@ -332,19 +341,19 @@ def test_only_what_was_asked_for_is_measured_by_turns(card: ModelCard) -> None:
     assert line.books.least <= line.books.part <= line.books.most < 1
 
 
-def test_a_load_that_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of nothing would look like one that went well."""
+def test_refuses_an_unknown_load(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of nothing would look like a success."""
     with pytest.raises(SystemExit):
         parse_arguments(["--loads", "unary,fast"])
 
-    assert "give some of unary,stream,paced" in capsys.readouterr().err
+    assert "expected some of unary,stream,paced" in capsys.readouterr().err
 
 
-async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
+async def test_without_books_responses_are_complete_but_unrecorded(
     gateway: GatewayFixture,
 ) -> None:
-    """What is measured then is a gateway that does all the rest."""
-    without_books(gateway.gateway)
+    """The gateway still does everything else."""
+    remove_ledger_and_analytics(gateway.gateway)
     status, answer, _ = await gateway.ask(body=gateway.chat())
 
     assert status == 200
@@ -353,15 +362,15 @@ async def test_without_books_answers_are_whole_and_nobody_has_written_them_down(
     assert (await gateway.gateway.context.analytics.overview())["tenants"] == []
 
 
-def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_error_names_an_unwritable_disk(tmp_path: Path) -> None:
     """The ledger would fail there too, with a trace instead of a line."""
     options = parse_arguments(["--scratch", str(tmp_path / "nowhere")])
     with pytest.raises(BenchError, match="cannot be written to"):
         run_overhead_bench(options, tmp_path, lambda line: None)
 
 
-def test_processor_time_is_summed_over_threads(tmp_path: Path) -> None:
-    """Long prompts are rendered on threads: their time is the gateway's too."""
+def test_processor_time_includes_threads(tmp_path: Path) -> None:
+    """Long prompts are rendered on threads."""
     for thread, line in ((7, "1500000000 1 2"), (8, "500000000 1 2"), (9, "")):
         folder = tmp_path / "7" / "task" / str(thread)
         folder.mkdir(parents=True)
