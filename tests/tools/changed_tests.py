@@ -14,8 +14,13 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[2]
 ALWAYS = ("tests/test_architecture.py", "tests/test_docs.py")
-FAST = ("tests/unit", "tests/property")
-"""What runs where nothing changed."""
+FAST = (
+    *(f"tests/unit/engine/{name}" for name in ("cache", "core", "scheduler")),
+    *(f"tests/unit/gateway/{name}" for name in ("caching", "dialects", "prompt")),
+    *(f"tests/unit/tenancy/{name}" for name in ("pricing", "reuse")),
+    "tests/property",
+)
+"""What runs where nothing changed: the rules of cache, scheduler, dialects and money."""
 
 
 def folders_of(changed: Iterable[str]) -> list[str]:

@@ -42,6 +42,8 @@ from tests.bench.overhead.overhead import (
 from tests.bench.overhead.processor_time import processor_s
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def fail_on_blocking_calls() -> None:

@@ -14,6 +14,8 @@ import pytest
 import triton
 from triton.experimental import gluon
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
