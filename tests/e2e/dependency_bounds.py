@@ -21,7 +21,7 @@ PACKAGES = (
     "aiohttp", "apsw", "jinja2", "llguidance", "msgspec", "prometheus-client", "sortedcontainers",
     "tokenizers", "xxhash",
 )  # fmt: skip
-"""Those that an answer passes through, and that are quickly installed."""
+"""Packages on the path of a response that install quickly."""
 BULKY = ("tokenizers",)
 """Installed without what they depend on, none of which is used here."""
 TESTS = (

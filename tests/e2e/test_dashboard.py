@@ -92,7 +92,7 @@ WORDS = {
     "Money": "saved by caching",
     "Engine": "steps per second",
 }
-"""What is seen in each section, where two tenants have asked."""
+"""Text in each section after requests of two tenants."""
 
 
 @pytest.fixture(scope="module")

@@ -336,7 +336,7 @@ def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else 0
 
 
-# --- fixtures: conftests of folders whose tests need a gateway take them from here ----------------
+# --- fixtures, imported by conftest.py of folders that need a gateway -----------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -288,7 +288,7 @@ async def test_disconnect_while_computing_leaves_no_lease(
     await disconnect_at(gateway, lambda: gateway.runner.is_held)
     gateway.runner.release()
     await gateway.check_quiet()
-    async with asyncio.timeout(PATIENCE_S):  # nobody is told when it has been taken back
+    async with asyncio.timeout(PATIENCE_S):  # no event reports the rollback
         while len(gateway.engine.namespaces):
             await gateway.engine.get_stats()
 
