@@ -58,7 +58,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
                 " may erase it."
             )
             raise Refusal(Kind.PERMISSION, "shared_scope", message)
-        json_api.no_body(request)
+        json_api.refuse_body(request)
         lease_id = json_api.query(request, "lease_id").get("lease_id")
         if lease_id is not None and len(lease_id) > erasure.LEASE_ID_CHARS_MAX:
             raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
@@ -108,7 +108,7 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
         },
         "leases": [_lease(gateway, entry) for entry in entries[-LEASES_MAX:]],
         "has_more_leases": len(entries) > LEASES_MAX,
-        "usage": {"window": window.shown(), **totals},
+        "usage": {"window": window.as_json(), **totals},
         "erasures": [erasure.receipt_body(one) for one in receipts],
     }
 

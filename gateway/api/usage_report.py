@@ -55,7 +55,7 @@ async def report(
     """
     window = whole_hours(json_api.window(given, gateway.wall()))
     groups = parse_groups(given.get("group_by", ""), own=own_id is not None)
-    key_id = json_api.whole(given, "key_id", 0, 2**53) or None
+    key_id = json_api.positive_int(given, "key_id", 0, 2**53) or None
     query = _usage_query(window, tenant, groups, key_id, given.get("model"))
     found = await gateway.reports.ask(query, own_id)
     if tenant is None and groups and "tenant" not in groups:
@@ -66,7 +66,7 @@ async def report(
     epoch = await gateway.reports.ask(ledger_epoch, own_id)
     return {
         "ledger_epoch": epoch.number,
-        "window": window.shown(),
+        "window": window.as_json(),
         "group_by": groups,
         "totals": totals_body(found),
         "rows": [_row(one, groups) for one in found] if groups else [],

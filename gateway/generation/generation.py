@@ -37,7 +37,7 @@ from gateway.generation.usage import CACHE_HEADER, cache_header
 from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of
 from gateway.http.request_body import read_body
-from gateway.http.request_context import STATE, RequestState, asked
+from gateway.http.request_context import STATE, RequestState, request_metadata
 from gateway.http.response import ClientGone, begin, send, streamed, write
 from gateway.ledger.metering import LedgerReservation
 from gateway.observability.tracing import operation_name
@@ -68,7 +68,7 @@ class Generation:
         identity = state.identity
         assert identity is not None, "this route asks for a key"
         body = await read_body(self._request, gateway.config.server)
-        call = self._dialect.parse(body, asked(self._request))
+        call = self._dialect.parse(body, request_metadata(self._request))
         state.model, state.is_stream = gateway.model, call.stream
         check_model(gateway, call)
         if gateway.is_draining:

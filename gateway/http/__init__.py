@@ -1,1 +1,1 @@
-"""Package."""
+"""HTTP: sockets, connections, authentication, request bodies, responses and errors."""

@@ -1,6 +1,6 @@
-"""Who may come in: the name they asked for, the key they brought, and how often it was wrong.
+"""Checks the Host header, extracts the API key, and counts wrong keys by address.
 
-It knows no handler and no store; the middleware calls it before a body is read.
+It knows no handler and no store. `gateway.http.middleware` calls it before a body is read.
 """
 
 from __future__ import annotations
@@ -16,38 +16,48 @@ from gateway.errors import Kind, Refusal
 from tenancy.errors import KeyRefused
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
+
 WRONG_KEYS_PER_MINUTE_MAX = 300
-_ADDRESSES_REMEMBERED = 4_096
+"""Wrong keys from one address within a minute before they get 429."""
+
+_ADDRESSES_MAX = 4_096
+"""Addresses counted at once; the one unseen for longest is dropped first."""
+
 _NONE: list[str] = []
 
 
 def check_host(request: web.BaseRequest, allowed: tuple[str, ...]) -> None:
-    """`Host` must be there once, be a plain name, and be ours. Raises Refusal.
+    """Require exactly one Host header with a plain, allowed name. Raises Refusal.
 
-    Whoever reads a URL built from a foreign `Host` is told a path that was never asked for.
+    A foreign or malformed Host would change the URL, and so the path, that is parsed from it.
     """
     given = request.headers.getall("Host", _NONE)
-    name = _name_in(given[0]) if len(given) == 1 else None
+    name = _host_name(given[0]) if len(given) == 1 else None
     if name is None or request.rel_url.raw_path[:1] != "/":
-        raise Refusal(Kind.BAD, "bad_host", "The request needs one plain Host header.")
+        raise Refusal(
+            Kind.BAD, "bad_host", "Invalid Host; expected one Host header with a plain name."
+        )
     if "*" not in allowed and name not in allowed:
         raise Refusal(
             Kind.BAD,
             "host_not_allowed",
-            "This server does not answer to that name; server.hosts lists those it answers to.",
+            f"Host not allowed: {name!r}; expected a name listed in server.hosts.",
         )
 
 
 @lru_cache(maxsize=64)
-def _name_in(host: str) -> str | None:
-    """The name without its port: nearly all requests bring the same."""
+def _host_name(host: str) -> str | None:
+    """Return the name without the port. Cached: nearly all requests have the same Host."""
     match = _HOST.fullmatch(host)
     return None if match is None else match[1].lower()
 
 
 def bearer_key(request: web.BaseRequest) -> str:
-    """The key, from wherever the SDKs put it: `Authorization: Bearer`, `X-Api-Key` (Anthropic),
-    `X-Goog-Api-Key` or `?key=` (Gemini). Raises KeyRefused; Refusal if two differ."""
+    """Return the API key of a request.
+
+    SDKs send it as `Authorization: Bearer`, `X-Api-Key` (Anthropic), `X-Goog-Api-Key` or `?key=`
+    (Gemini). Raises KeyRefused if there is none, Refusal if two differ.
+    """
     found = []
     headers = request.headers
     authorized = headers.getall("Authorization", _NONE)
@@ -60,25 +70,25 @@ def bearer_key(request: web.BaseRequest) -> str:
     if request.rel_url.raw_query_string:
         found += request.query.getall("key", [])
     if len(authorized) > 1 or len(set(found)) > 1:
-        raise Refusal(Kind.BAD, "ambiguous_key", "Two different keys were sent; send one.")
+        raise Refusal(Kind.BAD, "ambiguous_key", "Two different keys; expected one.")
     if not found or not found[0]:
-        raise KeyRefused("key_unknown", "No key was sent: use Authorization: Bearer <key>.")
+        raise KeyRefused("key_unknown", "Missing API key; expected Authorization: Bearer <key>.")
     return found[0]
 
 
 class WrongKeys:
-    """Counts wrong keys by address and minute, for as many addresses as it can afford."""
+    """Counts wrong keys by address and minute, for at most 4,096 addresses."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seen: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
-    def is_too_many(self, address: str) -> bool:
-        """Count one more from here: is it above the limit? O(1)."""
+    def record(self, address: str) -> bool:
+        """Count one more wrong key of an address; return whether it exceeds the limit. O(1)."""
         minute = int(self._clock() // 60)
         since, count = self._seen.pop(address, (minute, 0))
         count = count + 1 if since == minute else 1
         self._seen[address] = (minute, count)
-        if len(self._seen) > _ADDRESSES_REMEMBERED:
+        if len(self._seen) > _ADDRESSES_MAX:
             self._seen.popitem(last=False)
         return count > WRONG_KEYS_PER_MINUTE_MAX

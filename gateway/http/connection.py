@@ -1,9 +1,9 @@
 """One client's connection: deadlines, bounds and fixed error pages between a socket and aiohttp.
 
 A `Connection` is a protocol to the event loop and a transport to aiohttp's protocol. Every byte
-passes through it in both directions, by asyncio's public interfaces alone, so what it guarantees
-does not depend on how aiohttp works inside. It knows no route and parses no HTTP. `server` makes
-listeners of `Connections`.
+passes through it in both directions. It uses only asyncio's public interfaces, so its guarantees do
+not depend on aiohttp's internals. It knows no route and parses no HTTP. `gateway.http.server`
+passes `Connections` to the event loop as its protocol factory.
 
     event loop ── Connection ── aiohttp's protocol ── handler
                   caps, head and write deadlines, bounded send buffer, fixed pages
@@ -30,9 +30,9 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def fixed_page(status: HTTPStatus, kind: str, code: str, message: str, request_id: str) -> bytes:
-    """A whole error response in the shape that most clients read, made of constants only.
+    """Return a complete error response in OpenAI's error shape, as bytes.
 
-    For errors where no dialect is known yet. Bytes that are not HTTP are never shown back.
+    It serves errors that occur before the dialect is known. It never echoes received bytes.
     """
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
@@ -48,10 +48,10 @@ def fixed_page(status: HTTPStatus, kind: str, code: str, message: str, request_i
 class Connection(asyncio.Protocol, asyncio.Transport):
     """One client's connection.
 
-    The head deadline runs from the first byte that arrives while no request is answered, and from
-    the connection's begin; `begin_request` ends it. The write deadline runs while the socket's
-    send buffer is full. aiohttp writes while a request is answered, or else to say that it could
-    not parse one: then the client gets a fixed page in the place of aiohttp's, which quotes it.
+    The head deadline starts when the connection opens, and again at the first byte that arrives
+    while no request is in progress; `begin_request` ends it. The write deadline runs while the
+    socket's send buffer is full. Between requests aiohttp writes only to report bytes that it could
+    not parse. Its page quotes these bytes, so the client gets a fixed page instead.
     """
 
     def __init__(self, owner: Connections) -> None:
@@ -66,56 +66,61 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._write_timer: asyncio.TimerHandle | None = None
         self._writable = asyncio.Event()
         self._writable.set()
-        self._is_answering = False
+        self._is_responding = False
         self._is_ending = False
-        self._answer_begins_at = 0
+        self._response_begins_at = 0
         self.bytes_written = 0
         """Bytes of responses handed to the socket's transport since the connection began."""
 
-    # -- the requests of a connection -----------------------------------------------------------
+    # -- requests on the connection -------------------------------------------------------------
 
     def begin_request(self) -> None:
-        """A handler has the next request: what aiohttp writes from now on is its response."""
-        self._is_answering = True
+        """Note that a handler has the next request; aiohttp now writes its response."""
+        self._is_responding = True
         self._head_began_s = None
-        self._answer_begins_at = self.bytes_written
+        self._response_begins_at = self.bytes_written
 
     def end_request(self, *, may_follow: bool) -> None:
-        """The response has been written. `may_follow`: the connection stays open for another."""
-        self._is_answering = False
+        """Note that the response is complete. `may_follow`: the connection stays open."""
+        self._is_responding = False
         self._is_ending |= not may_follow
 
     @property
-    def has_answer_begun(self) -> bool:
-        """Has the client been sent a part of the present request's response?"""
-        return self.bytes_written > self._answer_begins_at
+    def has_response_begun(self) -> bool:
+        """Whether part of the current request's response has been sent."""
+        return self.bytes_written > self._response_begins_at
 
-    def invite_body(self) -> None:
-        """Answer `Expect: 100-continue`. It is no part of the response."""
+    def send_continue(self) -> None:
+        """Send `100 Continue`, the reply to `Expect: 100-continue`.
+
+        The interim reply does not count as part of the response.
+        """
         if self._stream is not None:
             self._stream.write(CONTINUE)
 
     async def drain(self) -> None:
-        """Wait until the client has read enough of what was written.
+        """Wait until the send buffer has room.
 
-        Raises ConnectionError if the connection is lost, which the write deadline sees to.
+        Raises ConnectionError if the connection is lost; the write deadline bounds the wait.
         """
         await self._writable.wait()
         if self.is_closing():
-            raise ConnectionResetError("the client left before it had read its response")
+            raise ConnectionResetError(
+                "the client closed the connection before the response was complete"
+            )
 
     def fail(self) -> None:
-        """Answer with a fixed 500 and close; abort if a part of a response was written."""
-        if self.has_answer_begun:
+        """Send a fixed 500 page and close; abort if part of a response was written."""
+        if self.has_response_begun:
             self.abort()
         else:
             status = HTTPStatus.INTERNAL_SERVER_ERROR
-            self._end_with(status, "server_error", "internal_error", "Something failed here.")
+            self._end_with(status, "server_error", "internal_error", "Internal server error.")
 
-    # -- a protocol to the event loop -----------------------------------------------------------
+    # -- protocol side: the event loop ----------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Bound what the kernel and asyncio buffer; count the connection or turn it away."""
+        """Bound the kernel's and asyncio's send buffers; admit the connection or send a 503."""
         assert isinstance(transport, asyncio.Transport)
         self._stream = transport
         settings = self._owner.settings
@@ -123,9 +128,9 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, settings.send_buffer_bytes)
         transport.set_write_buffer_limits(high=settings.send_buffer_bytes)
-        self._address = self._owner.enter(transport)
+        self._address = self._owner.admit(transport)
         if self._address is None:
-            message = "Too many connections are open. Try again."
+            message = "Connection limit reached. Try again later."
             status = HTTPStatus.SERVICE_UNAVAILABLE
             self._end_with(status, "server_error", "too_many_connections", message)
             return
@@ -134,26 +139,26 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._protocol.connection_made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the connection's place back. aiohttp cancels the handler."""
+        """Release the connection's place in the count. aiohttp then cancels the handler."""
         self._is_ending = True
         self._cancel_timers()
         self._writable.set()
         if self._address is not None:
-            self._owner.leave(self._address)
+            self._owner.release(self._address)
             self._address = None
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             protocol.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes on; the first ones after a response begin a head."""
-        if not self._is_answering and self._head_began_s is None and not self._is_ending:
+        """Pass bytes to aiohttp; the first bytes after a response start a head deadline."""
+        if not self._is_responding and self._head_began_s is None and not self._is_ending:
             self._start_head_timer()
         if self._protocol is not None:
             self._protocol.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """Pass on that the client sends no more."""
+        """Tell aiohttp that the client sends no more bytes."""
         return None if self._protocol is None else self._protocol.eof_received()
 
     def pause_writing(self) -> None:
@@ -164,7 +169,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
             self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        """End the write deadline: the client has caught up."""
+        """Cancel the write deadline: the send buffer has room again."""
         self._writable.set()
         if self._write_timer is not None:
             self._write_timer.cancel()
@@ -174,22 +179,25 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         if self._protocol is not None:
             self._protocol.resume_writing()
 
-    # -- a transport to aiohttp -----------------------------------------------------------------
+    # -- transport side: aiohttp ----------------------------------------------------------------
 
     def write(self, data: Data) -> None:
-        """Send a part of a response. Anything else is replaced by the page for bad HTTP."""
-        if not self._is_answering:
+        """Send part of a response.
+
+        Outside a response aiohttp writes only parse errors: send the fixed 400 page instead.
+        """
+        if not self._is_responding:
             self._refuse_unreadable()
         elif self._stream is not None:
             self.bytes_written += len(data)
             self._stream.write(data)
 
     def writelines(self, list_of_data: Iterable[Data]) -> None:
-        """As `write`, of several pieces."""
+        """Send several pieces, as `write` does."""
         self.write(b"".join(list_of_data))
 
     def close(self) -> None:
-        """Close once what was written has left, or the write deadline is over."""
+        """Close once the send buffer is empty, or at the write deadline."""
         self._is_ending = True
         if self._stream is not None:
             self._stream.close()
@@ -197,67 +205,69 @@ class Connection(asyncio.Protocol, asyncio.Transport):
                 self._start_write_timer()
 
     def abort(self) -> None:
-        """Close at once, dropping what was not read: a reset tells the client it is incomplete."""
+        """Reset the connection and drop unsent bytes; the client sees an incomplete response."""
         self._is_ending = True
         if self._stream is not None:
             self._stream.abort()
 
     def is_closing(self) -> bool:
-        """Is the connection closing or closed?"""
+        """Whether the connection is closing or closed."""
         return self._stream is None or self._stream.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """The socket transport's."""
+        """Return the socket transport's extra info `name`."""
         return default if self._stream is None else self._stream.get_extra_info(name, default)
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that the socket has not taken yet."""
+        """Return the number of bytes not yet passed to the kernel."""
         return 0 if self._stream is None else self._stream.get_write_buffer_size()
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """aiohttp's."""
-        assert self._protocol is not None, "the connection is open"
+        """Return aiohttp's protocol."""
+        assert self._protocol is not None, "the connection is closed; expected an open one"
         return self._protocol
 
     def is_reading(self) -> bool:
-        """Are bytes being received?"""
+        """Whether the socket transport is receiving."""
         return self._stream is not None and self._stream.is_reading()
 
     def pause_reading(self) -> None:
-        """Receive no bytes until `resume_reading`."""
+        """Stop receiving until `resume_reading`."""
         if self._stream is not None:
             self._stream.pause_reading()
 
     def resume_reading(self) -> None:
-        """Receive bytes again."""
+        """Receive again."""
         if self._stream is not None:
             self._stream.resume_reading()
 
     def can_write_eof(self) -> bool:
-        """Never: a response ends by its length, or with its connection."""
+        """Return False: a response ends by its length or when the connection closes."""
         return False
 
     # -- deadlines and fixed pages --------------------------------------------------------------
 
     def _start_head_timer(self) -> None:
-        """Note when a head began. One timer serves many requests: it looks at the note."""
+        """Record when a head began. One timer serves many requests: it reads this time."""
         self._head_began_s = self._loop.time()
         if self._head_timer is None:
-            self._look_at_head_in(self._owner.settings.header_timeout_s)
+            self._schedule_head_check(self._owner.settings.header_timeout_s)
 
-    def _look_at_head_in(self, seconds: float) -> None:
-        self._head_timer = self._loop.call_later(seconds, self._look_at_head)
+    def _schedule_head_check(self, seconds: float) -> None:
+        self._head_timer = self._loop.call_later(seconds, self._check_head_deadline)
 
-    def _look_at_head(self) -> None:
+    def _check_head_deadline(self) -> None:
         self._head_timer = None
         if self._head_began_s is None or self._is_ending:
             return
         due_s = self._head_began_s + self._owner.settings.header_timeout_s
         left_s = due_s - self._loop.time()
         if left_s > 0:
-            self._look_at_head_in(left_s)
+            self._schedule_head_check(left_s)
             return
-        message = "The request's head did not arrive in time."
+        message = (
+            f"Request headers not received within {self._owner.settings.header_timeout_s:g} s."
+        )
         status = HTTPStatus.REQUEST_TIMEOUT
         self._end_with(status, "invalid_request_error", "request_timeout", message)
 
@@ -275,7 +285,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         if self._is_ending:
             return
         self._owner.on_unreadable()
-        message = "The bytes received are not a valid HTTP/1.1 request."
+        message = "Not a valid HTTP/1.1 request."
         status = HTTPStatus.BAD_REQUEST
         self._end_with(status, "invalid_request_error", "bad_http", message)
 
@@ -288,11 +298,11 @@ class Connection(asyncio.Protocol, asyncio.Transport):
 
 
 CONNECTION = web.RequestKey("connection", Connection)
-"""The connection that a request came by; `request.transport` is None once it is lost."""
+"""A request's connection; `request.transport` is None once the connection is lost."""
 
 
 class Connections:
-    """Makes connections and counts them: a protocol factory for `loop.create_server`."""
+    """Creates and counts connections: a protocol factory for `loop.create_server`."""
 
     def __init__(
         self,
@@ -301,8 +311,11 @@ class Connections:
         new_id: NewId,
         on_unreadable: Callable[[], None],
     ) -> None:
-        """`make_protocol`: an HTTP protocol for each connection. `on_unreadable`: called for each
-        request that is not HTTP."""
+        """Start with no connections.
+
+        `make_protocol` returns aiohttp's protocol for a connection. `on_unreadable` is called for
+        each request that is not valid HTTP.
+        """
         self.make_protocol = make_protocol
         self.settings = settings
         self.new_id = new_id
@@ -313,8 +326,8 @@ class Connections:
     def __call__(self) -> Connection:
         return Connection(self)
 
-    def enter(self, transport: asyncio.Transport) -> str | None:
-        """Count a connection in and return its address; None if there is no room. O(1)."""
+    def admit(self, transport: asyncio.Transport) -> str | None:
+        """Count a new connection and return its address; None above a connection limit. O(1)."""
         peer = transport.get_extra_info("peername")
         address = str(peer[0]) if isinstance(peer, tuple) and peer else "local"
         cap = self.settings.connections_per_address_max
@@ -325,8 +338,8 @@ class Connections:
         self._open_by_address[address] += 1
         return address
 
-    def leave(self, address: str) -> None:
-        """Count a connection out. O(1)."""
+    def release(self, address: str) -> None:
+        """Remove a closed connection from the counts. O(1)."""
         self._open -= 1
         self._open_by_address[address] -= 1
         if not self._open_by_address[address]:

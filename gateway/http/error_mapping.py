@@ -1,7 +1,7 @@
-"""Errors as a client hears them: a kind, a stable code and a message made for it.
+"""Maps errors to refusals: a kind, a stable code and a message for the client.
 
-Exceptions of the engine, of tenancy and of aiohttp, and the engine's own codes, become `Refusal`s.
-It knows no request and makes no bytes; `middleware`, `answer` and `stream` call it.
+Exceptions of the engine, tenancy and aiohttp, and the engine's codes, become `Refusal`s. It knows
+no request and makes no bytes. `gateway.http.middleware` and `gateway.generation` call it.
 """
 
 from __future__ import annotations
@@ -23,45 +23,49 @@ from tenancy.errors import (
 )
 
 _HTTP_KINDS = {
-    404: (Kind.NOT_FOUND, "not_found", "There is nothing at this path."),
-    405: (Kind.METHOD, "method_not_allowed", "This path does not take that method."),
-    413: (Kind.TOO_BIG, "request_too_large", "The body is larger than allowed."),
-    417: (Kind.EXPECTATION, "unsupported_expectation", "Only Expect: 100-continue is understood."),
+    404: (Kind.NOT_FOUND, "not_found", "Path not found."),
+    405: (Kind.METHOD, "method_not_allowed", "Method not allowed for this path."),
+    413: (Kind.TOO_BIG, "request_too_large", "Request body too large."),
+    417: (
+        Kind.EXPECTATION,
+        "unsupported_expectation",
+        "Unsupported Expect header; expected 100-continue.",
+    ),
 }
 
-
-_STORES = "Nothing is stored here, so that there is nothing to get back."
+_STORES = "Reading stored objects is not supported: nothing is stored."
 _NOT_SERVED = {
-    "embeddings": "There are no embeddings here: this server generates text.",
-    "images": "There are no images here: this server generates text.",
-    "videos": "There are no videos here: this server generates text.",
-    "audio": "There is no audio here: this server generates text.",
-    "realtime": "There are no realtime sessions here; answers can be streamed.",
-    "moderations": "Nothing is moderated here.",
-    "complete": "The older completions are not spoken here; /v1/messages is.",
-    "batches": "There are no batches here; send the requests one by one.",
-    "messages/batches": "There are no batches here; send the requests one by one.",
-    "files": "There are no files here; send their text.",
-    "uploads": "There are no files here; send their text.",
-    "vector_stores": "There are no files here; send their text.",
-    "fine_tuning": "Models are not trained here.",
-    "tunedModels": "Models are not trained here.",
-    "assistants": "There are no assistants here; /v1/responses and /v1/chat/completions are.",
-    "threads": "There are no assistants here; /v1/responses and /v1/chat/completions are.",
-    "interactions": "There are no interactions here; generateContent is.",
+    "embeddings": "Embeddings are not supported; this server generates text.",
+    "images": "Generating images is not supported; this server generates text.",
+    "videos": "Generating videos is not supported; this server generates text.",
+    "audio": "Generating audio is not supported; this server generates text.",
+    "realtime": "Realtime sessions are not supported; use streaming.",
+    "moderations": "Moderation is not supported.",
+    "complete": "Legacy completions are not supported; use /v1/messages.",
+    "batches": "Batches are not supported; send the requests one by one.",
+    "messages/batches": "Batches are not supported; send the requests one by one.",
+    "files": "Uploading files is not supported; send their text.",
+    "uploads": "Uploading files is not supported; send their text.",
+    "vector_stores": "Uploading files is not supported; send their text.",
+    "fine_tuning": "Training models is not supported.",
+    "tunedModels": "Training models is not supported.",
+    "assistants": "Assistants are not supported; use /v1/responses or /v1/chat/completions.",
+    "threads": "Assistants are not supported; use /v1/responses or /v1/chat/completions.",
+    "interactions": "Interactions are not supported; use generateContent.",
     "conversations": _STORES,
     "chat/completions": _STORES,
 }
-"""What clients of hosted APIs ask for, by the path behind the version, and why it is not here."""
+"""Endpoints of hosted APIs that this server lacks, by the path behind the version: the message."""
 
 
 def _not_served(path: str) -> Refusal | None:
+    """Return the refusal of a hosted API's endpoint that this server lacks, else None."""
     steps = [step for step in path.split("/")[:5] if step not in ("", "v1", "v1beta", "upload")]
     message = _NOT_SERVED.get("/".join(steps[:2])) or _NOT_SERVED.get("".join(steps[:1]))
     return None if message is None else Refusal(Kind.NOT_FOUND, "not_served", message)
 
 
-_NAME_KINDS = {
+_ADMIN_KINDS = {
     "tenant_unknown": Kind.NOT_FOUND,
     "key_unknown": Kind.NOT_FOUND,
     "name_taken": Kind.CONFLICT,
@@ -74,17 +78,17 @@ _NAME_KINDS = {
     "scope_declared": Kind.CONFLICT,
     "scope_overlap": Kind.CONFLICT,
 }
-"""What administrators' calls are refused for; any other code is a value that cannot be."""
+"""Kinds of the admin API's refusal codes; any other code is an invalid value (400)."""
 
-_NAME_RETRIES = {
+_IDEMPOTENCY_RETRIES = {
     "idempotency_in_flight": (Kind.CONFLICT, 1.0),
     "idempotency_room_full": (Kind.RATE, 60.0),
 }
-"""When a named request may be sent again; at any other code never."""
+"""Idempotency errors after which a retry may succeed: (kind, retry delay in seconds)."""
 
 
 def refusal_of(error: Exception, path: str = "") -> Refusal | None:
-    """What a client may know of an error at a path; None for our own mistakes."""
+    """Return the refusal that a client sees for an error at a path; None for internal errors."""
     match error:
         case Refusal():
             return error
@@ -93,7 +97,7 @@ def refusal_of(error: Exception, path: str = "") -> Refusal | None:
             if missing is not None:
                 return missing
             kind, code, message = _HTTP_KINDS.get(
-                error.status, (Kind.BAD, "bad_http", "The request could not be understood.")
+                error.status, (Kind.BAD, "bad_http", "Invalid HTTP request.")
             )
             return Refusal(kind, code, message)
         case EngineUnavailable():
@@ -103,27 +107,27 @@ def refusal_of(error: Exception, path: str = "") -> Refusal | None:
         case EngineError():
             return None
         case BadName():
-            return Refusal(_NAME_KINDS.get(error.code, Kind.BAD), error.code, error.message)
+            return Refusal(_ADMIN_KINDS.get(error.code, Kind.BAD), error.code, error.message)
         case StoreError():
-            message = "The database cannot be read or written now. Try again."
+            message = "Database unavailable. Try again later."
             return Refusal(Kind.BUSY, "database_unavailable", message, retry_after_s=5.0)
         case BudgetExceeded():
             after_s = error.retry_after_s
             return Refusal(Kind.QUOTA, error.code, error.message, retry_after_s=after_s)
         case IdempotencyConflict():
-            kind, retry_s = _NAME_RETRIES.get(error.code, (Kind.CONFLICT, None))
+            kind, retry_s = _IDEMPOTENCY_RETRIES.get(error.code, (Kind.CONFLICT, None))
             return Refusal(kind, error.code, error.message, retry_after_s=retry_s)
         case BadPrice():
             return Refusal(Kind.BAD, error.code, error.message)
         case LedgerUnavailable():
-            message = "Usage cannot be recorded now, so nothing is answered. Try again."
+            message = "Usage cannot be recorded, so no request is served. Try again later."
             return Refusal(Kind.BUSY, "ledger_unavailable", message, retry_after_s=5.0)
         case msgspec.MsgspecError() | UnicodeDecodeError():
-            return Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.")
+            return Refusal(Kind.BAD, "invalid_json", "Invalid JSON in the request body.")
         case RecursionError():
-            return Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.")
+            return Refusal(Kind.BAD, "invalid_json", "Invalid JSON: nested too deeply.")
         case MemoryError():
-            message = "Not enough memory for this request now."
+            message = "Out of memory. Try again later."
             return Refusal(Kind.BUSY, "overloaded", message, retry_after_s=5.0)
         case _:
             return None
@@ -149,9 +153,9 @@ _ENGINE_CODES: dict[str, tuple[Kind, str]] = {
     "grammar_unsupported": (Kind.BAD, "unsupported_value"),
     "grammar_dead_end": (Kind.BAD, "invalid_json_schema"),
 }
-"""The engine's stable codes: the kind and the code that clients see."""
+"""The engine's stable codes: (kind, code that clients see)."""
 
-_OF_A_SCHEMA = frozenset(code for code in _ENGINE_CODES if code.startswith("grammar_"))
+_SCHEMA_CODES = frozenset(code for code in _ENGINE_CODES if code.startswith("grammar_"))
 
 
 def engine_refusal(
@@ -161,20 +165,23 @@ def engine_refusal(
     *,
     schema_field: str | None = None,
 ) -> Refusal:
-    """An engine's refusal or failure, by its code. O(1).
+    """Return the refusal for an engine code. O(1).
 
-    `schema_field`: the request's field with the schema of the answer, for what the engine finds
-    wrong with that schema.
+    `schema_field`: the request field that holds the response schema; it becomes `param` if the
+    engine rejects that schema.
     """
     kind, name = _ENGINE_CODES.get(code, (Kind.INTERNAL, "internal_error"))
     if kind is Kind.BUSY and retry_after_s is None:
         retry_after_s = 1.0
-    param = schema_field if code in _OF_A_SCHEMA else None
+    param = schema_field if code in _SCHEMA_CODES else None
     return Refusal(kind, name, message, param=param, retry_after_s=retry_after_s)
 
 
-def where(error: BaseException) -> dict[str, object]:
-    """Where an unforeseen error rose: types and lines. Its message may quote what a client sent."""
+def error_location(error: BaseException) -> dict[str, object]:
+    """Return an unexpected error's type and its last six frames, for the log.
+
+    The error's message is left out: it may quote a client's prompt.
+    """
     frames = traceback.extract_tb(error.__traceback__)[-6:]
     return {
         "error": type(error).__name__,

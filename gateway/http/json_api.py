@@ -1,11 +1,13 @@
-"""Plain JSON in and out, for paths that belong to no dialect: administration and self-service.
+"""JSON requests and responses of paths outside all dialects: the admin and self-service APIs.
 
-Bodies are strict: what is no field, or no value of it, is refused by its path. Errors are
-`{"error": {"code", "message", "param"}}`. It knows no tenant and no engine; handlers call it.
+Bodies are validated strictly: an unknown field or an invalid value is refused with the field's path
+as `param`. Errors have the shape `{"error": {"code", "message", "param"}}`. This module knows no
+tenant and no engine; handlers in `gateway.api` call it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, TypeVar
@@ -22,123 +24,134 @@ T = TypeVar("T")
 
 DAY_MS = 86_400_000
 WINDOW_DAYS_MAX = 400
-WINDOW_DAYS = 30
+"""The longest time window of a query, in days."""
+
+WINDOW_DAYS_DEFAULT = 30
+"""The length of a time window without `since`, in days."""
+
 _STATUS = {Kind.QUOTA: 429}
 
 
-class _PlainShape:
-    """Errors in the plainest form."""
+class _JsonApiErrorShape:
+    """The error shape of the admin and self-service APIs."""
 
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
-        """(HTTP status, JSON)."""
+        """Return (HTTP status, JSON body)."""
         error = {"code": refusal.code, "message": refusal.message, "param": refusal.param}
         status = _STATUS.get(refusal.kind, refusal.kind.value)
         return status, msgspec.json.encode({"error": error})
 
     def headers(self, request_id: str) -> dict[str, str]:
-        """None of its own."""
+        """Return no headers: this shape adds none."""
         return {}
 
 
-SHAPE = _PlainShape()
+SHAPE = _JsonApiErrorShape()
 
 
 class Window(msgspec.Struct, frozen=True):
-    """[since, until) in wall-clock milliseconds."""
+    """A time window [since, until), in wall-clock milliseconds."""
 
     since_ms: int
     until_ms: int
 
-    def shown(self) -> dict[str, str]:
-        """As it is answered."""
+    def as_json(self) -> dict[str, str]:
+        """Return the window as responses show it, in RFC 3339."""
         return {"since": instant(self.since_ms), "until": instant(self.until_ms)}
 
 
 def answer(value: object, status: int = 200) -> web.Response:
-    """A JSON answer."""
+    """Return a JSON response."""
     body = msgspec.json.encode(value)
     return web.Response(status=status, body=body, content_type="application/json")
 
 
 async def read(request: web.BaseRequest, settings: ServerConfig, kind: type[T]) -> T:
-    """The body as a `kind`. Raises Refusal."""
+    """Read the body and decode it as a `kind`. Raises Refusal."""
     return decode(await read_body(request, settings), kind)
 
 
 async def read_object(request: web.BaseRequest, settings: ServerConfig) -> dict[str, Any]:
-    """The body as a JSON object, whatever its fields. Raises Refusal."""
+    """Read the body as a JSON object with any fields. Raises Refusal."""
     return await read(request, settings, dict[str, Any])
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """JSON as a `kind`, no field twice. Raises Refusal naming the field."""
+    """Decode JSON as a `kind`. Raises Refusal with the invalid or duplicate field's path."""
     try:
         tree = msgspec.json.decode(body)
-        twice = find_duplicate_key(body)
+        duplicate = find_duplicate_key(body)
     except (msgspec.DecodeError, ValueError, RecursionError):
-        raise Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.") from None
-    if twice is not None:
-        shown = twice[:64]
-        message = f"{shown!r} was given twice."
+        raise Refusal(Kind.BAD, "invalid_json", "Invalid JSON in the request body.") from None
+    if duplicate is not None:
+        shown = duplicate[:64]
+        message = f"Duplicate field: {shown!r}."
         raise Refusal(Kind.BAD, "invalid_value", message, param=shown)
     return convert(tree, kind, "")
 
 
 def query(request: web.BaseRequest, *names: str) -> Mapping[str, str]:
-    """The query's parameters; each of `names` at most once, and no others. Raises Refusal."""
+    """Return the query parameters: each of `names` at most once, and `key`.
+
+    Raises Refusal for an unknown or duplicate parameter.
+    """
     given = request.query
     for name in given:
         if name not in names and name != "key":
             known = ", ".join(names) or "none"
-            message = f"Unknown parameter {name[:64]!r}; there are: {known}."
+            message = f"Unknown parameter: {name[:64]!r}; expected: {known}."
             raise Refusal(Kind.BAD, "unknown_parameter", message, param=name[:64])
         if len(given.getall(name)) > 1:
-            raise Refusal(Kind.BAD, "invalid_value", f"{name} was given twice.", param=name)
+            raise Refusal(Kind.BAD, "invalid_value", f"Duplicate parameter: {name!r}.", param=name)
     return given
 
 
-def no_body(request: web.BaseRequest) -> None:
-    """What is asked for stands in the query alone: a body that was meant to narrow it would be
-    passed over. Raises Refusal."""
+def refuse_body(request: web.BaseRequest) -> None:
+    """Raise Refusal if the request has a body.
+
+    The endpoint reads its parameters from the query; it would silently ignore filters in a body.
+    """
     if request.body_exists and request.content_length != 0:
-        message = "This takes no body; what it takes stands in the query."
+        message = "Unexpected request body; expected query parameters only."
         raise Refusal(Kind.BAD, "unexpected_body", message)
 
 
-def whole(given: Mapping[str, str], name: str, default: int, most: int) -> int:
-    """A number from 1 to `most`. Raises Refusal."""
+def positive_int(given: Mapping[str, str], name: str, default: int, most: int) -> int:
+    """Return the parameter `name`, an integer from 1 to `most`. Raises Refusal."""
     text = given.get(name)
     if text is None:
         return default
     is_number = text.isascii() and text.isdigit() and len(text) <= 18
     if not is_number or not 1 <= int(text) <= most:
-        message = f"{name}: a whole number from 1 to {most} (it is {text[:32]!r})."
+        message = f"Invalid {name}: {text[:32]!r}; expected an integer from 1 to {most}."
         raise Refusal(Kind.BAD, "invalid_value", message, param=name)
     return int(text)
 
 
 def window(given: Mapping[str, str], now_ms: int) -> Window:
-    """`since` and `until`: dates or instants in UTC, the last thirty days where neither is given.
+    """Return the window of the parameters `since` and `until`: dates, or times with a zone.
 
-    Raises Refusal for what is no time, and for more than 400 days.
+    `until` defaults to now and `since` to thirty days before `until`. Raises Refusal for an invalid
+    time, an empty window, and a window of more than 400 days.
     """
     end_ms = _time(given, "until")
     if end_ms is None:
         end_ms = now_ms + 1
     start_ms = _time(given, "since")
     if start_ms is None:
-        start_ms = max(0, end_ms - WINDOW_DAYS * DAY_MS)
+        start_ms = max(0, end_ms - WINDOW_DAYS_DEFAULT * DAY_MS)
     if not start_ms < end_ms:
-        message = f"since ({instant(start_ms)}) is not before until ({instant(end_ms)})."
+        message = f"Invalid since: {instant(start_ms)}; expected before until, {instant(end_ms)}."
         raise Refusal(Kind.BAD, "invalid_value", message, param="since")
     if end_ms - start_ms > WINDOW_DAYS_MAX * DAY_MS:
-        message = f"A window is at most {WINDOW_DAYS_MAX} days; ask for parts of it."
+        days = math.ceil((end_ms - start_ms) / DAY_MS)
+        message = f"Time window too long: {days} days; limit {WINDOW_DAYS_MAX} days."
         raise Refusal(Kind.BAD, "invalid_value", message, param="since")
     return Window(start_ms, end_ms)
 
 
 def instant(at_ms: int) -> str:
-    """RFC 3339 in UTC."""
+    """Return a wall-clock time in milliseconds as RFC 3339 in UTC."""
     at = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=at_ms)
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -159,6 +172,9 @@ def _time(given: Mapping[str, str], name: str) -> int | None:
     except (ValueError, OverflowError):
         at_ms = -1
     if at_ms < 0:
-        message = f"{name}: a date or an instant such as 2026-01-31 or 2026-01-31T12:00:00Z."
+        message = (
+            f"Invalid {name}: {text[:40]!r}; expected a date or a time such as 2026-01-31 or"
+            " 2026-01-31T12:00:00Z."
+        )
         raise Refusal(Kind.BAD, "invalid_value", message, param=name)
     return at_ms

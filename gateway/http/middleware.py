@@ -1,11 +1,11 @@
-"""Around every handler: a request id, the door check, who is asking, and the one place where
-errors become bytes.
+"""The middleware of a listener: request ids, authentication, routing, and errors as bytes.
 
-    request ─ id ─ Host ─ route's declared role ─ key ─ handler ─ answer
+    request ─ id ─ Host ─ route's declared role ─ key ─ handler ─ response
                  └──────────── any error: Refusal ─ dialect's bytes ┘ ─ one log line, metrics
 
-It knows no engine and no prompt. `app` makes one for each listener; handlers declare `Route`s. It
-writes whole responses itself, so that a request's log line comes after its last byte.
+No other module turns an error into bytes. The middleware knows no engine and no prompt.
+`gateway.app` makes one for each listener from the `Route`s that `gateway.api` declares. The
+middleware writes whole responses itself, so that a request's log line follows its last byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gateway.dialects.protocol import ErrorShape
 from gateway.errors import Kind, Refusal
 from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
 from gateway.http.connection import CONNECTION
-from gateway.http.error_mapping import refusal_of, where
+from gateway.http.error_mapping import error_location, refusal_of
 from gateway.http.request_context import (
     PLAIN,
     STATE,
@@ -38,12 +38,12 @@ from tenancy.errors import KeyRefused
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Role = Literal["open", "inference", "usage", "cache", "admin"]
-"""What a key has to be for: a tenant's scope, or an administrator's key."""
+"""What a route requires of a key: a tenant's scope, `admin`, or `open` for no key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A way in. Only what is declared here can be reached; `open` needs no key."""
+    """A declared route. Undeclared paths give 404; the role `open` needs no key."""
 
     method: str
     path: str
@@ -53,7 +53,7 @@ class Route:
 
 
 class Middleware:
-    """Everything around the handlers of one listener."""
+    """Authenticates, routes, answers and logs the requests of one listener."""
 
     def __init__(
         self,
@@ -62,7 +62,11 @@ class Middleware:
         hosts: tuple[str, ...],
         shapes: tuple[tuple[str, ErrorShape], ...] = (),
     ) -> None:
-        """`shapes`: (header, error shape that clients which send it read), for undeclared paths."""
+        """Build the route table.
+
+        `shapes`: (header name, error shape). An undeclared path gets the shape of the first of
+        these headers that the request has.
+        """
         self.routes = routes
         self._gateway = gateway
         self._hosts = hosts
@@ -73,39 +77,46 @@ class Middleware:
         self._wrong_keys = WrongKeys(gateway.clock)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One request, from its id to its log line. Raises only what closes the connection."""
+        """Process one request, from its id to its log line.
+
+        Raises CancelledError and ConnectionError only; both close the connection.
+        """
         gateway = self._gateway
         state = RequestState(gateway.new_id(), gateway.clock())
         request[STATE] = state
         request[RESPONSE_HEADERS] = state.response_headers
         status = 0
         try:
-            response = await self._enter(request, state)
-            status = response.status
-            await _finish(request, response, state)
-            return response
+            handled = await self._dispatch(request, state)
+            status = handled.status
+            await _finish(request, handled, state)
+            return handled
         except asyncio.CancelledError:
-            status = state.left()
+            status = state.mark_client_left()
             raise
         except ClientGone:
-            status = state.left()
-            raise ConnectionResetError("the client left") from None
+            status = state.mark_client_left()
+            raise ConnectionResetError("the client closed the connection") from None
         except ConnectionError:
             raise
         except Exception as error:
-            # Not by a name of this frame: the refusal's traceback holds it, and the whole body.
-            if (answer := self._refuse(error, state, request)) is None:
-                raise ConnectionResetError("the answer broke off") from None
-            status = answer.status
-            await _finish(request, answer, state)
-            return answer
+            # This frame keeps no name for the refusal: its traceback holds the frame, and with it
+            # the whole body, until the garbage collector runs.
+            if (response := self._refuse(error, state, request)) is None:
+                raise ConnectionResetError("the response was aborted") from None
+            status = response.status
+            await _finish(request, response, state)
+            return response
         finally:
             self._report(state, request, status)
 
-    def _enter(
+    def _dispatch(
         self, request: web.BaseRequest, state: RequestState
     ) -> Awaitable[web.StreamResponse]:
-        """The handler at work, behind the door. Raises what keeps a request out."""
+        """Check route, Host and key, then start the handler.
+
+        Raises Refusal, and web.HTTPNotFound or web.HTTPMethodNotAllowed for an undeclared route.
+        """
         try:
             (route, path), state.parameters = self._table.find(request)
         except web.HTTPException as error:
@@ -120,15 +131,18 @@ class Middleware:
         check_host(request, self._hosts)
         state.route = path
         if route.role != "open":
-            self._identify(request, route.role, state)
+            self._authenticate(request, route.role, state)
         return route.handler(request)
 
     def _shape_by_header(self, request: web.BaseRequest) -> ErrorShape:
-        """Whose errors a client reads that is at no path of a dialect's."""
+        """Return the error shape for a path outside all dialects, chosen by request header."""
         return next((shape for name, shape in self._shapes if name in request.headers), PLAIN)
 
-    def _identify(self, request: web.BaseRequest, role: Role, state: RequestState) -> None:
-        """Who is asking. Before the body is read: nobody gets parser time without a key."""
+    def _authenticate(self, request: web.BaseRequest, role: Role, state: RequestState) -> None:
+        """Record the key's identity in `state`. Raises Refusal.
+
+        The body has not been read yet: a request without a valid key gets no parser time.
+        """
         registry = self._gateway.registry
         try:
             key = bearer_key(request)
@@ -137,40 +151,43 @@ class Middleware:
                 return
             state.identity = registry.authenticate(key)
             if role not in state.identity.scopes:
-                raise KeyRefused("scope_missing", f"This key has not the scope {role!r}.")
+                raise KeyRefused("scope_missing", f"This key does not have the {role!r} scope.")
         except KeyRefused as error:
             if error.code == "scope_missing":
                 raise Refusal(Kind.PERMISSION, error.code, error.message) from error
-            # One that was ever good is no guess: it is told why it is not, however often it comes.
+            # A revoked or suspended key is no guess: it always gets its own error, never a 429.
             is_guess = error.code == "key_unknown"
-            if is_guess and self._wrong_keys.is_too_many(request.remote or "local"):
+            if is_guess and self._wrong_keys.record(request.remote or "local"):
                 raise Refusal(
                     Kind.RATE,
                     "too_many_wrong_keys",
-                    f"More than {WRONG_KEYS_PER_MINUTE_MAX} wrong keys came from this address"
-                    " within a minute.",
+                    "Wrong-key limit reached for this address: limit"
+                    f" {WRONG_KEYS_PER_MINUTE_MAX} per minute.",
                     retry_after_s=60.0,
                 ) from error
             if error.code == "tenant_suspended":
-                raise Refusal(Kind.PERMISSION, error.code, "This account is suspended.") from error
+                raise Refusal(Kind.PERMISSION, error.code, "This tenant is suspended.") from error
             raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
 
     def _refuse(
         self, error: Exception, state: RequestState, request: web.BaseRequest
     ) -> web.Response | None:
-        """What the client is told; None, and it is cut off, if it has part of an answer."""
+        """Return the error response.
+
+        If part of a response was sent already, reset the connection and return None.
+        """
         refusal = refusal_of(error, request.path)
         if refusal is None:
-            self._gateway.log("error", {"id": state.request_id, **where(error)})
-            refusal = Refusal(Kind.INTERNAL, "internal_error", "Something failed on our side.")
+            self._gateway.log("error", {"id": state.request_id, **error_location(error)})
+            refusal = Refusal(Kind.INTERNAL, "internal_error", "Internal server error.")
         state.ending, state.code = "refused", refusal.code
-        if request[CONNECTION].has_answer_begun:
+        if request[CONNECTION].has_response_begun:
             abort(request)
             return None
         return error_response(refusal, state, request)
 
     def _report(self, state: RequestState, request: web.BaseRequest, status: int) -> None:
-        """One line, a few counts and perhaps a span per request, at its end."""
+        """Record the request's metrics, its log line and its span, if there is a tracer."""
         total_s = self._gateway.clock() - state.started_s
         telemetry = self._gateway.telemetry
         tenant = "none"
@@ -183,7 +200,7 @@ class Middleware:
         if state.first_token_s is not None:
             cached = cache_outcome(state.cached_tokens, state.prompt_tokens)
             telemetry.first_token_s.add(state.first_token_s, cached)
-        # Probes ask every second and say nothing: only what had a key, or was refused.
+        # Health probes come every second: log only requests with a key, and failures.
         has_key = state.identity is not None or state.admin_key_id is not None
         if self._gateway.config.log.requests and (has_key or state.ending != "done"):
             self._gateway.log("request", log_facts(state, request.method, status, total_s))
@@ -197,14 +214,14 @@ class Middleware:
 async def _finish(
     request: web.BaseRequest, response: web.StreamResponse, state: RequestState
 ) -> None:
-    """Send what has not been sent of a response, named as every response is."""
+    """Add the headers that every response has and send the rest of the response."""
     if not response.prepared:
         headers = response.headers
         for name, value in state.response_headers({}).items():
             headers.setdefault(name, value)
         headers.update(state.headers)
         if not request.content.is_eof():
-            response.force_close()  # what still comes of its body would be taken for a head
+            response.force_close()  # aiohttp would parse the rest of the body as a head
     await finish(request, response)
 
 
@@ -212,7 +229,7 @@ async def _finish(
 
 
 def error_response(refusal: Refusal, state: RequestState, request: web.BaseRequest) -> web.Response:
-    """The dialect's bytes and the headers clients act on."""
+    """Return a refusal in the dialect's shape, with Retry-After, Allow and the like."""
     status, body = state.shape.error_body(refusal, state.request_id)
     response = web.Response(
         status=status,
@@ -222,9 +239,9 @@ def error_response(refusal: Refusal, state: RequestState, request: web.BaseReque
     )
     after_s = refusal.retry_after_s
     if after_s is not None:
-        if refusal.kind is not Kind.QUOTA:  # a budget's window ends when it ends
+        if refusal.kind is not Kind.QUOTA:  # a budget's window may end hours later
             after_s = min(60.0, after_s)
-        # Rounded up: whoever comes a moment too early is refused again.
+        # Rounded up: a retry that comes a moment too early is refused again.
         response.headers["Retry-After"] = str(max(1, math.ceil(after_s)))
     if refusal.kind is Kind.QUOTA or (
         refusal.kind in (Kind.RATE, Kind.CONFLICT) and after_s is None
@@ -235,5 +252,5 @@ def error_response(refusal: Refusal, state: RequestState, request: web.BaseReque
     if refusal.kind is Kind.METHOD:
         response.headers["Allow"] = state.headers.get("Allow", "GET, POST")
     if not request.content.at_eof():
-        response.force_close()  # the rest of its body is not worth reading
+        response.force_close()  # do not read the rest of a refused body
     return response

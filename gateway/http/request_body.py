@@ -1,9 +1,9 @@
-"""A request's body: all of it, within bounds of size and time, as it was before it was compressed.
+"""Reads request bodies: bounded in size and time, and decompressed.
 
-It knows no dialect and no tenant, and asks nothing of what it reads but that it says to be JSON.
-`answer` and the handlers call it, once a key is known to be good.
+It knows no dialect and no tenant. It checks that the body is declared as JSON and does not parse
+it. Handlers call it after the middleware has authenticated the key.
 
-    head ── coding, type, length ── pieces: deadline, least rate ── gzip, piece by piece ── bytes
+    head ── coding, type, length ── pieces: deadline, minimum rate ── gzip, piece by piece ── bytes
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from gateway.errors import Kind, Refusal
 from gateway.http.connection import CONNECTION
 
 PIECE_BYTES = 262_144
-"""So much is made of a compressed body before others have their turn: some 0.2 ms."""
+"""Bytes decompressed before the event loop runs other tasks; one piece takes some 0.2 ms."""
 
 PLAIN, GZIP = ("", "identity"), ("gzip", "x-gzip")
 
 
 async def read_body(request: web.BaseRequest, settings: ServerConfig) -> bytes:
-    """The whole body, bounded in size and in time. `Expect: 100-continue` is answered here, once
-    the key is known, and nowhere before.
+    """Read and decompress the whole body; send `100 Continue` first if the client expects it.
 
-    Reading stops at the limit, not after it. Raises Refusal: TOO_BIG, TIMEOUT, MEDIA for what is no
-    JSON in UTF-8, plain or with gzip, EXPECTATION, BAD for broken framing.
+    Only an authenticated request gets `100 Continue`, because only handlers read bodies. Reading
+    stops at the size limit. Cost: O(decompressed bytes). Raises Refusal: TOO_BIG, TIMEOUT, MEDIA
+    unless the body is JSON in UTF-8, plain or gzip, EXPECTATION, and BAD for broken framing.
     """
     coding = _check_head(request, settings)
     if "Expect" in request.headers:
-        request[CONNECTION].invite_body()
+        request[CONNECTION].send_continue()
     data = await _receive(request, settings)
-    return data if coding in PLAIN else await _unzip(data, settings)
+    return data if coding in PLAIN else await _decompress(data, settings)
 
 
 async def _receive(request: web.BaseRequest, settings: ServerConfig) -> bytes:
@@ -45,7 +45,7 @@ async def _receive(request: web.BaseRequest, settings: ServerConfig) -> bytes:
     try:
         while not content.at_eof():
             if content.is_eof():
-                piece = content.read_nowait()  # it came with its head: no timer is needed
+                piece = content.read_nowait()  # arrived with the head: no timer is needed
             else:
                 if began_s < 0:
                     began_s = asyncio.get_running_loop().time()
@@ -60,17 +60,20 @@ async def _receive(request: web.BaseRequest, settings: ServerConfig) -> bytes:
         raise Refusal(
             Kind.TIMEOUT,
             "request_timeout",
-            f"The body did not arrive: {size} bytes came in {settings.body_timeout_s:g} s and at"
-            f" least {settings.body_rate_min_bytes_per_s:g} bytes/s are needed after that.",
+            f"Request body timed out after {size} bytes; expected the whole body within"
+            f" {settings.body_timeout_s:g} s, or at least"
+            f" {settings.body_rate_min_bytes_per_s:g} bytes/s after that.",
         ) from None
     except (web.RequestPayloadError, web.HTTPException, HttpProcessingError):
-        raise Refusal(Kind.BAD, "bad_http", "The body's framing is broken.") from None
+        raise Refusal(Kind.BAD, "bad_http", "Invalid framing of the request body.") from None
     return b"".join(pieces)
 
 
-async def _unzip(data: bytes, settings: ServerConfig) -> bytes:
-    """What was compressed. O(what comes out), which is never more than a piece above the limit,
-    however little came in."""
+async def _decompress(data: bytes, settings: ServerConfig) -> bytes:
+    """Decompress one gzip stream. O(decompressed bytes).
+
+    Stops at most one piece above the size limit, however small `data` is.
+    """
     member = zlib.decompressobj(zlib.MAX_WBITS | 16)
     pieces: list[bytes] = []
     size = 0
@@ -78,10 +81,10 @@ async def _unzip(data: bytes, settings: ServerConfig) -> bytes:
         try:
             piece = member.decompress(data, PIECE_BYTES)
         except zlib.error:
-            raise _broken() from None
+            raise _invalid_gzip() from None
         data = member.unconsumed_tail
         if not piece and not data and not member.eof:
-            raise _broken()  # it ends in the middle
+            raise _invalid_gzip()  # truncated stream
         size += len(piece)
         if size > settings.body_bytes_max:
             raise _too_big(settings)
@@ -89,27 +92,27 @@ async def _unzip(data: bytes, settings: ServerConfig) -> bytes:
         if len(piece) == PIECE_BYTES:
             await asyncio.sleep(0)
     if member.unused_data:
-        raise _broken()
+        raise _invalid_gzip()
     return b"".join(pieces)
 
 
 def _check_head(request: web.BaseRequest, settings: ServerConfig) -> str:
-    """The body's coding. Raises Refusal for what need not be read at all."""
+    """Return the body's Content-Encoding. Raises Refusal if the headers rule the body out."""
     headers = request.headers
     if headers.get("Expect", "100-continue").lower() != "100-continue":
-        raise Refusal(
-            Kind.EXPECTATION, "unsupported_expectation", "Only Expect: 100-continue is understood."
-        )
+        message = "Unsupported Expect header; expected 100-continue."
+        raise Refusal(Kind.EXPECTATION, "unsupported_expectation", message)
     coding = ""
     if "Content-Encoding" in headers:
         coding = ", ".join(headers.getall("Content-Encoding")).strip().lower()
         if coding not in (*PLAIN, *GZIP):
-            message = "The body may be sent plain or with gzip, and in no other Content-Encoding."
+            message = f"Unsupported Content-Encoding: {coding[:64]!r}; expected gzip or identity."
             raise Refusal(Kind.MEDIA, "unsupported_encoding", message)
     if headers.get("Content-Type") != "application/json" and (
         request.content_type != "application/json" or (request.charset or "utf-8") != "utf-8"
     ):
-        message = "The body has to be application/json in UTF-8."
+        given = headers.get("Content-Type", "")[:64]
+        message = f"Unsupported Content-Type: {given!r}; expected application/json in UTF-8."
         raise Refusal(Kind.MEDIA, "unsupported_media_type", message)
     if (request.content_length or 0) > settings.body_bytes_max:
         raise _too_big(settings)
@@ -120,9 +123,11 @@ def _too_big(settings: ServerConfig) -> Refusal:
     return Refusal(
         Kind.TOO_BIG,
         "request_too_large",
-        f"The body is larger than the {settings.body_bytes_max} bytes allowed.",
+        f"Request body too large: limit {settings.body_bytes_max} bytes.",
     )
 
 
-def _broken() -> Refusal:
-    return Refusal(Kind.BAD, "bad_encoding", "The body is not one whole gzip stream.")
+def _invalid_gzip() -> Refusal:
+    return Refusal(
+        Kind.BAD, "bad_encoding", "Invalid gzip body; expected exactly one complete gzip stream."
+    )

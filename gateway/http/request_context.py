@@ -1,9 +1,9 @@
-"""A request's id and its state from head to log line: what handlers learn, and the line and the
-span made of it at its end.
+"""The request context: a request's id and state, and the log line and span made from them.
 
-    id, clock ─ route, shape ─ who ─ counts, as handlers learn them ─ line and span
+    id, clock ─ route, shape ─ identity ─ counts from handlers ─ log line, span
 
-It knows no engine and no prompt. `middleware` makes one for each request; handlers add to it.
+It knows no engine and no prompt. `gateway.http.middleware` makes one `RequestState` for each
+request; handlers fill in the counts.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
 from tenancy.types import Identity, WallClock
 
-EVERY = {
+BASE_HEADERS = {
     "Server": "trunkline",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""What every answer says, whatever it is."""
-
+"""Headers of every response."""
 
 ID_BYTES, IDS_AT_ONCE = 10, 128
 
 
 class RequestIds:
-    """Makes ids of requests: `X-Request-Id`, and the key of the ledger's entry.
+    """Generates request ids: the `X-Request-Id` header and the key of the ledger entry.
 
-    An id is the millisecond and 80 random bits: it cannot be guessed, and the ledger's index of ids
-    grows at its end only. Random bytes are read for many ids at once, because one system call takes
-    as long as the rest of a request's head. Belongs to one thread.
+    An id is the wall-clock millisecond and 80 random bits, in hexadecimal. It cannot be guessed,
+    and the ledger's index of ids grows only at its end. Random bytes are read for 128 ids at once,
+    because one system call takes as long as the rest of a request's head. Not thread-safe.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class RequestIds:
         self._suffixes: list[str] = []
 
     def __call__(self) -> str:
-        """A new id. O(1)."""
+        """Return a new id of 32 hexadecimal characters. O(1) amortised."""
         if not self._suffixes:
             data = self._random_bytes(ID_BYTES * IDS_AT_ONCE).hex()
             size = 2 * ID_BYTES
@@ -55,23 +54,26 @@ class RequestIds:
         return f"{self._wall():012x}{self._suffixes.pop()}"
 
 
-class _PlainShape:
+class _DefaultErrorShape:
+    """OpenAI's error body without extra headers."""
+
     error_body = staticmethod(openai_wire.error_body)
 
     def headers(self, request_id: str) -> dict[str, str]:
         return {}
 
 
-PLAIN = _PlainShape()
-"""For paths that belong to no dialect: the shape most clients read."""
+PLAIN = _DefaultErrorShape()
+"""The error shape for paths outside all dialects: OpenAI's, which most clients read."""
 
 
 class RequestState(Struct):
-    """What is known of a request by and by; its log line in the end.
+    """The mutable state of a request, filled in until its log line is written.
 
-    `parameters`: of its path, decoded. `headers` go on its response, whatever that is. `operation`:
-    its name in traces, if it has a span. `epoch`: the engine's. `first_token_s` counts from
-    `submitted_s`, when the engine had the request; other times are the clock's.
+    `parameters`: the decoded path parameters. `headers`: added to any response. `operation`: the
+    span's name; empty for a request without a span. `epoch`: the engine's epoch. `submitted_s`: the
+    time the engine accepted the request. `first_token_s` is relative to `submitted_s`; the other
+    times are readings of the gateway's monotonic clock, in seconds.
     """
 
     request_id: str
@@ -101,12 +103,15 @@ class RequestState(Struct):
     parameters: dict[str, str] = {}
 
     def response_headers(self, own: dict[str, str]) -> dict[str, str]:
-        """The headers of a response to this request: its own, and those that every one has."""
+        """Return `own` with the headers that every response to this request has."""
         shape = self.shape.headers(self.request_id)
-        return {**EVERY, "X-Request-Id": self.request_id, **shape, **own, **self.headers}
+        return {**BASE_HEADERS, "X-Request-Id": self.request_id, **shape, **own, **self.headers}
 
-    def left(self) -> int:
-        """The client is gone; the status it saw. After the last byte that is no loss."""
+    def mark_client_left(self) -> int:
+        """Mark the request as cancelled and return the HTTP status for the log, 0.
+
+        A request whose response is complete stays done, with status 200.
+        """
         if self.is_complete:
             return 200
         self.ending = "cancelled"
@@ -117,7 +122,10 @@ STATE = web.RequestKey("state", RequestState)
 
 
 def log_facts(state: RequestState, method: str, status: int, total_s: float) -> dict[str, object]:
-    """The canonical line: ids and counts. Route as declared, never the path that came."""
+    """Return the fields of the request's log line: ids, counts and the declared route.
+
+    The received path is never logged: it may hold a key or a prompt.
+    """
     identity = state.identity
     first_s = state.first_token_s
     return {
@@ -142,7 +150,7 @@ def log_facts(state: RequestState, method: str, status: int, total_s: float) -> 
 def span_facts(
     state: RequestState, status: int, total_s: float, ended_ms: int, traceparent: str
 ) -> CompletedRequest:
-    """What a trace says of it: the canonical line's facts and when what was reached."""
+    """Return the fields of the request's span: the log line's, and the time of each phase."""
     reasons = state.finish_reasons
     submitted_s = _after(state, state.submitted_s)
     first_token_s = None
@@ -178,8 +186,11 @@ def _after(state: RequestState, at_s: float | None) -> float | None:
     return None if at_s is None else at_s - state.started_s
 
 
-def asked(request: web.BaseRequest) -> RequestMetadata:
-    """What of a request stands outside its body. `target`: "model:action" in Gemini's paths."""
+def request_metadata(request: web.BaseRequest) -> RequestMetadata:
+    """Return the path and header fields that dialects read beside the body.
+
+    The path parameter `target` is "model:action" in Gemini's paths.
+    """
     target, headers = request[STATE].parameters.get("target"), request.headers
     if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
         return NO_METADATA

@@ -1,6 +1,7 @@
-"""Responses on their way out: whole ones, and streams that are written piece by piece.
+"""Writes responses: whole ones, and streams piece by piece.
 
-It knows no dialect. Handlers and `answer` write through it; `middleware` finishes what they return.
+It knows no dialect and no request body. Handlers and `gateway.generation` write through it;
+`gateway.http.middleware` finishes the responses that handlers return.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from aiohttp import web
 from gateway.http.connection import CONNECTION
 
 PIECE_BYTES = 65_536
-"""A longer response leaves in pieces, so that a slow reader has a deadline for each."""
+"""The largest single write, in bytes; each piece of a longer response has its own deadline."""
 
 ResponseHeaders = Callable[[dict[str, str]], dict[str, str]]
 RESPONSE_HEADERS: web.RequestKey[ResponseHeaders] = web.RequestKey("response_headers")
-"""Adds to a response's headers those that every response to this request has."""
+"""Returns the given headers with those that every response to this request has."""
 
 
 class ClientGone(Exception):
-    """The client reads no more; the connection is closed and its request is given up."""
+    """The client disconnected or reads too slowly; the connection is closed."""
 
 
 def streamed(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-    """A response to be streamed; nothing of it is sent before `begin`."""
+    """Return a response to be streamed. `begin` sends its head."""
     return web.StreamResponse(headers=request[RESPONSE_HEADERS](headers))
 
 
@@ -39,9 +40,9 @@ async def begin(request: web.BaseRequest, response: web.StreamResponse) -> None:
 
 
 async def write(request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> None:
-    """Send `data` of a response that has begun; wait for the client if it is far behind.
+    """Send a piece of a streamed response; wait while the send buffer is full.
 
-    Raises ClientGone, having closed the connection, if the client left or reads too slowly.
+    Closes the connection and raises ClientGone if the client disconnected or reads too slowly.
     """
     try:
         await response.write(data)
@@ -54,16 +55,16 @@ async def write(request: web.BaseRequest, response: web.StreamResponse, data: by
 async def send(
     request: web.BaseRequest, status: int, body: bytes, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Send a whole response. Raises ClientGone from the middle of a long one."""
-    named = request[RESPONSE_HEADERS](headers)
+    """Send a whole response. Raises ClientGone if the client leaves during a long one."""
+    merged = request[RESPONSE_HEADERS](headers)
     if not request.keep_alive:
-        named["Connection"] = "close"  # aiohttp leaves it out of HTTP/1.0
+        merged["Connection"] = "close"  # aiohttp omits the header in HTTP/1.0
     if len(body) <= PIECE_BYTES:
-        small = web.Response(status=status, body=body, headers=named)
-        with suppress(ConnectionError):  # `finish` meets it again, after the request has ended
+        small = web.Response(status=status, body=body, headers=merged)
+        with suppress(ConnectionError):  # the middleware's `finish` raises it again
             await finish(request, small)
         return small
-    response = web.StreamResponse(status=status, headers=named)
+    response = web.StreamResponse(status=status, headers=merged)
     response.content_length = len(body)
     try:
         await response.prepare(request)
@@ -77,11 +78,11 @@ async def send(
 
 
 async def finish(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Send what has not been sent of a response. Raises ConnectionError if the client left."""
+    """Send the unsent rest of a response. Raises ConnectionError if the client left."""
     await response.prepare(request)
     await response.write_eof()
 
 
 def abort(request: web.BaseRequest) -> None:
-    """Reset the connection, so that the client sees a broken response and not a short one."""
+    """Reset the connection: the client sees an error instead of a truncated response."""
     request[CONNECTION].abort()

@@ -1,7 +1,7 @@
-"""Finds what was declared for a method and a path.
+"""The route table: finds the value declared for a method and a path.
 
-Paths are written as in aiohttp: `/v1/models/{name}`, or `{target:.+}` with a pattern. It knows no
-handler and no role. `middleware` has a table for each listener.
+Paths use aiohttp's syntax: `/v1/models/{name}`, or `{target:.+}` with a pattern. The table knows no
+handler and no role. `gateway.http.middleware` builds one for each listener.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PARAMETER = re.compile(r"\{(\w+)(?::([^{}]+))?\}")
 
 
 def pattern_of(path: str) -> re.Pattern[str]:
-    """A declared path as a pattern, with a group for each parameter. O(path)."""
+    """Compile a declared path to a pattern with a group for each parameter. O(length)."""
     parts, end = [], 0
     for found in _PARAMETER.finditer(path):
         parts.append(re.escape(path[end : found.start()]))
@@ -27,34 +27,35 @@ def pattern_of(path: str) -> re.Pattern[str]:
 
 
 def canonical(path: str) -> str:
-    """A declared path without the patterns of its parameters, as logs and metrics name it."""
+    """Return a declared path without its parameters' patterns, as logs and metrics show it."""
     return _PARAMETER.sub(r"{\1}", path)
 
 
 class RouteTable(Generic[T]):
-    """What was declared, by method and path; more specific paths come first."""
+    """Declared values by method and path; paths with a longer fixed prefix match first."""
 
     def __init__(self) -> None:
         self._exact: dict[str, dict[str, T]] = {}
         self._patterns: list[tuple[str, re.Pattern[str], dict[str, T]]] = []
 
     def add(self, method: str, path: str, value: T) -> None:
-        """Declare a value. A path and method that were declared before are an error of ours."""
+        """Declare a value for a method and path; each pair may be declared once."""
         if "{" not in path:
-            of_path = self._exact.setdefault(path, {})
+            by_method = self._exact.setdefault(path, {})
         else:
             found = [known for declared, _, known in self._patterns if declared == path]
-            of_path = found[0] if found else {}
+            by_method = found[0] if found else {}
             if not found:
-                self._patterns.append((path, pattern_of(path), of_path))
-                self._patterns.sort(key=lambda one: one[0].index("{"), reverse=True)
-        assert method not in of_path, f"{method} {path} was declared twice"
-        of_path[method] = value
+                self._patterns.append((path, pattern_of(path), by_method))
+                self._patterns.sort(key=lambda entry: entry[0].index("{"), reverse=True)
+        assert method not in by_method, f"{method} {path} was declared twice"
+        by_method[method] = value
 
     def find(self, request: web.BaseRequest) -> tuple[T, dict[str, str]]:
-        """(value, decoded parameters). O(1) for a path without parameters, as it was declared.
+        """Return (value, decoded parameters).
 
-        Raises web.HTTPNotFound, and web.HTTPMethodNotAllowed with the methods that are declared.
+        Cost: O(1) for a path without parameters, else O(patterns). Raises web.HTTPNotFound, and
+        web.HTTPMethodNotAllowed with the declared methods.
         """
         method, url = request.method, request.rel_url
         exact = self._exact.get(url.raw_path)
@@ -62,19 +63,19 @@ class RouteTable(Generic[T]):
             return exact[method], {}
         path, allowed = url.path_safe, set[str]()
         candidates = [(self._exact.get(path, {}), dict[str, str]())]
-        for _, pattern, of_path in self._patterns:
+        for _, pattern, by_method in self._patterns:
             match = pattern.fullmatch(path)
             if match is not None:
-                candidates.append((of_path, match.groupdict()))
-        for of_path, parameters in candidates:
-            if method in of_path:
-                return of_path[method], {name: _decoded(v) for name, v in parameters.items()}
-            allowed.update(of_path)
+                candidates.append((by_method, match.groupdict()))
+        for by_method, parameters in candidates:
+            if method in by_method:
+                return by_method[method], {name: _decoded(v) for name, v in parameters.items()}
+            allowed.update(by_method)
         if allowed:
             raise web.HTTPMethodNotAllowed(method, allowed)
         raise web.HTTPNotFound
 
 
 def _decoded(parameter: str) -> str:
-    """A parameter in full: `path_safe` leaves encoded slashes and per cent signs as they are."""
+    """Decode the slashes and per cent signs that `URL.path_safe` leaves encoded."""
     return parameter.replace("%2F", "/").replace("%25", "%")

@@ -1,11 +1,11 @@
-"""The listener: aiohttp's HTTP parser behind connections of our own.
+"""The listener: aiohttp's HTTP parser behind `gateway.http.connection`.
 
-Bare aiohttp waits without end for a head, a body or a reader, keeps idle connections for an hour,
-goes on working for a client that left, and quotes what it could not parse in its error page. Here
-each of these has a deadline, a bound or a fixed text. It knows no dialect, no tenant and no engine,
-and reads no body (`bodies`). `app` opens listeners.
+By default aiohttp waits forever for a head, a body or a slow reader, keeps idle connections for an
+hour, keeps working for a disconnected client, and quotes unparsable bytes in its error page. The
+listener sets a deadline, a bound or a fixed text for each of these. It knows no dialect, no tenant
+and no engine, and reads no body (`gateway.http.request_body` does). `gateway.app` opens listeners.
 
-    accept ── caps (all, per address) ── head: deadline ── handler ── answer: deadline per write
+    accept ── caps (all, per address) ── head: deadline ── handler ── response: deadline per write
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from gateway.config import ServerConfig
 from gateway.http.connection import CONNECTION, Connection, Connections, NewId
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-"""Answers one request: writes the whole response and returns it."""
+"""Handles one request: writes the whole response and returns it."""
 
 _BACKLOG = 4_096
+"""Connections that the kernel queues before they are accepted."""
+
 _LINGERING_S = 1.0
+"""How long aiohttp reads the rest of a refused body before it closes, in seconds."""
 
 _SILENT = logging.getLogger("trunkline.aiohttp")
 _SILENT.setLevel(logging.CRITICAL + 1)
-"""aiohttp logs what it could not parse, keys included."""
+"""A muted logger: aiohttp logs unparsable requests, which may hold keys."""
 
 
 class Listener:
-    """One listening address, and what answers there."""
+    """One listening address and its handler."""
 
     def __init__(
         self,
@@ -42,8 +45,11 @@ class Listener:
         on_unreadable: Callable[[], None] = lambda: None,
         shutdown_timeout_s: float = 60.0,
     ) -> None:
-        """`on_unreadable`: called for each request that is not HTTP. `shutdown_timeout_s`: how long
-        `close` waits for running requests before it cancels them."""
+        """Prepare a listener; `open` binds it.
+
+        `on_unreadable` is called for each request that is not valid HTTP. `shutdown_timeout_s`: how
+        long `close` waits for running requests before it cancels them.
+        """
         self._handler = handler
         self._settings = settings
         self._new_id = new_id
@@ -53,15 +59,15 @@ class Listener:
         self._server: asyncio.Server | None = None
 
     async def open(self, host: str, port: int) -> tuple[str, int]:
-        """Bind and accept; returns the address bound. Raises OSError if the port is taken."""
+        """Bind, start accepting and return (host, port). Raises OSError if the port is taken."""
         make_protocol = web.Server(
-            self._answer,
+            self._handle,
             handler_cancellation=True,
             keepalive_timeout=self._settings.keep_alive_timeout_s,
             lingering_time=_LINGERING_S,
             logger=_SILENT,
             access_log=None,
-            auto_decompress=False,  # `bodies` decompresses, within a bound
+            auto_decompress=False,  # `request_body` decompresses, within a bound
         )
         self._runner = web.ServerRunner(make_protocol, shutdown_timeout=self._shutdown_timeout_s)
         await self._runner.setup()
@@ -73,16 +79,19 @@ class Listener:
         return str(bound[0]), int(bound[1])
 
     async def close(self) -> None:
-        """Accept no more, close idle connections, wait for running requests, cancel the rest."""
+        """Stop accepting, close idle connections, wait for running requests, cancel the rest."""
         if self._server is not None:
             self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Run the handler, and tell the connection where the response begins and ends."""
         connection = request.transport
         if not isinstance(connection, Connection):
-            raise ConnectionResetError("the client left before its request was handled")
+            raise ConnectionResetError(
+                "the client closed the connection before its request was handled"
+            )
         request[CONNECTION] = connection
         may_follow = False
         connection.begin_request()

@@ -115,7 +115,7 @@ class _TenantHandlers:
 
     async def list_tenants(self, request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, "after", "limit")
-        limit, after = json_api.whole(given, "limit", 100, PAGE_MAX), given.get("after", "")
+        limit, after = json_api.positive_int(given, "limit", 100, PAGE_MAX), given.get("after", "")
         found = await self._gateway.reports.ask(tenants.list_tenant_records)
         rest = [one for one in found if one.tenant.name > after]
         page = [self._body(one) for one in rest[:limit]]
@@ -274,8 +274,8 @@ class _TenantHandlers:
 
     def _page(self, request: web.BaseRequest, listed: list[Key]) -> web.StreamResponse:
         given = json_api.query(request, "after", "limit")
-        limit = json_api.whole(given, "limit", 100, PAGE_MAX)
-        after = json_api.whole(given, "after", 0, 2**53)
+        limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
+        after = json_api.positive_int(given, "after", 0, 2**53)
         rest = [key for key in listed if key.key_id > after]
         page = [key_body(key) for key in rest[:limit]]
         return json_api.answer({"keys": page, "has_more": len(rest) > limit})

@@ -71,7 +71,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
                 Kind.BAD, "missing_required_parameter", "tenant is required.", param="tenant"
             )
         found = await _tenant(gateway, given["tenant"])
-        limit = json_api.whole(given, "limit", 100, RECEIPTS_MAX)
+        limit = json_api.positive_int(given, "limit", 100, RECEIPTS_MAX)
         receipts = await asyncio.to_thread(
             list_receipts, gateway.store, found.tenant.tenant_id, limit
         )

@@ -1,4 +1,4 @@
-"""The key, from wherever an SDK puts it; never two of them."""
+"""API keys in the places where SDKs put them, and the wrong-key counter."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def key_of(headers: dict[str, str], path: str = "/") -> str:
         ({"Authorization": "Bearer k", "X-Api-Key": "k", "x-goog-api-key": "k"}, "/?key=k"),
     ],
 )
-def test_every_sdks_place_for_a_key_is_a_place_for_ours(headers: dict[str, str], path: str) -> None:
-    """Three SDKs, four places; the same key twice is one key."""
+def test_key_is_found_in_every_place_that_sdks_use(headers: dict[str, str], path: str) -> None:
+    """Three SDKs use four places; the same key twice counts as one key."""
     assert key_of(headers, path) == "k"
 
 
@@ -39,27 +39,27 @@ def test_every_sdks_place_for_a_key_is_a_place_for_ours(headers: dict[str, str],
         {"Authorization": "Basic a", "X-Api-Key": "b"},
     ],
 )
-def test_two_different_keys_are_nobodys(headers: dict[str, str]) -> None:
-    """Whoever checks one and bills the other has been fooled."""
+def test_two_different_keys_are_refused(headers: dict[str, str]) -> None:
+    """Checking one key and billing the other would charge the wrong tenant."""
     with pytest.raises(Refusal, match="Two different keys"):
         key_of(headers)
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer "}, {"Authorization": "k"}])
-def test_no_key_is_refused(headers: dict[str, str]) -> None:
-    """And says where one belongs."""
+def test_missing_key_is_refused(headers: dict[str, str]) -> None:
+    """The message names the expected header."""
     with pytest.raises(KeyRefused, match="Authorization: Bearer"):
         key_of(headers)
 
 
 def test_wrong_keys_are_counted_by_address_and_minute() -> None:
-    """Guessing stops; the next minute counts anew, and other addresses are not held to it."""
+    """The next minute starts a new count, and other addresses have counts of their own."""
     clock = FakeClock()
     counts = WrongKeys(clock)
     for _ in range(WRONG_KEYS_PER_MINUTE_MAX):
-        assert not counts.is_too_many("a")
+        assert not counts.record("a")
 
-    assert counts.is_too_many("a")
-    assert not counts.is_too_many("b")
+    assert counts.record("a")
+    assert not counts.record("b")
     clock.advance(60)
-    assert not counts.is_too_many("a")
+    assert not counts.record("a")

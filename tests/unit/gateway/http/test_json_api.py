@@ -25,7 +25,7 @@ def test_a_window_is_the_last_thirty_days_if_nothing_is_said() -> None:
     """Up to and with this millisecond."""
     window = json_api.window({}, NOON_MS)
 
-    assert window.shown() == {
+    assert window.as_json() == {
         "since": "2025-12-02T12:00:00.001Z",
         "until": "2026-01-01T12:00:00.001Z",
     }
@@ -41,7 +41,7 @@ def test_a_window_is_of_days_or_of_instants() -> None:
     days = json_api.window({"since": "2025-12-01", "until": "2026-01-01"}, NOON_MS)
     hours = json_api.window({"since": "2026-01-01T11:00:00+01:00"}, NOON_MS)
 
-    assert days.shown() == {
+    assert days.as_json() == {
         "since": "2025-12-01T00:00:00.000Z",
         "until": "2026-01-01T00:00:00.000Z",
     }
@@ -79,8 +79,8 @@ def test_the_widest_window_is_four_hundred_days() -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "11", "1.5", "x", "", "١", "9" * 19])
 def test_a_number_outside_its_bounds_is_refused(text: str) -> None:
     """With the bounds in the message."""
-    with pytest.raises(Refusal, match="from 1 to 10"):
-        json_api.whole({"limit": text}, "limit", 5, 10)
+    with pytest.raises(Refusal, match="integer from 1 to 10"):
+        json_api.positive_int({"limit": text}, "limit", 5, 10)
 
 
 def test_an_error_has_one_shape() -> None:

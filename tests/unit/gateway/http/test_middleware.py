@@ -1,4 +1,4 @@
-"""The door: ids, keys, roles, errors to bytes, the log line."""
+"""The middleware: ids, keys, roles, errors as bytes, the log line."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ DECLARED = {
     ("GET", "/healthz"): 200,
     ("GET", "/readyz"): 200,
 }
-"""Every way in on the public listener, and what it says to somebody without a key."""
+"""Every route of the public listener, and its status for a request without a key."""
 
 
-async def test_every_route_is_declared_and_refuses_strangers_as_declared(
+async def test_every_public_route_has_the_declared_status_without_a_key(
     gateway: GatewayFixture,
 ) -> None:
-    """C8: a walk of the router; a route added without a role would show up here."""
+    """C8: a new route without a role fails this test."""
     routes = {(route.method, canonical(route.path)) for route in gateway.gateway.public().routes}
     answers = {
         (method, path): (
@@ -92,10 +92,10 @@ BAD_KEYS = [
 
 
 @pytest.mark.parametrize("headers", BAD_KEYS, ids=range(len(BAD_KEYS)))
-async def test_bad_keys_are_all_refused_alike(
+async def test_every_bad_key_gets_the_same_401(
     gateway: GatewayFixture, headers: dict[str, str]
 ) -> None:
-    """C1, C5: 401 before the body is read, the key never shown back."""
+    """C1, C5: the body is not read, and the key is never echoed."""
     status, answer, response = await gateway.ask(body=b"not json", who=None, headers=headers)
 
     assert status == 401, answer
@@ -107,8 +107,8 @@ async def test_bad_keys_are_all_refused_alike(
     await gateway.check_quiet()
 
 
-async def test_a_prefix_of_a_key_is_nobody(gateway: GatewayFixture) -> None:
-    """C6: caches of authentication by a part of the key have mixed tenants up."""
+async def test_prefix_of_a_key_is_refused(gateway: GatewayFixture) -> None:
+    """C6: an authentication cache keyed by part of the key would confuse tenants."""
     for cut in (20, 30, -1):
         key = gateway.keys["ada"][:cut]
         status, _, _ = await gateway.ask(
@@ -117,18 +117,18 @@ async def test_a_prefix_of_a_key_is_nobody(gateway: GatewayFixture) -> None:
         assert status == 401
 
 
-async def test_two_different_keys_are_ambiguous_and_the_same_twice_is_not(
+async def test_two_different_keys_are_refused_and_the_same_key_twice_is_accepted(
     gateway: GatewayFixture,
 ) -> None:
-    """C4: a proxy and we might pick different ones."""
+    """C4: a proxy and the gateway might pick different keys."""
     other, _, _ = await gateway.ask(body=gateway.chat(), headers={"X-Api-Key": gateway.keys["bob"]})
     same, _, _ = await gateway.ask(body=gateway.chat(), headers={"X-Api-Key": gateway.keys["ada"]})
 
     assert (other, same) == (400, 200)
 
 
-async def test_headers_that_name_another_tenant_change_nothing(gateway: GatewayFixture) -> None:
-    """C3: who asks comes from the key alone."""
+async def test_headers_that_name_another_tenant_are_ignored(gateway: GatewayFixture) -> None:
+    """C3: the key alone identifies the tenant."""
     headers = {"X-Tenant": "bob", "OpenAI-Organization": "bob", "OpenAI-Project": "bob"}
     await gateway.ask(body=gateway.chat(), headers=headers)
 
@@ -136,15 +136,15 @@ async def test_headers_that_name_another_tenant_change_nothing(gateway: GatewayF
     assert rows == [("ada",)]
 
 
-async def test_a_revoked_key_and_a_suspended_tenant_are_out_within_a_second(
+async def test_revoked_key_gets_401_and_suspended_tenant_403(
     gateway: GatewayFixture,
 ) -> None:
-    """C2, C7: the command line writes beside a running server."""
+    """C2, C7: the command line changes the database beside a running server."""
     tenant, _ = find_tenant(gateway.store, "ada")
     second = create_key(gateway.store, wall_ms, tenant.tenant_id)
     revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
     set_status(gateway.store, "bob", "suspended")
-    gateway.gateway.context.registry.refresh_now()  # another process wrote
+    gateway.gateway.context.registry.refresh_now()  # as after a write by another process
 
     revoked, error, _ = await gateway.ask(
         "/v1/models", method="GET", who=None, headers={"Authorization": f"Bearer {second}"}
@@ -156,10 +156,10 @@ async def test_a_revoked_key_and_a_suspended_tenant_are_out_within_a_second(
     assert second not in json.dumps(error)
 
 
-async def test_floods_of_wrong_keys_are_slowed_and_good_keys_are_not(
+async def test_wrong_key_limit_does_not_affect_good_keys(
     gateway: GatewayFixture,
 ) -> None:
-    """C14: guessing from one address ends; a customer behind the same address does not notice."""
+    """C14: tenants may share an address with a client that guesses keys."""
     headers = {"Authorization": "Bearer wrong"}
     statuses = [
         (await gateway.ask("/v1/models", method="GET", who=None, headers=headers))[0]
@@ -168,13 +168,15 @@ async def test_floods_of_wrong_keys_are_slowed_and_good_keys_are_not(
     good, _, _ = await gateway.ask("/v1/models", method="GET")
 
     assert set(statuses[: WRONG_KEYS_PER_MINUTE_MAX // 2]) == {401}
-    assert statuses[-1] in (401, 429)  # 401 if a minute began meanwhile
+    assert statuses[-1] in (401, 429)  # 401 if a new minute began during the loop
     assert good == 200
 
 
-async def test_keys_that_were_good_are_told_why_they_are_not(gateway: GatewayFixture) -> None:
-    """Behind a proxy all have one address: a suspended tenant's retries are no guesses, neither of
-    its own nor in the way of those who are told that their key is wrong."""
+async def test_revoked_and_suspended_keys_do_not_count_as_wrong_keys(
+    gateway: GatewayFixture,
+) -> None:
+    """Clients behind a proxy share an address: retries of a suspended tenant must not use up the
+    wrong-key limit, neither its own nor its neighbours'."""
     tenant, _ = find_tenant(gateway.store, "ada")
     dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
     revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
@@ -191,23 +193,23 @@ async def test_keys_that_were_good_are_told_why_they_are_not(gateway: GatewayFix
     assert (seen, wrong) == ({401, 403}, 401)
 
 
-def test_wrong_keys_are_counted_by_minute_for_a_bounded_number_of_addresses() -> None:
-    """A counter that grows with attackers is an attack of its own."""
+def test_wrong_key_counter_is_bounded_in_addresses() -> None:
+    """An unbounded counter would let attackers exhaust memory."""
     clock = FakeClock()
     counter = WrongKeys(clock)
-    within = [counter.is_too_many("a") for _ in range(WRONG_KEYS_PER_MINUTE_MAX)]
-    over = counter.is_too_many("a")
+    within = [counter.record("a") for _ in range(WRONG_KEYS_PER_MINUTE_MAX)]
+    over = counter.record("a")
     clock.advance(60)
-    later = counter.is_too_many("a")
+    later = counter.record("a")
     for number in range(10_000):
-        counter.is_too_many(f"address {number}")
+        counter.record(f"address {number}")
 
     assert (any(within), over, later) == (False, True, False)
     assert len(counter._seen) <= 4_096
 
 
-async def test_one_line_per_request_without_prompts_or_keys(gateway: GatewayFixture) -> None:
-    """The log is for operators: ids and counts."""
+async def test_request_log_line_has_no_prompt_and_no_key(gateway: GatewayFixture) -> None:
+    """The log holds ids and counts only."""
     await gateway.ask(body=gateway.chat("the planted prompt"))
     (line,) = [line for line in gateway.lines if line["event"] == "request"]
 
@@ -217,10 +219,10 @@ async def test_one_line_per_request_without_prompts_or_keys(gateway: GatewayFixt
     assert gateway.keys["ada"] not in json.dumps(gateway.lines)
 
 
-async def test_an_unforeseen_error_is_a_plain_500_and_a_line_without_its_message(
+async def test_unexpected_error_is_a_500_and_its_message_is_not_logged(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The positive control of secrecy: an exception that carries a prompt."""
+    """The exception's message holds a prompt, as a real one may."""
 
     def broken(prompt: object) -> object:
         raise ValueError("the planted prompt")
@@ -235,8 +237,8 @@ async def test_an_unforeseen_error_is_a_plain_500_and_a_line_without_its_message
     await gateway.check_quiet()
 
 
-async def test_no_answer_says_what_the_server_is_made_of(gateway: GatewayFixture) -> None:
-    """A version is the first thing an attacker looks up: in answers, refusals and probes."""
+async def test_server_header_names_no_version(gateway: GatewayFixture) -> None:
+    """Attackers look up known defects by version: check responses, refusals and probes."""
     responses = [
         (await gateway.ask(body=gateway.chat()))[2],
         (await gateway.ask(body=b"{"))[2],
@@ -246,23 +248,24 @@ async def test_no_answer_says_what_the_server_is_made_of(gateway: GatewayFixture
     assert [response.headers["server"] for response in responses] == ["trunkline"] * 3
 
 
-def _requests_and_refusals() -> list[object]:
-    return [one for one in gc.get_objects() if type(one) in (Refusal, Call)]
+def _live_calls_and_refusals() -> list[object]:
+    return [found for found in gc.get_objects() if type(found) in (Refusal, Call)]
 
 
 @pytest.mark.parametrize("more", [{"temperature": 99}, {"model": "none"}, {"max_tokens": 10**6}])
-async def test_what_was_refused_is_let_go_at_once(
+async def test_refused_request_is_freed_without_the_garbage_collector(
     gateway: GatewayFixture, more: dict[str, object]
 ) -> None:
-    """A refusal whose traceback holds the frame that holds it kept the request's whole body until
-    the garbage collector came by, which it rarely does."""
+    """A reference cycle of refusal, traceback and frame kept the whole request body alive until
+    the garbage collector ran, which is rare."""
     gc.collect()
     gc.disable()
     try:
-        others = _requests_and_refusals()  # constants of other tests in this process
+        others = _live_calls_and_refusals()  # constants of other tests in this process
         body = {**gateway.chat("hello " * 9), **more}
         statuses = {(await gateway.ask(body=body))[0] for _ in range(3)}
-        kept = [one for one in _requests_and_refusals() if not any(one is old for old in others)]
+        live = _live_calls_and_refusals()
+        kept = [found for found in live if not any(found is old for old in others)]
     finally:
         gc.enable()
 

@@ -60,7 +60,7 @@ def test_a_client_that_leaves_after_the_last_byte_has_lost_nothing(
     """It has its answer; before, it has none."""
     facts = state(is_complete=is_complete)
 
-    assert facts.left() == status
+    assert facts.mark_client_left() == status
     assert facts.ending == ("done" if is_complete else "cancelled")
 
 

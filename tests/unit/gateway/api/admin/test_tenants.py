@@ -160,7 +160,7 @@ async def test_refuses_duplicate_fields(admin: AdminClient) -> None:
     )
 
     assert (name, inner) == (400, 400)
-    assert answer["error"]["message"] == "'name' was given twice."
+    assert answer["error"]["message"] == "Duplicate field: 'name'."
     assert [tenant.name for tenant, _ in list_tenants(admin.gateway.store)] == ["ada", "bob"]
 
 
