@@ -1,6 +1,6 @@
-"""A connection against raw sockets: heads, deadlines, caps, and requests one after another.
+"""Connections over raw sockets: heads, deadlines, caps, keep-alive and pipelining.
 
-Numbers in names' reasons (A1, A16 ...) are the rows of the list of bad inputs.
+Numbers in docstrings (A1, A16 ...) are rows of the list of bad inputs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ UNREADABLE = {
 async def test_unreadable_requests_get_a_fixed_page_and_a_closed_connection(
     gateway: GatewayFixture, lines: str
 ) -> None:
-    """aiohttp's own page echoes what it could not parse, keys included."""
+    """aiohttp's own error page echoes the unparsable bytes, keys included."""
     answer = await gateway.raw(head("POST /v1/chat/completions HTTP/1.1", lines))
 
     assert status_of(answer) in (400, 401), answer
@@ -69,15 +69,15 @@ async def test_unreadable_requests_get_a_fixed_page_and_a_closed_connection(
     ids=["HTTP/0.9", "HTTP/9.9", "HTTP/2 preface", "TLS hello", "no method", "garbage"],
 )
 async def test_other_protocols_are_refused_and_closed(gateway: GatewayFixture, data: bytes) -> None:
-    """A13: no handler ever sees them, and the connection does not linger."""
+    """A13: no handler runs, and the connection closes at once."""
     answer = await gateway.raw(data)
 
     assert status_of(answer) in (0, 400), answer
     await gateway.check_quiet()
 
 
-async def test_a_head_that_trickles_is_cut_off(unopened_gateway: GatewayFixture) -> None:
-    """A16, slowloris: bare aiohttp waits for ever."""
+async def test_slow_head_times_out(unopened_gateway: GatewayFixture) -> None:
+    """A16, slowloris: bare aiohttp waits forever."""
     unopened_gateway.set_server(header_timeout_s=0.1)
     await unopened_gateway.open()
 
@@ -87,8 +87,8 @@ async def test_a_head_that_trickles_is_cut_off(unopened_gateway: GatewayFixture)
     await unopened_gateway.close()
 
 
-async def test_a_later_head_that_trickles_is_cut_off_too(unopened_gateway: GatewayFixture) -> None:
-    """A16: the deadline begins anew with each head, not with the connection alone."""
+async def test_slow_head_of_a_later_request_times_out(unopened_gateway: GatewayFixture) -> None:
+    """A16: each head has a deadline, not only the connection's first."""
     unopened_gateway.set_server(header_timeout_s=0.2, keep_alive_timeout_s=60.0)
     await unopened_gateway.open()
 
@@ -102,11 +102,11 @@ async def test_a_later_head_that_trickles_is_cut_off_too(unopened_gateway: Gatew
     await unopened_gateway.close()
 
 
-async def test_a_part_of_a_head_behind_a_request_is_bounded_by_keep_alive(
+async def test_partial_head_after_a_request_is_bounded_by_keep_alive(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """A16: bytes that come while a request is answered may be its body, so they start no head
-    deadline; the idle deadline closes the connection then."""
+    """A16: bytes that arrive during a request may be its body, so they start no head deadline;
+    the keep-alive deadline closes the connection."""
     unopened_gateway.set_server(header_timeout_s=60.0, keep_alive_timeout_s=0.2)
     await unopened_gateway.open()
 
@@ -120,8 +120,8 @@ async def test_a_part_of_a_head_behind_a_request_is_bounded_by_keep_alive(
     await unopened_gateway.close()
 
 
-async def test_a_connection_that_says_nothing_is_closed(unopened_gateway: GatewayFixture) -> None:
-    """A18: a silent connection holds a place that somebody else needs."""
+async def test_silent_connection_is_closed(unopened_gateway: GatewayFixture) -> None:
+    """A18: a silent connection counts against the connection limit."""
     unopened_gateway.set_server(header_timeout_s=0.1)
     await unopened_gateway.open()
 
@@ -131,10 +131,10 @@ async def test_a_connection_that_says_nothing_is_closed(unopened_gateway: Gatewa
     await unopened_gateway.close()
 
 
-async def test_an_idle_connection_is_closed_after_keep_alive(
+async def test_idle_connection_is_closed_after_keep_alive(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """A18: aiohttp's default is an hour."""
+    """A18: aiohttp's default keep-alive is an hour."""
     unopened_gateway.set_server(keep_alive_timeout_s=0.1)
     await unopened_gateway.open()
 
@@ -149,10 +149,10 @@ async def test_an_idle_connection_is_closed_after_keep_alive(
     await unopened_gateway.close()
 
 
-async def test_connections_are_capped_per_address_and_others_are_told(
+async def test_connections_above_the_address_limit_get_503(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """A18: ten thousand idle connections must not keep a customer out for long."""
+    """A18: ten thousand idle connections must not lock tenants out for long."""
     unopened_gateway.set_server(connections_per_address_max=3)
     await unopened_gateway.open()
     held = [await asyncio.open_connection("127.0.0.1", unopened_gateway.port) for _ in range(3)]
@@ -171,10 +171,10 @@ async def test_connections_are_capped_per_address_and_others_are_told(
     await unopened_gateway.close()
 
 
-async def test_a_stream_that_nobody_reads_is_cut_and_its_blocks_come_back(
+async def test_unread_stream_is_cancelled_and_its_blocks_are_freed(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """A26: a bare aiohttp handler waits for ever once the buffers are full."""
+    """A26: a bare aiohttp handler waits forever once the buffers are full."""
     unopened_gateway.set_server(write_timeout_s=0.3, send_buffer_bytes=4_096)
     await unopened_gateway.open()
     body = json.dumps(
@@ -194,11 +194,10 @@ async def test_a_stream_that_nobody_reads_is_cut_and_its_blocks_come_back(
     await unopened_gateway.close()
 
 
-async def test_a_connection_that_waits_for_its_next_request_is_not_late(
+async def test_head_deadline_does_not_run_between_requests(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """No byte of a head has come, so no head is late: an answer that nobody asked for would be
-    taken for the next request's."""
+    """The client would take an unsolicited 408 for the response to its next request."""
     unopened_gateway.set_server(header_timeout_s=0.5, keep_alive_timeout_s=60.0)
     await unopened_gateway.open()
     body = json.dumps(unopened_gateway.chat()).encode()
@@ -215,15 +214,15 @@ async def test_a_connection_that_waits_for_its_next_request_is_not_late(
     await unopened_gateway.close()
 
 
-class Unread(asyncio.Transport):
-    """A transport whose client reads nothing; below the limit at which asyncio pauses writing."""
+class UnreadTransport(asyncio.Transport):
+    """A transport whose client reads nothing, with a buffer below asyncio's pause limit."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("192.0.2.1", 1)})
         self.aborted = asyncio.Event()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """See `asyncio.WriteTransport`."""
+        """Accept any limits; this transport never pauses."""
 
     def get_write_buffer_size(self) -> int:
         return 100
@@ -232,17 +231,17 @@ class Unread(asyncio.Transport):
         return False
 
     def close(self) -> None:
-        """Waits until the client has read everything, as asyncio's own does."""
+        """Do nothing: asyncio's transport also stays open until its buffer is empty."""
 
     def abort(self) -> None:
         self.aborted.set()
 
 
-async def test_a_closing_connection_that_nobody_reads_is_reset() -> None:
-    """A26: asyncio waits without end until the last bytes have left, and the place is taken."""
+async def test_unread_closing_connection_is_reset() -> None:
+    """A26: asyncio waits forever for the last bytes, and the connection stays counted."""
     settings = ServerConfig(write_timeout_s=0.05)
     connections = Connections(asyncio.Protocol, settings, lambda: "id", lambda: None)
-    connection, unread = connections(), Unread()
+    connection, unread = connections(), UnreadTransport()
     connection.connection_made(unread)
     connection.close()
 
@@ -251,7 +250,7 @@ async def test_a_closing_connection_that_nobody_reads_is_reset() -> None:
 
 
 async def test_pipelined_requests_are_answered_in_order(gateway: GatewayFixture) -> None:
-    """A19: aiohttp bounds how many wait; none is lost, none overtakes."""
+    """A19: aiohttp bounds the queue of pipelined requests; none is lost or reordered."""
     async with gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1") * 199)
         writer.write(head("GET /nowhere HTTP/1.1", "Connection: close"))
@@ -264,8 +263,8 @@ async def test_pipelined_requests_are_answered_in_order(gateway: GatewayFixture)
 
 
 @pytest.mark.parametrize("when", ["in the head", "in the body"])
-async def test_a_reset_leaves_nothing_behind(gateway: GatewayFixture, when: str) -> None:
-    """A23: RST at any point."""
+async def test_reset_during_a_request_leaks_nothing(gateway: GatewayFixture, when: str) -> None:
+    """A23: a TCP reset may come at any byte."""
     data = gateway.post("/v1/chat/completions", json.dumps(gateway.chat()).encode())
     cut = 20 if when == "in the head" else len(data) - 5
     async with gateway.connection() as (_, writer):
@@ -279,8 +278,8 @@ async def test_a_reset_leaves_nothing_behind(gateway: GatewayFixture, when: str)
     assert gateway.entries() == []
 
 
-async def test_a_client_that_leaves_ends_its_request_and_no_other(gateway: GatewayFixture) -> None:
-    """All requests of a connection share a task: what ends with it is the one that is running."""
+async def test_disconnect_cancels_only_the_running_request(gateway: GatewayFixture) -> None:
+    """All requests of a connection share one task; finished requests must stay done."""
     body = json.dumps(gateway.chat(max_tokens=400)).encode()
     async with gateway.connection() as (reader, writer):
         writer.write(gateway.post("/v1/chat/completions", json.dumps(gateway.chat()).encode()))
@@ -297,10 +296,10 @@ async def test_a_client_that_leaves_ends_its_request_and_no_other(gateway: Gatew
     await gateway.check_quiet()
 
 
-async def test_an_answer_that_came_before_its_body_reaches_a_client_that_still_writes(
+async def test_early_refusal_reaches_a_client_that_is_still_sending(
     gateway: GatewayFixture,
 ) -> None:
-    """A connection that is closed on unread bytes is reset, and takes the refusal with it."""
+    """Closing a socket with unread bytes resets it, and the client loses the refusal."""
     lines = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {2**20}\r\n"
     async with gateway.connection() as (reader, writer):
         writer.write(lines.encode() + b"\r\n{")

@@ -1,4 +1,4 @@
-"""What a client, and what a log, may know of an error."""
+"""Errors as refusals for clients and as log fields."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
         (web.HTTPRequestEntityTooLarge(1, 2), Kind.TOO_BIG),
     ],
 )
-def test_known_errors_have_a_kind(error: Exception, kind: Kind) -> None:
-    """RecursionError and UnicodeDecodeError are no msgspec errors: unmapped they are a 500."""
+def test_known_errors_map_to_a_kind(error: Exception, kind: Kind) -> None:
+    """RecursionError and UnicodeDecodeError are not msgspec errors; unmapped they give 500."""
     refusal = refusal_of(error)
 
     assert refusal is not None
@@ -62,10 +62,8 @@ def test_known_errors_have_a_kind(error: Exception, kind: Kind) -> None:
         ("/", None),
     ],
 )
-def test_what_hosted_apis_have_and_we_do_not_is_refused_by_its_name(
-    path: str, word: str | None
-) -> None:
-    """An application that asks for it looks for a mistake of its own otherwise."""
+def test_unsupported_endpoint_of_a_hosted_api_is_named(path: str, word: str | None) -> None:
+    """A plain 404 would suggest a wrong URL."""
     refusal = refusal_of(web.HTTPNotFound(), path)
 
     assert refusal is not None
@@ -74,13 +72,13 @@ def test_what_hosted_apis_have_and_we_do_not_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("error", [ValueError("secret"), EngineError("invariant", "secret")])
-def test_our_own_mistakes_say_nothing_to_clients(error: Exception) -> None:
-    """Messages of unforeseen errors quote what clients sent, or how we are built."""
+def test_internal_errors_have_no_refusal(error: Exception) -> None:
+    """Messages of unexpected errors may quote prompts or internals."""
     assert refusal_of(error) is None
 
 
-def test_where_names_lines_and_never_the_message() -> None:
-    """A traceback's text repeats what was sent."""
+def test_error_location_has_lines_and_no_message() -> None:
+    """The message may quote the request."""
     try:
         raise ValueError("the planted prompt")
     except ValueError as error:
@@ -92,7 +90,7 @@ def test_where_names_lines_and_never_the_message() -> None:
 
 @pytest.fixture
 def disk() -> Iterator[Disk]:
-    """What is opened during the test lies on it."""
+    """A disk with injectable faults; files opened during the test lie on it."""
     disk = Disk()
     with disk_of(disk):
         yield disk
@@ -106,16 +104,16 @@ def unopened_gateway(disk: Disk, card: ModelCard, tmp_path: Path) -> Iterator[Ga
 
 
 @pytest.mark.parametrize("sick", ["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"])
-async def test_when_the_disk_is_well_again_everything_is_answered(
+async def test_service_recovers_once_the_disk_recovers(
     gateway: GatewayFixture,
     disk: Disk,
     sick: Literal["wrong_reads", "no_reads", "no_writes", "no_syncs", "full"],
 ) -> None:
-    """Whoever asks while it is sick may come again in a moment, and nobody has to start us."""
+    """Requests during the fault get a retryable 503, and the gateway needs no restart."""
     admin = AdminClient(gateway)
 
-    async def everything(name: str) -> list[int]:
-        """Whoever reads or writes: administration, reports, resources, erasures, names, holds."""
+    async def statuses(name: str) -> list[int]:
+        """Use every kind of read and write: admin, reports, caches, erasure, idempotency, holds."""
         made, _ = await admin.ask("POST", "/admin/v1/tenants", {"name": name})
         listed, _ = await admin.ask("GET", "/admin/v1/tenants")
         report, _ = await admin.ask("GET", "/admin/v1/usage")
@@ -127,11 +125,11 @@ async def test_when_the_disk_is_well_again_everything_is_answered(
         again, _, _ = await gateway.ask(body=gateway.chat(), headers=named)
         return [made, listed, report, erased, own, contents, chat, again]
 
-    first = await everything("eve")
+    first = await statuses("eve")
     disk.sick = sick
-    while_sick = await everything("fay")
+    while_sick = await statuses("fay")
     disk.sick = ""
-    after = await everything("gus")
+    after = await statuses("gus")
     _, made = await admin.ask("POST", "/admin/v1/tenants/gus/keys", {})
     new = {"Authorization": f"Bearer {made['key']}"}
     its, _, _ = await gateway.ask(body=gateway.chat(), who=None, headers=new)
@@ -157,11 +155,11 @@ async def test_when_the_disk_is_well_again_everything_is_answered(
         ("grammar_unsupported", Kind.BAD, "unsupported_value"),
         ("grammar_dead_end", Kind.BAD, "invalid_json_schema"),
         ("kv_promised", Kind.BUSY, "cache_memory_promised"),
-        ("a code of the future", Kind.INTERNAL, "internal_error"),
+        ("an unknown code", Kind.INTERNAL, "internal_error"),
     ],
 )
-def test_the_engines_codes_have_their_place(code: str, kind: Kind, name: str) -> None:
-    """A client's mistake is a 4xx, ours a 5xx, and a busy hour says when to come back."""
+def test_engine_codes_map_to_kind_and_client_code(code: str, kind: Kind, name: str) -> None:
+    """A client error is 4xx, an internal error 5xx, and overload has a retry delay."""
     refusal = engine_refusal(code, "why")
 
     assert (refusal.kind, refusal.code) == (kind, name)
@@ -171,11 +169,11 @@ def test_the_engines_codes_have_their_place(code: str, kind: Kind, name: str) ->
 @pytest.mark.parametrize(
     "code", ["grammar_invalid", "grammar_too_big", "grammar_unsupported", "grammar_dead_end"]
 )
-def test_what_is_wrong_with_a_schema_names_its_field(code: str) -> None:
-    """Only the engine can tell, and it knows no fields."""
+def test_schema_error_names_the_request_field(code: str) -> None:
+    """The engine finds the error but does not know the request's fields."""
     assert engine_refusal(code, "why", schema_field="tools[0]").param == "tools[0]"
 
 
-def test_what_has_nothing_to_do_with_a_schema_names_none() -> None:
-    """A full queue is no fault of the schema that waits in it."""
+def test_error_without_schema_cause_names_no_field() -> None:
+    """A full queue is not the schema's fault."""
     assert engine_refusal("queue_full", "why", schema_field="tools[0]").param is None

@@ -1,4 +1,4 @@
-"""Plain JSON in and out: windows, numbers, errors."""
+"""JSON of the admin and self-service APIs: time windows, integers, errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NOON_MS = 1_767_268_800_000
 
 
 def refused(given: dict[str, str]) -> str:
-    """Which parameter a window is refused for."""
+    """Return the parameter that a refused window's error names."""
     with pytest.raises(Refusal) as caught:
         json_api.window(given, NOON_MS)
     assert caught.value.kind is Kind.BAD
     return caught.value.param or ""
 
 
-def test_a_window_is_the_last_thirty_days_if_nothing_is_said() -> None:
-    """Up to and with this millisecond."""
+def test_window_defaults_to_the_last_thirty_days() -> None:
+    """The window includes the current millisecond."""
     window = json_api.window({}, NOON_MS)
 
     assert window.as_json() == {
@@ -31,13 +31,13 @@ def test_a_window_is_the_last_thirty_days_if_nothing_is_said() -> None:
     }
 
 
-def test_a_window_that_ends_where_time_begins_is_empty() -> None:
-    """Zero is a time: it was not left out."""
+def test_window_that_ends_at_the_epoch_is_refused() -> None:
+    """Time 0 is a value; it must not read as a missing parameter."""
     assert refused({"until": "1970-01-01"}) == "since"
 
 
-def test_a_window_is_of_days_or_of_instants() -> None:
-    """A day begins at midnight in UTC, an instant where it says."""
+def test_window_accepts_dates_and_times() -> None:
+    """A date means midnight in UTC; a time keeps its own zone."""
     days = json_api.window({"since": "2025-12-01", "until": "2026-01-01"}, NOON_MS)
     hours = json_api.window({"since": "2026-01-01T11:00:00+01:00"}, NOON_MS)
 
@@ -62,13 +62,13 @@ def test_a_window_is_of_days_or_of_instants() -> None:
         ({"since": "2016-01-01"}, "since"),
     ],
 )
-def test_a_window_that_cannot_be_is_refused(given: dict[str, str], param: str) -> None:
-    """F10: ten years at once are not one question."""
+def test_invalid_window_is_refused(given: dict[str, str], param: str) -> None:
+    """F10: a window of ten years would scan the whole ledger."""
     assert refused(given) == param
 
 
-def test_the_widest_window_is_four_hundred_days() -> None:
-    """Not a millisecond more."""
+def test_window_is_limited_to_four_hundred_days() -> None:
+    """One millisecond more is refused."""
     day_ms = json_api.DAY_MS
     since = json_api.instant(NOON_MS + 1 - 400 * day_ms)
 
@@ -77,14 +77,13 @@ def test_the_widest_window_is_four_hundred_days() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "11", "1.5", "x", "", "١", "9" * 19])
-def test_a_number_outside_its_bounds_is_refused(text: str) -> None:
-    """With the bounds in the message."""
+def test_integer_outside_its_bounds_is_refused(text: str) -> None:
+    """The message names the bounds."""
     with pytest.raises(Refusal, match="integer from 1 to 10"):
         json_api.positive_int({"limit": text}, "limit", 5, 10)
 
 
-def test_an_error_has_one_shape() -> None:
-    """Code, message and parameter, and nothing else."""
+def test_error_body_has_code_message_and_param() -> None:
     status, body = json_api.SHAPE.error_body(Refusal(Kind.QUOTA, "a", "b", param="c"), "id")
 
     assert status == 429
@@ -93,8 +92,8 @@ def test_an_error_has_one_shape() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"a": 1} x', b"\xff", b"[" * 100_000])
-def test_what_is_no_json_is_said_to_be_none(body: bytes) -> None:
-    """However it is broken."""
+def test_invalid_json_is_refused_as_invalid_json(body: bytes) -> None:
+    """Syntax, encoding, trailing bytes and nesting all give the same code."""
     with pytest.raises(Refusal) as caught:
         json_api.decode(body, dict)
 

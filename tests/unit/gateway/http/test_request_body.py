@@ -1,6 +1,6 @@
-"""Bodies on their way in: slow, large, compressed, broken.
+"""Request bodies: slow, large, compressed and malformed.
 
-Numbers in the reasons (A17, B14 ...) are the rows of the list of bad inputs.
+Numbers in docstrings (A17, B14 ...) are rows of the list of bad inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from tests.unit.gateway.gateway_fixture import GatewayFixture, read_answer, status_of
 
 CHAT = "/v1/chat/completions"
-UNTAKEN = {
+UNSUPPORTED = {
     CHAT: (415, {"error": ["code", "message", "param", "type"]}),
     "/v1/messages": (415, {"error": ["details", "message", "type"], "type": [], "request_id": []}),
     "/v1beta/models/{model}:generateContent": (
@@ -24,11 +24,11 @@ UNTAKEN = {
         {"error": ["code", "details", "message", "status"]},
     ),
 }
-"""Each dialect's status for what it does not take, and its members."""
+"""Each dialect's status and error members for an unsupported Content-Encoding."""
 
 
-async def test_a_body_that_trickles_is_cut_off(unopened_gateway: GatewayFixture) -> None:
-    """A17: a deadline, and after it a least rate."""
+async def test_slow_body_times_out(unopened_gateway: GatewayFixture) -> None:
+    """A17: the body has a deadline, and after it a minimum rate."""
     unopened_gateway.set_server(body_timeout_s=0.1, body_rate_min_bytes_per_s=1_000.0)
     await unopened_gateway.open()
 
@@ -42,10 +42,10 @@ async def test_a_body_that_trickles_is_cut_off(unopened_gateway: GatewayFixture)
     await unopened_gateway.close()
 
 
-async def test_a_steady_body_may_take_longer_than_the_deadline(
+async def test_steady_body_may_take_longer_than_the_deadline(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """A17's other side: large bodies over slow links are served while they keep the rate."""
+    """A17: large bodies over slow links are accepted while they keep the minimum rate."""
     unopened_gateway.set_server(body_timeout_s=0.2, body_rate_min_bytes_per_s=100.0)
     await unopened_gateway.open()
     body = json.dumps(unopened_gateway.chat()).encode()
@@ -67,10 +67,10 @@ async def test_a_steady_body_may_take_longer_than_the_deadline(
     await unopened_gateway.close()
 
 
-async def test_bodies_are_read_up_to_the_limit_and_no_further(
+async def test_body_above_the_size_limit_gets_413(
     unopened_gateway: GatewayFixture,
 ) -> None:
-    """B14: at the limit it is read; one byte more is 413, with or without a length."""
+    """B14: a body at the limit is read; one byte more is refused, with or without a length."""
     limit = 600
     unopened_gateway.set_server(body_bytes_max=limit)
     await unopened_gateway.open()
@@ -107,40 +107,40 @@ async def test_bodies_are_read_up_to_the_limit_and_no_further(
 GZIPPED = gzip.compress(b"{}")
 
 
-async def test_a_body_may_be_sent_with_gzip(gateway: GatewayFixture) -> None:
-    """Some clients compress what is long; case and the old name mean the same."""
+async def test_gzip_body_is_decompressed(gateway: GatewayFixture) -> None:
+    """Some clients compress long bodies; letter case and the alias x-gzip are accepted."""
     body = gzip.compress(json.dumps(gateway.chat()).encode())
 
     for name in ("gzip", "GZIP", "x-gzip"):
-        status, said, _ = await gateway.ask(body=body, headers={"Content-Encoding": name})
+        status, answer, _ = await gateway.ask(body=body, headers={"Content-Encoding": name})
 
-        assert status == 200, said
+        assert status == 200, answer
     await gateway.check_quiet()
 
 
 @pytest.mark.parametrize(
     "length", [9 * 2**20, 11 * 2**20, 99 * 2**20], ids=["below", "above", "bomb"]
 )
-async def test_what_comes_out_of_gzip_is_bounded(gateway: GatewayFixture, length: int) -> None:
-    """A20: a kilobyte may stand for a megabyte. No more is made of it than is allowed to come."""
-    body = await asyncio.to_thread(zipped_blanks, length)
+async def test_decompressed_size_is_bounded(gateway: GatewayFixture, length: int) -> None:
+    """A20: a kilobyte of gzip may hold a megabyte; decompression stops at the size limit."""
+    body = await asyncio.to_thread(gzipped_spaces, length)
     tracemalloc.start()
 
-    status, said, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
+    status, answer, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
 
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     code = "invalid_json" if length < gateway.config.server.body_bytes_max else "request_too_large"
-    assert (status, said["error"]["code"]) == (400 if code == "invalid_json" else 413, code)
+    assert (status, answer["error"]["code"]) == (400 if code == "invalid_json" else 413, code)
     assert most < 4 * gateway.config.server.body_bytes_max
     await gateway.check_quiet()
 
 
-def zipped_blanks(length: int) -> bytes:
-    """So many blanks, and no JSON."""
+def gzipped_spaces(length: int) -> bytes:
+    """Return gzip data of `length` spaces, which is not JSON."""
     press = zlib.compressobj(wbits=31)
-    blanks = b" " * 2**20
-    return b"".join(press.compress(blanks) for _ in range(length // 2**20)) + press.flush()
+    spaces = b" " * 2**20
+    return b"".join(press.compress(spaces) for _ in range(length // 2**20)) + press.flush()
 
 
 @pytest.mark.parametrize(
@@ -148,21 +148,21 @@ def zipped_blanks(length: int) -> bytes:
     [b"{}", GZIPPED[:-1], GZIPPED[:12], GZIPPED[:-4] + b"\0\0\0\0", GZIPPED * 2, b""],
     ids=["plain", "cut short", "cut in the middle", "wrong length", "two members", "nothing"],
 )
-async def test_what_is_no_gzip_is_a_400(gateway: GatewayFixture, body: bytes) -> None:
-    """Never half a body; and a second stream behind the first is no part of it."""
-    status, said, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
+async def test_invalid_gzip_body_gets_400(gateway: GatewayFixture, body: bytes) -> None:
+    """A truncated stream must not pass as a body, nor a second stream be ignored."""
+    status, answer, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
 
-    assert (status, said["error"]["code"]) == (400, "bad_encoding")
+    assert (status, answer["error"]["code"]) == (400, "bad_encoding")
     await gateway.check_quiet()
 
 
-@pytest.mark.parametrize("path", UNTAKEN)
-async def test_other_codings_are_refused_in_the_dialects_own_shape(
+@pytest.mark.parametrize("path", UNSUPPORTED)
+async def test_unsupported_content_encoding_is_refused_in_the_dialects_shape(
     gateway: GatewayFixture, path: str
 ) -> None:
-    """aiohttp would refuse those it has no decoder for before anybody knew whose error it is, and
-    read those that it has. Nothing of the body is decoded, or read."""
-    status, shape = UNTAKEN[path]
+    """aiohttp would decode some encodings and refuse others before the dialect is known. The body
+    is neither read nor decoded."""
+    status, shape = UNSUPPORTED[path]
     for coding in ("br", "zstd", "deflate", "compress", "zip", "gzip, gzip", "br, gzip", "ü"):
         data = gateway.post(
             path.format(model=gateway.model), b"x" * 100, f"Content-Encoding: {coding}"
@@ -178,16 +178,16 @@ async def test_other_codings_are_refused_in_the_dialects_own_shape(
     await gateway.check_quiet()
 
 
-async def test_two_lines_are_two_codings(gateway: GatewayFixture) -> None:
-    """A field that comes twice is a list; the first is not all of it."""
+async def test_repeated_content_encoding_header_is_refused(gateway: GatewayFixture) -> None:
+    """A repeated header is a list of encodings; the first alone is not the whole."""
     data = gateway.post(CHAT, GZIPPED, "Content-Encoding: gzip", "Content-Encoding: br")
 
     assert status_of(await gateway.raw(data)) == 415
     await gateway.check_quiet()
 
 
-async def test_broken_framing_of_a_body_is_a_400(gateway: GatewayFixture) -> None:
-    """A5: a chunk size that is no number."""
+async def test_invalid_chunk_size_gets_400(gateway: GatewayFixture) -> None:
+    """A5: the chunk size is not a number."""
     data = gateway.post(
         "/v1/chat/completions", b"zz\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked"
     )
@@ -196,8 +196,8 @@ async def test_broken_framing_of_a_body_is_a_400(gateway: GatewayFixture) -> Non
     await gateway.check_quiet()
 
 
-async def test_a_short_body_then_an_end_runs_nothing(gateway: GatewayFixture) -> None:
-    """A22: less than Content-Length, then FIN."""
+async def test_truncated_body_runs_nothing(gateway: GatewayFixture) -> None:
+    """A22: the client sends fewer bytes than Content-Length, then FIN."""
     data = gateway.post("/v1/chat/completions", b'{"model":', "Content-Length: 500")
 
     answer = await gateway.raw(data, half_close=True)

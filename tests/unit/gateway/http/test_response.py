@@ -1,4 +1,4 @@
-"""Small answers in one write: what aiohttp's own response would have said around them."""
+"""Responses over raw sockets: headers, keep-alive, and pieces of long ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture, read_
 
 
 def request(gateway: GatewayFixture, version: str, *lines: str) -> bytes:
-    """A small chat in this version of HTTP."""
+    """Return a short chat request in the given HTTP version."""
     body = gateway.post("/v1/chat/completions", encode(gateway.chat(max_tokens=1)), *lines)
     return body.replace(b"HTTP/1.1", version.encode(), 1)
 
 
 @pytest.mark.parametrize(
-    ("version", "lines", "said"),
+    ("version", "lines", "connection"),
     [
         ("HTTP/1.1", (), b""),
         ("HTTP/1.1", ("Connection: close",), b"connection: close\r\n"),
@@ -26,26 +26,26 @@ def request(gateway: GatewayFixture, version: str, *lines: str) -> bytes:
         ("HTTP/1.0", ("Connection: keep-alive",), b"connection: keep-alive\r\n"),
     ],
 )
-async def test_an_answer_says_whether_its_connection_goes_on(
-    gateway: GatewayFixture, version: str, lines: tuple[str, ...], said: bytes
+async def test_connection_header_says_whether_the_connection_stays_open(
+    gateway: GatewayFixture, version: str, lines: tuple[str, ...], connection: bytes
 ) -> None:
-    """A client of HTTP/1.0 takes silence for the end, one of HTTP/1.1 for more to come."""
+    """Without a Connection header HTTP/1.0 clients expect a close, HTTP/1.1 clients keep-alive."""
     async with gateway.connection() as (reader, writer):
         writer.write(request(gateway, version, *lines))
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         rest = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
         await reader.readexactly(rest)
-        if said.endswith(b"close\r\n"):
+        if connection.endswith(b"close\r\n"):
             async with asyncio.timeout(PATIENCE_S):
                 assert await reader.read() == b""
 
     assert head.startswith(version.lower().encode() + b" 200 ok\r\n")
-    assert (b"connection: " in head) == bool(said)
-    assert said in head
+    assert (b"connection: " in head) == bool(connection)
+    assert connection in head
 
 
-async def test_an_answer_has_the_headers_of_every_other(gateway: GatewayFixture) -> None:
-    """Proxies and clients are told the same of an answer that takes the short way: once."""
+async def test_response_has_every_standard_header_once(gateway: GatewayFixture) -> None:
+    """Short responses take a faster path; their headers must be the same."""
     answer = await gateway.raw(request(gateway, "HTTP/1.1"))
 
     head = answer.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")[1:]
@@ -56,10 +56,10 @@ async def test_an_answer_has_the_headers_of_every_other(gateway: GatewayFixture)
     assert len(names) == len(set(names))
 
 
-async def test_an_answer_leaves_before_it_is_told_of(
+async def test_response_is_sent_before_its_log_line(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody waits for the answer, and nobody for its line in the log."""
+    """The client waits for the response; logging must not delay it."""
     loop = asyncio.get_running_loop()
     with socket.socket() as client:
         client.setblocking(False)
@@ -80,10 +80,10 @@ async def test_an_answer_leaves_before_it_is_told_of(
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-async def test_a_long_answer_is_whole_too_and_its_connection_goes_on(
+async def test_long_response_is_complete_and_keeps_the_connection_open(
     gateway: GatewayFixture,
 ) -> None:
-    """It leaves in pieces, each with a deadline of its own."""
+    """A long response is sent in pieces, each with its own deadline."""
     long = gateway.chat(max_tokens=300, n=4, logprobs=True)
     async with gateway.connection() as (reader, writer):
         answers = []

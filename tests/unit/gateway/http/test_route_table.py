@@ -1,4 +1,4 @@
-"""Which declared route a method and a path find, and which of several."""
+"""The route table: matching, parameters, Allow and duplicate declarations."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def table() -> RouteTable[str]:
         ),
     ],
 )
-def test_a_path_finds_its_route(
+def test_path_matches_its_declared_route(
     table: RouteTable[str], method: str, path: str, found: str, parameters: dict[str, str]
 ) -> None:
-    """Parameters are decoded once; an encoded slash stays within its segment."""
+    """Parameters are decoded once, and an encoded slash stays within its segment."""
     assert table.find(make_mocked_request(method, path)) == (found, parameters)
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/models/", "/V1/models", "/v2/models/x:go", "//v1/models", "*"]
 )
-def test_other_paths_find_nothing(table: RouteTable[str], path: str) -> None:
-    """A path is matched as a whole, with its case and its slashes."""
+def test_undeclared_path_is_not_found(table: RouteTable[str], path: str) -> None:
+    """The whole path must match, including case and slashes."""
     with pytest.raises(web.HTTPNotFound):
         table.find(make_mocked_request("GET", path))
 
 
-def test_a_wrong_method_names_those_of_every_route_with_that_path(table: RouteTable[str]) -> None:
-    """Allow is a promise: two declared paths may match one that a client sent."""
+def test_wrong_method_lists_methods_of_every_matching_route(table: RouteTable[str]) -> None:
+    """Two declared paths may match one request path; Allow must list the methods of both."""
     with pytest.raises(web.HTTPMethodNotAllowed) as caught:
         table.find(make_mocked_request("PUT", "/v1/models/x"))
 
     assert caught.value.allowed_methods == {"DELETE", "GET", "POST"}
 
 
-def test_a_route_is_declared_once(table: RouteTable[str]) -> None:
-    """Which of two handlers answers must not depend on their order."""
+def test_route_cannot_be_declared_twice(table: RouteTable[str]) -> None:
+    """The chosen handler must not depend on declaration order."""
     with pytest.raises(AssertionError, match="declared twice"):
         table.add("GET", "/v1/models/{name}", "another")

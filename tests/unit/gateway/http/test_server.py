@@ -1,6 +1,6 @@
-"""The listener against raw sockets: each of aiohttp's open ends is closed.
+"""The listener over raw sockets: Host, paths, methods, Expect, Upgrade and pipelining.
 
-Numbers in names' reasons (A1, A16 ...) are the rows of the list of bad inputs.
+Numbers in docstrings (A1, A16 ...) are rows of the list of bad inputs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ SECRET = "sk-planted-secret-that-must-not-come-back"
     "host",
     ["h/health?x=", "foo#", "a@b", "", "[fe80::1%eth0]", "evil.example", "127.0.0.1, 127.0.0.1"],
 )
-async def test_hosts_that_are_not_ours_are_refused_before_routing(
+async def test_foreign_or_malformed_host_is_refused_before_routing(
     gateway: GatewayFixture, host: str
 ) -> None:
-    """A10: whatever stands in Host, no path is read from it and no handler runs."""
+    """A10: no path is parsed from Host and no handler runs."""
     answer = await gateway.raw(head("GET /healthz HTTP/1.1", "Connection: close", host=host))
 
     assert status_of(answer) == 400, answer
 
 
 @pytest.mark.parametrize("headers", [[], ["Host: 127.0.0.1", "Host: 127.0.0.1"]])
-async def test_no_host_or_two_are_refused(gateway: GatewayFixture, headers: list[str]) -> None:
-    """A11: which of two would a proxy have believed?"""
+async def test_missing_or_repeated_host_is_refused(
+    gateway: GatewayFixture, headers: list[str]
+) -> None:
+    """A11: a proxy may have believed the other of two hosts."""
     answer = await gateway.raw(
         head("GET /healthz HTTP/1.1", *headers, "Connection: close", host=None)
     )
@@ -56,10 +58,10 @@ async def test_no_host_or_two_are_refused(gateway: GatewayFixture, headers: list
         "http://other.example/v1/chat/completions",
     ],
 )
-async def test_spellings_of_a_path_reach_no_handler_without_a_key(
+async def test_path_variants_reach_no_handler_without_a_key(
     gateway: GatewayFixture, target: str
 ) -> None:
-    """A12: authentication hangs on the declared route, never on a string comparison."""
+    """A12: authentication depends on the declared route, not on comparing path strings."""
     answer = await gateway.raw(
         head(f"POST {target} HTTP/1.1", "Content-Length: 0", "Connection: close")
     )
@@ -69,25 +71,25 @@ async def test_spellings_of_a_path_reach_no_handler_without_a_key(
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "TRACE", "OPTIONS"])
-async def test_wrong_methods_name_the_right_one(gateway: GatewayFixture, method: str) -> None:
-    """A14: a 405 without Allow leaves the client guessing."""
+async def test_wrong_method_gets_405_with_allow(gateway: GatewayFixture, method: str) -> None:
+    """A14: Allow tells the client the supported methods."""
     answer = await gateway.raw(head(f"{method} /v1/chat/completions HTTP/1.1", "Connection: close"))
 
     assert status_of(answer) == 405, answer
     assert b"allow: post" in answer.lower()
 
 
-async def test_a_nonsense_expectation_is_refused(gateway: GatewayFixture) -> None:
-    """A15."""
+async def test_unsupported_expect_header_gets_417(gateway: GatewayFixture) -> None:
+    """A15: only 100-continue is supported."""
     data = gateway.post("/v1/chat/completions", b"{}", "Expect: nonsense", "Connection: close")
 
     assert status_of(await gateway.raw(data)) == 417
 
 
-async def test_expect_100_continue_is_answered_only_with_a_good_key(
+async def test_100_continue_is_sent_only_with_a_valid_key(
     gateway: GatewayFixture,
 ) -> None:
-    """A15: who has no key is not invited to send a body."""
+    """A15: a request without a key must not make the gateway receive its body."""
     body = json.dumps(gateway.chat()).encode()
     lines = ("Expect: 100-continue", f"Content-Length: {len(body)}", "Connection: close")
     async with gateway.connection() as (reader, writer):
@@ -102,8 +104,8 @@ async def test_expect_100_continue_is_answered_only_with_a_good_key(
     assert status_of(uninvited) == 401
 
 
-async def test_what_follows_a_body_is_its_own_request(gateway: GatewayFixture) -> None:
-    """A22: longer than Content-Length is pipelining, not smuggling; each is judged apart."""
+async def test_bytes_after_a_body_are_the_next_request(gateway: GatewayFixture) -> None:
+    """A22: bytes beyond Content-Length are a pipelined request with its own authentication."""
     body = json.dumps(gateway.chat()).encode()
     second = head("GET /v1/models HTTP/1.1", "Connection: close")
     async with gateway.connection() as (reader, writer):
@@ -115,8 +117,8 @@ async def test_what_follows_a_body_is_its_own_request(gateway: GatewayFixture) -
     assert b"HTTP/1.1 401" in answers
 
 
-async def test_our_request_id_is_used_whatever_is_sent(gateway: GatewayFixture) -> None:
-    """A24: ids from clients would be a way into logs and headers."""
+async def test_request_id_header_of_a_client_is_ignored(gateway: GatewayFixture) -> None:
+    """A24: client ids could inject text into logs and headers."""
     _, _, response = await gateway.ask(
         "/healthz", method="GET", headers={"X-Request-Id": "mine; injected"}
     )
@@ -135,8 +137,8 @@ async def test_our_request_id_is_used_whatever_is_sent(gateway: GatewayFixture) 
         ("Upgrade: h2c", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AAMAAABkAAQAAP__"),
     ],
 )
-async def test_upgrades_are_not_taken(gateway: GatewayFixture, lines: tuple[str, ...]) -> None:
-    """A25: no other protocol begins on this connection."""
+async def test_upgrade_header_is_ignored(gateway: GatewayFixture, lines: tuple[str, ...]) -> None:
+    """A25: the connection never switches to another protocol."""
     async with gateway.connection() as (reader, writer):
         writer.write(head("GET /v1/chat/completions HTTP/1.1", *lines))
         answer = await read_answer(reader)
@@ -144,15 +146,15 @@ async def test_upgrades_are_not_taken(gateway: GatewayFixture, lines: tuple[str,
     assert status_of(answer) in (400, 405)
 
 
-async def test_connect_is_refused(gateway: GatewayFixture) -> None:
-    """A25: this is no proxy."""
+async def test_connect_method_is_refused(gateway: GatewayFixture) -> None:
+    """A25: the gateway is not a proxy."""
     answer = await gateway.raw(head("CONNECT example.com:443 HTTP/1.1", "Connection: close"))
 
     assert status_of(answer) in (400, 404, 405)
 
 
 async def test_query_strings_are_not_logged(gateway: GatewayFixture) -> None:
-    """A9: keys travel in query strings."""
+    """A9: query strings may hold keys."""
     await gateway.ask(f"/v1/models?api_key={SECRET}", method="GET")
 
     assert SECRET not in json.dumps(gateway.lines)
