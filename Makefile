@@ -6,7 +6,7 @@ DATA   ?= data
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks older bounds serve check test slow ci fmt lint bench sim crash gpu pull clean
+.PHONY: all setup hooks older bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
 
 all: check test
 
@@ -54,6 +54,10 @@ sim: setup             ## seeded simulation; make sim SEED=7
 crash: setup           ## the ledger killed at every system call, 2,000 power cuts, servers and their processes killed; minutes
 	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/crash/test_ledger_crash.py tests/crash/test_power_cut.py tests/crash/test_postgres_crash.py \
 		tests/crash/test_process_deaths.py
+
+attacks: setup         ## every attack on a server of ours, one after another, beside a quiet tenant; minutes
+	$(BIN)/trunkline pull --quiet
+	$(BIN)/python -m pytest -rA tests/attacks
 
 bench: setup           ## the benchmark table against a server it starts
 	$(BIN)/trunkline bench --serve
