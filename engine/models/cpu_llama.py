@@ -8,6 +8,7 @@ fits the kernels.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
@@ -33,7 +34,7 @@ def load_kernels(config: ModelConfig, threads: int) -> Kernels | None:
     """
     library = compile_library()
     if library is None:
-        log.warning("kernels_not_compiled: steps run in torch, slower")
+        log.warning("kernels_not_used: no C compiler works; steps run in torch, slower")
         return None
     try:
         kernels = Kernels(library, threads)
@@ -70,10 +71,13 @@ class CpuLlama:
         self._kept: list[torch.Tensor] = []
         self._scratch: dict[str, torch.Tensor] = {}
         embeddings = weights.pop("model.embed_tokens.weight")
-        self._kind = _kind(embeddings.dtype, kernels)
+        depths = (config.hidden, config.intermediate, self._spec.query_width)
+        self._kind = _kind(embeddings.dtype, kernels, depths)
         layers = (cpu.CLayer * config.layers)(
             *(self._layer(weights, index) for index in range(config.layers))
         )
+        # Tied embeddings are read from the panels of the head: one copy of the largest matrix.
+        is_tied = "lm_head.weight" not in weights
         cos, sin = rope_tables(config, context)
         self._kept.append(kv.data)
         self._model = cpu.CModel(
@@ -85,10 +89,10 @@ class CpuLlama:
             head_dim=config.head_dim,
             vocab=config.vocab,
             kind=self._kind,
-            kv_kind=_kind(kv.data.dtype, kernels),
+            kv_kind=_kind(kv.data.dtype, kernels, (config.head_dim,)),
             eps=config.norm_eps,
             layer=layers,
-            embeddings=self._keep(embeddings.contiguous()),
+            embeddings=None if is_tied else self._keep(embeddings.contiguous()),
             norm=self._keep(weights.pop("model.norm.weight").float()),
             head=self._keep(kernels.pack(weights.pop("lm_head.weight", embeddings))),
             cos=self._keep(cos),
@@ -184,7 +188,10 @@ def interleaved_columns(intermediate: int) -> torch.Tensor:
     return torch.stack([gate, gate + intermediate], 1).flatten().contiguous()
 
 
-def _kind(dtype: torch.dtype, kernels: Kernels) -> int:
+def _kind(dtype: torch.dtype, kernels: Kernels, depths: Iterable[int]) -> int:
+    """Return the kind of storage for right-hand sides of `dtype`; `depths`: their values of k."""
     if dtype == torch.float32:
         return cpu.WIDE
-    return cpu.DOT if kernels.prefers_dot else cpu.PAIRS
+    if kernels.bf16_kind == cpu.TILES and any(depth % cpu.TILE_DEPTH for depth in depths):
+        return cpu.PAIRS
+    return kernels.bf16_kind

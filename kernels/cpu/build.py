@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import hashlib
+import logging
 import platform
 import shutil
 import subprocess
@@ -22,12 +23,16 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_threads.c", "cpu_linear.c", "cpu_attention.c", "cpu_llama.c")
-COMPILERS = ("cc", "gcc", "clang")
+SOURCES = ("cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_llama.c")
+COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 60
+COMPILER_MESSAGE_MAX = 2_000
+"""Characters of a compiler's message that are logged."""
 
-WIDE, PAIRS, DOT = 0, 1, 2
+log = logging.getLogger("trunkline.engine")
+
+WIDE, PAIRS, DOT, TILES = 0, 1, 2, 3
 """Kinds of storage and multiplication; see `cpu.h`."""
 
 STORE, ADD, SILU = 0, 1, 2
@@ -35,6 +40,9 @@ STORE, ADD, SILU = 0, 1, 2
 
 PANEL = 16
 """Columns of a weight panel."""
+
+TILE_DEPTH = 32
+"""The number of which the depth of a product of the kind TILES must be a multiple."""
 
 
 class CProduct(ctypes.Structure):
@@ -91,7 +99,7 @@ class Kernels:
         self._c = ctypes.CDLL(str(library))
         signatures: dict[str, tuple[object, Sequence[object]]] = {
             "has_dot": (c_int32, ()),
-            "prefers_dot": (c_int32, ()),
+            "bf16_kind": (c_int32, ()),
             "head_dim_step": (c_int32, ()),
             "pool_new": (c_void_p, (c_int32,)),
             "pool_free": (None, (c_void_p,)),
@@ -106,7 +114,7 @@ class Kernels:
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments
         self.has_dot = bool(self._c.has_dot())
-        self.prefers_dot = bool(self._c.prefers_dot())
+        self.bf16_kind = int(self._c.bf16_kind())
         self.head_dim_step = int(self._c.head_dim_step())
         self._pool = self._c.pool_new(threads)
         if not self._pool:
@@ -168,9 +176,9 @@ class Kernels:
 def compile_library(cache: Path | None = None) -> Path | None:
     """Return the path of the shared library for this CPU; compile it if `cache` does not have it.
 
-    Returns None where no compiler works. The first call takes three seconds. The file's name
-    contains a digest of the sources, the flags and the CPU's features; the file is written
-    atomically.
+    Returns None where no compiler works, and logs the compiler's message. The first call takes
+    three seconds. The file's name contains a digest of the sources, the flags and the CPU's
+    features; the file is written atomically.
     """
     digest = hashlib.sha256("\n".join((*FLAGS, _cpu())).encode())
     for name in ("cpu.h", *SOURCES):
@@ -181,7 +189,12 @@ def compile_library(cache: Path | None = None) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not (folder / name).exists():
                 _compile(folder / name)
-        except (OSError, subprocess.SubprocessError):
+        except subprocess.CalledProcessError as error:
+            message = error.stderr.decode(errors="replace").strip()
+            log.warning("kernels_not_compiled: %s", message[:COMPILER_MESSAGE_MAX])
+            return None  # another folder would get the same message
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("kernels_not_compiled: %s: %s", folder, error)
             continue
         return folder / name
     return None

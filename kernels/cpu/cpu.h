@@ -22,11 +22,20 @@
 #define TILE_ROWS 6
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+
+#if defined(__AVX512BF16__)
 #define HAS_DOT 1
 #else
 #define HAS_DOT 0
+#endif
+
+#if HAS_DOT && defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
 #endif
 
 #define PANEL 16 /* columns of a weight panel */
@@ -70,14 +79,20 @@ INLINE float from_bf16(uint16_t x) {
     return value;
 }
 
-/* Return e^x within 2 units in the last place for x <= 88, and 0 below -87. Polynomial of Cephes'
- * expf. */
+/* Return e^x within 2 units in the last place for -87 <= x <= 88, 0 below -87 and NaN for NaN.
+ * Polynomial of Cephes' expf. */
 INLINE vf exp_of(vf x) {
+#if defined(__AVX512F__)
+    const __mmask16 tiny = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+    x = (vf)_mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x); /* min returns its second for NaN */
+    vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_NO_EXC);
+#else
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     vi tiny = x < -87.0f;
     x = (vf)(((vi)x & (x <= 88.0f)) | ((vi)((vf){0} + 88.0f) & (x > 88.0f)) | ((vi)x & (x != x)));
     vf t = x * 1.44269504088896341f + magic;
     vf n = t - magic;
+#endif
     vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -86,16 +101,47 @@ INLINE vf exp_of(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+    return (vf)_mm512_mask_scalef_ps(_mm512_setzero_ps(), (__mmask16)~tiny, (__m512)p, (__m512)n);
+#else
     vi scale = ((vi)t - 0x4b400000 + 127) << 23;
     return (vf)((vi)(p * (vf)scale) & ~tiny);
+#endif
+}
+
+/* Return the largest lane. */
+INLINE float max_of(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float s[LANES];
+    memcpy(s, &v, sizeof v);
+    float largest = s[0];
+    for (int i = 1; i < LANES; i++) largest = s[i] > largest ? s[i] : largest;
+    return largest;
+#endif
+}
+
+/* Return the larger of each pair of lanes. */
+INLINE vf larger_of(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    vi more = a > b;
+    return (vf)(((vi)a & more) | ((vi)b & ~more));
+#endif
 }
 
 /* Kinds of storage of a right-hand side.
  *   WIDE   fp32, [k][column]
  *   PAIRS  bf16, [k / 2][column], words of (k even: low half, k odd: high half)
  *   DOT    as PAIRS, multiplied two at a time; the left-hand side is in bf16 pairs too
+ *   TILES  as DOT, multiplied 16 rows by 16 columns by 32 k at a time (AMX; cpu_tiles.c)
  */
-enum { WIDE = 0, PAIRS = 1, DOT = 2 };
+enum { WIDE = 0, PAIRS = 1, DOT = 2, TILES = 3 };
+
+/* Return whether the left-hand side of a product of this kind is in bf16 pairs. */
+INLINE int takes_pairs(int kind) { return kind == DOT || kind == TILES; }
 
 /* Add to acc[r][v] the products of `rows` rows of a and the columns at b[v], over `pairs` pairs of
  * k. b[v] points to LANES columns of the first k (or pair); the next k is `stride` words further. A
@@ -108,16 +154,21 @@ INLINE void multiply(const int rows, const int vecs, const int kind, vf *acc, co
     for (int p = 0; p < pairs; p++) {
         if (kind == DOT) {
 #if HAS_DOT
+            /* Columns inside rows: with rows inside, gcc keeps the broadcasts of all rows, and a
+             * third of the sums goes through the stack. */
+            __m512bh w[8];
 #pragma GCC unroll 16
-            for (int v = 0; v < vecs; v++) {
-                const __m512bh w = (__m512bh)_mm512_loadu_si512(b[v] + p * stride);
+            for (int v = 0; v < vecs; v++)
+                w[v] = (__m512bh)_mm512_loadu_si512(b[v] + p * stride);
 #pragma GCC unroll 16
-                for (int r = 0; r < rows; r++) {
-                    int word;
-                    memcpy(&word, a + r * lda + p, 4);
-                    acc[r * vecs + v] = (vf)_mm512_dpbf16_ps(
-                        (__m512)acc[r * vecs + v], (__m512bh)_mm512_set1_epi32(word), w);
-                }
+            for (int r = 0; r < rows; r++) {
+                int word;
+                memcpy(&word, a + r * lda + p, 4);
+                const __m512bh x = (__m512bh)_mm512_set1_epi32(word);
+#pragma GCC unroll 16
+                for (int v = 0; v < vecs; v++)
+                    acc[r * vecs + v] =
+                        (vf)_mm512_dpbf16_ps((__m512)acc[r * vecs + v], x, w[v]);
             }
 #endif
             continue;
@@ -160,7 +211,8 @@ enum { STORE = 0, ADD = 1, SILU = 2 };
 
 /* STORE: c [rows, columns] = a [rows, depth] x b. ADD: += instead of =. SILU: b's panels are gate
  * and up in turns, and c [rows, columns] = silu(gate) * up. b is in the layout of `pack`. `pairs`:
- * scratch of rows * depth / 2 words when the kind is DOT. */
+ * scratch of rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of
+ * 32. */
 typedef struct {
     const float *a;
     const uint32_t *b;
@@ -173,6 +225,19 @@ void product(Pool *pool, Product *p);
 void rms_norm(const float *x, const float *weight, float *out, int channels, float eps);
 void to_pairs(const float *x, uint32_t *out, int count);
 
+/* -- AMX tiles (cpu_tiles.c); built where HAS_TILES ------------------------------------------- */
+
+/* Write to out [rows][64] the product of a [rows][lda] bf16 pairs and `width` columns (32 or 64) at
+ * b, panels of `depth / 2` lines. */
+void tiles_product(const uint32_t *a, size_t lda, const uint32_t *b, int rows, int depth,
+                   float *out, int width);
+/* Write to scores [rows][TILE] the products of q [rows][dim / 2] and the keys of `blocks` blocks. */
+void tiles_scores(const uint32_t *q, const uint32_t *const *k, int blocks, int rows, int dim,
+                  float *scores);
+/* Add to out [rows][dim] the products of p [rows][TILE / 2] and the values of `blocks` blocks. */
+void tiles_values(const uint32_t *p, const uint32_t *const *v, int blocks, int rows, int dim,
+                  float *out);
+
 /* -- the step ------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -182,11 +247,11 @@ typedef struct {
 
 typedef struct {
     int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
-    int32_t kind;    /* of the weights: WIDE, PAIRS or DOT */
-    int32_t kv_kind; /* of the KV: WIDE, PAIRS or DOT */
+    int32_t kind;    /* of the weights */
+    int32_t kv_kind; /* of the KV */
     float eps;
     const Layer *layer;
-    const void *embeddings; /* [vocab, hidden], fp32 when WIDE, else bf16 */
+    const void *embeddings; /* [vocab, hidden], fp32 when WIDE, else bf16; NULL: the head's panels */
     const float *norm;
     const uint32_t *head;
     const float *cos, *sin; /* [context, head_dim / 2] */

@@ -144,12 +144,30 @@ INLINE void add_values(const int rows, const int kind, const TileArgs *t, int ro
 BY_ROWS(score_rows, compute_scores)
 BY_ROWS(value_rows, add_values)
 
-static float max_of(vf v) {
-    float s[LANES];
-    memcpy(s, &v, sizeof v);
-    float largest = s[0];
-    for (int i = 1; i < LANES; i++) largest = s[i] > largest ? s[i] : largest;
-    return largest;
+static void compute_all_scores(const TileArgs *t, int kind) {
+#if HAS_TILES
+    if (kind == TILES) {
+        tiles_scores((const uint32_t *)t->q, t->k, t->blocks, t->rows, t->dim, t->scores);
+        return;
+    }
+#endif
+    for (int row = 0, rows; row < t->rows; row += rows) {
+        rows = t->rows - row < TILE_ROWS ? t->rows - row : TILE_ROWS;
+        score_rows(t, kind, row, rows);
+    }
+}
+
+static void add_all_values(const TileArgs *t, int kind) {
+#if HAS_TILES
+    if (kind == TILES) {
+        tiles_values((const uint32_t *)t->p, t->v, t->blocks, t->rows, t->dim, t->out);
+        return;
+    }
+#endif
+    for (int row = 0, rows; row < t->rows; row += rows) {
+        rows = t->rows - row < TILE_ROWS ? t->rows - row : TILE_ROWS;
+        value_rows(t, kind, row, rows);
+    }
 }
 
 /* Turn a row's scores into probabilities against its running maximum; the first `visible` keys
@@ -162,11 +180,7 @@ static void softmax_tile(float *scores, int visible, float *row_max, float *sum,
     }
     for (int i = visible; i < TILE; i++) scores[i] = -INFINITY;
     vf best = load(scores);
-    for (int i = LANES; i < TILE; i += LANES) {
-        vf v = load(scores + i);
-        vi more = v > best;
-        best = (vf)(((vi)v & more) | ((vi)best & ~more));
-    }
+    for (int i = LANES; i < TILE; i += LANES) best = larger_of(load(scores + i), best);
     float top = max_of(best);
     if (top > *row_max) {
         vf scale = exp_of((vf){0} + (*row_max - top));
@@ -188,10 +202,7 @@ static void attend_tile(const Model *m, const Work *w, TileArgs *t, int tile, in
                         float *row_max, float *sum, uint32_t *pairs) {
     const int group = m->heads / m->kv_heads;
     const int kind = m->kv_kind;
-    for (int row = 0, rows; row < t->rows; row += rows) {
-        rows = t->rows - row < TILE_ROWS ? t->rows - row : TILE_ROWS;
-        score_rows(t, kind, row, rows);
-    }
+    compute_all_scores(t, kind);
     for (int row = 0; row < t->rows; row++) {
         int visible = w->positions[first_token + row / group] + 1 - tile * TILE;
         softmax_tile(t->scores + row * TILE, visible < TILE ? visible : TILE, row_max + row,
@@ -199,15 +210,12 @@ static void attend_tile(const Model *m, const Work *w, TileArgs *t, int tile, in
     }
     t->p = t->scores;
     t->ldp = TILE;
-    if (kind == DOT) {
+    if (takes_pairs(kind)) {
         to_pairs(t->scores, pairs, t->rows * TILE);
         t->p = (const float *)pairs;
         t->ldp = TILE / 2;
     }
-    for (int row = 0, rows; row < t->rows; row += rows) {
-        rows = t->rows - row < TILE_ROWS ? t->rows - row : TILE_ROWS;
-        value_rows(t, kind, row, rows);
-    }
+    add_all_values(t, kind);
 }
 
 void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
@@ -219,14 +227,14 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
     float q[rows * dim] ALIGNED, out[rows * dim] ALIGNED, scores[rows * TILE] ALIGNED;
     float row_max[rows], sum[rows * LANES] ALIGNED;
     uint32_t pairs[rows * TILE / 2] ALIGNED;
-    uint32_t q_pairs[m->kv_kind == DOT ? rows * dim / 2 : 1] ALIGNED;
+    uint32_t q_pairs[takes_pairs(m->kv_kind) ? rows * dim / 2 : 1] ALIGNED;
     for (int row = 0; row < rows; row++) {
         const float *from = w->qkv + (size_t)(b->first + row / group) * width;
         from += (kv_head * group + row % group) * dim;
         for (int d = 0; d < dim; d++) q[row * dim + d] = from[d] * scale;
         row_max[row] = -1e30f;
     }
-    if (m->kv_kind == DOT) to_pairs(q, q_pairs, rows * dim);
+    if (takes_pairs(m->kv_kind)) to_pairs(q, q_pairs, rows * dim);
     memset(out, 0, (size_t)rows * dim * 4);
     memset(sum, 0, (size_t)rows * LANES * 4);
     for (int at = b->segment; at < b->segment_end; at++) {
@@ -235,7 +243,7 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
         const int keys = w->positions[s->end - 1] + 1;
         TileArgs t = {.out = out + row * dim, .scores = scores + row * TILE, .dim = dim,
                    .rows = (s->end - s->first) * group, .lda = dim, .q = q + row * dim};
-        if (m->kv_kind == DOT) {
+        if (takes_pairs(m->kv_kind)) {
             t.q = (const float *)(q_pairs + row * dim / 2);
             t.lda = dim / 2;
         }

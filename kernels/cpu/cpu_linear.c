@@ -6,6 +6,7 @@
 
 #define WIDTH 32          /* columns computed together: two panels */
 #define CACHED (192 * 1024) /* bytes of activations that should stay in the L2 cache */
+#define ROWS_MAX 32       /* rows computed together, whatever the kind */
 
 /* Return the words of one panel. */
 static size_t panel_words(const Product *p) {
@@ -61,7 +62,7 @@ TILE_OF(12, 2)
 
 typedef void (*Tile)(const Product *, const float *, const uint32_t *, size_t, float *, int);
 
-static const Tile TILES[] = {
+static const Tile OF_ROWS[] = {
     NULL,
 #if LANES == 8
     tile_1_4,
@@ -119,19 +120,28 @@ typedef struct {
 static void product_task(void *arg, int task) {
     const Pieces *s = arg;
     const Product *p = s->p;
-    const size_t lda = p->kind == DOT ? p->depth / 2 : p->depth;
-    const float *a = p->kind == DOT ? (const float *)p->pairs : p->a;
+    const size_t lda = takes_pairs(p->kind) ? p->depth / 2 : p->depth;
+    const float *a = takes_pairs(p->kind) ? (const float *)p->pairs : p->a;
     int row_first = task % s->row_pieces * s->rows;
     int column_first = task / s->row_pieces * s->columns;
     int row_end = row_first + s->rows < p->rows ? row_first + s->rows : p->rows;
     int column_end = column_first + s->columns < s->padded ? column_first + s->columns : s->padded;
-    float out[TILE_ROWS * 64] ALIGNED;
+    float out[ROWS_MAX * 64] ALIGNED;
+    const int tile_rows = HAS_TILES && p->kind == TILES ? ROWS_MAX : TILE_ROWS;
     for (int column = column_first, width; column < column_end; column += width) {
         const uint32_t *b = p->b + column / PANEL * panel_words(p);
-        width = p->rows == 1 && column + 64 <= column_end ? 64 : WIDTH;
+        int is_wide = p->rows == 1 || (HAS_TILES && p->kind == TILES && p->rows <= 16);
+        width = is_wide && column + 64 <= column_end ? 64 : WIDTH;
         for (int row = row_first, rows; row < row_end; row += rows) {
-            rows = row_end - row < TILE_ROWS ? row_end - row : TILE_ROWS;
-            Tile tile = TILES[rows];
+            rows = row_end - row < tile_rows ? row_end - row : tile_rows;
+#if HAS_TILES
+            if (p->kind == TILES) {
+                tiles_product((const uint32_t *)a + row * lda, lda, b, rows, p->depth, out, width);
+                finish(p, out, row, rows, column, width);
+                continue;
+            }
+#endif
+            Tile tile = OF_ROWS[rows];
 #if LANES == 8
             if (width == 64) tile = tile_1_8;
 #else
@@ -151,7 +161,7 @@ static void pairs_task(void *arg, int row) {
 void product(Pool *pool, Product *p) {
     if (!p->rows) return;
     Pieces s = {p, 0, 64, 1, 1, 0};
-    if (p->kind == DOT) {
+    if (takes_pairs(p->kind)) {
         if (p->rows > 16)
             pool_run(pool, pairs_task, p, p->rows);
         else
@@ -182,7 +192,17 @@ void rms_norm(const float *x, const float *weight, float *out, int channels, flo
 
 /* Convert fp32 to words of two bf16. */
 void to_pairs(const float *x, uint32_t *out, int count) {
-    for (int i = 0; i < count / 2; i++)
+    int i = 0;
+#if HAS_DOT
+    for (; i + LANES <= count / 2; i += LANES) {
+        /* The instruction flushes subnormal numbers to 0, which no product can tell apart: it
+         * flushes subnormal factors too. */
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(x + 2 * i + LANES),
+                                                  (__m512)load(x + 2 * i));
+        memcpy(out + i, &both, sizeof both);
+    }
+#endif
+    for (; i < count / 2; i++)
         out[i] = (uint32_t)to_bf16(x[2 * i]) | (uint32_t)to_bf16(x[2 * i + 1]) << 16;
 }
 
@@ -207,16 +227,6 @@ void pack(const void *weight, void *b, const int32_t *from, int count, int depth
 
 /* Return whether the CPU multiplies bf16 directly. */
 int has_dot(void) { return HAS_DOT; }
-
-/* Return whether that is faster than widening to fp32. On CPUs with AMX (Sapphire Rapids) the
- * vector instruction is half as fast as an fp32 multiply-add of the same width. */
-int prefers_dot(void) {
-#ifdef __AMX_BF16__
-    return 0;
-#else
-    return HAS_DOT;
-#endif
-}
 
 /* Return the number of which head_dim must be a multiple. */
 int head_dim_step(void) { return 2 * LANES; }

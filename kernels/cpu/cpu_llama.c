@@ -48,16 +48,32 @@ static void over_tokens(Pool *pool, Task task, Phase *p) {
         for (int i = 0; i < tasks; i++) task(p, i);
 }
 
+/* Read column `token` of the head's panels: a word of 64-byte lines, one line for each k. */
+static void embed_from_head(const Model *m, size_t token, float *to) {
+    const size_t channels = (size_t)m->hidden, lines = m->kind == WIDE ? channels : channels / 2;
+    const uint32_t *from = m->head + token / PANEL * PANEL * lines + token % PANEL;
+    if (m->kind == WIDE)
+        for (size_t k = 0; k < channels; k++) memcpy(to + k, from + k * PANEL, 4);
+    else
+        for (size_t k = 0; k < lines; k++) {
+            const uint32_t pair = from[k * PANEL];
+            to[2 * k] = from_bf16((uint16_t)pair);
+            to[2 * k + 1] = from_bf16((uint16_t)(pair >> 16));
+        }
+}
+
 static void embed(const Model *m, const Work *w) {
     const size_t channels = (size_t)m->hidden;
     for (int token = 0; token < w->tokens; token++) {
-        const size_t at = (size_t)w->token_ids[token] * channels;
+        const size_t id = (size_t)w->token_ids[token];
         float *to = w->hidden + (size_t)token * channels;
-        if (m->kind == WIDE)
-            memcpy(to, (const float *)m->embeddings + at, channels * 4);
+        if (!m->embeddings)
+            embed_from_head(m, id, to);
+        else if (m->kind == WIDE)
+            memcpy(to, (const float *)m->embeddings + id * channels, channels * 4);
         else
             for (size_t i = 0; i < channels; i++)
-                to[i] = from_bf16(((const uint16_t *)m->embeddings)[at + i]);
+                to[i] = from_bf16(((const uint16_t *)m->embeddings)[id * channels + i]);
     }
 }
 

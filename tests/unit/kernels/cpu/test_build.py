@@ -30,7 +30,9 @@ def kernels() -> Iterator[cpu.Kernels]:
 
 
 def kinds(kernels: cpu.Kernels) -> list[int]:
-    return [cpu.WIDE, cpu.PAIRS, *([cpu.DOT] if kernels.has_dot else [])]
+    """Return the kinds that this CPU can multiply."""
+    dot = [cpu.DOT] if kernels.has_dot else []
+    return [cpu.WIDE, cpu.PAIRS, *dot, *({kernels.bf16_kind} & {cpu.TILES})]
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -39,7 +41,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def rounded(x: torch.Tensor, kind: int) -> torch.Tensor:
     """Return an activation as the kernel rounds it."""
-    return x.bfloat16().double() if kind == cpu.DOT else x.double()
+    return x.bfloat16().double() if kind in (cpu.DOT, cpu.TILES) else x.double()
 
 
 @pytest.mark.parametrize(("depth", "columns"), SHAPES)
@@ -203,17 +205,20 @@ def test_missing_compiler_gives_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cpu.compile_library(tmp_path / "cache") is None
 
 
-def test_failing_compiler_gives_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_compiler_gives_none_and_logs_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """No partial file is left for the next start."""
-    compiler = tmp_path / "bin" / "cc"
+    compiler = tmp_path / "bin" / "gcc"
     compiler.parent.mkdir()
-    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.write_text("#!/bin/sh\necho 'immintrin.h: No such file' >&2; exit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{compiler.parent}:/usr/bin:/bin")
     cache = tmp_path / "cache"
 
     assert cpu.compile_library(cache) is None
     assert list(cache.iterdir()) == []
+    assert "kernels_not_compiled: immintrin.h: No such file" in caplog.text
 
 
 def _library() -> Path:
