@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any, NoReturn
 
 from gateway.errors import Kind, Refusal
 
 SCHEMA_BYTES_MAX = 256 * 1024
+SCHEMA_VALUES_MAX = 50_000
+"""Maximum number of values in a schema, as `count_values` counts them."""
+ARGUMENTS_VALUES_MAX = 50_000
+"""Arguments with more values than this are passed on as text."""
 DEPTH_MAX = 64
 
-_NOT_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[^{}\[\]"]+', re.DOTALL)
+_OPENING, _CLOSING = b"{[", b"}]"
+_NOT_BRACKETS = bytes(set(range(256)) - set(_OPENING + _CLOSING))
 
 
 def parse_schema(text: str, path: str) -> dict[str, Any]:
     """Parse a JSON Schema, members in their order. Raises Refusal naming `path`. O(text)."""
-    if len(text.encode(errors="surrogatepass")) > SCHEMA_BYTES_MAX:
-        size = len(text.encode(errors="surrogatepass"))
-        message = f"schema too large: {size} bytes; expected at most {SCHEMA_BYTES_MAX}"
+    data = text.encode(errors="surrogatepass")
+    if len(data) > SCHEMA_BYTES_MAX:
+        message = f"schema too large: {len(data)} bytes; expected at most {SCHEMA_BYTES_MAX}"
+        raise _refusal(path, message)
+    values = count_values(data, SCHEMA_VALUES_MAX)
+    if values > SCHEMA_VALUES_MAX and nesting_depth(text) <= DEPTH_MAX:
+        message = f"schema too large: {values} values; expected at most {SCHEMA_VALUES_MAX}"
         raise _refusal(path, message)
     deep = nesting_depth(text)
     if deep > DEPTH_MAX:
@@ -42,7 +50,9 @@ def parse_arguments(text: str) -> tuple[object, str]:
     """
     if not text.strip():
         return {}, "{}"
-    value = parse_json(text) if nesting_depth(text) <= DEPTH_MAX else None
+    data = text.encode(errors="surrogatepass")
+    is_small = count_values(data, ARGUMENTS_VALUES_MAX) <= ARGUMENTS_VALUES_MAX
+    value = parse_json(text) if is_small and nesting_depth(text) <= DEPTH_MAX else None
     if not isinstance(value, dict):
         value = text
     return value, json.dumps(value, ensure_ascii=False)
@@ -58,14 +68,45 @@ def parse_json(text: str) -> Any:
 
 def nesting_depth(text: str) -> int:
     """Return how deep braces and brackets are nested outside strings. O(text)."""
+    structure = _outside_strings(_without_escapes(text.encode(errors="surrogatepass")))
     deep = deepest = 0
-    for char in _NOT_STRUCTURE.sub("", text):
-        if char in "{[":
+    for char in structure.translate(None, _NOT_BRACKETS):
+        if char in _OPENING:
             deep += 1
             deepest = max(deepest, deep)
-        elif char in "}]":
+        else:
             deep -= 1
     return deepest
+
+
+def count_values(data: bytes, enough: int) -> int:
+    """Return an upper bound of the number of values in a JSON text, before it is decoded; if the
+    text has more than `enough` values, any number above `enough`.
+
+    Each brace, bracket and comma outside strings begins at most one value. Characters in strings
+    are left out only if the count with them exceeds `enough`. O(bytes), about 1 ns each, 5 ns where
+    strings are left out; no object per value is made.
+    """
+    count = _count_beginnings(data)
+    if count <= enough:
+        return count
+    # Each string has two quotes; a text with more strings than values allowed needs no exact count.
+    data = _without_escapes(data)
+    strings = data.count(b'"') // 2
+    return strings if strings > 2 * enough else _count_beginnings(_outside_strings(data))
+
+
+def _count_beginnings(data: bytes) -> int:
+    return 1 + data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+def _without_escapes(data: bytes) -> bytes:
+    """Remove escaped backslashes and quotes, so that every quote left bounds a string."""
+    return data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
+
+
+def _outside_strings(data: bytes) -> bytes:
+    return b"".join(data.split(b'"')[::2])
 
 
 def collect_strings(value: Any) -> list[str]:

@@ -11,12 +11,17 @@ removed from schemas that are not strict and reported for strict ones. The modul
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
-_PIECE = re.compile(
-    r"\\k<|\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|>|P=)|(?:[*+?]|\{\d*,?\d*\})\+", re.DOTALL
-)
-"""Matches unsupported pieces, and pieces that could hide one: escapes and character classes."""
+PATTERN_CHARS_MAX = 1_000
+"""Maximum length of one pattern, in characters."""
+PATTERNS_CHARS_MAX = 32_768
+"""Maximum length of all patterns of one schema together, in characters."""
+
+_GROUPS = ("(?<=", "(?<!", "(?=", "(?!", "(?>", "(?P=")
+"""Openings of groups that an automaton cannot match."""
 
 _TRANSLATIONS = {r"\Z": r"\z", r"\0": r"\x00"}
 """Python's end of text (`\\Z` is the letter Z in ECMAScript), and NUL."""
@@ -61,9 +66,69 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 class UnsupportedPattern(Exception):
     """A strict schema contains an unsupported pattern. `why`: the reason and a remedy."""
 
-    def __init__(self, pattern: str, piece: str) -> None:
-        self.why = f"the pattern '{pattern[:200]}' {_why(piece)}"
+    def __init__(self, pattern: str, why: str) -> None:
+        self.why = f"the pattern '{pattern[:200]}' {why}"
         super().__init__(self.why)
+
+
+def split_pattern(pattern: str) -> Iterator[tuple[str, bool]]:
+    """Split a pattern: (piece, whether the piece is unsupported or could hide such a piece).
+
+    Escapes, character classes, openings of groups and possessive quantifiers are pieces of their
+    own. Clients choose the pattern, so this scanner never goes back. O(characters).
+    """
+    at, plain, length = 0, 0, len(pattern)
+    has_classes = True
+    while at < length:
+        char, end = pattern[at], at
+        if char == "\\" and at + 1 < length:
+            end = at + (3 if pattern.startswith("k<", at + 1) else 2)
+        elif char == "[" and has_classes:
+            end = _end_of_class(pattern, at)
+            # A class that never closes leaves no later bracket that does.
+            has_classes = end > at
+        elif char == "(":
+            end = at + next((len(group) for group in _GROUPS if pattern.startswith(group, at)), 0)
+        elif char in "*+?{":
+            end = _end_of_possessive(pattern, at)
+        if end == at:
+            at += 1
+            continue
+        if plain < at:
+            yield pattern[plain:at], False
+        yield pattern[at:end], True
+        at = plain = end
+    if plain < length:
+        yield pattern[plain:], False
+
+
+def _end_of_class(pattern: str, start: int) -> int:
+    """Return the offset after the class that begins at `start`; `start` if it never closes."""
+    at = start + 1
+    while at < len(pattern):
+        if pattern[at] == "]":
+            return at + 1
+        at += 2 if pattern[at] == "\\" else 1
+    return start
+
+
+def _end_of_possessive(pattern: str, start: int) -> int:
+    """Return the offset after the possessive quantifier that begins at `start`, or `start`."""
+    at = start + 1
+    if pattern[start] == "{":
+        at = _skip_digits(pattern, at)
+        if pattern.startswith(",", at):
+            at = _skip_digits(pattern, at + 1)
+        if not pattern.startswith("}", at):
+            return start
+        at += 1
+    return at + 1 if pattern.startswith("+", at) else start
+
+
+def _skip_digits(pattern: str, at: int) -> int:
+    while at < len(pattern) and pattern[at].isdecimal():
+        at += 1
+    return at
 
 
 def is_supported(pattern: str) -> bool:
@@ -74,9 +139,11 @@ def is_supported(pattern: str) -> bool:
 
 def _first_unsupported(pattern: str) -> str | None:
     """Return the first unsupported piece of a pattern, or None."""
-    for piece in _PIECE.findall(pattern):
-        if piece.startswith("(?") or piece[:2] in _ESCAPES or _is_possessive(piece):
-            return str(piece)
+    for piece, is_special in split_pattern(pattern):
+        if is_special and (
+            piece.startswith("(?") or piece[:2] in _ESCAPES or _is_possessive(piece)
+        ):
+            return piece
     return None
 
 
@@ -101,7 +168,13 @@ def translate_pattern(pattern: str) -> str:
     O(characters)."""
     if decimal := _DECIMAL.fullmatch(pattern):
         return _translate_decimal(decimal)
-    return _EQUIVALENTS.get(pattern) or _PIECE.sub(_translate_piece, pattern)
+    if (equivalent := _EQUIVALENTS.get(pattern)) is not None:
+        return equivalent
+    pieces = [*split_pattern(pattern), ("", False)]
+    return "".join(
+        _translate_piece(piece, after[:1]) if is_special else piece
+        for (piece, is_special), (after, _) in pairwise(pieces)
+    )
 
 
 def _translate_decimal(found: re.Match[str]) -> str:
@@ -126,9 +199,8 @@ def _fraction(places: int) -> str:
     return rf"\d{{1,{places}}}0*" if places else "0+"
 
 
-def _translate_piece(found: re.Match[str]) -> str:
-    piece = found[0]
-    if piece == r"\0" and found.string[found.end() :][:1].isdigit():
+def _translate_piece(piece: str, next_char: str) -> str:
+    if piece == r"\0" and next_char.isdigit():
         return piece  # an octal escape in some dialects only
     if piece.startswith("["):
         start = 2 if piece.startswith("[^") else 1
@@ -148,40 +220,79 @@ def _translate_class_piece(found: re.Match[str]) -> str:
 def translate_schema(schema: Any, *, strict: bool) -> Any:
     """Return the schema with translated patterns; the same object if nothing changes.
 
-    If not `strict`, unsupported patterns are removed; if strict, UnsupportedPattern is raised.
-    Members that a removed `patternProperties` pattern named may have any value, as may members that
-    no keyword names. O(schema), recursion as deep as the schema.
+    If not `strict`, patterns that are unsupported, longer than `PATTERN_CHARS_MAX` or beyond
+    `PATTERNS_CHARS_MAX` are removed; if strict, UnsupportedPattern is raised. Members that a
+    removed `patternProperties` pattern named may have any value, as may members that no keyword
+    names. O(schema), recursion as deep as the schema.
     """
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: _translate_value(name, value, strict) for name, value in schema.items()}
-    pattern, named = schema.get("pattern"), schema.get("patternProperties")
-    if isinstance(pattern, str):
-        found["pattern"] = translate_pattern(pattern)
-        if not _is_kept(found["pattern"], strict=strict):
-            del found["pattern"]
-    if isinstance(named, dict):
-        kept = {
-            translate_pattern(name): value for name, value in found["patternProperties"].items()
+    return _Translation(strict=strict).schema(schema)
+
+
+class _Translation:
+    """Translates one schema and counts the characters of its patterns."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._chars = 0
+
+    def schema(self, schema: Any) -> Any:
+        """Translate a schema; the same object if nothing changes."""
+        if not isinstance(schema, dict):
+            return schema
+        found = {name: self._value(name, value) for name, value in schema.items()}
+        pattern, named = schema.get("pattern"), found.get("patternProperties")
+        if isinstance(pattern, str):
+            translated = self._pattern(pattern)
+            if translated is None:
+                del found["pattern"]
+            elif translated != pattern:
+                found["pattern"] = translated
+        if isinstance(named, dict):
+            self._named(found, named)
+        is_same = len(found) == len(schema) and all(
+            value is schema.get(name) for name, value in found.items()
+        )
+        return schema if is_same else found
+
+    def _named(self, found: dict[str, Any], named: dict[str, Any]) -> None:
+        """Translate the names of `patternProperties` in the translated schema `found`."""
+        translated = [(name, self._pattern(name)) for name in named]
+        if all(name == pattern for name, pattern in translated):
+            return
+        found["patternProperties"] = {
+            pattern: named[name] for name, pattern in translated if pattern is not None
         }
-        taken = {name: one for name, one in kept.items() if _is_kept(name, strict=strict)}
-        found["patternProperties"] = taken
-        if len(taken) < len(kept):
+        if any(pattern is None for _, pattern in translated):
             found["additionalProperties"] = True
-    return schema if found == schema else found
 
+    def _pattern(self, pattern: str) -> str | None:
+        """Translate a pattern; None if the grammar engine cannot take it."""
+        self._chars += min(len(pattern), PATTERN_CHARS_MAX)
+        if len(pattern) > PATTERN_CHARS_MAX or self._chars > PATTERNS_CHARS_MAX:
+            if self._strict:
+                raise UnsupportedPattern(pattern, self._too_long(pattern))
+            return None
+        translated = translate_pattern(pattern)
+        piece = _first_unsupported(translated)
+        if piece is not None and self._strict:
+            raise UnsupportedPattern(translated, _why(piece))
+        return translated if piece is None else None
 
-def _is_kept(pattern: str, *, strict: bool) -> bool:
-    piece = _first_unsupported(pattern)
-    if piece is not None and strict:
-        raise UnsupportedPattern(pattern, piece)
-    return piece is None
+    def _too_long(self, pattern: str) -> str:
+        if len(pattern) > PATTERN_CHARS_MAX:
+            return f"has {len(pattern)} characters; expected at most {PATTERN_CHARS_MAX}"
+        return (
+            f"makes the patterns of this schema longer than {PATTERNS_CHARS_MAX} characters"
+            " together; write fewer or shorter patterns"
+        )
 
-
-def _translate_value(name: str, value: Any, strict: bool) -> Any:
-    """Translate the subschemas of a keyword's value; data that is not a schema is unchanged."""
-    if name in _LISTS and isinstance(value, list):
-        return [translate_schema(one, strict=strict) for one in value]
-    if name in _NAMED and isinstance(value, dict):
-        return {one: translate_schema(schema, strict=strict) for one, schema in value.items()}
-    return translate_schema(value, strict=strict) if name in (*_ONE, *_REST) else value
+    def _value(self, name: str, value: Any) -> Any:
+        """Translate the subschemas of a keyword's value; data that is not a schema is unchanged."""
+        if name in _LISTS and isinstance(value, list):
+            items = [self.schema(one) for one in value]
+            is_same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if is_same else items
+        if name in _NAMED and isinstance(value, dict):
+            named = {one: self.schema(schema) for one, schema in value.items()}
+            return value if all(new is value[one] for one, new in named.items()) else named
+        return self.schema(value) if name in (*_ONE, *_REST) else value

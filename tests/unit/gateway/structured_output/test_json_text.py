@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gateway.errors import Refusal
 from gateway.structured_output.json_text import (
     collect_strings,
+    count_values,
     nesting_depth,
     parse_arguments,
     parse_schema,
@@ -61,3 +62,46 @@ def test_nesting_depth_ignores_strings() -> None:
 def test_collects_strings_and_names() -> None:
     """A special token may hide in either."""
     assert collect_strings({"a": ["b", {"c": 1}], "d": None}) == ["a", "b", "c", "d"]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.integers() | st.text('a"\\,[{', max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('"\\,[{'), inner),
+    max_leaves=12,
+)
+
+
+def values_in(value: object) -> int:
+    """Count the values of a decoded JSON value, itself included."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(values_in, inner))
+
+
+@given(JSON_VALUES, st.booleans())
+def test_counts_every_value_and_no_text(value: object, ascii_only: bool) -> None:
+    """An empty container may count twice; characters inside strings never exceed the limit."""
+    data, count = json.dumps(value, ensure_ascii=ascii_only).encode(), values_in(value)
+
+    assert count <= count_values(data, 2 * count) <= 2 * count
+    assert count_values(data, count - 1) > count - 1
+
+
+@pytest.mark.parametrize("text", ['"' * 9_999, "," * 9_999, "[" * 9_999, '"",' * 9_999, "\\" * 99])
+def test_counts_a_text_that_is_not_json(text: str) -> None:
+    assert count_values(text.encode(), 100) > 100 or text[0] in '\\"'
+
+
+def test_refuses_a_schema_of_too_many_values() -> None:
+    """256 KiB hold 87,000 empty lists."""
+    text = '{"enum": [' + ",".join(["[]"] * 60_000) + "]}"
+    with pytest.raises(Refusal, match="120002 values; expected at most 50000"):
+        parse_schema(text, "tools[0]")
+
+
+def test_arguments_of_too_many_values_stay_text() -> None:
+    """Decoding them would make an object for each."""
+    text = '{"a": [' + ",".join(["[]"] * 60_000) + "]}"
+    value, written = parse_arguments(text)
+
+    assert value == text
+    assert json.loads(written) == text

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from time import process_time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.dialects.canonical import OutputFormat
-from gateway.structured_output.output_check import satisfies
+from gateway.structured_output.output_check import OutOfSteps, SchemaCheck, satisfies
 
 PERSON = {
     "type": "object",
@@ -94,6 +97,13 @@ def test_checks_types_bounds_members_references(text: str, holds_: bool) -> None
         (1, {"if": {"format": "x"}, "then": {"minimum": 2}}, True),
         ("a", {"if": {}, "then": 7, "dependentRequired": 7, "contains": 7}, True),
         ({}, {"dependentRequired": {"a": 7}, "uniqueItems": "x"}, True),
+        ({"a": 1}, {"dependentRequired": {"a": [["x"], 7]}}, True),
+        ({"a": 1}, {"dependentRequired": {"a": [["x"], "b"]}}, False),
+        ({"a": 1}, {"required": [["x"], {}]}, True),
+        ({"a": 1}, {"not": {"required": [["x"]]}}, True),
+        ({"a": 1}, {"not": {"dependentRequired": {"a": [["x"]]}}}, True),
+        ({"a": 1}, {"not": {"minProperties": "1"}}, True),
+        ({"a": 1}, {"oneOf": [{"type": ["strange"]}, {"uniqueItems": 1}]}, True),
         (1, {"type": "strange", "items": 7, "required": "x", "minimum": "y", "enum": 0}, True),
         (1, {"$ref": "https://example.com/schema"}, True),
         (1, {"$ref": "#/nowhere"}, True),
@@ -143,3 +153,40 @@ def test_every_keyword_is_charged_its_cost() -> None:
 
 def test_deep_answer_is_not_a_violation() -> None:
     assert holds('{"a":' * 5_000 + "1" + "}" * 5_000, {"additionalProperties": {"$ref": "#"}})
+
+
+KEYWORDS = (
+    *("type", "enum", "const", "required", "dependentRequired", "uniqueItems", "properties"),
+    *("minimum", "maximum", "exclusiveMinimum", "minLength", "maxItems", "minProperties", "items"),
+    *("prefixItems", "contains", "minContains", "propertyNames", "additionalProperties", "not"),
+    *("if", "then", "else", "allOf", "anyOf", "oneOf", "$ref", "$defs", "patternProperties"),
+)
+NAMES = st.sampled_from(("a", "b", "#", "#/$defs/a", "string", "object", "integer"))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | NAMES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(NAMES, inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4)
+    ),
+    max_leaves=16,
+)
+
+
+@given(VALUES, st.dictionaries(st.sampled_from(KEYWORDS), VALUES, max_size=5))
+def test_no_schema_raises(value: object, schema: dict[str, object]) -> None:
+    """Clients write schemas; a keyword may have any value."""
+    check = SchemaCheck(schema)
+
+    with suppress(RecursionError, OutOfSteps):  # `satisfies` counts them as satisfied
+        assert check.holds(value, schema) in (True, False)
+
+
+@pytest.mark.parametrize("schema", ["", "{", "null", "[]", '"a"', "1" * 5_000])
+def test_a_schema_that_is_none_is_satisfied(schema: str) -> None:
+    assert satisfies("1", OutputFormat("json_schema", schema))
+
+
+def test_a_number_that_python_refuses_is_no_violation() -> None:
+    """It is valid JSON."""
+    assert satisfies("1" * 5_000, OutputFormat("json_schema", "{}"))

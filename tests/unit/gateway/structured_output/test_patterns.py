@@ -15,8 +15,11 @@ from engine.errors import RequestRefused
 from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
 from gateway.structured_output.patterns import (
+    PATTERN_CHARS_MAX,
+    PATTERNS_CHARS_MAX,
     UnsupportedPattern,
     is_supported,
+    split_pattern,
     translate_pattern,
     translate_schema,
 )
@@ -271,3 +274,40 @@ def test_equivalents_compile_in_strict_schema(vocabulary: Vocabulary, pattern: s
     compile_grammar(
         Grammar("json_schema", json.dumps(translate_schema(schema, strict=True))), vocabulary
     )
+
+
+FORMER_PIECE = re.compile(
+    r"\\k<|\\.|\[(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|>|P=)|(?:[*+?]|\{\d*,?\d*\})\+", re.DOTALL
+)
+"""The scanner's specification: this expression finds the same pieces, in quadratic time."""
+
+
+@given(st.text(st.sampled_from("[]\\k<(?=!>P){},+*12a-^$\n"), max_size=24))
+def test_the_scanner_finds_what_its_expression_finds(pattern: str) -> None:
+    scanned = list(split_pattern(pattern))
+
+    assert "".join(piece for piece, _ in scanned) == pattern
+    assert [piece for piece, is_special in scanned if is_special] == FORMER_PIECE.findall(pattern)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_pattern_over_the_bound_is_unsupported(strict: bool) -> None:
+    """The grammar engine would compile it for long; the bound is named."""
+    schema = {"pattern": "a" * (PATTERN_CHARS_MAX + 1)}
+    if not strict:
+        assert translate_schema(schema, strict=False) == {}
+        return
+    with pytest.raises(UnsupportedPattern, match="has 1001 characters; expected at most 1000"):
+        translate_schema(schema, strict=True)
+
+
+def test_patterns_of_one_schema_share_a_bound() -> None:
+    """Thousands of short patterns cost as much as a long one."""
+    count = PATTERNS_CHARS_MAX // 1_000 + 1
+    schema = {"properties": {f"p{n}": {"pattern": f"{n:01000}"} for n in range(count)}}
+
+    kept = translate_schema(schema, strict=False)["properties"]
+
+    assert [bool(one) for one in kept.values()] == [True] * (count - 1) + [False]
+    with pytest.raises(UnsupportedPattern, match="longer than 32768 characters together"):
+        translate_schema(schema, strict=True)
