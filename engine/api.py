@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -343,7 +343,11 @@ class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
 
 
 class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):
-    """One entry per prompt token; the first has no logprob. Sent once, before any token."""
+    """Entries of the next prompt tokens; the very first has no logprob.
+
+    Sent before any output token, in pieces that together have one entry per prompt token; a
+    `RequestStream` joins them.
+    """
 
     request_id: str
     tokens: tuple[SampledToken, ...]

@@ -8,7 +8,8 @@ this module.
       Hello(version, model) ───────────▶
                              ◀─────────── Welcome(info)   once the engine answers, or Rejected
       Submit, Cancel, Peek… ───────────▶
-                             ◀─────────── Frame           one per step: all its events and replies
+                             ◀─────────── Frame           one per step: all its events and replies;
+                                                          several if one would be too large
 """
 
 from __future__ import annotations
@@ -21,10 +22,28 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import Command, EngineInfo, Frame, Request, Submit
+from engine.api import (
+    CacheNews,
+    Command,
+    EngineInfo,
+    Event,
+    Finished,
+    Frame,
+    PromptLogprobs,
+    Reply,
+    Request,
+    Stats,
+    Submit,
+    Tokens,
+    Usage,
+)
 from engine.errors import EngineError
 
 FRAME_BYTES_MAX = 64 * 2**20
+"""Bytes of a message. The reader refuses a longer one before its bytes arrive."""
+STEP_FRAME_BYTES = 2**20
+"""Bytes above which a step's messages leave in several frames: the gateway decodes a frame at once,
+in about 15 ms for this many bytes."""
 _LENGTH = struct.Struct("<I")
 
 T = TypeVar("T")
@@ -66,6 +85,7 @@ class PackedSubmit(Struct, frozen=True, tag="packed_submit", forbid_unknown_fiel
 
 Upward = Hello | Command
 Downward = Welcome | Rejected | Frame
+Messages = tuple[Event | Reply, ...]
 
 
 class FrameError(EngineError):
@@ -81,6 +101,75 @@ def encode(message: Upward | Downward) -> bytes:
     if len(body) > FRAME_BYTES_MAX:
         raise FrameError(f"message of {len(body)} bytes; limit {FRAME_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
+
+
+def encode_step(
+    number: int,
+    step: int,
+    messages: Messages,
+    *,
+    frame_bytes: int = STEP_FRAME_BYTES,
+    frame_bytes_max: int = FRAME_BYTES_MAX,
+) -> list[bytes]:
+    """Encode the messages of one step as frames, in order, numbered from `number` without a gap.
+
+    They are one frame of at most `frame_bytes` if possible. Otherwise the list of messages is
+    divided, and then a message with a list of its own is cut; the client joins the pieces. A
+    message that cannot be cut may have `frame_bytes_max`. If it has more, the failure of its own
+    request takes its place. O(bytes), and O(bytes log bytes) for frames that are divided.
+    """
+    body = msgspec.msgpack.encode(Frame(number, step, messages))
+    if len(body) <= frame_bytes:
+        return [_LENGTH.pack(len(body)) + body]
+    halves = _halve(messages)
+    if halves is None:
+        if len(body) > frame_bytes_max:
+            body = msgspec.msgpack.encode(Frame(number, step, _failure_of(messages[0])))
+        return [_LENGTH.pack(len(body)) + body]
+    frames: list[bytes] = []
+    for half in halves:
+        frames += encode_step(
+            number + len(frames),
+            step,
+            half,
+            frame_bytes=frame_bytes,
+            frame_bytes_max=frame_bytes_max,
+        )
+    return frames
+
+
+def _halve(messages: Messages) -> tuple[Messages, Messages] | None:
+    """Return two parts of the messages, or of the only message; None if it cannot be cut."""
+    if len(messages) > 1:
+        middle = len(messages) // 2
+        return messages[:middle], messages[middle:]
+    (message,) = messages
+    if isinstance(message, Tokens | PromptLogprobs) and len(message.tokens) > 1:
+        head, tail = _cut(message.tokens)
+        return (replace(message, tokens=head),), (replace(message, tokens=tail),)
+    if isinstance(message, Stats) and len(message.changed) > 1:
+        head, tail = _cut(message.changed)
+        # The client adds the namespaces of both; the last one answers the call.
+        return (replace(message, call_id=0, changed=head),), (replace(message, changed=tail),)
+    if isinstance(message, CacheNews) and len(message.losses) + len(message.gains) > 1:
+        (lost, more_lost), (gained, more_gained) = _cut(message.losses), _cut(message.gains)
+        return (CacheNews(lost, more_gained),), (CacheNews(more_lost, gained),)
+    return None
+
+
+def _cut(items: tuple[T, ...]) -> tuple[tuple[T, ...], tuple[T, ...]]:
+    middle = len(items) // 2
+    return items[:middle], items[middle:]
+
+
+def _failure_of(message: Event | Reply) -> Messages:
+    """Return what is sent in place of a message that fits no frame: a reply is left out, and its
+    caller runs into its timeout.
+    """
+    if isinstance(message, Reply):
+        return ()
+    text = "A part of the answer is too large to be sent."
+    return (Finished(message.request_id, "failed", Usage(), "answer_lost", text),)
 
 
 def _pack_submit(message: Submit) -> PackedSubmit:

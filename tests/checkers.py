@@ -72,7 +72,7 @@ class Stream:
         self.request = request
         self.submitted_s = now_s
         self.started: Started | None = None
-        self.prompt_told = False
+        self.prompt_pieces: list[int] = []
         self.outputs: list[list[int]] = [[] for _ in range(request.samples)]
         self.ended: dict[int, SampleEnded] = {}
         self.cut: dict[int, int] = {}
@@ -114,10 +114,11 @@ class Stream:
             self._take_final(event, now_s)
 
     def _take_prompt(self, event: PromptLogprobs) -> None:
-        expect(not self.prompt_told and not any(self.outputs), "prompt logprobs", "late or twice")
-        told = [token.token_id for token in event.tokens]
-        expect(told == list(self.request.tokens), "prompt logprobs of other tokens", told)
-        self.prompt_told = True
+        expect(not any(self.outputs), "prompt logprobs", "late")
+        known = [token.token_id for token in event.tokens]
+        rest = list(self.request.tokens[sum(self.prompt_pieces) :])
+        expect(known == rest[: len(known)], "prompt logprobs of other tokens, or twice", known)
+        self.prompt_pieces.append(len(known))
 
     def _take_tokens(self, event: Tokens) -> None:
         expect(self.started is not None, "tokens before the start", event)
@@ -179,7 +180,9 @@ class Stream:
             prompt = event.usage.prompt_tokens
             expect(prompt == len(request.tokens), "prompt tokens when done", prompt)
             expect(
-                self.prompt_told == (request.prompt_logprobs is not None), "prompt logprobs", event
+                sum(self.prompt_pieces) == (0 if request.prompt_logprobs is None else prompt),
+                "prompt logprobs",
+                event,
             )
             lost = {"dead end", "refused"} & set(self.grammar_endings.values())
             expect(not lost, "done with a grammar that has no end", event, lost)

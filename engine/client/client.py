@@ -236,6 +236,9 @@ class EngineConnection(ABC):
         if end.code == "engine_died":
             self.in_flight_at_death.append(request)
             stream.fail(end.code, end.message)
+        elif end.code == "answer_lost":  # the engine does not know, and would go on
+            self.post(Cancel(end.request_id))
+            stream.fail(end.code, end.message)
         else:
             stream.push(end)
 
@@ -371,11 +374,11 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
         self.last_frame_s = self._loop.time()
         try:
             for message in self._decoder.feed(data):
-                if isinstance(message, Frame) and message.number == self._frames and self.info:
-                    self._frames += 1
+                if isinstance(message, Frame) and self.info is not None:
+                    self._check_number(message.number)
                     self.receive(message.messages)
                 elif self._welcome.done():
-                    raise FrameError("unexpected message after the welcome")
+                    raise FrameError("a second Welcome")
                 else:
                     self._on_welcome(message)
         except EngineError as error:
@@ -391,6 +394,12 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
         if not self._welcome.done():
             closed = EngineUnavailable("engine_died", "The engine closed the connection.")
             self._welcome.set_exception(closed)
+
+    def _check_number(self, number: int) -> None:
+        """Count a frame. Raises FrameError after a gap: events are lost, so no stream is whole."""
+        if number != self._frames:
+            raise FrameError(f"frame {number}; expected frame {self._frames}")
+        self._frames += 1
 
     def _on_welcome(self, message: Welcome | Rejected | Frame) -> None:
         if isinstance(message, Rejected):

@@ -18,6 +18,8 @@ from engine.api import (
     EndSample,
     Event,
     Finished,
+    PromptLogprobs,
+    SampledToken,
     Started,
     Tokens,
     Usage,
@@ -106,10 +108,23 @@ class RequestStream(AsyncIterator[Event]):
         self.wakeup = Wakeup()
         self._is_over = False
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._prompt_entries: list[SampledToken] = []  # the pieces of prompt logprobs so far
 
     def push(self, event: Event) -> None:
-        """Add an event; called by the connection, in order. At most the request's output and two
-        events per sample are held."""
+        """Add an event; called by the connection, in order.
+
+        At most the request's output, its prompt logprobs and two events per sample are held. A
+        request that is done although a part of its output has not come fails instead.
+        """
+        if isinstance(event, PromptLogprobs):
+            self._prompt_entries += event.tokens
+            if len(self._prompt_entries) < self._prompt_tokens:
+                return
+            event = PromptLogprobs(self.request_id, tuple(self._prompt_entries))
+            self._prompt_entries = []
+        elif isinstance(event, Finished) and event.ending == "done" and self._lacks_output(event):
+            self.fail("answer_lost", "A part of the answer was lost on its way from the engine.")
+            return
         events = self._events
         if not events:
             self.wakeup.notify()  # the reader was notified of earlier events already
@@ -124,8 +139,11 @@ class RequestStream(AsyncIterator[Event]):
             self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
         events.append(event)
 
+    def _lacks_output(self, end: Finished) -> bool:
+        return bool(self._prompt_entries) or self._output_tokens < end.usage.output_tokens
+
     def fail(self, code: str, message: str) -> None:
-        """End the stream because the engine is gone, with the usage seen so far."""
+        """End the stream as failed, with the usage seen so far: the engine's own is not known."""
         seen = Usage(
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,

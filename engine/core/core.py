@@ -305,21 +305,24 @@ class Core:
                 self._finish_sample(sequence, "length")
 
     def _prompt_logprobs(self, piece: Slice, result: StepResult) -> None:
+        """Send the entries of a slice that have not been sent: a prompt's logprobs may be larger
+        than a frame, and recomputed slices report theirs again.
+        """
         sequence = piece.sequence
         active, request = sequence.parent, sequence.parent.request
-        if request.prompt_logprobs is None or active.prompt_logprobs_sent:
+        sent = active.prompt_logprobs_sent
+        if request.prompt_logprobs is None or sent == len(request.tokens):
             return
-        if piece.start > len(sequence.prompt_logprobs):
+        next_position = max(0, sent - 1)  # the entry of position p is about token p + 1
+        if piece.start > next_position:
             return  # planned before a preemption: the slices are computed and reported again
-        sequence.prompt_logprobs[piece.start :] = result.prompt_logprobs.get(
-            sequence.sequence_id, ()
-        )
-        if len(sequence.prompt_logprobs) == len(request.tokens) - 1:
-            active.prompt_logprobs_sent = True
-            first = SampledToken(token_id=request.tokens[0])
-            self._events.append(
-                PromptLogprobs(request.request_id, (first, *sequence.prompt_logprobs))
-            )
+        entries = result.prompt_logprobs.get(sequence.sequence_id, ())
+        fresh = entries[next_position - piece.start :]
+        if not sent:
+            fresh = (SampledToken(token_id=request.tokens[0]), *fresh)
+        if fresh:
+            active.prompt_logprobs_sent = sent + len(fresh)
+            self._events.append(PromptLogprobs(request.request_id, fresh))
 
     def _accept_tokens(
         self, sequence: Sequence, tokens: tuple[SampledToken, ...], now_s: float

@@ -272,7 +272,6 @@ class Scheduler:
             found=found,
         )
         sequence.computed = sequence.table.kv_tokens
-        sequence.prompt_logprobs = []
         self.queue.remove(sequence)
         self.running.add(sequence)
         return ""

@@ -7,7 +7,7 @@ core change them.
 
 from __future__ import annotations
 
-from engine.api import Request, SampledToken, Usage
+from engine.api import Request, Usage
 from engine.cache import BlockTable
 from engine.grammar.grammar import CompiledGrammar, Matcher
 from engine.plan import Mask
@@ -23,7 +23,7 @@ class Sequence:
     as such. `followers`: the sequences that wait for this one's blocks, each with the number of
     tokens it waits for; `leader`: the sequence this one waits for. `matcher`: its place in the
     request's grammar; `mask`: the tokens that may come next, None until it is computed for the last
-    token; `has_slow_mask`: computing it took long. `prompt_logprobs`: entries computed so far.
+    token; `has_slow_mask`: computing it took long.
     """
 
     __slots__ = (
@@ -45,7 +45,6 @@ class Sequence:
         "output_tokens",
         "parent",
         "preemptions",
-        "prompt_logprobs",
         "sequence_id",
         "stalled_steps",
         "table",
@@ -66,7 +65,6 @@ class Sequence:
         self.preemptions = 0
         self.is_ended = False
         self.is_known_to_runner = False
-        self.prompt_logprobs: list[SampledToken] = []
         self.followers: list[tuple[int, Sequence]] = []
         self.leader: Sequence | None = None
         self.stalled_steps = 0  # steps without progress while followers waited
@@ -167,7 +165,7 @@ class ActiveRequest:
         self.recomputed_tokens = 0
         self.preemptions = 0
         self.is_forked = False
-        self.prompt_logprobs_sent = False
+        self.prompt_logprobs_sent = 0  # entries, the first token's included
         self.may_write = request.grant.write
         self.compiled: CompiledGrammar | None = None
         self.is_finished = False

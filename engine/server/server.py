@@ -23,7 +23,7 @@ from typing import NoReturn
 import msgspec
 from msgspec import Struct
 
-from engine.api import PROTOCOL_VERSION, Drain, EngineInfo, Event, Frame, Reply
+from engine.api import PROTOCOL_VERSION, Drain, EngineInfo, Event, Reply
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
@@ -34,6 +34,7 @@ from engine.protocol import (
     Upward,
     Welcome,
     encode,
+    encode_step,
     upward_decoder,
 )
 from engine.server.gc_tuning import FrozenHeap
@@ -85,9 +86,14 @@ class SocketResponseSink:
         answers = self._outbox.take()
         if self._writer.is_closing():
             return
-        for step, messages in answers:
-            self._writer.write(encode(Frame(self._number, step, messages)))
-            self._number += 1
+        try:
+            for step, messages in answers:
+                frames = encode_step(self._number, step, messages)
+                self._number += len(frames)
+                self._writer.writelines(frames)
+        except BaseException:
+            self._writer.transport.abort()  # messages are lost: no stream may end as if whole
+            raise
         if self._writer.transport.get_write_buffer_size() > OUTBOX_BYTES_MAX:
             self._outbox.hold()
             if self._catching_up is None:

@@ -12,23 +12,34 @@ from hypothesis import strategies as st
 from engine.api import (
     PROTOCOL_VERSION,
     CacheGrant,
+    CacheNews,
     Cancel,
     Command,
     EndSample,
+    Event,
     Finished,
     Frame,
+    Gain,
     GetStats,
     Grammar,
+    Loss,
+    NamespaceStats,
     Peek,
     Peeked,
+    PromptLogprobs,
     Quota,
+    Reply,
     Request,
     SampledToken,
     SetQuotas,
+    Started,
+    Stats,
     Submit,
+    TokenLogprob,
     Tokens,
     Usage,
 )
+from engine.client.request_stream import RequestStream
 from engine.errors import EngineError
 from engine.protocol import (
     FRAME_BYTES_MAX,
@@ -38,6 +49,7 @@ from engine.protocol import (
     Upward,
     downward_decoder,
     encode,
+    encode_step,
     upward_decoder,
 )
 
@@ -96,6 +108,103 @@ def test_a_frame_carries_a_whole_step() -> None:
     )
 
     assert list(downward_decoder().feed(encode(frame))) == [frame]
+
+
+class NoTransport:
+    """The transport of a stream that sends nothing."""
+
+    def post(self, command: Command) -> None:
+        raise AssertionError(command)
+
+    def forget(self, request_id: str) -> None:
+        raise AssertionError(request_id)
+
+
+def sampled(ids: list[int], top: int = 0) -> tuple[SampledToken, ...]:
+    return tuple(SampledToken(i, -0.5, (TokenLogprob(i, -0.5),) * top) for i in ids)
+
+
+def joined(messages: list[Event | Reply]) -> dict[str, list[Event]]:
+    """Return what the readers of the requests' streams get."""
+    streams: dict[str, RequestStream] = {}
+    for message in messages:
+        if isinstance(message, Event):
+            name = message.request_id
+            streams.setdefault(name, RequestStream(name, NoTransport())).push(message)
+    return {name: stream.take() for name, stream in streams.items()}
+
+
+@given(
+    prompts=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    outputs=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    top=st.integers(0, 3),
+    names=st.integers(0, 30),
+    frame_bytes=st.integers(64, 3_000),
+)
+def test_a_step_of_any_size_is_cut_into_small_frames_without_a_gap(
+    prompts: list[int], outputs: list[int], top: int, names: int, frame_bytes: int
+) -> None:
+    """The streams of all requests and the statistics are as if there were one frame."""
+    messages: list[Event | Reply] = []
+    for number, length in enumerate(prompts):
+        name = f"p{number}"
+        messages += [
+            Started(name, length, 0),
+            PromptLogprobs(name, sampled(list(range(length)), top)),
+            Finished(name, "done", Usage(prompt_tokens=length, computed_tokens=length)),
+        ]
+    for number, length in enumerate(outputs):
+        name = f"o{number}"
+        tokens = Tokens(name, 0, sampled(list(range(length)), top))
+        messages += [tokens, Finished(name, "done", Usage(output_tokens=length))]
+    changed = tuple(NamespaceStats(b"%d" % number, 1, 0, 0, 0) for number in range(names))
+    news = CacheNews(
+        tuple(Loss(s.namespace, "expired", b"", 1) for s in changed),
+        tuple(Gain(s.namespace, 2) for s in changed[::2]),
+    )
+    messages += [Stats(7, changed=changed), news]
+
+    frames = encode_step(5, 17, tuple(messages), frame_bytes=frame_bytes)
+
+    read = [frame for data in frames for frame in downward_decoder().feed(data)]
+    assert all(isinstance(frame, Frame) for frame in read)
+    parts = [frame for frame in read if isinstance(frame, Frame)]
+    assert [part.number for part in parts] == list(range(5, 5 + len(frames)))
+    assert {part.step for part in parts} == {17}
+    got = [message for part in parts for message in part.messages]
+    assert joined(got) == joined(messages)
+    stats = [message for message in got if isinstance(message, Stats)]
+    assert [s.call_id for s in stats] == [0] * (len(stats) - 1) + [7]
+    assert tuple(name for s in stats for name in s.changed) == changed
+    moves = [message for message in got if isinstance(message, CacheNews)]
+    assert sorted(loss.namespace for m in moves for loss in m.losses) == sorted(
+        loss.namespace for loss in news.losses
+    )
+    assert sum(gain.blocks for m in moves for gain in m.gains) == 2 * len(news.gains)
+    # what exceeds the bound has a single message, which cannot be cut
+    for data, part in zip(frames, parts, strict=True):
+        (message, *more) = part.messages
+        items = getattr(message, "tokens", getattr(message, "changed", ()))
+        assert len(data) <= frame_bytes + 4 or (not more and len(items) <= 1)
+
+
+def test_a_message_that_fits_no_frame_fails_its_own_request_alone() -> None:
+    """No other request loses an event, and no caller is told that the answer is whole."""
+    big = Finished("big", "done", Usage(), message="x" * 5_000)
+    messages = (Tokens("a", 0, sampled([1])), big, Tokens("b", 0, sampled([2])))
+
+    frames = encode_step(0, 1, messages, frame_bytes=200, frame_bytes_max=1_000)
+
+    got = [
+        message
+        for data in frames
+        for frame in downward_decoder().feed(data)
+        if isinstance(frame, Frame)
+        for message in frame.messages
+    ]
+    assert (got[0], got[2]) == (messages[0], messages[2])
+    assert isinstance(got[1], Finished)
+    assert (got[1].request_id, got[1].ending, got[1].code) == ("big", "failed", "answer_lost")
 
 
 @given(st.binary(min_size=1, max_size=64))

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,9 +15,11 @@ import pytest
 from engine.api import (
     PROTOCOL_VERSION,
     CacheGrant,
+    Cancel,
     Finished,
     Frame,
     GetStats,
+    PromptLogprobs,
     Request,
     SampleEnded,
     Sampling,
@@ -30,7 +33,8 @@ from engine.client import client
 from engine.client.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
-from engine.protocol import Hello, Welcome, encode, upward_decoder
+from engine.protocol import Hello, Welcome, encode, encode_step, upward_decoder
+from engine.server import server
 from engine.server.embedded import LocalEngine
 from engine.server.server import GatewayConnection, ServerSettings
 from engine.server.service import EngineService
@@ -431,3 +435,63 @@ def test_engine_survives_the_end_of_its_loop() -> None:
 
     assert engine.service.stopped.is_set()
     assert engine.service.failure is None
+
+
+async def test_gap_in_the_frames_ends_every_stream_as_failed() -> None:
+    """Tokens are lost; no stream may end as if it were whole."""
+    _, info = fake_core(CONFIG)
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
+    engine.data_received(encode(Welcome(info)))
+    streams = [engine.submit(request(name)) for name in "ab"]
+    engine.data_received(encode(Frame(0, 1, (Started("a", 3, 0),))))
+
+    engine.data_received(encode(Frame(2, 3, (Finished("a", "done", Usage()),))))
+
+    ends = [(await read(stream))[-1] for stream in streams]
+    assert [(end.ending, end.code) for end in ends] == [("failed", "engine_died")] * 2
+    assert not engine.ready()
+    await engine.close()
+    theirs.close()
+
+
+async def test_part_that_cannot_be_sent_fails_and_cancels_its_request() -> None:
+    """The engine does not know that a part of the answer was left out, and would go on."""
+    _, info = fake_core(CONFIG)
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
+    engine.data_received(encode(Welcome(info)))
+    streams = [engine.submit(request(name)) for name in "ab"]
+    lost = Finished("a", "failed", Usage(), "answer_lost", "too large")
+    end = Finished("b", "done", Usage())
+
+    engine.data_received(encode(Frame(0, 1, (Started("a", 3, 1), lost, end, lost))))
+
+    (_, failed), (whole,) = [await read(stream) for stream in streams]
+    assert (failed.ending, failed.code, failed.usage.cached_tokens) == ("failed", "answer_lost", 1)
+    assert whole == end
+    await engine.close()
+    theirs.setblocking(False)
+    assert list(upward_decoder().feed(theirs.recv(65_536)))[-1] == Cancel("a")
+    theirs.close()
+
+
+@pytest.mark.parametrize("frame_bytes", [200, 10_000])
+async def test_prompt_logprobs_larger_than_a_frame_arrive_whole(
+    monkeypatch: pytest.MonkeyPatch, frame_bytes: int
+) -> None:
+    """Beside another stream, which loses nothing."""
+    monkeypatch.setattr(server, "encode_step", partial(encode_step, frame_bytes=frame_bytes))
+    prompt = tuple(number % VOCAB for number in range(1_000))
+    async with socket_engine() as under_test:
+        other = under_test.engine.submit(request("other", (1, 2), 300))
+        asked = request("echo", prompt, 1, prompt_logprobs=0)
+        events = await read(under_test.engine.submit(asked))
+        beside = await read(other)
+
+    (entries,) = [event for event in events if isinstance(event, PromptLogprobs)]
+    assert [entry.token_id for entry in entries.tokens] == list(prompt)
+    assert events[-1].ending == "done"
+    assert tokens_of(beside) == solo_output((1, 2), GREEDY, 0, 300, VOCAB)

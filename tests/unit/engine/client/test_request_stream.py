@@ -6,7 +6,16 @@ import asyncio
 
 import pytest
 
-from engine.api import Cancel, Command, Finished, SampledToken, Started, Tokens, Usage
+from engine.api import (
+    Cancel,
+    Command,
+    Finished,
+    PromptLogprobs,
+    SampledToken,
+    Started,
+    Tokens,
+    Usage,
+)
 from engine.client.client import RequestStream, Wakeup
 
 
@@ -44,6 +53,36 @@ async def test_tokens_after_a_read_are_a_new_event() -> None:
     stream.push(tokens(2))
 
     assert [first, stream.take()] == [[tokens(1)], [tokens(2)]]
+
+
+async def test_joins_the_pieces_of_prompt_logprobs() -> None:
+    """The engine sends them slice by slice; the reader gets them once, whole."""
+    stream = RequestStream("a", FakeTransport())
+    entries = tuple(SampledToken(i) for i in range(5))
+    stream.push(Started("a", 5, 0))
+    stream.push(PromptLogprobs("a", entries[:3]))
+    before = stream.take()
+    stream.push(PromptLogprobs("a", entries[3:]))
+
+    assert before == [Started("a", 5, 0)]
+    assert stream.take() == [PromptLogprobs("a", entries)]
+
+
+@pytest.mark.parametrize("lost", ["output", "prompt logprobs"])
+async def test_done_stream_that_lost_a_part_fails(lost: str) -> None:
+    """An answer with a hole must not look whole."""
+    stream = RequestStream("a", FakeTransport())
+    stream.push(Started("a", 5, 0))
+    if lost == "prompt logprobs":
+        stream.push(PromptLogprobs("a", (SampledToken(1),)))
+    stream.push(tokens(1, 2))
+    count = 3 if lost == "output" else 2
+    stream.push(Finished("a", "done", Usage(prompt_tokens=5, output_tokens=count)))
+
+    end = stream.take()[-1]
+
+    assert isinstance(end, Finished)
+    assert (end.ending, end.code, end.usage.output_tokens) == ("failed", "answer_lost", 2)
 
 
 async def test_lost_engine_ends_a_stream_with_the_usage_seen() -> None:

@@ -173,14 +173,15 @@ def test_a_lease_is_answered_when_the_request_starts(world: World) -> None:
     assert [(g.lease_id, g.outcome, g.tokens) for g in started.leases] == [("l", "granted", 8)]
 
 
-def test_prompt_logprobs_of_several_slices_are_one_event() -> None:
-    """It precedes any token, and the request reads nothing from the cache."""
+def test_prompt_logprobs_are_sent_slice_by_slice() -> None:
+    """All of a long prompt's would not fit into a frame. They precede any token, and the request
+    reads nothing from the cache."""
     world = make_world(2, config=EngineConfig(prefill_chunk_tokens_max=2))
     run(world, ask("a"))
 
     (told,) = run(world, ask("b", prompt_logprobs=0))
 
-    assert world.streams["b"].prompt_told
+    assert world.streams["b"].prompt_pieces == [3, 2, 2, 2]
     assert told.usage.cached_tokens == 0
 
 
