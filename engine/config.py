@@ -17,7 +17,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     `kv_memory_mib`: device memory for KV blocks; `kv_blocks` overrides it when not 0.
     `step_tokens_max`: the token budget of one step. `prefill_chunk_tokens_max`: the longest slice
-    of one prompt in a step, so that prefill does not stall decoding. `threads` 0: one per core.
+    of one prompt in a step; 0: as long as the step allows. `gap_target_ms`: the longest time
+    between two tokens of a stream that prompts of other requests may cause: a step gets as many
+    prompt tokens as its measured cost allows. `threads` 0: one per core.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -28,7 +30,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     kv_blocks: Annotated[int, Meta(ge=0)] = 0
     context_tokens_max: Annotated[int, Meta(ge=0)] = 0
     step_tokens_max: Positive = 2048
-    prefill_chunk_tokens_max: Positive = 512
+    prefill_chunk_tokens_max: Annotated[int, Meta(ge=0)] = 0
+    gap_target_ms: Annotated[float, Meta(gt=0)] = 50.0
     sequences_max: Positive = 64
     queue_requests_max: Positive = 512
     queue_tokens_max: Positive = 1_000_000

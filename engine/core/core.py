@@ -49,6 +49,7 @@ from engine.plan import Runner, StepResult
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
+from engine.scheduler.step_cost import StepCost
 
 FAILURES = {
     "nan_logits": "The model produced logits that are not numbers.",
@@ -79,9 +80,10 @@ class Core:
         self.vocab_size = vocab_size
         self.context_tokens = context_tokens
         self.pipeline_depth = pipeline_depth
-        self.scheduler = Scheduler(cache, config)
+        step_cost = StepCost()
+        self.scheduler = Scheduler(cache, config, step_cost)
         self.constraints = constraints or Constraints()
-        self.engine_stats = EngineStats()
+        self.engine_stats = EngineStats(step_cost)
         self.requests = RequestTable()
         self._events: list[Event] = []
         self._pending_steps: deque[InFlightStep] = deque()
@@ -278,7 +280,10 @@ class Core:
                     raise InvariantViolation(f"sequence {sequence_id} sampled no token")
                 self._accept_tokens(sequence, drawn[sequence_id], now_s)
         self.engine_stats.record_step(
-            pending.launched_at_s, now_s, computed - len(pending.sampling)
+            pending.launched_at_s,
+            now_s,
+            computed - len(pending.sampling),
+            ((piece.start, piece.count) for piece, _ in pending.slices if piece.count),
         )
 
     def _commit_slice(

@@ -11,15 +11,20 @@ from engine.api import Namespace, NamespaceStats, Stats
 from engine.cache import NamespaceUse, PrefixCache
 from engine.scheduler.request_table import RequestTable, RequestTotals
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_cost import StepCost, StepWork
 
 SMOOTHING = 0.1
 """The weight of the latest step in the smoothed rates."""
+
+DECODES_PER_RECORD = 8
+"""Steps without a prompt of which one is recorded for the cost of steps."""
 
 
 class EngineStats:
     """Totals since the start of the epoch, and smoothed rates."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_cost: StepCost | None = None) -> None:
+        self.step_cost = step_cost or StepCost()
         self.step = 0
         self.failed_steps = 0
         self.prompt_tokens = 0
@@ -40,6 +45,7 @@ class EngineStats:
         self.prompt_tokens = self.cached_tokens = 0
         self.computed_tokens = self.recomputed_tokens = self.output_tokens = 0
         self.unneeded_tokens = 0
+        self.step_cost.reset()  # the first step is slower than any other
 
     def count_unneeded(self, drawn: int, most: int) -> int:
         """Return how many of `drawn` tokens come before the sample's end; count the others as
@@ -53,10 +59,17 @@ class EngineStats:
         self.step += 1
         return self.step
 
-    def record_step(self, launched_at_s: float, now_s: float, prefill_tokens: int) -> None:
+    def record_step(
+        self,
+        launched_at_s: float,
+        now_s: float,
+        prefill_tokens: int,
+        slices: Iterable[tuple[int, int]] = (),
+    ) -> None:
         """Record a collected step; `prefill_tokens` of its tokens were not the last of a sequence.
 
-        A step's time runs from its launch, or from the end of the previous step where they overlap.
+        `slices`: the first position and the tokens of each row. A step's time runs from its launch,
+        or from the end of the previous step where they overlap.
         """
         elapsed_s = now_s - max(launched_at_s, self._stepped_at_s)
         self._stepped_at_s = now_s
@@ -64,6 +77,8 @@ class EngineStats:
             self._step_s = _smooth(self._step_s, elapsed_s)
             if prefill_tokens > 0:
                 self._prefill_per_s = _smooth(self._prefill_per_s, prefill_tokens / elapsed_s)
+            if prefill_tokens > 0 or self.step % DECODES_PER_RECORD == 0:
+                self.step_cost.record(StepWork.of(slices), elapsed_s)
 
     def stats(
         self,

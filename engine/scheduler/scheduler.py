@@ -12,7 +12,7 @@ always get room; the others run as room allows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from engine.api import Payer
 from engine.cache import PrefixCache, TreeMatch
@@ -21,11 +21,17 @@ from engine.scheduler.prefix_sharing import PrefixSharing
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import ActiveRequest, Sequence
+from engine.scheduler.step_cost import PromptBudget, StepCost, StepWork
 
 BlockedBy = Literal["", "batch_slots", "blocks", "ceiling"]
 """The resource that keeps a waiting sequence from running; empty: none.
 
 `ceiling`: blocks under its payer's ceiling. `blocks`: blocks of the pool.
+"""
+
+STEPS_WITHOUT_STREAMS: Final = 4
+"""How many gap targets a step may take in which no sequence decodes: then only a request that
+arrives meanwhile waits for its end.
 """
 
 
@@ -45,9 +51,12 @@ class Scheduler:
     ended.
     """
 
-    def __init__(self, cache: PrefixCache, config: EngineConfig) -> None:
+    def __init__(
+        self, cache: PrefixCache, config: EngineConfig, step_cost: StepCost | None = None
+    ) -> None:
         self.cache = cache
         self.config = config
+        self.step_cost = step_cost or StepCost()
         self.queue = RequestQueue()
         self.running = RunningSet(config.preemptions_max)
         self.prefix_sharing = PrefixSharing(self.queue, cache.block_size)
@@ -105,24 +114,14 @@ class Scheduler:
     def schedule(self, now_s: float) -> list[Slice]:
         """Return the slices of one step. Pins, allocates, evicts and preempts as needed."""
         slices: dict[int, Slice] = {}
-        budget = self.config.step_tokens_max
         ranked = sorted(self.running, key=lambda s: s.rank)
-        prefilling: list[Sequence] = []
-        for sequence in ranked:
-            if not sequence.is_schedulable:
-                continue
-            if not sequence.is_decoding:
-                prefilling.append(sequence)
-            elif budget > 0:
-                budget -= self._decode(sequence, slices, now_s)
-        prefilling = [
-            s for s in prefilling if s.table is not None
-        ]  # not preempted by a decode above
+        prefilling = self._decode_all(ranked, slices, now_s)
+        budget = self._prompt_budget(slices)
         left = len(prefilling)
         full: set[Payer] = set()
         is_full = self._batch_is_full(ranked)
         for sequence in self.queue.in_order(prefilling, only=is_full):
-            if budget <= 0 or (is_full and not left):
+            if budget.is_spent or (is_full and not left):
                 break
             payer = sequence.parent.request.grant.payer
             if sequence.table is not None:
@@ -141,7 +140,7 @@ class Scheduler:
                     is_full = blocked_by != "ceiling"
                     full.add(payer)
                     continue
-            budget -= self._prefill(sequence, budget, slices, now_s)
+            self._prefill(sequence, budget, slices, now_s)
         self.prefix_sharing.release_stalled(self.running, slices)
         return list(slices.values())
 
@@ -158,6 +157,34 @@ class Scheduler:
 
     # -- slices -------------------------------------------------------------------------------
 
+    def _decode_all(
+        self, ranked: list[Sequence], slices: dict[int, Slice], now_s: float
+    ) -> list[Sequence]:
+        """Schedule one token of each decoding sequence; return the running sequences that have a
+        prompt to compute.
+        """
+        left = self.config.step_tokens_max
+        prefilling: list[Sequence] = []
+        for sequence in ranked:
+            if not sequence.is_schedulable:
+                continue
+            if not sequence.is_decoding:
+                prefilling.append(sequence)
+            elif left > 0:
+                left -= self._decode(sequence, slices, now_s)
+        return [s for s in prefilling if s.table is not None]  # not preempted by a decode above
+
+    def _prompt_budget(self, decodes: dict[int, Slice]) -> PromptBudget:
+        """Return the prompt tokens that may be computed beside the `decodes` of this step (rule 1)."""
+        target_s = self.config.gap_target_ms / 1000
+        tokens = self.config.step_tokens_max - len(decodes)
+        if not self.queue and len(decodes) == len(self.running):
+            return PromptBudget(self.step_cost, tokens, target_s)  # no prompt: nothing to predict
+        if not any(sequence.is_decoding for sequence in self.running):
+            return PromptBudget(self.step_cost, tokens, target_s * STEPS_WITHOUT_STREAMS)
+        work = StepWork.of((piece.start, piece.count) for piece in decodes.values())
+        return PromptBudget(self.step_cost, tokens, target_s - self.step_cost.seconds(work))
+
     def _decode(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> int:
         if sequence.sequence_id not in self.running:
             return 0  # preempted for a sequence before it
@@ -168,16 +195,16 @@ class Scheduler:
         return 1
 
     def _prefill(
-        self, sequence: Sequence, budget: int, slices: dict[int, Slice], now_s: float
-    ) -> int:
-        """Schedule a slice of a prompt as long as budget, chunk and room allow; return its
-        tokens.
-        """
-        table = sequence.table
+        self, sequence: Sequence, budget: PromptBudget, slices: dict[int, Slice], now_s: float
+    ) -> None:
+        """Schedule a slice of a prompt as long as budget, chunk and room allow."""
+        table, start = sequence.table, sequence.computed
         if table is None or not sequence.is_schedulable:
-            return 0
-        count = min(sequence.tokens_to_compute, self.config.prefill_chunk_tokens_max, budget)
-        start = sequence.computed
+            return
+        longest = self.config.prefill_chunk_tokens_max or sequence.tokens_to_compute
+        count = budget.fit(start, min(sequence.tokens_to_compute, longest))
+        if count == 0:
+            return
         if not self.cache.grow(table, start + count, now_s, start=start):
             grant = sequence.parent.request.grant
             size = self.cache.block_size
@@ -186,12 +213,12 @@ class Scheduler:
             count = min(count, max(1, room))
             if not self._is_best_rank(sequence):
                 if not self.cache.grow(table, start + count, now_s, start=start):
-                    return 0  # it keeps its blocks and waits for room
+                    return  # it keeps its blocks and waits for room
             elif not self._grow(sequence, start + count, slices, now_s):
-                return 0
+                return
         slices[sequence.sequence_id] = Slice(sequence, start, count)
         self.queue.charge(sequence, count)
-        return count
+        budget.spend(start, count)
 
     def _grow(self, sequence: Sequence, upto: int, slices: dict[int, Slice], now_s: float) -> bool:
         """Make room for a running sequence, preempting sequences that rank below it; return

@@ -124,7 +124,10 @@ def test_error_names_file_key_and_value(tmp_path: Path, text: str, told: str) ->
         ("[server]\nlisten = '::1:80'", "invalid address"),
         ("[admin]\nlisten = '127.0.0.1:8080'", "address of the public listener"),
         ("[idempotency]\nkeep_hours = 23", "expected 0, or 24 or more"),
-        ("[engine]\nstep_tokens_max = 100", "engine.prefill_chunk_tokens_max (512) exceeds"),
+        (
+            "[engine]\nstep_tokens_max = 100\nprefill_chunk_tokens_max = 200",
+            "engine.prefill_chunk_tokens_max (200) exceeds",
+        ),
         (
             "[tracing]\nendpoint = 'collector:4318'",
             "tracing.endpoint: invalid address 'collector:4318'",

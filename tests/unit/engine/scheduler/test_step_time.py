@@ -1,0 +1,106 @@
+"""Steps are bounded by time: how long a stream waits for its next token, and a prompt for its
+turn.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.scheduler.step_cost import StepWork
+from tests.unit.engine.timed_engine import Machine, TimedWorld
+
+TARGET_S = 0.05
+
+
+def slow(work: StepWork) -> float:
+    """Take the time of a small model on two cores: 2,000 prompt tokens a second."""
+    context = work.row_context + work.prompt_context
+    return 3e-3 + 3e-4 * work.rows + 4.5e-4 * work.prompt_tokens + 1e-7 * context
+
+
+def fast(work: StepWork) -> float:
+    """Take the time of a large model on a device: 30,000 prompt tokens a second."""
+    context = 4e-8 * work.row_context + 1e-9 * work.prompt_context
+    return 5e-3 + 1e-5 * work.rows + 3e-5 * work.prompt_tokens + context
+
+
+def prompt(count: int, seed: int) -> tuple[int, ...]:
+    chance = random.Random(seed)
+    return tuple(chance.randrange(2) for _ in range(count))
+
+
+def beside_a_stream(machine: Machine, prompts: int, length: int) -> tuple[TimedWorld, list[float]]:
+    """Run prompts beside one stream; return the seconds of each step after the first ten."""
+    world = TimedWorld(machine)
+    world.ask("stream", prompt(8, 0), max_tokens=900)
+    for _ in range(40):
+        world.step()
+    for index in range(prompts):
+        world.ask(f"p{index}", prompt(length, 1 + index), max_tokens=1, namespace=b"%d" % index)
+    while any(name.startswith("p") for name in world.live):
+        world.step()
+    world.cancel("stream")
+    world.settle()
+    return world, world.took[44:]
+
+
+@pytest.mark.parametrize("machine", [slow, fast])
+def test_a_stream_waits_about_the_target_for_a_token(machine: Machine) -> None:
+    """However long the prompts beside it are; and the prompts use the time that is left."""
+    _, took = beside_a_stream(machine, 16, 900)
+
+    assert max(took) <= 1.1 * TARGET_S
+    assert sum(took) / len(took) >= 0.6 * TARGET_S
+
+
+def test_on_a_fast_machine_prompts_lose_no_time_to_the_target() -> None:
+    """Six prompts fit into few steps, as without a stream."""
+    beside, _ = beside_a_stream(fast, 6, 900)
+    alone = TimedWorld(fast)
+    for index in range(6):
+        alone.ask(f"p{index}", prompt(900, 1 + index), max_tokens=1, namespace=b"%d" % index)
+    alone.settle()
+    last = max(beside.first_token_s(f"p{index}") for index in range(6))
+
+    assert last <= 1.6 * max(alone.first_token_s(f"p{index}") for index in range(6))
+
+
+def test_prompts_are_computed_one_after_the_other() -> None:
+    """Side by side, all first tokens would come last."""
+    world = TimedWorld(slow)
+    for index in range(4):
+        world.ask(f"p{index}", prompt(512, index), max_tokens=1)
+    world.settle()
+    at_s = [world.first_token_s(f"p{index}") for index in range(4)]
+
+    assert at_s[0] <= 0.4 * at_s[3]
+    assert all(len(row) <= 2 for row in world.rows)
+
+
+def test_a_request_that_arrives_waits_for_one_bounded_step() -> None:
+    """No stream waits, but the next tenant's request may come at any time."""
+    world = TimedWorld(slow)
+    for index in range(6):
+        world.ask(f"p{index}", prompt(900, index), max_tokens=1)
+    for _ in range(6):
+        world.step()
+    world.ask("quiet", prompt(16, 99), max_tokens=1, namespace=b"quiet")
+    world.settle()
+
+    assert max(world.took[2:]) <= 4.4 * TARGET_S
+    assert world.first_token_s("quiet") <= 4.4 * TARGET_S
+
+
+def test_no_time_is_left_and_prompts_progress() -> None:
+    """Streams alone take longer than the target: prompts get a few tokens in each step."""
+    world = TimedWorld(lambda work: 0.2 + slow(work))
+    world.ask("stream", prompt(8, 0), max_tokens=400)
+    for _ in range(40):
+        world.step()
+    world.ask("p", prompt(320, 1), max_tokens=1, namespace=b"p")
+    for _ in range(12):
+        world.step()
+
+    assert world.streams["p"].finished is not None

@@ -1,0 +1,44 @@
+"""A checked engine whose steps take the time of a synthetic machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.plan import StepPlan
+from engine.scheduler.step_cost import StepWork
+from tests.unit.engine.recorded_engine import RecordedWorld
+
+Machine = Callable[[StepWork], float]
+
+
+class TimedWorld(RecordedWorld):
+    """A recorded world whose clock advances by `machine(work)` with each step. `took`: seconds of
+    each step.
+    """
+
+    def __init__(self, machine: Machine, **config: Any) -> None:
+        settings: dict[str, Any] = {
+            "blocks": 4_000,
+            "step_tokens_max": 2_048,
+            "prefill_chunk_tokens_max": 0,
+        }
+        super().__init__(**(settings | config))
+        self.took: list[float] = []
+        launch = self.runner.launch
+
+        def run(plan: StepPlan) -> None:
+            launch(plan)
+            self.took.append(machine(StepWork.of((row.start, row.count) for row in plan.rows)))
+            self.clock.advance(self.took[-1])
+
+        self.runner.launch = run  # type: ignore[method-assign]
+
+    def check(self) -> None:
+        """Skip the recounts: these worlds run thousands of tokens a step."""
+
+    def first_token_s(self, name: str) -> float:
+        """Return the time from the request's arrival to its first token."""
+        final = self.streams[name].finished
+        assert final is not None and final.usage.first_token_s is not None
+        return final.usage.first_token_s
