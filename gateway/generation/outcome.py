@@ -16,10 +16,11 @@ from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
-from gateway.generation.rate_limits import actual_usage
+from gateway.generation.rate_limits import NO_DEMAND, actual_usage
 from gateway.generation.usage import sum_usage
 from gateway.http.request_context import RequestState
 from tenancy.limits import Reservation
+from tenancy.pricing.charges import is_charged
 
 
 class Outcome:
@@ -42,14 +43,15 @@ class Outcome:
         assert identity is not None, "answers have an owner"
         self._tenant = identity.tenant.name
 
-    def record_usage(self, output: OutputStream) -> Sequence[UsageRecord]:
+    def record_usage(self, output: OutputStream, ending: str = "done") -> Sequence[UsageRecord]:
         """Record the usage of each prompt; a second call changes nothing. Changes: the rate-limit
-        reservation, the contracts, metrics, and the fields of the request's log line."""
+        reservation, the contracts, metrics, and the fields of the request's log line. Rate limits
+        count what is charged: the tokens of a request that the server failed are given back."""
         if self._records is not None:
             return self._records
         self._records = records = output.records_so_far()
         usage, state, telemetry = sum_usage(records), self._state, self._gateway.telemetry
-        self._limit_reservation.settle(actual_usage(usage))
+        self._limit_reservation.settle(actual_usage(usage) if is_charged(ending) else NO_DEMAND)
         state.prompt_tokens = usage.total_in
         state.cached_tokens = usage.physical_cached
         state.cache_read_tokens = usage.read_tokens()
@@ -73,7 +75,8 @@ class Outcome:
 
     def record_ending(self, output: OutputStream, ending: str) -> None:
         """Record how the call ended, and its usage if it was not recorded yet."""
-        prepared, records = self._prepared, self.record_usage(output)
+        ending = ending or "done"
+        prepared, records = self._prepared, self.record_usage(output, ending)
         prompts = zip(prepared.contracts, records, prepared.rendered, strict=False)
         for number, (contract, record, prompt) in enumerate(prompts):
             self._gateway.analytics.note(
@@ -84,7 +87,7 @@ class Outcome:
                     first_token_s=output.first_token_s,
                     missed=contract.why_missed(),
                     missed_tokens=contract.missed_tokens,
-                    ending=ending or "done",
+                    ending=ending,
                     is_further=number > 0,
                 )
             )

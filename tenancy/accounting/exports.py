@@ -19,7 +19,8 @@ from msgspec import structs
 
 from tenancy.accounting.usage import entries_of, span_of
 from tenancy.errors import TenancyError
-from tenancy.pricing.charges import CHARGED, write_tokens_by_class
+from tenancy.ledger.entries import ChargingRules
+from tenancy.pricing.charges import is_charged, write_tokens_by_class
 from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry, format_utc
@@ -71,9 +72,11 @@ def cloud_events(
     """Yield CloudEvents 1.0 as JSON lines, one for each component of an entry that has tokens.
 
     `source` and `id` together are unique forever. A meter sums `data.tokens` by `data.type`; a
-    billing meter counts only events with `data.charged`, as failures are free.
+    billing meter counts only events with `data.charged`, as failures of the server are free.
     """
-    for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
+    rules = ChargingRules(store.query)
+    for entry_id, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
+        charged = is_charged(rules.as_charged(entry_id, entry).ending)
         for component, tokens in components(entry).items():
             event = {
                 "specversion": "1.0",
@@ -91,7 +94,7 @@ def cloud_events(
                     "workspace": entry.workspace,
                     "tier": entry.tier,
                     "ending": entry.ending,
-                    "charged": entry.ending in CHARGED,
+                    "charged": charged,
                 },
             }
             yield msgspec.json.encode(event) + b"\n"

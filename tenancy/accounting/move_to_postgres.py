@@ -31,6 +31,8 @@ TABLES: dict[str, tuple[str, ...]] = {
     "scope_members": ("tenant_id", "workspace"),
     "erasures": ("receipt_id",),
     "cached_contents": ("resource_id",),
+    "written_prefixes": ("gateway", "namespace", "digest", "class"),
+    "audit_log": ("audit_id",),
     "rate_cards": ("name", "version"),
     "budgets": ("tenant_id", "key_id", "window"),
     "budget_windows": ("tenant_id", "key_id", "window", "starts_ms"),
@@ -48,6 +50,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "epoch_sums": ("epoch",),
     "recent_sums": ("tenant_id", "hour_ms", "key_id", "model", "epoch"),
     "ledger_epochs": ("number",),
+    "charging_rules": ("rule",),
     "engine_pool": ("one",),
 }
 """The moved tables with their primary keys, in an order in which references already exist.
@@ -65,6 +68,7 @@ _NUMBERED = {
     "ledger": "entry_id",
     "adjustments": "number",
     "seals": "number",
+    "audit_log": "audit_id",
 }
 """Tables with generated ids, and the columns of these ids."""
 _WITH_TRIGGERS = ("tenants", "keys", "scope_members", "ledger", "ledger_epochs")

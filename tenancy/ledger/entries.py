@@ -10,16 +10,18 @@ rows back.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from tenancy.ledger.aggregates import HOUR_MS, HourlySums
-from tenancy.storage.interface import Transaction, Value, placeholders
+from tenancy.storage.interface import Row, Transaction, Value, placeholders
 from tenancy.types import DAY_MS, UsageEntry
 
+EntryReader = Callable[[str, Sequence[Value]], list[Row]]
+"""`Store.query`, or `Transaction.rows`."""
 NO_CHAIN = b""
 """The chain before the first entry."""
 _NO_COUNTS = "{}"
@@ -38,6 +40,30 @@ ENTRY_FIELDS = (
 
 They are the fields of `UsageEntry` in their order, and then `booked_ms`.
 """
+
+
+FREE_ENDING = "failed"
+"""An ending that every rule of charging leaves free."""
+_FIRST_RULE_CHARGED = ("done", "cancelled", "interrupted")
+
+
+class ChargingRules:
+    """The rules by which stored entries were charged: the present one, and the first one before it.
+
+    By the first rule every failure was free, whatever caused it. Migration 2 notes the last entry
+    that it priced.
+    """
+
+    def __init__(self, db: EntryReader) -> None:
+        """Read where the first rule ended. One query."""
+        rows = db("select last_entry_id from charging_rules where rule = 1", ())
+        self._last_entry_id = int(rows[0][0]) if rows else 0
+
+    def as_charged(self, entry_id: int, entry: UsageEntry) -> UsageEntry:
+        """Return the entry, with `FREE_ENDING` if the first rule left its ending free."""
+        if entry_id <= self._last_entry_id and entry.ending not in _FIRST_RULE_CHARGED:
+            return structs.replace(entry, ending=FREE_ENDING)
+        return entry
 
 
 class EntryAppender:

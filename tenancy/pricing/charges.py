@@ -32,11 +32,54 @@ ANY = "*"
 """Matches every model, tier or retention class."""
 CLASSES_MAX = 32
 """The most retention classes that a card may price."""
-CHARGED = frozenset({"done", "cancelled", "interrupted"})
-"""Endings that are charged.
+Payer = Literal["client", "operator"]
 
-They are complete responses, responses that the client cancelled, and what was delivered of a
-response whose server died. Failures are free, whatever they used.
+PAYERS: Mapping[str, Payer] = {
+    "done": "client",
+    "cancelled": "client",
+    "interrupted": "client",
+    # the request's own schema, prompt or budget of memory ended it
+    "context_exceeded": "client",
+    "context_length_exceeded": "client",
+    "grammar_dead_end": "client",
+    "grammar_invalid": "client",
+    "grammar_too_big": "client",
+    "grammar_unsupported": "client",
+    "invalid_json_schema": "client",
+    "invalid_value": "client",
+    "json_schema_too_complex": "client",
+    "kv_exceeded": "client",
+    "prompt_empty": "client",
+    "token_out_of_range": "client",
+    "unsupported_value": "client",
+    # the memory was promised to tenants, this one among them
+    "cache_memory_promised": "client",
+    "kv_promised": "client",
+    # the request never ran
+    "duplicate_request": "operator",
+    "engine_starting": "operator",
+    "not_ready": "operator",
+    "overloaded": "operator",
+    "queue_full": "operator",
+    "queue_timeout": "operator",
+    "timeout": "operator",
+    # a stop of the server cut it
+    "draining": "operator",
+    "shutting_down": "operator",
+    # the server failed
+    "engine_died": "operator",
+    "engine_restarting": "operator",
+    "failed": "operator",
+    "internal_error": "operator",
+    "ledger_unavailable": "operator",
+    "nan_logits": "operator",
+    "poison_request": "operator",
+    "step_failed": "operator",
+}
+"""Who pays for what a request used, by its ending.
+
+The rule: what was delivered is charged, whatever the ending, unless the fault is the operator's.
+`interrupted` is a request whose server died: its entry has only what the client had received.
 """
 
 BreachCredit = Literal["none", "read_price", "write_price"]
@@ -109,13 +152,19 @@ class Charge(Struct, frozen=True):
     items: tuple[LineItem, ...]
 
 
+def is_charged(ending: str) -> bool:
+    """Return whether the client pays for a request with this ending. An unknown ending is charged:
+    a new failure must not become a way to be answered for nothing."""
+    return PAYERS.get(ending, "client") == "client"
+
+
 def itemize(card: RateCard, usage: UsageEntry) -> Charge:
     """Return the exact charge with its line items.
 
     Raises BadPrice if it exceeds `CHARGE_MAX` (9.2 million dollars).
     """
     items: list[LineItem] = []
-    if usage.ending in CHARGED:
+    if is_charged(usage.ending):
         counts = {
             "input": (usage.fresh_tokens, card.input),
             "cache_read": (usage.cache_read_tokens, card.cache_read),
@@ -133,7 +182,7 @@ def itemize(card: RateCard, usage: UsageEntry) -> Charge:
 
 def compute_charge(card: RateCard, usage: UsageEntry) -> int:
     """Return the pico-dollars of `itemize` without the items. Raises BadPrice as it does."""
-    if usage.ending not in CHARGED:
+    if not is_charged(usage.ending):
         return 0
     tokens = usage.fresh_tokens + usage.cache_read_tokens + usage.output_tokens
     pico = usage.fresh_tokens * card.input
@@ -154,7 +203,7 @@ def compute_savings(card: RateCard, usage: UsageEntry) -> int:
 
     Reads save and expensive writes cost, so a retention class that does not pay is below zero.
     """
-    if usage.ending not in CHARGED:
+    if not is_charged(usage.ending):
         return 0
     saved = usage.cache_read_tokens * (card.input - card.cache_read)
     for retention, tokens in write_tokens_by_class(usage).items():

@@ -90,6 +90,16 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         ledger.settle(used("last", wall())).result(PATIENCE_S)
         ledger.close()
         delete_tenant(store, wall, "gone")
+        with store.change() as db:
+            db.execute("insert into charging_rules values (1, 2)")
+            db.execute(
+                "insert into audit_log values (7, 1, 'command', 'root', '', 'tenant.create', 1,"
+                " 'tenant:1', null, '{}')"
+            )
+            db.execute(
+                "insert into written_prefixes values ('', x'01', x'02', '1h', 1, 9, '{}', null,"
+                " 5, 'e1', 1, 'm', 't', x'')"
+            )
         yield store
 
 
