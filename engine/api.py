@@ -524,7 +524,8 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
 
     Each start has its own `epoch`, with an empty cache. `model_digest` covers weights, tokenizer
     and KV format; every namespace contains it. `floor_blocks_max`: the most that floors together
-    may take; floors that ask for more are cut.
+    may take; floors that ask for more are cut. `promisable_blocks`: the most that promises and
+    floors together may take.
     """
 
     epoch: str
@@ -540,6 +541,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     kv_format: str
     device: str
     pid: Count
+    promisable_blocks: Count = 0
 
 
 class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):

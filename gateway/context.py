@@ -18,6 +18,7 @@ from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import TenantCacheUsage
 from gateway.caching import ContractManager
+from gateway.caching.namespaces import promised_blocks_default
 from gateway.config import Config
 from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
@@ -56,6 +57,10 @@ class Authenticator(Protocol):
 
     def floor_blocks(self) -> int:
         """Return the sum of all tenants' floors, in blocks."""
+
+    @property
+    def active_tenants(self) -> int:
+        """The number of tenants that are not suspended."""
 
 
 @dataclass(slots=True)
@@ -103,6 +108,14 @@ class Context:
     def is_ready(self) -> bool:
         """Whether the gateway accepts requests now."""
         return not self.is_draining and self.engine.ready()
+
+    def promised_blocks_default(self) -> int | None:
+        """Return the bound on promises of a tenant that sets none; None without an engine, or for
+        the engine's own bound."""
+        info = self.engine.info
+        if info is None:
+            return None
+        return promised_blocks_default(info, self.config.caching, self.registry.active_tenants)
 
     def enter(self, tenant_id: int) -> None:
         """Count an admitted request of this tenant."""

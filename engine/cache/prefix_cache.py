@@ -61,6 +61,7 @@ class PrefixCache:
         self._manager = BlockManager(blocks, block_size, longest, eviction_policy)
         self._leases = LeaseManager(self._manager)
         self.floor_blocks_max = self._manager.fair_share.floors_max
+        self.promisable_blocks = self._manager.fair_share.promisable
         self.facts = facts
         self._evicted = self._expired = self._copied = 0
 

@@ -350,6 +350,7 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         kv_format=built.kv_format.name,
         device=built.device,
         pid=os.getpid(),
+        promisable_blocks=core.cache.promisable_blocks,
     )
     return core, info
 

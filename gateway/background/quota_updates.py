@@ -75,11 +75,13 @@ class QuotaUpdates:
 
     def _send(self, tenants: dict[int, TenantRecord]) -> None:
         with suppress(EngineError):  # `resend_recent` or the next request delivers it
-            self._gateway.engine.set_quotas([_current_quota(one) for one in tenants.values()])
+            default = self._gateway.promised_blocks_default()
+            quotas = [_current_quota(one, default) for one in tenants.values()]
+            self._gateway.engine.set_quotas(quotas)
 
 
-def _current_quota(one: TenantRecord) -> Quota:
+def _current_quota(one: TenantRecord, promised_default: int | None) -> Quota:
     """Return a tenant's quota. A suspended tenant has no floor; its blocks stay until they are
     evicted."""
     policy = structs.replace(one.policy, floor_blocks=floor_blocks_of(one))
-    return quota_of(policy, str(one.tenant.tenant_id).encode())
+    return quota_of(policy, str(one.tenant.tenant_id).encode(), promised_default)

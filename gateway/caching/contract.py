@@ -33,7 +33,7 @@ from gateway.caching.prefix_index import (
     digest_prefixes,
 )
 from gateway.caching.promises import PromiseTally
-from gateway.dialects.canonical import Call, Diagnosis, Rendered, UsageRecord
+from gateway.dialects.canonical import Call, Diagnosis, Rendered, ShortLease, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.retention_classes import BEST_EFFORT, CacheProfile, CachingConfig
 
@@ -246,6 +246,9 @@ class Contract:
                 self._granted[write.tokens] = grant.tokens
         self.grants = tuple(grants)
         self._record, self._read_entry = terms.split(cached_tokens, self._granted, now_s)
+        short = _short_lease(terms.writes, grants)
+        if short is not None:
+            self._record = replace(self._record, short_lease=short)
         read = self._record.read_tokens()
         self._missed = self._why_missed(read, cached_tokens, now_s)
         if self._missed:
@@ -480,6 +483,15 @@ class ContractTerms(Struct, frozen=True):
             if promised_s < _promise(write.retention):
                 return False
         return True
+
+
+def _short_lease(writes: Sequence[PlannedWrite], grants: Sequence[LeaseGrant]) -> ShortLease | None:
+    """Return the first lease that was not granted whole, or None."""
+    for write, grant in zip(writes, grants, strict=False):
+        if grant.outcome != "granted":
+            name = write.retention.name
+            return ShortLease(grant.outcome, grant.bound, name, write.tokens, grant.tokens)
+    return None
 
 
 def _promise(retention: Retention) -> float:

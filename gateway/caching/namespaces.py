@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from engine.api import (
+    EngineInfo,
     Namespace,
     NamespaceStats,
     Payer,
     Quota,
 )
+from gateway.retention_classes import CachingConfig
 from tenancy.types import CachePolicy, Identity
 
 SHARED_SCOPE_PREFIX = "scope:"
@@ -50,15 +52,27 @@ def payer_of(identity: Identity) -> bytes:
     return str(identity.tenant.tenant_id if scope is None else scope.owner_id).encode()
 
 
-def quota_of(policy: CachePolicy, payer: Payer) -> Quota:
-    """Return the engine's quota of a payer."""
-    return Quota(
-        policy.floor_blocks,
-        policy.ceiling_blocks,
-        policy.weight,
-        policy.promised_blocks_max,
-        payer,
-    )
+def quota_of(
+    policy: CachePolicy, payer: Payer, promised_blocks_default: int | None = None
+) -> Quota:
+    """Return the engine's quota of a payer. `promised_blocks_default`: bounds a policy that sets no
+    bound on promises; the payer's floor is its own and may be promised whole."""
+    promised = policy.promised_blocks_max
+    if promised is None and promised_blocks_default is not None:
+        promised = max(promised_blocks_default, policy.floor_blocks)
+    return Quota(policy.floor_blocks, policy.ceiling_blocks, policy.weight, promised, payer)
+
+
+def promised_blocks_default(
+    info: EngineInfo, caching: CachingConfig, active_tenants: int
+) -> int | None:
+    """Return how many blocks a tenant without a bound of its own may promise itself.
+
+    None, up to the engine's own bound, for a tenant that is alone: it takes them from no other.
+    """
+    if active_tenants <= 1 or not info.promisable_blocks:
+        return None
+    return int(info.promisable_blocks * caching.promised_share_default)
 
 
 _PARTS = 5

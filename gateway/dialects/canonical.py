@@ -9,7 +9,7 @@ no other dialect. A unary reply is the fold of the stream. All values are frozen
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -235,6 +235,17 @@ NO_METADATA = RequestMetadata()
 # --- the answer --------------------------------------------------------------------------------
 
 
+class ShortLease(Struct, frozen=True):
+    """A lease that the engine did not grant whole: `granted_tokens` of `tokens` are promised in the
+    class `retention`. `bound`: the limit, as in `engine.api.LeaseGrant`."""
+
+    outcome: Literal["clipped", "refused"]
+    bound: str
+    retention: str
+    tokens: int
+    granted_tokens: int
+
+
 class UsageRecord(Struct, frozen=True, omit_defaults=True):
     """Token counts, the single source of every dialect's usage fields.
 
@@ -252,6 +263,22 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
     physical_cached: int = 0
     breached_tokens: int = 0
     """Tokens read by contract but computed again: eviction or a restart broke their promise."""
+    short_lease: ShortLease | None = None
+    """The first lease that was not granted whole: why a write is smaller than requested."""
+
+    def extras(self) -> dict[str, Any]:
+        """Return what this server says beyond a dialect's usage object: empty, or `trunkline`."""
+        lease = self.short_lease
+        if lease is None:
+            return {}
+        told = {
+            "lease": lease.outcome,
+            "bound": lease.bound,
+            "retention": lease.retention,
+            "requested_tokens": lease.tokens,
+            "granted_tokens": lease.granted_tokens,
+        }
+        return {"trunkline": {"cache": told}}
 
     def read_tokens(self) -> int:
         """Return the tokens read, over all retention classes."""

@@ -33,7 +33,8 @@ RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
 
 
 class AdmissionContext(Struct, frozen=True):
-    """The state that admission checks a call against. `running`: the tenant's running requests."""
+    """The state that admission checks a call against. `running`: the tenant's running requests.
+    `promised_blocks_default`: see `gateway.caching.namespaces`."""
 
     info: EngineInfo
     stats: Stats
@@ -41,6 +42,7 @@ class AdmissionContext(Struct, frozen=True):
     template_digest: str
     model_stop_token_ids: tuple[int, ...]
     running: int
+    promised_blocks_default: int | None = None
 
 
 def admit(
@@ -62,7 +64,7 @@ def admit(
     _check_tenant(now)
     _check_queue(rendered, now)
     kept = leases or [()] * len(rendered)
-    quota = quota_of(identity.blocks_policy, payer_of(identity))
+    quota = quota_of(identity.blocks_policy, payer_of(identity), now.promised_blocks_default)
     requests = [
         Request(
             request_id=request_id if len(rendered) == 1 else f"{request_id}-{number}",

@@ -78,6 +78,7 @@ def sum_usage(records: Sequence[UsageRecord]) -> UsageRecord:
         out=sum(record.out for record in records),
         physical_cached=sum(record.physical_cached for record in records),
         breached_tokens=sum(record.breached_tokens for record in records),
+        short_lease=next((record.short_lease for record in records if record.short_lease), None),
     )
 
 

@@ -47,7 +47,7 @@ class KeyAuthenticator:
         """Read all tenants and keys.
 
         `wall` decides which keys have expired; `clock` (monotonic seconds) paces the checks for
-        changes.
+        changes. `active_tenants`: the number of tenants that are not suspended.
         """
         self._store = store
         self._wall = wall
@@ -60,6 +60,7 @@ class KeyAuthenticator:
         self._version = 0
         self._changed: dict[int, TenantRecord] = {}
         self._floor_blocks: int | None = None
+        self.active_tenants = 0
         self._take(_read_all(store))
         self._watcher: RegistryWatcher | None = None
 
@@ -176,6 +177,8 @@ class KeyAuthenticator:
                 self._memberships.pop(tenant_id, None)
             self._tenants.update({one.tenant.tenant_id: one for one in update.tenants})
             self._memberships.update(update.memberships)
+        records = self._tenants.values()
+        self.active_tenants = sum(one.tenant.status == "active" for one in records)
         self._changed |= {one.tenant.tenant_id: one for one in update.tenants}
         self._version = update.version
 

@@ -248,6 +248,7 @@ def usage(record: UsageRecord) -> dict[str, Any]:
         },
         "output_tokens": record.out,
         "service_tier": "standard",
+        **record.extras(),
     }
 
 

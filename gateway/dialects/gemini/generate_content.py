@@ -347,6 +347,7 @@ def usage(record: UsageRecord) -> dict[str, Any]:
         "candidatesTokenCount": record.out,
         "totalTokenCount": record.total_in + record.out,
         "promptTokensDetails": [{"modality": "TEXT", "tokenCount": record.total_in}],
+        **record.extras(),
     }
     cached = record.read_tokens()
     if cached:

@@ -275,6 +275,7 @@ def usage(record: UsageRecord) -> dict[str, Any]:
         "output_tokens": record.out,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": record.total_in + record.out,
+        **record.extras(),
     }
 
 

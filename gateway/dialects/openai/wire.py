@@ -313,6 +313,7 @@ def usage(record: UsageRecord) -> dict[str, Any]:
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
         },
+        **record.extras(),
     }
 
 

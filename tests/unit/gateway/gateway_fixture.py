@@ -176,6 +176,7 @@ class GatewayFixture:
             kv_format="words",
             device="none",
             pid=0,
+            promisable_blocks=core.cache.promisable_blocks,
         )
         return core, info
 

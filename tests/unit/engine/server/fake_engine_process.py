@@ -70,6 +70,7 @@ def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
         kv_format="words",
         device="cpu",
         pid=os.getpid(),
+        promisable_blocks=core.cache.promisable_blocks,
     )
     return core, info
 

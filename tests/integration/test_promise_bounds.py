@@ -1,0 +1,81 @@
+"""A tenant made with defaults cannot promise itself the pool, unless it is alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.caching.namespaces import promised_blocks_default, quota_of
+from gateway.retention_classes import CachingConfig
+from tenancy.accounts.tenants import change_tenant
+from tenancy.types import CachePolicy
+from tests.unit.gateway.gateway_fixture import BLOCKS, GatewayFixture
+
+PROMISABLE = BLOCKS * 7 // 8
+
+
+def promise(first: int) -> dict[str, Any]:
+    """Return a completion that asks for a promise of some 25 blocks."""
+    cache = {"mode": "implicit", "ttl": "12h"}
+    text = " ".join(str(first + number) for number in range(80))
+    message = [{"role": "user", "content": text}]
+    return {"messages": message, "max_tokens": 1, "prompt_cache_options": cache}
+
+
+async def promise_all(gateway: GatewayFixture) -> tuple[int, str]:
+    """Ask for promises until they end; return the promised blocks and what the header says."""
+    said = ""
+    for number in range(40):
+        body = {**promise(1_000 + 100 * number), "model": gateway.model}
+        status, answer, response = await gateway.ask(body=body)
+        assert status == 200, answer
+        said = response.headers["X-Trunkline-Cache"]
+        if "lease=refused" in said:
+            break
+    await gateway.quiet()
+    held = gateway.engine.namespaces
+    return sum(one.promised_blocks for one in held), said
+
+
+async def test_default_tenant_promises_itself_a_quarter(gateway: GatewayFixture) -> None:
+    """Beside another tenant: what is promised to one cannot be used by others for as long."""
+    promised, said = await promise_all(gateway)
+    long = {"model": gateway.model, "prompt": [5] * 400, "max_tokens": 1}
+    status, answer, _ = await gateway.ask("/v1/completions", long, who="bob")
+
+    assert PROMISABLE // 8 < promised <= PROMISABLE // 4
+    assert "bound=quota" in said
+    assert status == 200, answer
+
+
+async def test_tenant_that_is_alone_may_promise_itself_all(gateway: GatewayFixture) -> None:
+    """A first hour of trying: there is no other tenant to protect."""
+    change_tenant(gateway.store, "bob", {}, "suspended")
+    gateway.gateway.context.registry.refresh_now()
+    promised, said = await promise_all(gateway)
+
+    assert promised > PROMISABLE * 3 // 4
+    assert "bound=pool" in said
+
+
+@pytest.mark.parametrize(
+    ("policy", "bound"),
+    [
+        (CachePolicy(), 56),
+        (CachePolicy(floor_blocks=100), 100),
+        (CachePolicy(promised_blocks_max=200), 200),
+        (CachePolicy(promised_blocks_max=0, floor_blocks=100), 0),
+    ],
+)
+async def test_explicit_bound_wins(
+    gateway: GatewayFixture, policy: CachePolicy, bound: int
+) -> None:
+    """And a tenant may promise itself its floor, which others cannot use anyway."""
+    info = gateway.engine.info
+    assert info is not None
+    default = promised_blocks_default(info, CachingConfig(), 2)
+
+    assert quota_of(policy, b"1", default).promised_blocks_max == bound
+    assert promised_blocks_default(info, CachingConfig(promised_share_default=0.5), 2) == 112
+    assert promised_blocks_default(info, CachingConfig(), 1) is None
