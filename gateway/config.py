@@ -28,6 +28,7 @@ from tenancy.accounts.shared_scopes import ScopeTerms, check_scopes
 from tenancy.errors import BadName, BadPrice, StoreError
 from tenancy.pricing.charges import RateCard
 from tenancy.storage.backends import check_place
+from tenancy.types import ToleranceMode
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 PositiveInt = Annotated[int, Meta(ge=1, le=2**40)]
@@ -49,7 +50,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     `header_timeout_s`: for the head of a request. `body_timeout_s`: for its body, which must then
     arrive at `body_rate_min_bytes_per_s` or faster. `write_timeout_s`: for a client to read written
-    bytes. `connections_per_address_max`: 0 is no limit.
+    bytes. `connections_per_address_max`: 0 is no limit. `tolerance`: how requests with fields that
+    the server does not honour are treated, unless their key says otherwise (docs/dialects.md).
     """
 
     listen: str = "127.0.0.1:8080"
@@ -64,6 +66,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     connections_max: PositiveInt = 4_096
     connections_per_address_max: Annotated[int, Meta(ge=0)] = 512
     stream_keep_alive_s: Seconds = 15.0
+    tolerance: ToleranceMode = "standard"
 
 
 class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):

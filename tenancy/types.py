@@ -27,6 +27,10 @@ def format_utc(at_ms: object) -> str:
 Status = Literal["active", "suspended"]
 
 
+ToleranceMode = Literal["standard", "strict", "lenient"]
+"""How the gateway treats request fields that it does not honour."""
+
+
 class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant: the paying party. `name` is unique and has 1 to 64 characters of [a-z0-9-_.].
 
@@ -134,7 +138,7 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True):
     `line_id`: the id of the first key in the rotation chain of `key_id` (or `key_id` itself); keys
     of one line share their rate limits and budgets. `scopes`: the scopes of the key. `limits`: the
     tenant's; `key_limits`: the key's. `scope`: the shared scope that holds the workspace's cache;
-    None when the workspace shares nothing.
+    None when the workspace shares nothing. `tolerance`: the key's; None leaves it to the server.
     """
 
     tenant: Tenant
@@ -146,6 +150,7 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     key_limits: Limits = Limits()
     scope: SharedScope | None = None
+    tolerance: ToleranceMode | None = None
 
     @property
     def blocks_policy(self) -> CachePolicy:

@@ -55,7 +55,7 @@ class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):
 
     `missed_tokens`: tokens of the longest prefix written before that were not read, because of
     `missed`. `is_further`: another prompt of the same request was noted before; the request counts
-    once, as in the ledger.
+    once, as in the ledger. `ignored`: labels of the request's fields that had no effect.
     """
 
     tenant: str
@@ -66,6 +66,7 @@ class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):
     ending: str
     missed_tokens: int = 0
     is_further: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class MinuteTotals:
@@ -97,6 +98,7 @@ class AnalyticsSums:
     def __init__(self, timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> None:
         """O(requests)."""
         self.endings: defaultdict[str, int] = defaultdict(int)
+        self.ignored: defaultdict[str, int] = defaultdict(int)
         self.misses: defaultdict[str, int] = defaultdict(int)
         self.missed_tokens: defaultdict[str, int] = defaultdict(int)
         self.read_classes: defaultdict[str, int] = defaultdict(int)
@@ -126,6 +128,8 @@ class AnalyticsSums:
                 further += 1
                 continue
             endings[completed.ending] += 1
+            for label in completed.ignored:
+                self.ignored[label] += 1
             if completed.first_token_s is not None:
                 times = first_ms[cache_outcome(cached, record.total_in)]
                 times[bucket_of(1000 * completed.first_token_s)] += 1
@@ -148,6 +152,7 @@ class TenantView:
         self.misses: dict[str, int] = {}
         self.missed_tokens: dict[str, int] = {}
         self.endings: dict[str, int] = {}
+        self.ignored: dict[str, int] = {}
         self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
 
     def add(self, minute: int, sums: AnalyticsSums) -> None:
@@ -158,6 +163,7 @@ class TenantView:
         self.physical += sums.physical
         self.breached += sums.breached
         _add(self.endings, sums.endings)
+        _add(self.ignored, sums.ignored)
         _add(self.read_classes, sums.read_classes)
         _add(self.write_classes, sums.write_classes)
         _add(self.misses, sums.misses)
@@ -284,6 +290,7 @@ class Analytics:
             "first_token_ms": _latencies(self._all),
             "misses": dict(self._all.misses),
             "endings": dict(self._all.endings),
+            "ignored_fields": dict(self._all.ignored),
             "tenants": [
                 {"tenant": name, **view.summary()} for name, view in reversed(self._tenants.items())
             ],
@@ -316,6 +323,7 @@ class Analytics:
             "write_by_class": dict(view.write_classes),
             "misses": dict(view.misses),
             "endings": dict(view.endings),
+            "ignored_fields": dict(view.ignored),
             "top_prefixes": [
                 {
                     "id": f"{one.digest:016x}",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.api import Peeked, Stats
 from gateway.api.routes import find_endpoint
@@ -24,7 +25,7 @@ from gateway.generation.preparation import Prepared, check_model, prepare
 from gateway.generation.usage import sum_usage
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
-from gateway.http.request_context import STATE
+from gateway.http.request_context import STATE, request_metadata
 from gateway.http.response import send
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
@@ -58,6 +59,8 @@ def _quote_handler(gateway: Context) -> Handler:
             )
             raise Refusal(Kind.BAD, "invalid_value", message, param="endpoint")
         endpoint, metadata = found
+        tolerance = request_metadata(request, gateway.config.server.tolerance).tolerance
+        metadata = replace(metadata, tolerance=tolerance)
         call = endpoint.dialect.parse(bytes(body.request), metadata)
         check_model(gateway, call)
         made = await prepare(gateway, call, state.identity)

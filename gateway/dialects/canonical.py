@@ -14,6 +14,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from engine.api import Grammar, Sampling
+from gateway.dialects.tolerance import Mode
 
 # --- the prompt --------------------------------------------------------------------------------
 
@@ -151,8 +152,9 @@ class GenerationParameters(Struct, frozen=True):
 
     The engine computes `samples` and the gateway returns the best `choices` of them by mean
     logprob; `choices_field` is the request's field for that number. `max_tokens` None: the server's
-    limit. `echo`: the answer begins with the prompt's text. `report_logprobs`: the client asked for
-    logprobs; False where only ranking needs them.
+    limit. `is_output_capped`: `max_tokens` beyond the room that the prompt leaves is reduced to
+    that room instead of being refused. `echo`: the answer begins with the prompt's text.
+    `report_logprobs`: the client asked for logprobs; False where only ranking needs them.
     """
 
     max_tokens: int | None = None
@@ -164,6 +166,7 @@ class GenerationParameters(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    is_output_capped: bool = False
     echo: bool = False
     prompt_logprobs: int | None = None
     report_logprobs: bool = True
@@ -200,7 +203,8 @@ class Call(Struct, frozen=True):
 
     A request of /v1/completions may have several `prompts`; every other call has one. `partition`
     narrows the namespace. `digests`: settings (name, digest) that a miss diagnosis compares beside
-    the prompt; they have no other effect.
+    the prompt; they have no other effect. `ignored`: names of fields that were taken and have no
+    effect (`gateway.dialects.tolerance`). `continuous_usage`: every chunk of a stream has usage.
     """
 
     model: str
@@ -209,15 +213,17 @@ class Call(Struct, frozen=True):
     operation: Literal["generate", "prewarm", "count", "quote"] = "generate"
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     partition: str = ""
     client_user: str = ""
     priority: int = 0
     cache: CacheDirectives = CacheDirectives()
     digests: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 class RequestMetadata(Struct, frozen=True):
-    """Path and header fields of a request that a dialect may read.
+    """Path and header fields of a request that a dialect may read, and its key's tolerance.
 
     `model` and `action` come from the path, `version` and `betas` from headers.
     """
@@ -226,6 +232,7 @@ class RequestMetadata(Struct, frozen=True):
     action: str = ""
     version: str = ""
     betas: tuple[str, ...] = ()
+    tolerance: Mode = "standard"
 
 
 NO_METADATA = RequestMetadata()

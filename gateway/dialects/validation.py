@@ -97,13 +97,13 @@ def _expected_values(kind: Any, steps: str) -> str:
         types = [
             inner
             for outer in types
-            for alternative in _alternatives(outer)
+            for alternative in alternatives(outer)
             for inner in _inner_types(alternative, name)
         ]
     values = [
         msgspec.json.encode(value).decode()
         for found in types
-        for alternative in _alternatives(found)
+        for alternative in alternatives(found)
         if isinstance(alternative, inspect.LiteralType)
         for value in alternative.values
     ]
@@ -118,13 +118,13 @@ def _any_of(values: Iterable[str]) -> str:
 _type_info = cache(inspect.type_info)
 
 
-def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
-    """Yield the alternatives of a union, without their constraints."""
+def alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """Yield the alternatives of a union, without their constraints: the type itself if none."""
     while isinstance(kind, inspect.Metadata):
         kind = kind.type
     if isinstance(kind, inspect.UnionType):
         for alternative in kind.types:
-            yield from _alternatives(alternative)
+            yield from alternatives(alternative)
     else:
         yield kind
 

@@ -33,7 +33,7 @@ from gateway.generation.idempotency import (
 from gateway.generation.outcome import Outcome
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared, admission_context, check_model, prepare
-from gateway.generation.usage import CACHE_HEADER, cache_header
+from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER, cache_header
 from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of
 from gateway.http.request_body import read_body
@@ -58,6 +58,7 @@ class Generation:
         self._state.operation = operation_name(dialect.name)
         self._response: web.StreamResponse | None = None
         self._contracts: list[Contract] = []
+        self._ignored: tuple[str, ...] = ()
         self._on_started: Callable[[int], None] | None = None
         self._idempotent: IdempotentRequest | None = None
 
@@ -68,7 +69,9 @@ class Generation:
         identity = state.identity
         assert identity is not None, "this route asks for a key"
         body = await read_body(self._request, gateway.config.server)
-        call = self._dialect.parse(body, request_metadata(self._request))
+        metadata = request_metadata(self._request, gateway.config.server.tolerance)
+        call = self._dialect.parse(body, metadata)
+        self._ignored = call.ignored
         state.model, state.is_stream = gateway.model, call.stream
         check_model(gateway, call)
         if gateway.is_draining:
@@ -264,13 +267,15 @@ class Generation:
         return await send(self._request, 200, body, self._head(is_stream=False))
 
     def _head(self, *, is_stream: bool) -> dict[str, str]:
-        """Return the headers: content type and cache header."""
+        """Return the headers: content type, cache header and the names of ignored fields."""
         content_type = self._dialect.stream_content_type if is_stream else "application/json"
         headers = {"Content-Type": content_type}
         if is_stream:
             headers["X-Accel-Buffering"] = "no"
         if self._contracts:
             headers[CACHE_HEADER] = cache_header(self._contracts)
+        if self._ignored:
+            headers[IGNORED_HEADER] = ", ".join(self._ignored)
         return headers
 
     async def _stream(

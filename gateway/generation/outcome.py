@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from gateway.analytics.aggregates import CompletedPrompt
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
+from gateway.dialects.tolerance import label_of
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
 from gateway.generation.rate_limits import NO_DEMAND, actual_usage
@@ -42,6 +43,7 @@ class Outcome:
         identity = state.identity
         assert identity is not None, "answers have an owner"
         self._tenant = identity.tenant.name
+        self._ignored = tuple(dict.fromkeys(map(label_of, prepared.call.ignored)))
 
     def record_usage(self, output: OutputStream, ending: str = "done") -> Sequence[UsageRecord]:
         """Record the usage of each prompt; a second call changes nothing. Changes: the rate-limit
@@ -63,6 +65,8 @@ class Outcome:
         telemetry.tokens.add(tenant, *tokens)
         telemetry.count_epoch(state.epoch, *tokens, output.unneeded_tokens)
         telemetry.output_format_violations.add(output.format_violations)
+        for label in self._ignored:
+            telemetry.ignored_fields.add(1, label)
         for contract in self._prepared.contracts:
             contract.finish(state.response_id)
         for contract, record in zip(self._prepared.contracts, records, strict=False):
@@ -89,5 +93,6 @@ class Outcome:
                     missed_tokens=contract.missed_tokens,
                     ending=ending,
                     is_further=number > 0,
+                    ignored=() if number else self._ignored,
                 )
             )

@@ -58,6 +58,8 @@ PHYSICAL_ACCOUNTING = _PhysicalAccounting()
 
 _NO_OUTPUT = Usage()
 CACHE_HEADER = "X-Trunkline-Cache"
+IGNORED_HEADER = "X-Trunkline-Ignored"
+"""Names the request's fields that had no effect."""
 """Header with the tokens read and written by contract, computed and found, and a miss cause."""
 
 

@@ -18,7 +18,7 @@ from gateway.dialects.canonical import NO_METADATA, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
-from tenancy.types import Identity, WallClock
+from tenancy.types import Identity, ToleranceMode, WallClock
 
 BASE_HEADERS = {
     "Server": "trunkline",
@@ -186,14 +186,18 @@ def _after(state: RequestState, at_s: float | None) -> float | None:
     return None if at_s is None else at_s - state.started_s
 
 
-def request_metadata(request: web.BaseRequest) -> RequestMetadata:
+def request_metadata(request: web.BaseRequest, tolerance: ToleranceMode) -> RequestMetadata:
     """Return the path and header fields that dialects read beside the body.
 
-    The path parameter `target` is "model:action" in Gemini's paths.
+    The path parameter `target` is "model:action" in Gemini's paths. `tolerance`: the server's mode,
+    which the request's key may override.
     """
-    target, headers = request[STATE].parameters.get("target"), request.headers
+    state, headers = request[STATE], request.headers
+    target = state.parameters.get("target")
+    if state.identity is not None and state.identity.tolerance is not None:
+        tolerance = state.identity.tolerance
     if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
-        return NO_METADATA
+        return NO_METADATA if tolerance == "standard" else RequestMetadata(tolerance=tolerance)
     model, _, action = (target or "").rpartition(":")
     names = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
     return RequestMetadata(
@@ -201,4 +205,5 @@ def request_metadata(request: web.BaseRequest) -> RequestMetadata:
         action=action,
         version=headers.get("anthropic-version", ""),
         betas=tuple(filter(None, names)),
+        tolerance=tolerance,
     )

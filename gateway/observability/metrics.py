@@ -215,6 +215,9 @@ class Metrics:
         self.output_format_violations = counter(
             "output_format_violations", "Finished responses that violate their JSON format."
         )
+        self.ignored_fields = counter(
+            "ignored_fields", "Requests with a field that had no effect, by field.", "field"
+        )
         self.misses = counter("cache_misses", "Breakpoints not read in full, by cause.", "cause")
         self.unreadable = counter("unreadable_requests", "Connections that did not speak HTTP.")
         self.first_token_s = seconds(

@@ -34,6 +34,7 @@ from gateway.dialects.canonical import (
     RequestMetadata,
     Text,
 )
+from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
 from gateway.errors import Refusal
 
@@ -60,9 +61,13 @@ class AnthropicDialect:
                 f"unsupported version {version[:64]!r}; expected {' or '.join(wire.VERSIONS)}."
             )
             raise invalid_field("anthropic-version", problem, "invalid_version")
-        fields = wire.decode(body)
-        _check_settings(fields, version)
-        prompt = msgspec.structs.replace(prompt_of(fields, version), output_format=_format(fields))
+        tolerance = Tolerance(metadata.tolerance)
+        fields = wire.decode(body, tolerance)
+        _check_settings(fields)
+        _take_hints(fields, tolerance)
+        prompt = msgspec.structs.replace(
+            prompt_of(fields, version, tolerance), output_format=_format(fields)
+        )
         _check_prompt(prompt)
         operation: Literal["generate", "prewarm", "count"] = "generate"
         if self._counts:
@@ -85,6 +90,7 @@ class AnthropicDialect:
             priority=fields.priority or 0,
             cache=_cache(fields),
             digests=_digests(fields),
+            ignored=tolerance.ignored,
         )
 
     def encoder(self, call: Call, reply: Reply) -> AnthropicEncoder:
@@ -107,20 +113,26 @@ class AnthropicDialect:
 # --- a request's settings ----------------------------------------------------------------------
 
 
-def _check_settings(fields: wire.Body, version: str) -> None:
-    if version == wire.VERSION_WITHOUT_SAMPLING:
-        for name in ("temperature", "top_p", "top_k"):
-            if getattr(fields, name) is not None:
-                problem = f"version {version} has no such setting; omit it."
-                raise invalid_field(name, problem, "unsupported_parameter")
+def _check_settings(fields: wire.Body) -> None:
     for number, stop in enumerate(fields.stop_sequences or ()):
         if not stop.strip():
             problem = "each stop sequence must contain non-whitespace."
             raise invalid_field(f"stop_sequences[{number}]", problem)
-    if fields.thinking is not None and fields.thinking.type == "enabled":
+
+
+def _take_hints(fields: wire.Body, tolerance: Tolerance) -> None:
+    """Note the hints that have no effect here. Raises Refusal in the strict mode."""
+    thinking = fields.thinking
+    if thinking is not None and thinking.type == "enabled" and tolerance.is_strict:
         problem = "'enabled' is not supported: the model has no extended thinking; expected"
         problem += " 'disabled', 'adaptive' or 'between_tools', or no thinking field."
         raise invalid_field("thinking.type", problem, "unsupported_parameter")
+    if thinking is not None and thinking.type != "disabled":
+        tolerance.ignore("thinking")
+    if fields.output_config is not None and fields.output_config.effort is not None:
+        tolerance.ignore("output_config.effort")
+    tolerance.take_hint("service_tier", fields.service_tier, wire.SERVICE_TIERS)
+    tolerance.take_hint("speed", fields.speed, ("standard",))
 
 
 def _check_prompt(prompt: Prompt) -> None:

@@ -15,6 +15,7 @@ from gateway.dialects import validation
 from gateway.dialects.anthropic import wire
 from gateway.dialects.anthropic.breakpoints import Breakpoints
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
+from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -65,17 +66,21 @@ _BLOCKS_OF: Mapping[str, frozenset[str]] = {
 }
 
 
-def prompt_of(body: wire.Body, version: str) -> Prompt:
-    """Return the request's prompt with its breakpoints, in API order. Raises Refusal."""
-    return _MessagesReader(body, version).read()
+def prompt_of(body: wire.Body, version: str, tolerance: Tolerance) -> Prompt:
+    """Return the request's prompt with its breakpoints, in API order.
+
+    Changes: `tolerance` notes the ignored fields. Raises Refusal.
+    """
+    return _MessagesReader(body, version, tolerance).read()
 
 
 class _MessagesReader:
     """Builds the prompt of one request. A position is an index into its tools and segments."""
 
-    def __init__(self, body: wire.Body, version: str) -> None:
+    def __init__(self, body: wire.Body, version: str, tolerance: Tolerance) -> None:
         self._body = body
         self._version = version
+        self._tolerance = tolerance
         self._breakpoints = Breakpoints()
         self._tools: list[Tool] = []
         self._segments: list[Segment] = []
@@ -122,6 +127,8 @@ class _MessagesReader:
         if isinstance(kind, str) and kind != "custom":
             problem = f"unsupported tool type {kind[:64]!r}; expected 'custom'."
             raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
+        if self._tolerance.is_lenient:
+            field = self._tolerance.prune(field, wire.MessagesToolField, path)
         found = validation.convert(field, wire.MessagesToolField, path)
         if found.input_schema.get("type") != "object":
             kind = str(found.input_schema.get("type"))[:64]
@@ -176,7 +183,7 @@ class _MessagesReader:
             return
         for number, block in enumerate(system):
             path = f"system[{number}]"
-            found = _block(block, path, "a system prompt")
+            found = _block(block, path, "a system prompt", self._tolerance)
             assert isinstance(found, wire.TextBlock), "a system prompt holds only text blocks"
             if number == 0 and found.text.startswith(BILLING_HEADER):
                 self._breakpoints.add(self._position, path, found.cache_control, is_eligible=False)
@@ -243,7 +250,7 @@ class _MessagesReader:
             return
         for number, block in enumerate(content):
             block_path = f"{path}[{number}]"
-            found = _block(block, block_path, message.role)
+            found = _block(block, block_path, message.role, self._tolerance)
             match found:
                 case wire.TextBlock():
                     self._text(found, block_path, message.role)
@@ -259,7 +266,7 @@ class _MessagesReader:
             if block.cache_control is not None:
                 raise invalid_field(path, "cache_control cannot be set for empty text blocks.")
             raise invalid_field(path, "text content blocks must be non-empty.")
-        if block.citations and role == "user" and self._version == wire.VERSION_WITHOUT_SAMPLING:
+        if block.citations and role == "user" and self._version == wire.VERSION_WITHOUT_CITATIONS:
             raise invalid_field(f"{path}.citations", "a user text block takes no citations.")
         if role == "user":
             if self._pending:
@@ -295,7 +302,7 @@ class _MessagesReader:
         if isinstance(content, list):
             for number, part in enumerate(content):
                 part_path = f"{path}.content[{number}]"
-                found = _block(part, part_path, "a tool result")
+                found = _block(part, part_path, "a tool result", self._tolerance)
                 assert isinstance(found, wire.TextBlock), "a tool result holds only text blocks"
                 if not found.text and found.cache_control is not None:
                     problem = "cache_control cannot be set for empty text blocks."
@@ -330,10 +337,11 @@ _ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
 }
 
 
-def _block(value: dict[str, Any], path: str, parent: str) -> wire.Block:
+def _block(value: dict[str, Any], path: str, parent: str, tolerance: Tolerance) -> wire.Block:
     """Decode a content block of `parent`: a role, a system prompt or a tool result.
 
-    Raises Refusal for a type that `parent` cannot hold.
+    An assistant's block and, in the lenient mode, any block may have unknown fields. Raises Refusal
+    for a type that `parent` cannot hold.
     """
     kind = value.get("type")
     if not isinstance(kind, str):
@@ -355,4 +363,6 @@ def _block(value: dict[str, Any], path: str, parent: str) -> wire.Block:
         if value["cache_control"] is not None:
             raise invalid_field(f"{path}.cache_control", NO_BREAKPOINT)
         value = {name: field for name, field in value.items() if name != "cache_control"}
+    if tolerance.is_lenient or (parent == "assistant" and not tolerance.is_strict):
+        value = tolerance.prune(value, _BLOCKS[kind], path)
     return validation.convert(value, _BLOCKS[kind], path)

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from gateway.dialects import validation
 from gateway.dialects.canonical import Diagnosis, UsageRecord
+from gateway.dialects.tolerance import HINTS, Tolerance, asks_nothing
 from gateway.errors import Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
@@ -25,10 +26,13 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 MESSAGES_MAX = 10_000
 """Most messages of one request."""
 
-VERSION_WITHOUT_SAMPLING = "2026-10-21"
-VERSIONS = (VERSION_WITHOUT_SAMPLING, "2023-06-01")
-"""Supported values of `anthropic-version`, the default last. The newer one has no sampling
-settings."""
+VERSION_WITHOUT_CITATIONS = "2026-10-21"
+VERSIONS = (VERSION_WITHOUT_CITATIONS, "2023-06-01")
+"""Supported values of `anthropic-version`, the default last. In the newer one a user's text has no
+citations. Both have sampling settings here, because local models can sample."""
+
+SERVICE_TIERS = ("auto", "standard_only")
+"""Tiers that the server has; any other tier is served as the standard one."""
 
 SERVER_SIDE = "this server stores no conversations and runs no server tools; omit it."
 NO_FALLBACK = "this server has no fallback model; omit it."
@@ -141,7 +145,7 @@ class Format(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Short | None = None
     format: Format | None = None
 
 
@@ -184,8 +188,8 @@ class Body(Struct, frozen=True, kw_only=True):
     output_format: Format | None = None
     metadata: Metadata | None = None
     context_management: ContextManagement | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
+    service_tier: Short | None = None
+    speed: Short | None = None
     temperature: Fraction | None = None
     top_p: Fraction | None = None
     top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
@@ -199,8 +203,12 @@ class Body(Struct, frozen=True, kw_only=True):
 _KNOWN = set(Body.__struct_fields__)
 
 
-def decode(body: bytes) -> Body:
-    """Decode a request body. Cost: O(bytes). Raises Refusal that names the field."""
+def decode(body: bytes, tolerance: Tolerance) -> Body:
+    """Decode a request body.
+
+    Cost: O(bytes). Changes: `tolerance` notes the ignored fields. Raises Refusal that names the
+    field.
+    """
     try:
         tree = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -222,9 +230,25 @@ def decode(body: bytes) -> Body:
             if value is not None and value != NEUTRAL_VALUES.get(name, ...):
                 reason = REFUSED_FIELDS[name]
                 raise validation.invalid_field(name, reason, "unsupported_parameter")
+        elif tolerance.is_lenient or (name in HINTS and not tolerance.is_strict):
+            if not asks_nothing(value):
+                tolerance.ignore(name)
         else:
             raise validation.unknown_field(name, _KNOWN)
+    if not tolerance.is_strict:
+        if isinstance(fields.get("messages"), list):
+            fields["messages"] = [_clean_answer(one, tolerance) for one in fields["messages"]]
+        fields["metadata"] = tolerance.prune(fields.get("metadata"), Metadata, "metadata")
+    if tolerance.is_lenient:
+        fields = tolerance.prune(fields, Body, "")
     return validation.convert(fields, Body, "")
+
+
+def _clean_answer(message: Any, tolerance: Tolerance) -> Any:
+    """Return an assistant's message without unknown fields: it is an answer that comes back."""
+    if isinstance(message, dict) and message.get("role") == "assistant":
+        return tolerance.prune(message, MessageField, "messages[]")
+    return message
 
 
 def json_text(value: object) -> str:

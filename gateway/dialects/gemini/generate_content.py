@@ -35,6 +35,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
+from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
 from gateway.errors import Kind, Refusal
 
@@ -61,8 +62,10 @@ class GeminiDialect:
                 " streamGenerateContent or countTokens."
             )
             raise Refusal(Kind.NOT_FOUND, "not_found", message)
-        fields = wire.decode(body, wire.GENERATE, wire.GenerateBody)
-        return _call(fields, metadata.model, is_stream=metadata.action == "streamGenerateContent")
+        tolerance = Tolerance(metadata.tolerance)
+        fields = wire.decode(body, wire.GENERATE, wire.GenerateBody, tolerance)
+        is_stream = metadata.action == "streamGenerateContent"
+        return _call(fields, metadata.model, tolerance, is_stream=is_stream)
 
     def encoder(self, call: Call, reply: Reply) -> GeminiEncoder:
         """Return the encoder of one answer."""
@@ -90,7 +93,8 @@ class GeminiDialect:
 
 
 def _count(body: bytes, metadata: RequestMetadata) -> Call:
-    fields = wire.decode(body, wire.COUNT, wire.CountBody)
+    tolerance = Tolerance(metadata.tolerance)
+    fields = wire.decode(body, wire.COUNT, wire.CountBody, tolerance)
     inner = fields.generate_content_request
     if inner is not None and (fields.contents or fields.system_instruction or fields.tools):
         problem = "contents, systemInstruction or tools are set too; expected only one of the two."
@@ -101,12 +105,13 @@ def _count(body: bytes, metadata: RequestMetadata) -> Call:
         tools=fields.tools,
         tool_config=fields.tool_config,
     )
-    call = _call(request, metadata.model, is_stream=False)
+    call = _call(request, metadata.model, tolerance, is_stream=False)
     return msgspec.structs.replace(call, operation="count")
 
 
-def _call(fields: wire.GenerateBody, model: str, *, is_stream: bool) -> Call:
+def _call(fields: wire.GenerateBody, model: str, tolerance: Tolerance, *, is_stream: bool) -> Call:
     settings = fields.generation_config
+    _take_hints(fields, tolerance)
     prompt = prompt_of(fields, needs_contents=True)
     resource = fields.cached_content
     if resource:
@@ -133,7 +138,26 @@ def _call(fields: wire.GenerateBody, model: str, *, is_stream: bool) -> Call:
         stream=is_stream,
         include_usage=True,
         cache=CacheDirectives(profile="gemini"),
+        ignored=tolerance.ignored,
     )
+
+
+def _take_hints(fields: wire.GenerateBody, tolerance: Tolerance) -> None:
+    """Note the hints that have no effect here. Raises Refusal in the strict mode."""
+    settings = fields.generation_config
+    tolerance.take_hint("serviceTier", fields.service_tier, wire.SERVICE_TIERS)
+    tolerance.take_hint("store", fields.store, (False,))
+    tolerance.take_hint("generationConfig.mediaResolution", settings.media_resolution)
+    civic = settings.enable_enhanced_civic_answers
+    tolerance.take_hint("generationConfig.enableEnhancedCivicAnswers", civic, (False,))
+    if settings.thinking_config not in (wire.ThinkingConfig(), _NO_THINKING):
+        tolerance.ignore("generationConfig.thinkingConfig")
+    for name, value in (("safetySettings", fields.safety_settings), ("labels", fields.labels)):
+        if value:
+            tolerance.ignore(name)
+
+
+_NO_THINKING = wire.ThinkingConfig(thinking_budget=0)
 
 
 def _sampling(settings: wire.GenerationConfig) -> Sampling:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.dialects.tolerance import HINTS, Tolerance, asks_nothing
 from gateway.dialects.validation import convert, invalid_field, json_type, unknown_field
 from gateway.errors import Kind, Refusal
 
@@ -121,10 +122,14 @@ CACHED: dict[str, Any] = {
 _UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
 
 
-def to_snake_case(tree: Any, shape: Any, path: str = "") -> Any:
+def to_snake_case(
+    tree: Any, shape: Any, tolerance: Tolerance, path: str = "", *, is_answer: bool = False
+) -> Any:
     """Return the tree with the fields of `shape` in snake_case.
 
-    Cost: O(nodes). Raises Refusal for a field that is unknown or present in both spellings.
+    `is_answer`: the tree is a part of an earlier answer, which may have unknown fields. Cost:
+    O(nodes). Changes: `tolerance` notes the ignored fields. Raises Refusal for a field that is
+    unknown or present in both spellings.
     """
     if isinstance(shape, list) and isinstance(tree, list):
         item_shape = shape[0]
@@ -134,23 +139,31 @@ def to_snake_case(tree: Any, shape: Any, path: str = "") -> Any:
         return [
             item
             if item_shape is _CONTENT and _is_plain(item)
-            else to_snake_case(item, item_shape, f"{path}[{number}]")
+            else to_snake_case(
+                item, item_shape, tolerance, f"{path}[{number}]", is_answer=is_answer
+            )
             for number, item in enumerate(tree)
         ]
     if not isinstance(shape, dict) or not isinstance(tree, dict):
         return tree
+    is_answer |= shape is _CONTENT and tree.get("role") == "model" and not tolerance.is_strict
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = _UPPER.sub(lambda letter: "_" + letter[0].lower(), key)
         field_path = f"{path}.{key}" if path else key
         if name not in shape:
-            raise _with_param(unknown_field(key, set(map(to_camel_case, shape))), field_path)
+            is_hint = name in HINTS and not tolerance.is_strict
+            if not (is_answer or is_hint or tolerance.is_lenient):
+                raise _with_param(unknown_field(key, set(map(to_camel_case, shape))), field_path)
+            if not asks_nothing(value):
+                tolerance.ignore(field_path)
+            continue
         if value is None:
             continue
         if name in found:
             problem = "the field is present in camelCase and in snake_case; expected only one."
             raise invalid_field(field_path, problem)
-        found[name] = to_snake_case(value, shape[name], field_path)
+        found[name] = to_snake_case(value, shape[name], tolerance, field_path, is_answer=is_answer)
     return found
 
 
@@ -241,6 +254,10 @@ class ToolConfig(Struct, frozen=True):
     retrieval_config: Any = None
 
 
+SERVICE_TIERS = ("", "standard", "SERVICE_TIER_UNSPECIFIED")
+"""Tiers that the server has; any other tier is served as the standard one."""
+
+
 class ThinkingConfig(Struct, frozen=True):
     thinking_budget: int | None = None
     include_thoughts: bool = False
@@ -267,9 +284,9 @@ class GenerationConfig(Struct, frozen=True):
     response_json_schema: Any = None
     response_modalities: list[Literal["TEXT"]] | None = None
     thinking_config: ThinkingConfig = ThinkingConfig()
-    media_resolution: None = None
+    media_resolution: Any = None
     speech_config: None = None
-    enable_enhanced_civic_answers: Literal[False] | None = None
+    enable_enhanced_civic_answers: bool | None = None
     image_config: None = None
     audio_timestamp: Literal[False] | None = None
 
@@ -289,8 +306,8 @@ class GenerateBody(PromptFields, frozen=True, kw_only=True):
     safety_settings: list[Any] = []
     cached_content: Annotated[str, Meta(max_length=200)] = ""
     labels: dict[str, Any] = {}
-    service_tier: Literal["", "standard", "SERVICE_TIER_UNSPECIFIED"] = ""
-    store: Literal[False] | None = None
+    service_tier: Annotated[str, Meta(max_length=512)] = ""
+    store: bool | None = None
 
 
 class CountBody(PromptFields, frozen=True, kw_only=True):
@@ -313,8 +330,12 @@ class CachedBody(PromptFields, frozen=True, kw_only=True):
     usage_metadata: Any = None
 
 
-def decode(body: bytes, shape: dict[str, Any], kind: Any) -> Any:
-    """Decode a body as `kind`. Cost: O(bytes). Raises Refusal that names the field."""
+def decode(body: bytes, shape: dict[str, Any], kind: Any, tolerance: Tolerance) -> Any:
+    """Decode a body as `kind`.
+
+    Cost: O(bytes). Changes: `tolerance` notes the ignored fields. Raises Refusal that names the
+    field.
+    """
     try:
         tree = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -325,7 +346,7 @@ def decode(body: bytes, shape: dict[str, Any], kind: Any) -> Any:
         message = f"The payload is a JSON {json_type(tree)}; expected a JSON object."
         raise Refusal(Kind.BAD, "invalid_json", message)
     try:
-        return convert(to_snake_case(tree, shape), kind, "")
+        return convert(to_snake_case(tree, shape, tolerance), kind, "")
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
 

@@ -30,11 +30,11 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.openai import chat_prompt as chat
+from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
 from gateway.errors import Refusal
 
 FUNCTIONS = "functions are not supported; expected tools, which replace them."
-TEMPLATES = "the chat template comes from the model, never from a request; omit it."
 REFUSED_FIELDS = {
     **wire.REFUSED_FIELDS,
     "functions": FUNCTIONS,
@@ -43,9 +43,6 @@ REFUSED_FIELDS = {
     "prediction": "predicted outputs are not supported; omit it.",
     "web_search_options": "web search is not supported; omit it.",
     "moderation": "this server has no moderation; omit it.",
-    "chat_template": TEMPLATES,
-    "chat_template_kwargs": TEMPLATES,
-    "documents": TEMPLATES,
     "continue_final_message": "the answer is always a new message; expected false.",
     "reasoning_effort": "the model has no reasoning; expected 'none'.",
     "verbosity": "the model has no verbosity setting; omit it.",
@@ -63,8 +60,22 @@ NEUTRAL_VALUES = {
 }
 """Values at which a refused field has no effect and is accepted."""
 
-IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset({"metadata", "safety_identifier"})
-"""Fields that are accepted without effect."""
+RULES = wire.FieldRules(
+    refused=REFUSED_FIELDS,
+    neutral=NEUTRAL_VALUES,
+    records=wire.RECORD_FIELDS | {"metadata"},
+    aliases={
+        **wire.ALIASES,
+        "n_predict": ("max_tokens", wire.limit_of),
+        "num_predict": ("max_tokens", wire.limit_of),
+        "max_output_tokens": ("max_completion_tokens", wire.same),
+        "guided_json": ("response_format", wire.schema_of),
+        "json_schema": ("response_format", wire.schema_of),
+        "structured_outputs": ("response_format", wire.structured_outputs_of),
+    },
+    switches=frozenset({"chat_template_kwargs"}),
+    cleaned={"messages": chat.clean_history, "stream_options": wire.clean_stream_options},
+)
 
 _PLACEHOLDER = "\ue000"
 _PLACEHOLDER_BYTES = msgspec.json.encode(_PLACEHOLDER)
@@ -93,8 +104,8 @@ class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ChatTextFormat | ChatJsonFormat | ChatSchemaFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    service_tier: wire.Short | None = None
+    store: bool | None = None
     add_generation_prompt: bool | None = None
     prompt_cache_options: cache.ChatCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
@@ -113,7 +124,10 @@ class ChatDialect:
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
         """Return the call of a body. Raises Refusal."""
-        fields = wire.decode(body, ChatBody, REFUSED_FIELDS, NEUTRAL_VALUES, IGNORED_FIELDS)
+        tolerance = Tolerance(metadata.tolerance)
+        fields = wire.decode(body, ChatBody, RULES, tolerance)
+        tolerance.take_hint("service_tier", fields.service_tier, wire.SERVICE_TIERS)
+        tolerance.take_hint("store", fields.store, (False,))
         wire.check_stream_options(fields)
         limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
         if len(limits) > 1:
@@ -140,10 +154,12 @@ class ChatDialect:
             ),
             stream=bool(fields.stream),
             include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+            continuous_usage=wire.wants_continuous_usage(fields),
             partition=wire.partition(fields),
             client_user=fields.user or "",
             priority=fields.priority or 0,
             cache=directives,
+            ignored=tolerance.ignored,
         )
 
     def encoder(self, call: Call, reply: Reply) -> ChatEncoder:

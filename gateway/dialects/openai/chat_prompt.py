@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.dialects.canonical import Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
+from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
 
 MESSAGES_MAX = 10_000
@@ -187,6 +188,40 @@ def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | 
 
 
 # --- messages ------------------------------------------------------------------------------------
+
+_REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
+"""Parts of answers of other servers, which are left out of the prompt."""
+
+
+def clean_history(messages: Any, tolerance: Tolerance) -> Any:
+    """Return messages whose assistant turns have only known fields and no parts of reasoning.
+
+    Assistant turns are answers that come back, with the fields that a client added to them.
+    Cost: O(messages).
+    """
+    if not isinstance(messages, list):
+        return messages
+    return [
+        _clean_answer(message, tolerance)
+        if isinstance(message, dict) and message.get("role") == "assistant"
+        else message
+        for message in messages
+    ]
+
+
+def _clean_answer(message: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
+    found: dict[str, Any] = tolerance.prune(message, ChatMessage, "messages[]")
+    parts = found.get("content")
+    if isinstance(parts, list):
+        kept = [part for part in parts if not _is_reasoning(part)]
+        if len(kept) < len(parts):
+            tolerance.ignore("messages[].content[].thinking")
+            found["content"] = kept or None
+    return found
+
+
+def _is_reasoning(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _REASONING_PARTS
 
 
 def has_native_breakpoint(messages: Sequence[ChatMessage]) -> bool:

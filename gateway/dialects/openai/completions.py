@@ -29,6 +29,7 @@ from gateway.dialects.canonical import (
     TokenText,
 )
 from gateway.dialects.openai import wire
+from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field
 from gateway.errors import Refusal
 
@@ -47,8 +48,19 @@ REFUSED_FIELDS = {
 }
 """Fields that completions cannot honour, with the reason."""
 
-IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset({"metadata", "safety_identifier"})
-"""Fields that are accepted without effect."""
+RULES = wire.FieldRules(
+    refused=REFUSED_FIELDS,
+    neutral=wire.NEUTRAL_VALUES,
+    records=wire.RECORD_FIELDS | {"metadata"},
+    aliases={
+        **wire.ALIASES,
+        "n_predict": ("max_tokens", wire.limit_of),
+        "num_predict": ("max_tokens", wire.limit_of),
+        "max_completion_tokens": ("max_tokens", wire.same),
+        "max_output_tokens": ("max_tokens", wire.same),
+    },
+    cleaned={"stream_options": wire.clean_stream_options},
+)
 
 
 class CompletionBody(wire.GenerationFields, frozen=True, kw_only=True):
@@ -76,14 +88,8 @@ class CompletionDialect:
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
         """Return the call of a body. Raises Refusal."""
-        fields = wire.decode(
-            body,
-            CompletionBody,
-            REFUSED_FIELDS,
-            wire.NEUTRAL_VALUES,
-            IGNORED_FIELDS,
-            SinglePromptBody,
-        )
+        tolerance = Tolerance(metadata.tolerance)
+        fields = wire.decode(body, CompletionBody, RULES, tolerance, SinglePromptBody)
         wire.check_stream_options(fields)
         choices, samples = fields.n or 1, fields.best_of or fields.n or 1
         if samples < choices:
@@ -112,9 +118,11 @@ class CompletionDialect:
             ),
             stream=bool(fields.stream),
             include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+            continuous_usage=wire.wants_continuous_usage(fields),
             partition=wire.partition(fields),
             client_user=fields.user or "",
             priority=fields.priority or 0,
+            ignored=tolerance.ignored,
         )
 
     def encoder(self, call: Call, reply: Reply) -> CompletionEncoder:

@@ -26,7 +26,8 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.openai import responses_prompt as items
 from gateway.dialects.openai.responses_events import ResponsesEncoder
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.tolerance import Tolerance
+from gateway.dialects.validation import convert, invalid_field
 from gateway.errors import Kind, Refusal
 
 ID_PREFIX = "resp_"
@@ -58,11 +59,20 @@ REFUSED_FIELDS = {
 NEUTRAL_VALUES = {**wire.NEUTRAL_VALUES, "background": False, "n": 1}
 """Values at which a refused field has no effect and is accepted."""
 
-IGNORED_FIELDS = wire.REQUEST_NAME_FIELDS | frozenset(
-    {"store", "safety_identifier", "max_tool_calls"}
+RULES = wire.FieldRules(
+    refused=REFUSED_FIELDS,
+    neutral=NEUTRAL_VALUES,
+    records=wire.RECORD_FIELDS | {"store", "max_tool_calls"},
+    aliases={
+        **wire.ALIASES,
+        "max_tokens": ("max_output_tokens", wire.same),
+        "max_completion_tokens": ("max_output_tokens", wire.same),
+    },
+    switches=frozenset({"chat_template_kwargs"}),
+    cleaned={"stream_options": wire.clean_stream_options},
 )
-"""Fields that are accepted without effect. An answer always says `store: false`: a store serves
-later requests, not this one. `max_tool_calls` limits server tools, and this server has none."""
+"""An answer always says `store: false`: a store serves later requests, not this one.
+`max_tool_calls` limits server tools, and this server has none."""
 
 Metadata = Annotated[
     dict[
@@ -98,11 +108,11 @@ class ResponsesSchemaFormat(tools.JsonSchema, frozen=True, tag="json_schema", ta
 
 class TextField(Struct, frozen=True, forbid_unknown_fields=True):
     format: ResponsesTextFormat | ResponsesJsonFormat | ResponsesSchemaFormat | None = None
-    verbosity: None = None
+    verbosity: wire.Short | None = None
 
 
 class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
-    """Reasoning settings at the values that request none."""
+    """Reasoning settings at the values that request none, which the strict mode takes."""
 
     effort: Literal["none"] | None = None
     summary: None = None
@@ -124,12 +134,12 @@ class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
     tool_choice: items.Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextField | None = None
-    reasoning: Reasoning | None = None
+    reasoning: dict[str, Any] | None = None
     previous_response_id: wire.Short | None = None
     include: Annotated[list[wire.Short], Meta(max_length=32)] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: wire.Short | None = None
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_cache_options: ResponsesCacheOptions | None = None
@@ -151,9 +161,11 @@ class ResponsesDialect:
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
         """Return the call of a body. Raises Refusal."""
-        fields = wire.decode(body, ResponsesBody, REFUSED_FIELDS, NEUTRAL_VALUES, IGNORED_FIELDS)
+        tolerance = Tolerance(metadata.tolerance)
+        fields = wire.decode(body, ResponsesBody, RULES, tolerance)
         _check(fields)
-        prompt, directives = _prompt(fields)
+        _take_hints(fields, tolerance)
+        prompt, directives = _prompt(fields, tolerance)
         options = fields.prompt_cache_options or ResponsesCacheOptions()
         operation: Literal["generate", "prewarm", "count"] = "generate"
         if self._counts:
@@ -171,6 +183,7 @@ class ResponsesDialect:
             client_user=fields.user or "",
             priority=fields.priority or 0,
             digests=_digests(fields),
+            ignored=tolerance.ignored,
             cache=msgspec.structs.replace(
                 directives,
                 compare_with=options.comparison_response_id or "",
@@ -212,7 +225,20 @@ def _check(fields: ResponsesBody) -> None:
         raise invalid_field("top_logprobs", problem)
 
 
-def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheDirectives]:
+def _take_hints(fields: ResponsesBody, tolerance: Tolerance) -> None:
+    """Note the hints that have no effect here. Raises Refusal in the strict mode."""
+    reasoning = fields.reasoning or {}
+    if tolerance.is_strict:
+        convert(reasoning, Reasoning, "reasoning")
+    for name, value in reasoning.items():
+        tolerance.take_hint(f"reasoning.{name}", value, ("none",))
+    if fields.text is not None:
+        tolerance.take_hint("text.verbosity", fields.text.verbosity)
+    tolerance.take_hint("truncation", fields.truncation, ("disabled",))
+    tolerance.take_hint("service_tier", fields.service_tier, wire.SERVICE_TIERS)
+
+
+def _prompt(fields: ResponsesBody, tolerance: Tolerance) -> tuple[Prompt, CacheDirectives]:
     options = fields.prompt_cache_options
     settings = cache.CacheSettings(
         options,
@@ -220,8 +246,8 @@ def _prompt(fields: ResponsesBody) -> tuple[Prompt, CacheDirectives]:
         fields.cache_control,
         items.has_native_breakpoint(fields.input),
     )
-    declared = items.tools_of(fields.tools or ())
-    unmarked = items.segments_of(fields.instructions, fields.input, settings)
+    declared = items.tools_of(fields.tools or (), tolerance)
+    unmarked = items.segments_of(fields.instructions, fields.input, settings, tolerance)
     segments, directives = cache.apply(declared, unmarked, settings)
     form = fields.text.format if fields.text is not None else None
     prompt = Prompt(

@@ -8,12 +8,13 @@ prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
+from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field, json_type
 
 ITEMS_MAX = 10_000
@@ -21,6 +22,7 @@ ITEMS_MAX = 10_000
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+T = TypeVar("T", bound=Struct)
 
 
 class InputText(Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +104,7 @@ _UNSUPPORTED_PARTS = {"input_image", "input_file", "input_audio", "input_video",
 # --- tools -------------------------------------------------------------------------------------
 
 
-def tools_of(fields: Sequence[dict[str, Any]]) -> tuple[Tool, ...]:
+def tools_of(fields: Sequence[dict[str, Any]], tolerance: Tolerance) -> tuple[Tool, ...]:
     """Return the declared functions in order. Raises Refusal."""
     found = []
     for number, field in enumerate(fields):
@@ -110,6 +112,8 @@ def tools_of(fields: Sequence[dict[str, Any]]) -> tuple[Tool, ...]:
         if field.get("type") != "function":
             problem = tools.unsupported_type(field.get("type"))
             raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
+        if tolerance.is_lenient:
+            field = tolerance.prune(field, FunctionField, "tools[]")
         function = convert(field, FunctionField, path)
         control = function.cache_control
         found.append(
@@ -165,10 +169,16 @@ def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
 
 
 def segments_of(
-    instructions: str | None, items: str | Sequence[dict[str, Any]], settings: cache.CacheSettings
+    instructions: str | None,
+    items: str | Sequence[dict[str, Any]],
+    settings: cache.CacheSettings,
+    tolerance: Tolerance,
 ) -> list[Segment]:
-    """Return the segments of the instructions and of all items in order. Raises Refusal."""
-    reader = _ItemsReader(settings)
+    """Return the segments of the instructions and of all items in order. Raises Refusal.
+
+    Changes: `tolerance` notes ignored fields of the items that are earlier output.
+    """
+    reader = _ItemsReader(settings, tolerance)
     if instructions:
         reader.message += 1
         reader.add("system", instructions, "instructions")
@@ -189,8 +199,9 @@ def segments_of(
 class _ItemsReader:
     """Translates input items to segments. `message` is the index of the latest message."""
 
-    def __init__(self, settings: cache.CacheSettings) -> None:
+    def __init__(self, settings: cache.CacheSettings, tolerance: Tolerance) -> None:
         self._settings = settings
+        self._tolerance = tolerance
         self.segments: list[Segment] = []
         self.calls = tools.PendingCalls()
         self.message = -1
@@ -201,11 +212,12 @@ class _ItemsReader:
         """Append the segments of one item. Raises Refusal."""
         match item.get("type", "message"):
             case "message":
-                self._message(convert(item, MessageItem, path), path)
+                is_answer = item.get("role") == "assistant"
+                self._message(self._convert(item, MessageItem, path, is_answer=is_answer), path)
             case "function_call":
-                self._call(convert(item, CallItem, path), path)
+                self._call(self._convert(item, CallItem, path, is_answer=True), path)
             case "function_call_output":
-                self._result(convert(item, ResultItem, path), path)
+                self._result(self._convert(item, ResultItem, path), path)
             case "reasoning":
                 pass
             case "item_reference":
@@ -220,6 +232,15 @@ class _ItemsReader:
             case other:
                 problem = f"Expected `str`, got `{json_type(other)}`."
                 raise invalid_field(f"{path}.type", problem)
+
+    def _convert(self, value: Any, kind: type[T], path: str, *, is_answer: bool = False) -> T:
+        """Convert an item or a part; earlier output and the lenient mode may have unknown fields.
+
+        Raises Refusal.
+        """
+        if self._tolerance.is_lenient or (is_answer and not self._tolerance.is_strict):
+            value = self._tolerance.prune(value, kind, path)
+        return convert(value, kind, path)
 
     def _message(self, item: MessageItem, path: str) -> None:
         self.calls.check_answered(path)
@@ -262,14 +283,15 @@ class _ItemsReader:
     def _part(self, role: Role, part: dict[str, Any], path: str) -> tuple[str, str | None]:
         """Return the text of a part and the retention class of its breakpoint."""
         kind = part.get("type")
-        if kind == "refusal" and role == "assistant":
-            return convert(part, RefusalText, path).refusal, None
+        is_answer = role == "assistant"
+        if kind == "refusal" and is_answer:
+            return self._convert(part, RefusalText, path, is_answer=True).refusal, None
         if kind in _UNSUPPORTED_PARTS:
             raise invalid_field(path, f"{kind}: {tools.TEXT_ONLY}", "unsupported_parameter")
         if not isinstance(kind, str) or kind not in _PARTS:
             problem = f"unknown part type {str(kind)[:64]!r}; expected {' or '.join(_PARTS)}."
             raise invalid_field(f"{path}.type", problem)
-        found = convert(part, _PARTS[kind], path)
+        found = self._convert(part, _PARTS[kind], path, is_answer=is_answer)
         retention = cache.requested_retention(
             found.prompt_cache_breakpoint, found.cache_control, self._settings
         )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,6 +25,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.dialects.canonical import Text as TextDelta
+from gateway.dialects.tolerance import HINTS, REASONING_HINTS, Tolerance, asks_nothing
 from gateway.dialects.validation import convert, invalid_field, json_type, unknown_field
 from gateway.errors import Kind, Refusal
 
@@ -43,6 +44,7 @@ CHAT_FIELD = "this field belongs to /v1/chat/completions."
 NO_INFILL = "the model only continues text and cannot fill a gap; omit it."
 NO_BEAM_SEARCH = "beam search is not supported; expected n or best_of, which sample."
 CONSTRAINED = "expected response_format (chat) or text.format (responses), which constrain answers."
+TEMPLATES = "the chat template comes from the model, never from a request; omit it."
 SPECIALS = "special tokens are never part of the text; omit it."
 REFUSED_FIELDS: Mapping[str, str] = {
     "guided_json": CONSTRAINED,
@@ -50,6 +52,9 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "guided_choice": CONSTRAINED,
     "guided_grammar": CONSTRAINED,
     "structured_outputs": CONSTRAINED,
+    "chat_template": TEMPLATES,
+    "chat_template_kwargs": TEMPLATES,
+    "documents": TEMPLATES,
     "logits_processors": "requests cannot carry code; omit it.",
     "use_beam_search": NO_BEAM_SEARCH,
     "length_penalty": NO_BEAM_SEARCH,
@@ -59,13 +64,19 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "spaces_between_special_tokens": SPECIALS,
     "truncate_prompt_tokens": "prompts are never truncated; a prompt that is too long is refused.",
     "return_token_ids": "token ids are not reported; expected logprobs, which hold token bytes.",
+    "regex": CONSTRAINED,
+    "ebnf": CONSTRAINED,
+    "grammar": CONSTRAINED,
+    "json_schema": CONSTRAINED,
 }
 """Fields that no endpoint can honour, with the reason. They are refused, not ignored, because an
 answer that ignores a setting looks correct."""
 
-REQUEST_NAME_FIELDS = frozenset({"request_id", "rid", "session_id"})
-"""Names of a request that self-hosted engines and routers accept for logs and for routing. They do
-not change the answer."""
+SERVICE_TIERS = ("auto", "default")
+"""Tiers that the server has; any other tier is served as the default one."""
+
+RECORD_FIELDS = frozenset({"request_id", "rid", "session_id", "safety_identifier"})
+"""Records of a request that every endpoint takes in every mode. They do not change the answer."""
 
 NEUTRAL_VALUES: Mapping[str, object] = {
     "use_beam_search": False,
@@ -81,10 +92,32 @@ Body = TypeVar("Body", bound=Struct)
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Stream options. `include_obfuscation` is accepted without effect: chunks are not padded."""
+    """Stream options. `include_obfuscation` is accepted without effect: chunks are not padded.
+
+    `continuous_usage_stats`, a field of vLLM: every chunk has the usage so far.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+
+
+class FieldRules(Struct, frozen=True, kw_only=True):
+    """How an endpoint treats top-level fields that its body does not know.
+
+    `refused`: fields that cannot be honoured, with the reason; `neutral`: their values without
+    effect, which are accepted. `records`: fields that are ignored in every mode. Outside the strict
+    mode, `aliases` are fields of other servers with their equal here and the translation of their
+    value (None: nothing was asked); of refused objects, `switches` may hold hints on reasoning; and
+    `cleaned` are fields whose content is cleaned before it is decoded.
+    """
+
+    refused: Mapping[str, str]
+    neutral: Mapping[str, object]
+    records: frozenset[str] = RECORD_FIELDS
+    aliases: Mapping[str, tuple[str, Callable[[Any], Any]]] = {}
+    switches: frozenset[str] = frozenset()
+    cleaned: Mapping[str, Callable[[Any, Tolerance], Any]] = {}
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
@@ -128,17 +161,15 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
 def decode(
     body: bytes,
     kind: type[Body],
-    refused: Mapping[str, str],
-    neutral: Mapping[str, object],
-    ignored: frozenset[str] = frozenset(),
+    rules: FieldRules,
+    tolerance: Tolerance,
     fast_kind: type[Body] | None = None,
 ) -> Body:
     """Decode a request body as `kind`.
 
-    `fast_kind`: a subclass of `kind` with narrower types, which the fast path decodes instead.
-    `refused`: fields that cannot be honoured, with the reason; null and the value in `neutral` are
-    accepted. `ignored`: fields without effect. Of a duplicate key the last value counts.
-    Cost: O(bytes). Raises Refusal that names the field.
+    `fast_kind`: a subclass of `kind` with narrower types, which the fast path decodes instead. Of a
+    duplicate key the last value counts. Cost: O(bytes). Changes: `tolerance` notes the ignored
+    fields. Raises Refusal that names the field.
     """
     if len(body) <= FAST_DECODE_BYTES_MAX:
         try:
@@ -147,6 +178,16 @@ def decode(
             pass  # The slow path below finds the error.
         else:
             return decoded
+    fields = _known_fields(_tree(body), kind, rules, tolerance)
+    if not tolerance.is_strict:
+        for name in rules.cleaned.keys() & fields.keys():
+            fields[name] = rules.cleaned[name](fields[name], tolerance)
+    if tolerance.is_lenient:
+        fields = tolerance.prune(fields, kind, "")
+    return convert(fields, kind, "")
+
+
+def _tree(body: bytes) -> dict[str, Any]:
     try:
         tree = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -157,17 +198,51 @@ def decode(
     if not isinstance(tree, dict):
         message = f"The body is a JSON {json_type(tree)}; expected a JSON object."
         raise Refusal(Kind.BAD, "invalid_json", message)
-    known = _known(kind)
-    fields = {}
+    return tree
+
+
+def _known_fields(
+    tree: Mapping[str, Any], kind: type[Struct], rules: FieldRules, tolerance: Tolerance
+) -> dict[str, Any]:
+    """Return the fields that `kind` knows, with aliases under their own names. Raises Refusal."""
+    known, is_strict = _known(kind), tolerance.is_strict
+    fields = {name: value for name, value in tree.items() if name in known}
     for name, value in tree.items():
         if name in known:
-            fields[name] = value
-        elif name in refused:
-            if not _is_neutral(value, neutral.get(name)):
-                raise invalid_field(name, refused[name], "unsupported_parameter")
-        elif name not in ignored:
+            continue
+        if name in rules.aliases and not is_strict:
+            _apply_alias(fields, name, value, rules)
+        elif name in rules.records or (name in HINTS and not is_strict):
+            if not asks_nothing(value) and not _is_neutral(value, rules.neutral.get(name)):
+                tolerance.ignore(name)
+        elif name in rules.refused:
+            if name in rules.switches and not is_strict and _are_hints(value):
+                for switch in value:
+                    tolerance.ignore(f"{name}.{switch}")
+            elif not _is_neutral(value, rules.neutral.get(name)):
+                raise invalid_field(name, rules.refused[name], "unsupported_parameter")
+        elif tolerance.is_lenient:
+            tolerance.ignore(name)
+        else:
             raise unknown_field(name, known)
-    return convert(fields, kind, "")
+    return fields
+
+
+def _are_hints(value: object) -> bool:
+    """Return whether an object holds only hints on reasoning."""
+    return isinstance(value, dict) and value.keys() <= REASONING_HINTS
+
+
+def _apply_alias(fields: dict[str, Any], name: str, value: Any, rules: FieldRules) -> None:
+    """Put the value of an alias under the name of its equal. Raises Refusal if that differs."""
+    target, translate = rules.aliases[name]
+    found = translate(value)
+    if found is None:
+        return
+    held = fields.get(target)
+    if held is not None and held != found:
+        raise invalid_field(name, f"the value differs from {target}; expected only one of the two.")
+    fields[target] = found
 
 
 @cache
@@ -230,12 +305,64 @@ def generation(
     )
 
 
+def same(value: Any) -> Any:
+    """Return the value of an alias whose equal has the same meaning."""
+    return value
+
+
+def limit_of(value: Any) -> Any:
+    """Return a limit of output tokens; None for a negative one, which elsewhere means none."""
+    return None if isinstance(value, int) and value < 0 else value
+
+
+def schema_of(value: Any) -> dict[str, Any] | None:
+    """Return the response format of a bare schema, an object or its JSON text. Raises Refusal."""
+    if isinstance(value, str) and value:
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            value = False
+    if asks_nothing(value):
+        return None
+    if not isinstance(value, dict):
+        raise invalid_field("guided_json", "invalid schema; expected the object of a JSON schema.")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
+
+
+def structured_outputs_of(value: Any) -> dict[str, Any] | None:
+    """Return the response format of vLLM's `structured_outputs`. Raises Refusal for a grammar."""
+    given = {} if not isinstance(value, dict) else value
+    wanted = {name for name, item in given.items() if not asks_nothing(item) and item is not False}
+    if wanted - {"json", "json_object", "disable_any_whitespace", "whitespace_pattern"}:
+        raise invalid_field("structured_outputs", CONSTRAINED, "unsupported_parameter")
+    if "json_object" in wanted:
+        return {"type": "json_object"}
+    return schema_of(given.get("json"))
+
+
+ALIASES: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "repeat_penalty": ("repetition_penalty", same),
+    "random_seed": ("seed", same),
+}
+"""Fields of other engines that every endpoint honours under its own name."""
+
+
+def clean_stream_options(value: Any, tolerance: Tolerance) -> Any:
+    """Return stream options without unknown ones, which cannot change the answer's text."""
+    return tolerance.prune(value, StreamOptions, "stream_options")
+
+
 def partition(fields: SamplingFields) -> str:
     """Return the fields that narrow the namespace, joined without ambiguity; "" if none is set."""
     if not (fields.cache_salt or fields.prompt_cache_key or fields.extra_key):
         return ""
     parts = (fields.cache_salt or "", fields.prompt_cache_key or "", fields.extra_key or "")
     return "".join(f"{len(part)}:{part}" for part in parts)
+
+
+def wants_continuous_usage(fields: GenerationFields) -> bool:
+    """Return whether every chunk of the stream has usage."""
+    return fields.stream_options is not None and fields.stream_options.continuous_usage_stats
 
 
 def check_stream_options(fields: GenerationFields) -> None:

@@ -104,7 +104,7 @@ def test_accepts_one_content_per_streamed_chunk() -> None:
     chunk = {"role": "model", "parts": [{"text": "x"}]}
     call = parse(hi(contents=[chunk] * 12_000))
     many = refused(hi(contents=[chunk] * 25_001))
-    odd = refused(hi(contents=[chunk, {"role": "model", "parts": [{"text": "x", "texts": "y"}]}]))
+    odd = refused(hi(contents=[chunk, {"role": "user", "parts": [{"text": "x", "texts": "y"}]}]))
 
     assert call.prompts[0].segments[0].text == "x" * 12_000
     assert (many.param, "25000" in many.message) == ("contents", True)

@@ -8,27 +8,38 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.api import Sampling
-from gateway.dialects.canonical import Call, CallText, ChoiceEnd, Delta, End, Segment, Text
+from gateway.dialects.canonical import (
+    Call,
+    CallText,
+    ChoiceEnd,
+    Delta,
+    End,
+    RequestMetadata,
+    Segment,
+    Text,
+)
 from gateway.dialects.openai import chat as openai_chat
+from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import DOCUMENT, REPLY, SCRIPT, USAGE, check_golden, events, outcome
 
 DIALECT = openai_chat.DIALECT
 
 
-def parse(**fields: Any) -> Call:
+def parse(tolerance: Mode = "standard", /, **fields: Any) -> Call:
     """Parse a valid request with more fields."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return DIALECT.parse(json.dumps(body).encode())
+    return DIALECT.parse(json.dumps(body).encode(), RequestMetadata(tolerance=tolerance))
 
 
 def refused(**fields: Any) -> Refusal:
-    """Return the refusal of a valid request with more fields."""
+    """Return the strict mode's refusal of a valid request with more fields."""
     with pytest.raises(Refusal) as raised:
-        parse(**fields)
+        parse("strict", **fields)
     assert raised.value.kind is Kind.BAD
     return raised.value
 
@@ -168,6 +179,7 @@ def test_refuses_unsupported_field_by_name(name: str) -> None:
 def test_refused_field_at_its_default_is_accepted(name: str) -> None:
     """Some clients send every field they know."""
     assert parse(**{name: openai_chat.NEUTRAL_VALUES[name]}) == parse()
+    assert parse("strict", **{name: openai_chat.NEUTRAL_VALUES[name]}) == parse()
     assert refused(**{name: 1}).param == name
 
 
@@ -230,7 +242,7 @@ def test_refuses_invalid_value_with_path_and_limit(
 @pytest.mark.parametrize("name", ["request_id", "rid", "session_id"])
 def test_request_names_have_no_effect(name: str) -> None:
     """Clients of other engines send them for logs and for routing."""
-    assert parse(**{name: "mine"}) == parse()
+    assert replace(parse("strict", **{name: "mine"}), ignored=()) == parse()
 
 
 def test_error_does_not_quote_a_long_value() -> None:
@@ -295,7 +307,7 @@ def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 def test_every_field_is_documented() -> None:
     """docs/dialects.md lists each field as honoured, accepted or refused."""
-    fields = {*NAMES, *openai_chat.REFUSED_FIELDS, *openai_chat.IGNORED_FIELDS}
+    fields = {*NAMES, *openai_chat.REFUSED_FIELDS, *openai_chat.RULES.records}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 

@@ -10,23 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion
 
-from gateway.dialects.canonical import Call, ChoiceEnd, Delta, End, Prompt, Text, TokenText
+from gateway.dialects.canonical import (
+    Call,
+    ChoiceEnd,
+    Delta,
+    End,
+    Prompt,
+    RequestMetadata,
+    Text,
+    TokenText,
+)
 from gateway.dialects.openai import completions as openai_completions
+from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import DOCUMENT, REPLY, SCRIPT, USAGE, check_golden, events, outcome
 
 DIALECT = openai_completions.DIALECT
 
 
-def parse(**fields: Any) -> Call:
+def parse(tolerance: Mode = "standard", /, **fields: Any) -> Call:
     """Parse a valid request with more fields."""
-    return DIALECT.parse(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+    body = json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
+    return DIALECT.parse(body, RequestMetadata(tolerance=tolerance))
 
 
 def refused(**fields: Any) -> Refusal:
-    """Return the refusal of a valid request with more fields."""
+    """Return the strict mode's refusal of a valid request with more fields."""
     with pytest.raises(Refusal) as raised:
-        parse(**fields)
+        parse("strict", **fields)
     assert raised.value.kind is Kind.BAD
     return raised.value
 
@@ -164,7 +175,7 @@ def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 def test_every_field_is_documented() -> None:
     """docs/dialects.md lists each field as honoured, accepted or refused."""
-    fields = {*NAMES, *openai_completions.REFUSED_FIELDS, *openai_completions.IGNORED_FIELDS}
+    fields = {*NAMES, *openai_completions.REFUSED_FIELDS, *openai_completions.RULES.records}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 

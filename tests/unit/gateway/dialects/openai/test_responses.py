@@ -15,12 +15,14 @@ from gateway.dialects.canonical import (
     Call,
     GenerationParameters,
     OutputFormat,
+    RequestMetadata,
     Segment,
     Tool,
     ToolCall,
     ToolChoice,
 )
 from gateway.dialects.openai import responses as openai_responses
+from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import DOCUMENT, outcome
 
@@ -32,13 +34,14 @@ CALL = {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "
 RESULT = {"type": "function_call_output", "call_id": "a", "output": "noon"}
 
 
-def parse(items: object = "hi", **fields: Any) -> Call:
-    return DIALECT.parse(json.dumps({"model": "m", "input": items, **fields}).encode())
+def parse(items: object = "hi", tolerance: Mode = "standard", /, **fields: Any) -> Call:
+    body = json.dumps({"model": "m", "input": items, **fields}).encode()
+    return DIALECT.parse(body, RequestMetadata(tolerance=tolerance))
 
 
 def refused(items: object = "hi", **fields: Any) -> Refusal:
     with pytest.raises(Refusal) as raised:
-        parse(items, **fields)
+        parse(items, "strict", **fields)
     assert raised.value.kind is Kind.BAD
     return raised.value
 
@@ -318,7 +321,7 @@ def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) ->
 
 def test_every_field_is_documented() -> None:
     """docs/dialects.md lists each field as honoured, accepted or refused."""
-    fields = {*NAMES, *openai_responses.REFUSED_FIELDS, *openai_responses.IGNORED_FIELDS}
+    fields = {*NAMES, *openai_responses.REFUSED_FIELDS, *openai_responses.RULES.records}
 
     assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 

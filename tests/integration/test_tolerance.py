@@ -1,0 +1,57 @@
+"""Ignored fields over the wire: the header, the metric, the tenant's sums, and the two other modes.
+
+The dialects' own rules have unit tests in tests/unit/gateway/dialects/test_tolerance.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+HEADER = "X-Trunkline-Ignored"
+LITELLM = {"provider_specific_fields": {"refusal": None}}
+
+
+def second_turn(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
+    """Return a chat whose history has a field that the client added, with a hint."""
+    body = gateway.chat(reasoning_effort="high", **more)
+    answer = {"role": "assistant", "content": "hello", **LITELLM}
+    return {**body, "messages": [*body["messages"], answer, *body["messages"]]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ignored_fields_are_named_and_counted(gateway: GatewayFixture, stream: bool) -> None:
+    """No setting is dropped silently."""
+    status, answer, response = await gateway.ask(body=second_turn(gateway, stream=stream))
+    _, _, plain = await gateway.ask(body=gateway.chat(stream=stream))
+    context = gateway.gateway.context
+    tenant = await context.analytics.overview()
+
+    assert status == 200, answer
+    names = "reasoning_effort, messages[].provider_specific_fields"
+    assert response.headers[HEADER] == names
+    assert HEADER not in plain.headers
+    assert tenant["ignored_fields"] == {"reasoning_effort": 1, "history": 1}
+    text = context.telemetry.exposition().decode()
+    assert 'trunkline_ignored_fields_total{field="reasoning_effort"} 1' in text
+
+
+async def test_counting_tokens_names_ignored_fields(gateway: GatewayFixture) -> None:
+    """A client tries its request by counting it first."""
+    body = {"model": gateway.model, "messages": [{"role": "user", "content": "hi"}]}
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 2048}}
+    status, answer, response = await gateway.ask("/v1/messages/count_tokens", {**body, **thinking})
+
+    assert status == 200, answer
+    assert response.headers[HEADER] == "thinking"
+
+
+async def test_a_quote_tolerates_what_the_endpoint_tolerates(gateway: GatewayFixture) -> None:
+    """A quoted request is refused if and only if the real one is."""
+    body = {"endpoint": "/v1/chat/completions", "request": second_turn(gateway)}
+    status, answer, _ = await gateway.ask("/v1/cache/quote", body)
+
+    assert status == 200, answer

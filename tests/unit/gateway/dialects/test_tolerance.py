@@ -1,0 +1,354 @@
+"""Tolerance: what is ignored, what its name is, and what stays a refusal, in every dialect."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from gateway.dialects.anthropic import messages as anthropic
+from gateway.dialects.canonical import Call, RequestMetadata
+from gateway.dialects.gemini import generate_content as gemini
+from gateway.dialects.openai import chat as openai_chat
+from gateway.dialects.openai import chat_prompt
+from gateway.dialects.openai import completions as openai_completions
+from gateway.dialects.openai import responses as openai_responses
+from gateway.dialects.protocol import Dialect
+from gateway.dialects.tolerance import (
+    HINTS,
+    IGNORED_NAMES_MAX,
+    Mode,
+    Tolerance,
+    label_of,
+)
+from gateway.errors import Refusal
+from tests.golden.transcripts import DOCUMENT
+
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, tuple[Dialect, dict[str, Any]]] = {
+    "chat": (openai_chat.DIALECT, {"model": "m", "messages": HI}),
+    "completions": (openai_completions.DIALECT, {"model": "m", "prompt": "hi"}),
+    "responses": (openai_responses.DIALECT, {"model": "m", "input": "hi"}),
+    "messages": (anthropic.DIALECT, {"model": "m", "max_tokens": 9, "messages": HI}),
+    "gemini": (gemini.DIALECT, {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}),
+}
+BOTH = pytest.mark.parametrize("mode", ["standard", "lenient"])
+ALL = pytest.mark.parametrize("name", sorted(BODIES))
+
+
+def parse(name: str, mode: Mode = "standard", **fields: Any) -> Call:
+    """Parse a dialect's smallest body with more fields."""
+    dialect, body = BODIES[name]
+    metadata = RequestMetadata(model="m", action="generateContent", tolerance=mode)
+    return dialect.parse(json.dumps({**body, **fields}).encode(), metadata)
+
+
+def refusal(name: str, mode: Mode = "standard", **fields: Any) -> Refusal:
+    """Return the refusal of a dialect's smallest body with more fields."""
+    with pytest.raises(Refusal) as raised:
+        parse(name, mode, **fields)
+    return raised.value
+
+
+@ALL
+@BOTH
+def test_a_hint_is_taken_and_named(name: str, mode: Mode) -> None:
+    """A hint for another model cannot make an answer wrong, and clients send it to every model."""
+    call = parse(name, mode, keep_alive="5m", verbosity=None, provider={})
+
+    assert call.ignored == ("keep_alive",)
+    assert call.prompts == parse(name).prompts
+    assert refusal(name, "strict", keep_alive="5m").code == "unknown_parameter"
+
+
+@ALL
+def test_an_unknown_field_is_refused_unless_lenient(name: str) -> None:
+    """It could change the answer; the lenient mode says that it had no effect."""
+    assert refusal(name, temprature=0).code == "unknown_parameter"
+    assert refusal(name, "strict", temprature=0).code == "unknown_parameter"
+    assert parse(name, "lenient", temprature=0).ignored == ("temprature",)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "ignored"),
+    [
+        ("chat", {"reasoning_effort": "high", "verbosity": "low"}, "reasoning_effort verbosity"),
+        ("chat", {"reasoning_effort": "none"}, ""),
+        ("chat", {"store": True, "metadata": {"a": "b"}}, "metadata store"),
+        ("chat", {"store": False, "service_tier": "auto"}, ""),
+        ("chat", {"service_tier": "flex"}, "service_tier"),
+        ("chat", {"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        (
+            "chat",
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        ("chat", {"stream": True, "stream_options": {"new": 1}}, "stream_options.new"),
+        ("responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (
+            "responses",
+            {"reasoning": {"effort": "none", "summary": "auto", "new": 1}},
+            "reasoning.summary reasoning.new",
+        ),
+        ("responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+        ("responses", {"truncation": "auto"}, "truncation"),
+        ("responses", {"truncation": "disabled", "store": True}, "store"),
+        ("responses", {"client_metadata": {"a": 1}}, "client_metadata"),
+        ("responses", {"service_tier": "priority"}, "service_tier"),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 2048}}, "thinking"),
+        ("messages", {"thinking": {"type": "disabled"}, "speed": "standard"}, ""),
+        ("messages", {"speed": "fast", "service_tier": "x"}, "service_tier speed"),
+        ("messages", {"output_config": {"effort": "newest"}}, "output_config.effort"),
+        ("messages", {"metadata": {"user_id": "u", "trace": "t"}}, "metadata.trace"),
+        ("gemini", {"serviceTier": "flex", "store": True}, "serviceTier store"),
+        ("gemini", {"safetySettings": [{}], "labels": {"a": "b"}}, "safetySettings labels"),
+        (
+            "gemini",
+            {"generationConfig": {"thinkingConfig": {"thinkingLevel": "HIGH"}}},
+            "generationConfig.thinkingConfig",
+        ),
+        ("gemini", {"generationConfig": {"thinkingConfig": {"thinkingBudget": 0}}}, ""),
+    ],
+)
+def test_each_dialects_hints(name: str, fields: dict[str, Any], ignored: str) -> None:
+    """Frameworks set them in the app's code, whichever model is behind the name."""
+    assert parse(name, **fields).ignored == tuple(ignored.split())
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "chat": {
+        "messages": [
+            *HI,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "text", "text": "let me see", "annotations": []},
+                ],
+                "id": "x",
+                "images": [],
+                "reasoning_details": [{"a": 1}],
+                "provider_specific_fields": {"refusal": None},
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": "{}", "thought": "x"},
+                        "extra_content": {},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "42"},
+            {"role": "assistant", "content": "42", "provider_specific_fields": None},
+            *HI,
+        ]
+    },
+    "responses": {
+        "input": [
+            *HI,
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "hello", "new": 1}],
+                "created_by": "x",
+            },
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "new": 1},
+            {"type": "function_call_output", "call_id": "c", "output": "42"},
+        ]
+    },
+    "messages": {
+        "messages": [
+            *HI,
+            {
+                "role": "assistant",
+                "id": "msg_1",
+                "stop_reason": "end_turn",
+                "content": [{"type": "text", "text": "hello", "new": 1}],
+            },
+            *HI,
+        ]
+    },
+    "gemini": {
+        "contents": [
+            {"role": "user", "parts": [{"text": "hi"}]},
+            {"role": "model", "parts": [{"text": "hello", "partMetadata": {}, "new": 1}]},
+            {"role": "user", "parts": [{"text": "hi"}]},
+        ]
+    },
+}
+IGNORED = {
+    "chat": (
+        "messages[].content[].annotations",
+        "messages[].id",
+        "messages[].images",
+        "messages[].reasoning_details",
+        "messages[].provider_specific_fields",
+        "messages[].tool_calls[].function.thought",
+        "messages[].tool_calls[].extra_content",
+        "messages[].content[].thinking",
+    ),
+    "responses": ("input[].created_by", "input[].content[].new", "input[].new"),
+    "messages": ("messages[].id", "messages[].stop_reason", "messages[].content[].new"),
+    "gemini": ("contents[].parts[].new",),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS))
+@BOTH
+def test_unknown_fields_of_earlier_answers_are_ignored(name: str, mode: Mode) -> None:
+    """Clients add fields to the answers that they keep, and send them back as history."""
+    call = parse(name, mode, **ANSWERS[name])
+
+    assert set(call.ignored) == set(IGNORED[name])
+    assert {segment.text for segment in call.prompts[0].segments} >= {"hi"}
+    assert refusal(name, "strict", **ANSWERS[name]).param
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("chat", {"messages": [{**HI[0], "cache_controls": {}}]}),
+        ("responses", {"input": [{**HI[0], "cache_controls": {}}]}),
+        ("messages", {"messages": [{**HI[0], "cache_controls": {}}]}),
+        ("gemini", {"contents": [{"role": "user", "parts": [{"text": "a", "texts": "b"}]}]}),
+        ("gemini", {"generationConfig": {"temprature": 1}}),
+        ("responses", {"tools": [{"type": "function", "name": "f", "strikt": True}]}),
+        ("messages", {"tools": [{"name": "f", "input_schema": {"type": "object"}, "x": 1}]}),
+    ],
+)
+def test_unknown_fields_elsewhere_are_refused_unless_lenient(
+    name: str, fields: dict[str, Any]
+) -> None:
+    """A typo in a user's message or in a tool is the client's mistake."""
+    assert refusal(name, **fields).param
+    assert len(parse(name, "lenient", **fields).ignored) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "equal"),
+    [
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"num_predict": -1}, {}),
+        ({"max_output_tokens": 5}, {"max_completion_tokens": 5}),
+        ({"random_seed": 3}, {"seed": 3}),
+        (
+            {"guided_json": {"type": "object"}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "object"}},
+                }
+            },
+        ),
+        (
+            {"guided_json": '{"type": "object"}'},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "object"}},
+                }
+            },
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "regex": None}},
+            {"response_format": {"type": "json_object"}},
+        ),
+        ({"structured_outputs": None, "guided_json": None}, {}),
+    ],
+)
+def test_aliases_are_honoured_under_our_names(
+    fields: dict[str, Any], equal: dict[str, Any]
+) -> None:
+    """Other engines' clients send the same setting under another name."""
+    assert parse("chat", **fields) == parse("chat", **equal)
+    assert parse("chat", **fields).ignored == ()
+
+
+def test_an_alias_may_not_contradict_its_equal() -> None:
+    """The client wants two answers; only one can be given."""
+    wrong = refusal("chat", repeat_penalty=1.1, repetition_penalty=1.2)
+
+    assert (wrong.param, "repetition_penalty" in wrong.message) == ("repeat_penalty", True)
+    assert parse("chat", repeat_penalty=1.1, repetition_penalty=1.1).ignored == ()
+
+
+def test_limits_of_answers_have_one_meaning_in_every_endpoint() -> None:
+    """Clients rename the field when they change the endpoint, or forget to."""
+    assert parse("responses", max_tokens=7).generation.max_tokens == 7
+    assert parse("completions", max_completion_tokens=7).generation.max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"regex": "a+"}},
+        {"regex": "a+"},
+        {"guided_grammar": "root ::= x"},
+        {"chat_template_kwargs": {"tools_in_user_message": True}},
+        {"use_beam_search": True},
+        {"functions": [{"name": "f"}]},
+    ],
+)
+@BOTH
+def test_a_field_that_would_change_the_answer_is_refused(
+    fields: dict[str, Any], mode: Mode
+) -> None:
+    """An ignored one would give an answer to another request, in any mode."""
+    wrong = refusal("chat", mode, **fields)
+
+    assert (wrong.code, wrong.param) == ("unsupported_parameter", next(iter(fields)))
+
+
+def test_names_are_bounded_and_safe_in_a_header() -> None:
+    """A client chooses the names, and a header has a limit."""
+    tolerance = Tolerance("lenient")
+    tolerance.ignore("a\r\nX-Evil: 1")
+    for number in range(100):
+        tolerance.ignore(f"field_{number}_{'x' * 200}")
+
+    assert len(tolerance.ignored) == IGNORED_NAMES_MAX
+    assert tolerance.ignored[0] == "a__X-Evil__1"
+    assert len(", ".join(tolerance.ignored)) < 1024
+
+
+def test_labels_are_bounded() -> None:
+    """Metrics have one series for each label."""
+    names = ["reasoning.effort", "messages[].id", "chat_template_kwargs.enable_thinking", "evil"]
+
+    assert [label_of(name) for name in names] == [
+        "reasoning",
+        "history",
+        "enable_thinking",
+        "other",
+    ]
+
+
+def test_every_hint_is_documented() -> None:
+    """The list is published: docs/dialects.md names each hint."""
+    text = DOCUMENT.read_text()
+
+    assert {name for name in HINTS if f"`{name}`" not in text} == set()
+
+
+def test_cleaning_a_long_history_is_linear() -> None:
+    """A history of 10,000 messages is a valid request, and cleaning it blocks the event loop."""
+    answer = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "x", "new": 1}],
+        "provider_specific_fields": {},
+    }
+
+    def seconds(turns: int) -> float:
+        times = []
+        for _ in range(5):
+            began = time.process_time()
+            chat_prompt.clean_history([HI[0], answer] * turns, Tolerance())
+            times.append(time.process_time() - began)
+        return min(times)
+
+    seconds(100)  # Compiles the shapes of the types.
+
+    assert seconds(5_000) < 30 * seconds(500)
