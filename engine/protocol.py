@@ -148,9 +148,9 @@ def _halve(messages: Messages) -> tuple[Messages, Messages] | None:
         head, tail = _cut(message.tokens)
         return (replace(message, tokens=head),), (replace(message, tokens=tail),)
     if isinstance(message, Stats) and len(message.changed) > 1:
-        head, tail = _cut(message.changed)
+        first, rest = _cut(message.changed)
         # The client adds the namespaces of both; the last one answers the call.
-        return (replace(message, call_id=0, changed=head),), (replace(message, changed=tail),)
+        return (replace(message, call_id=0, changed=first),), (replace(message, changed=rest),)
     if isinstance(message, CacheNews) and len(message.losses) + len(message.gains) > 1:
         (lost, more_lost), (gained, more_gained) = _cut(message.losses), _cut(message.gains)
         return (CacheNews(lost, more_gained),), (CacheNews(more_lost, gained),)

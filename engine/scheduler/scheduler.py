@@ -175,7 +175,7 @@ class Scheduler:
         return [s for s in prefilling if s.table is not None]  # not preempted by a decode above
 
     def _prompt_budget(self, decodes: dict[int, Slice]) -> PromptBudget:
-        """Return the prompt tokens that may be computed beside the `decodes` of this step (rule 1)."""
+        """Return the prompt tokens that may be computed beside this step's `decodes` (rule 1)."""
         target_s = self.config.gap_target_ms / 1000
         tokens = self.config.step_tokens_max - len(decodes)
         if not self.queue and len(decodes) == len(self.running):

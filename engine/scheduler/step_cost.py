@@ -139,7 +139,7 @@ class StepCost:
     # -- the fit ------------------------------------------------------------------------------
 
     def _current_prices(self) -> list[float]:
-        if self._new_steps >= REFIT_STEPS or self._recorded < REFIT_STEPS and self._new_steps:
+        if self._new_steps >= REFIT_STEPS or (self._recorded < REFIT_STEPS and self._new_steps):
             self._fit()
         return self._prices
 

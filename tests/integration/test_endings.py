@@ -42,12 +42,15 @@ def charges(gateway: GatewayFixture) -> list[tuple[str, int, int]]:
     return [(row[0], row[1], row[2]) for row in gateway.store.query(sql)]
 
 
-def late(gateway: GatewayFixture, **more: object) -> dict[str, Any]:
+def late(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
     """Return a request whose schema fails behind the text that is wanted."""
     signs = random.Random(3).choices("abcdefgh ", k=300)
     gateway.say('{"a": "' + WANTED + '", "b": "' + "".join(signs) + '"}')
     form = {"name": "n", "schema": LATE, "strict": True}
-    body = {"max_tokens": 400, "response_format": {"type": "json_schema", "json_schema": form}}
+    body: dict[str, Any] = {
+        "max_tokens": 400,
+        "response_format": {"type": "json_schema", "json_schema": form},
+    }
     return gateway.chat(**body, **more)
 
 

@@ -58,7 +58,7 @@ def test_every_schema_ending_is_the_clients() -> None:
 
 def test_billing_page_has_every_ending() -> None:
     """The table tells who pays for what."""
-    told = {}
+    told: dict[str, str] = {}
     for line in BILLING.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 3 and cells[1] in ("client", "operator"):
