@@ -40,6 +40,7 @@ from gateway.context import Context, Log
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.errors import Refusal
 from gateway.gc_tuning import freeze_heap
+from gateway.generation import rate_limits
 from gateway.http.middleware import Middleware
 from gateway.http.request_context import RequestIds
 from gateway.http.server import Listener
@@ -173,7 +174,8 @@ class Gateway:
             *self_service.routes(context),
             *health.routes(context),
         )
-        return Middleware(routes, context, context.config.server.hosts, ERROR_SHAPES)
+        hosts = context.config.server.hosts
+        return Middleware(routes, context, hosts, ERROR_SHAPES, rate_limits.take_place)
 
     def admin(self) -> Middleware:
         """Return the routes that operators reach, behind their middleware."""

@@ -36,6 +36,8 @@ PositiveInt = Annotated[int, Meta(ge=1, le=2**40)]
 DEFAULT_DATA_DIR = Path("data")
 KEEP_HOURS_MIN = 24
 """Fewest hours for which stored responses are kept, if they are kept."""
+BODIES_IN_FLIGHT_MIN = 8
+"""Largest bodies for which there must be room: a tenant's quarter holds one, compressed and not."""
 ENVIRONMENT = {"TRUNKLINE_DATA_DIR": "data_dir", "TRUNKLINE_MODEL": "model.name"}
 """Environment variables and the key paths that they set."""
 
@@ -50,8 +52,10 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     `header_timeout_s`: for the head of a request. `body_timeout_s`: for its body, which must then
     arrive at `body_rate_min_bytes_per_s` or faster. `write_timeout_s`: for a client to read written
-    bytes. `connections_per_address_max`: 0 is no limit. `tolerance`: how requests with fields that
-    the server does not honour are treated, unless their key says otherwise (docs/dialects.md).
+    bytes. `body_bytes_in_flight_max`: bodies that are received or parsed at a time, of all clients;
+    one tenant may hold a quarter of what the others leave. `connections_per_address_max`: 0 is no
+    limit. `tolerance`: how requests with fields that the server does not honour are treated, unless
+    their key says otherwise (docs/dialects.md).
     """
 
     listen: str = "127.0.0.1:8080"
@@ -63,6 +67,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     write_timeout_s: Seconds = 20.0
     send_buffer_bytes: PositiveInt = 65_536
     body_bytes_max: PositiveInt = 10 * 2**20
+    body_bytes_in_flight_max: PositiveInt = 256 * 2**20
     connections_max: PositiveInt = 4_096
     connections_per_address_max: Annotated[int, Meta(ge=0)] = 512
     stream_keep_alive_s: Seconds = 15.0
@@ -344,6 +349,13 @@ def _check_values(config: Config, origin: Origin) -> Config:
         raise ConfigError(
             f"{at('idempotency.keep_hours')}: {hours} is not allowed; expected 0, or"
             f" {KEEP_HOURS_MIN} or more"
+        )
+    server = config.server
+    if server.body_bytes_in_flight_max < BODIES_IN_FLIGHT_MIN * server.body_bytes_max:
+        raise ConfigError(
+            f"{at('server.body_bytes_in_flight_max')}: {server.body_bytes_in_flight_max} is too"
+            f" small for server.body_bytes_max ({server.body_bytes_max}); expected at least"
+            f" {BODIES_IN_FLIGHT_MIN * server.body_bytes_max}"
         )
     engine = config.engine
     if engine.prefill_chunk_tokens_max > engine.step_tokens_max:

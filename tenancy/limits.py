@@ -52,6 +52,10 @@ class Demand(Struct, frozen=True):
         return 1, inputs + outputs, inputs, outputs
 
 
+NO_DEMAND = Demand(0, 0)
+"""The demand of a request that computes nothing: the request itself."""
+
+
 class LimitState(Struct, frozen=True):
     """A limit at one instant: what remains, and the time until all of it is free again."""
 
@@ -113,9 +117,8 @@ _Row = tuple[tuple[TokenBucket, int, int], ...]
 class _Usage:
     """The buckets and the running requests of one tenant or one line of keys.
 
-    `buckets`: by index into `METERS`. `row`: the buckets that `limits` sets. `prompt_row`: those of
-    them that count prompt tokens. `running_max`: how many requests these limits allow to run at a
-    time.
+    `buckets`: by index into `METERS`. `row`: the buckets that `limits` sets. `running_max`: how
+    many requests these limits allow to run at a time.
     """
 
     kind: Kind
@@ -124,7 +127,6 @@ class _Usage:
     running_max: int = LIMIT_MAX
     limits: Limits = field(default_factory=Limits)
     row: _Row = ()
-    prompt_row: _Row = ()
 
     def apply(self, limits: Limits, now_ns: int) -> _Row:
         """Return the buckets under these limits, which apply from now on. O(1) if unchanged."""
@@ -144,7 +146,6 @@ class _Usage:
                 bucket.resize(now_ns, limit)
             row.append((bucket, meter, limit))
         self.row = tuple(row)
-        self.prompt_row = tuple(one for one in row if one[1] in _PROMPT_METERS)
         most = limits.requests_at_once
         self.running_max = LIMIT_MAX if most is None else most
 
@@ -196,6 +197,50 @@ class Reservation:
                     drained = now_ns * bucket.limit
                     bucket.full_at = max(max(bucket.full_at, drained) + more, drained)
 
+    def extend(self, estimate: Demand) -> None:
+        """Replace the estimate by a larger one that every limit has room for, or change nothing.
+
+        Raises LimitExceeded for the limit that takes longest to free for a further request of this
+        size; the reservation then stays open as it was.
+        """
+        assert self._is_open, "a settled reservation cannot be extended"
+        now_ns, before, after = self._limiter.now_ns(), self._counts, estimate.counts
+        fits = True
+        taken: list[tuple[TokenBucket, int]] = []
+        for row in self._rows:
+            for bucket, meter, limit in row:
+                more = (after[meter] - before[meter]) * MINUTE_NS
+                if limit != bucket.limit:
+                    more = -(-more * bucket.limit // limit)
+                drained = now_ns * bucket.limit
+                if bucket.full_at < drained:
+                    bucket.full_at = drained
+                bucket.full_at += more
+                taken.append((bucket, more))
+                if more > 0 and bucket.full_at - drained > bucket.limit * MINUTE_NS:
+                    fits = False
+        if fits:
+            self._counts = after
+            return
+        for bucket, more in taken:
+            bucket.full_at -= more
+        raise _bucket_refusal(self._rows, after, now_ns)
+
+    def is_near_limit(self, estimate: Demand) -> bool:
+        """Return whether the estimate would take more than an eighth of a prompt-token limit.
+
+        Only then does it matter how much of the prompt is cached. O(1). Changes no count.
+        """
+        now_ns, counts = self._limiter.now_ns(), estimate.counts
+        for row in self._rows:
+            for bucket, meter, _ in row:
+                if meter in _PROMPT_METERS:
+                    owed = max(0, bucket.full_at - now_ns * bucket.limit)
+                    taken = owed + counts[meter] * MINUTE_NS
+                    if taken * _NEAR_LIMIT_PARTS > bucket.limit * MINUTE_NS:
+                        return True
+        return False
+
     def status(self) -> dict[Meter, LimitState]:
         """Return `Limiter.status` for the limits under which the request was admitted."""
         return _states(self._rows, self._limiter.now_ns())
@@ -246,19 +291,6 @@ class Limiter:
         self._open += 1
         return Reservation(self, (tenant, key), rows, counts)
 
-    def is_near_limit(self, identity: Identity, estimate: Demand) -> bool:
-        """Return whether the estimate would take more than an eighth of a prompt-token limit.
-
-        Only then does it matter how much of the prompt is cached. Changes no count.
-        """
-        now_ns, counts = self.now_ns(), estimate.counts
-        for account in self._peek(identity, now_ns):
-            for bucket, meter, limit in account.prompt_row:
-                taken = bucket.owed(now_ns) + counts[meter] * MINUTE_NS
-                if taken * _NEAR_LIMIT_PARTS > limit * MINUTE_NS:
-                    return True
-        return False
-
     def status(self, identity: Identity) -> dict[Meter, LimitState]:
         """Return, per limited meter, the tighter state of tenant and key. Used for headers."""
         now_ns = self.now_ns()
@@ -271,6 +303,11 @@ class Limiter:
         key.running -= 1
         self._open -= 1
         assert min(tenant.running, key.running) >= 0, "a reservation is settled once"
+
+    def running_of(self, tenant_id: int) -> int:
+        """Return how many reservations of a tenant are open. O(1)."""
+        usage = self._tenants.get(tenant_id)
+        return 0 if usage is None else usage.running
 
     @property
     def open_reservations(self) -> int:
@@ -362,11 +399,8 @@ def _refusal(
     accounts: Iterable[_Usage], rows: Iterable[_Row], counts: _MeterCounts, now_ns: int
 ) -> LimitExceeded:
     """Build the refusal: a request that can never fit, then concurrency, then the longest wait."""
-    wanted = [(bucket, counts[meter]) for row in rows for bucket, meter, _ in row]
-    for bucket, count in wanted:
-        if count > bucket.limit:
-            return _never_fits(bucket, count)
-    for account in accounts:
+    may_fit = all(counts[meter] <= bucket.limit for row in rows for bucket, meter, _ in row)
+    for account in accounts if may_fit else ():
         if account.running >= account.running_max:
             return LimitExceeded(
                 "requests_at_once",
@@ -377,6 +411,15 @@ def _refusal(
                 remaining=0,
                 reset_s=CONCURRENCY_RETRY_S,
             )
+    return _bucket_refusal(rows, counts, now_ns)
+
+
+def _bucket_refusal(rows: Iterable[_Row], counts: _MeterCounts, now_ns: int) -> LimitExceeded:
+    """Build the refusal of a bucket: a request that can never fit, then the longest wait."""
+    wanted = [(bucket, counts[meter]) for row in rows for bucket, meter, _ in row]
+    for bucket, count in wanted:
+        if count > bucket.limit:
+            return _never_fits(bucket, count)
     # A retry after the longest wait also passes the other limits.
     bucket, count = max(wanted, key=lambda one: one[0].wait_ns(now_ns, one[1] * MINUTE_NS))
     return _over_limit(bucket, count, now_ns)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 
@@ -33,6 +34,8 @@ RECEIPTS_SHOWN = 10
 
 def routes(gateway: Context) -> tuple[Route, ...]:
     """Return the self-service routes."""
+    erasures = WeakValueDictionary[int, asyncio.Lock]()
+    """By tenant: an erasure is several durable writes, so a tenant's run one at a time."""
 
     async def usage(request: web.BaseRequest) -> web.StreamResponse:
         identity = _identity(request)
@@ -65,7 +68,9 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         target = erasure.ErasureTarget(
             identity.tenant.tenant_id, identity.key_id, identity.workspace, lease_id
         )
-        return json_api.answer(erasure.receipt_body(await erasure.erase(gateway, target)))
+        turn = erasures.setdefault(target.tenant_id, asyncio.Lock())
+        async with turn:
+            return json_api.answer(erasure.receipt_body(await erasure.erase(gateway, target)))
 
     return (
         Route("GET", "/v1/usage", usage, "usage", json_api.SHAPE),

@@ -14,7 +14,10 @@ from gateway.errors import Refusal
 
 
 class ErrorShape(Protocol):
-    """The part of a dialect that encodes errors."""
+    """The part of a dialect that encodes errors. `name`: the dialect's, or empty outside of all."""
+
+    @property
+    def name(self) -> str: ...
 
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
         """Return the HTTP status and the JSON body."""
@@ -42,7 +45,6 @@ class Encoder(Protocol):
 class Dialect(ErrorShape, Protocol):
     """A wire dialect of an endpoint that generates."""
 
-    name: str
     stream_content_type: str
 
     def parse(self, body: bytes, metadata: RequestMetadata) -> Call:

@@ -36,14 +36,14 @@ from gateway.generation.preparation import Prepared, admission_context, check_mo
 from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER, cache_header
 from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of
-from gateway.http.request_body import read_body
+from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import STATE, RequestState, request_metadata
 from gateway.http.response import ClientGone, begin, send, streamed, write
 from gateway.ledger.metering import LedgerReservation
 from gateway.observability.tracing import operation_name
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
 from tenancy.ledger.idempotency import ReplayRecord, StoredResponse
-from tenancy.limits import Demand, LimitState, Meter, Reservation
+from tenancy.limits import NO_DEMAND, Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
 
 
@@ -62,12 +62,20 @@ class Generation:
         self._on_started: Callable[[int], None] | None = None
         self._idempotent: IdempotentRequest | None = None
 
+    @property
+    def _place(self) -> Reservation:
+        place = self._state.place
+        assert place is not None, "the middleware takes a place for each request of a tenant"
+        return place
+
     async def run(self, id_prefix: str) -> web.StreamResponse:
         """Read, parse and prepare the request, then execute it. Nothing before the ledger hold
         needs to be undone."""
         gateway, state = self._gateway, self._state
         identity = state.identity
         assert identity is not None, "this route asks for a key"
+        if gateway.is_draining:
+            raise _shutting_down()
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = self._dialect.parse(body, metadata)
@@ -81,6 +89,8 @@ class Generation:
             return replayed
         del body
         prepared = await prepare(gateway, call, identity)
+        share = self._request[BODY_SHARE]
+        share.budget.release(share)
         call = prepared.call
         if call.operation == "count":
             state.operation = ""  # nothing is generated
@@ -102,7 +112,7 @@ class Generation:
             self._request, body, identity, gateway.config.idempotency
         )
         stored = await self._idempotent.find(gateway)
-        return None if stored is None else await self._replay(stored, identity)
+        return None if stored is None else await self._replay(stored)
 
     async def run_to_completion(
         self, work: Coroutine[None, None, web.StreamResponse]
@@ -145,7 +155,7 @@ class Generation:
             claim=None if self._idempotent is None else self._idempotent.claim,
         )
         wanted = rate_limits.estimate(requests, cached) if cached else most
-        limit_reservation = self._reserve(identity, wanted)
+        limit_reservation = self._reserve(wanted)
         outcome = Outcome(gateway, self._state, prepared, limit_reservation)
 
         def on_started(found: int) -> None:
@@ -163,7 +173,7 @@ class Generation:
                 streams = await self._submit(requests)
             except (TenancyError, EngineError):
                 # The headers report the full limit again.
-                limit_reservation.settle(rate_limits.NO_DEMAND)
+                limit_reservation.settle(NO_DEMAND)
                 raise
             finally:
                 # After submitting, while the engine works.
@@ -199,7 +209,7 @@ class Generation:
         most = rate_limits.upper_bound(
             prepared.tokens, prepared.call.generation, len(prepared.rendered), longest
         )
-        if not self._gateway.limiter.is_near_limit(identity, most):
+        if not self._place.is_near_limit(most):
             return 0, prepared.now
         prompts = [prompt.token_ids for prompt in prepared.rendered]
         cached = await rate_limits.cached_tokens(
@@ -207,14 +217,16 @@ class Generation:
         )
         return cached, admission_context(self._gateway, identity.tenant.tenant_id)
 
-    def _reserve(self, identity: Identity, demand: Demand) -> Reservation:
-        """Reserve demand in the rate limits. Raises Refusal; the headers report what is left."""
-        limiter = self._gateway.limiter
+    def _reserve(self, demand: Demand) -> Reservation:
+        """Reserve the tokens of a request that has its place. Raises Refusal; the headers report
+        what is left."""
+        place = self._place
         try:
-            return limiter.reserve(identity, demand)
+            place.extend(demand)
         except LimitExceeded as error:
-            self._set_limit_headers(limiter.status(identity))
+            self._set_limit_headers(place.status())
             raise rate_limits.refusal_of(error) from error
+        return place
 
     def _set_limit_headers(self, left: Mapping[Meter, LimitState]) -> None:
         headers = rate_limits.limit_headers(self._dialect.name, left, self._gateway.wall())
@@ -372,11 +384,11 @@ class Generation:
 
     # -- idempotent requests --------------------------------------------------------------------
 
-    async def _replay(self, stored: StoredResponse, identity: Identity) -> web.StreamResponse:
+    async def _replay(self, stored: StoredResponse) -> web.StreamResponse:
         """Send the stored response. It counts as one request and no tokens."""
-        limit_reservation = self._reserve(identity, rate_limits.NO_DEMAND)
-        limit_reservation.settle(rate_limits.NO_DEMAND)
-        self._set_limit_headers(limit_reservation.status())
+        place = self._reserve(NO_DEMAND)
+        place.settle(NO_DEMAND)
+        self._set_limit_headers(place.status())
         self._state.operation, self._state.ending = "", "replayed"
         ids = self._dialect.headers(self._state.request_id)
         return await replay(self._request, stored, ids, is_stream=self._state.is_stream)

@@ -1,8 +1,8 @@
 """Rate limits of a call: its estimated and its actual demand, and the headers that report limits.
 
 `tenancy.limits` keeps the counters. This module estimates tokens (with a look into the cache if a
-limit is near) and writes the remaining limits as the clients of each dialect expect them. It knows
-no HTTP; `gateway.generation.generation` calls it.
+limit is near) and writes the remaining limits as the clients of each dialect expect them. The
+middleware takes a request's place by `take_place`; `gateway.generation.generation` calls the rest.
 """
 
 from __future__ import annotations
@@ -14,12 +14,35 @@ from datetime import UTC, datetime
 
 from engine.api import Request
 from engine.client.client import Engine
+from gateway.context import Context
 from gateway.dialects.canonical import GenerationParameters, UsageRecord
 from gateway.errors import Kind, Refusal
+from gateway.http.request_context import RequestState
 from tenancy.errors import LimitExceeded
-from tenancy.limits import Demand, LimitState, Meter
+from tenancy.limits import CONCURRENCY_RETRY_S, NO_DEMAND, Demand, LimitState, Meter
 
-NO_DEMAND = Demand(0, 0)
+
+def take_place(gateway: Context, state: RequestState) -> None:
+    """Take a place for a tenant's request before anything is done for it: one request of its
+    minute, one of its requests at once, and one of `limits.requests_per_tenant_max`.
+
+    The place is `state.place`, which the middleware settles at the latest. O(1). Raises Refusal;
+    the headers report what is left.
+    """
+    identity, limiter = state.identity, gateway.limiter
+    assert identity is not None, "a place belongs to a tenant"
+    limit = gateway.config.limits.requests_per_tenant_max
+    running = limiter.running_of(identity.tenant.tenant_id)
+    if running >= limit:
+        message = f"Concurrency limit reached: {running} requests running, limit {limit}."
+        after_s = CONCURRENCY_RETRY_S
+        raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=after_s)
+    try:
+        state.place = limiter.reserve(identity, NO_DEMAND)
+    except LimitExceeded as error:
+        left = limiter.status(identity)
+        state.headers.update(limit_headers(state.shape.name, left, gateway.wall()))
+        raise refusal_of(error) from error
 
 
 def upper_bound(

@@ -35,6 +35,8 @@ _STATUS = {Kind.QUOTA: 429}
 class _JsonApiErrorShape:
     """The error shape of the admin and self-service APIs."""
 
+    name = ""
+
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
         """Return (HTTP status, JSON body)."""
         error = {"code": refusal.code, "message": refusal.message, "param": refusal.param}

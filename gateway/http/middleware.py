@@ -1,6 +1,6 @@
 """The middleware of a listener: request ids, authentication, routing, and errors as bytes.
 
-    request ─ id ─ Host ─ route's declared role ─ key ─ handler ─ response
+    request ─ id ─ Host ─ route's declared role ─ key ─ place ─ handler ─ response
                  └──────────── any error: Refusal ─ dialect's bytes ┘ ─ one log line, metrics
 
 No other module turns an error into bytes. The middleware knows no engine and no prompt.
@@ -24,6 +24,7 @@ from gateway.errors import Kind, Refusal
 from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
 from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import error_location, refusal_of
+from gateway.http.request_body import BODY_SHARE, BodyBudget, BodyShare
 from gateway.http.request_context import (
     PLAIN,
     STATE,
@@ -35,6 +36,7 @@ from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
 from gateway.http.route_table import RouteTable, canonical
 from gateway.observability.metrics import cache_outcome
 from tenancy.errors import KeyRefused
+from tenancy.limits import NO_DEMAND
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Role = Literal["open", "inference", "usage", "cache", "admin"]
@@ -61,16 +63,20 @@ class Middleware:
         gateway: Context,
         hosts: tuple[str, ...],
         shapes: tuple[tuple[str, ErrorShape], ...] = (),
+        take_place: Callable[[Context, RequestState], None] = lambda gateway, state: None,
     ) -> None:
         """Build the route table.
 
-        `shapes`: (header name, error shape). An undeclared path gets the shape of the first of
-        these headers that the request has.
+        `take_place` admits a tenant's request before its body is read: it sets the state's `place`
+        or raises Refusal. `shapes`: (header name, error shape). An undeclared path gets the shape
+        of the first of these headers that the request has.
         """
         self.routes = routes
         self._gateway = gateway
         self._hosts = hosts
         self._shapes = shapes
+        self._take_place = take_place
+        self._bodies = BodyBudget(gateway.config.server.body_bytes_in_flight_max)
         self._table = RouteTable[tuple[Route, str]]()
         for route in routes:
             self._table.add(route.method, route.path, (route, canonical(route.path)))
@@ -108,12 +114,17 @@ class Middleware:
             await _finish(request, response, state)
             return response
         finally:
+            if state.place is not None:
+                state.place.settle(NO_DEMAND)
+            share = request.get(BODY_SHARE)
+            if share is not None and share.bytes_taken:
+                self._bodies.release(share)
             self._report(state, request, status)
 
     def _dispatch(
         self, request: web.BaseRequest, state: RequestState
     ) -> Awaitable[web.StreamResponse]:
-        """Check route, Host and key, then start the handler.
+        """Check route, Host, key and the tenant's limits, then start the handler.
 
         Raises Refusal, and web.HTTPNotFound or web.HTTPMethodNotAllowed for an undeclared route.
         """
@@ -132,6 +143,10 @@ class Middleware:
         state.route = path
         if route.role != "open":
             self._authenticate(request, route.role, state)
+            tenant_id = None if state.identity is None else state.identity.tenant.tenant_id
+            request[BODY_SHARE] = BodyShare(self._bodies, tenant_id)
+            if tenant_id is not None:
+                self._take_place(self._gateway, state)
         return route.handler(request)
 
     def _shape_by_header(self, request: web.BaseRequest) -> ErrorShape:

@@ -1,18 +1,23 @@
 """Reads request bodies: bounded in size and time, and decompressed.
 
-It knows no dialect and no tenant. It checks that the body is declared as JSON and does not parse
-it. Handlers call it after the middleware has authenticated the key.
+It knows no dialect and no tenant, and counts the bytes that each payer holds in memory. It checks
+that the body is declared as JSON and does not parse it. Handlers call it after the middleware has
+authenticated the key.
 
-    head ── coding, type, length ── pieces: deadline, minimum rate ── gzip, piece by piece ── bytes
+    head ── coding, type, length ── room in the budget ── pieces: deadline, minimum rate
+         ── gzip, piece by piece ── bytes
 """
 
 from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
+from collections.abc import Hashable
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
+from msgspec import Struct
 
 from gateway.config import ServerConfig
 from gateway.errors import Kind, Refusal
@@ -21,6 +26,66 @@ from gateway.http.connection import CONNECTION
 PIECE_BYTES = 262_144
 """Bytes decompressed before the event loop runs other tasks; one piece takes some 0.2 ms."""
 
+SHARE_PARTS = 4
+"""A payer may hold one part in this many of the budget that the others leave."""
+RETRY_AFTER_S = 1.0
+
+
+class BodyBudget:
+    """The room for the bodies that a listener holds in memory at a time, in bytes.
+
+    Bytes are taken before they are read, where the request declares a length, or else as they
+    arrive; decompressed bytes count too. They are given back when the prompt is prepared. A payer
+    may hold a quarter of what the others leave: one alone gets a quarter of the budget, and however
+    many share it, the next one finds room. Belongs to one event loop.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes_taken = 0
+        self._by_payer: Counter[Hashable] = Counter()
+
+    def take(self, share: BodyShare, count: int) -> None:
+        """Take bytes for a request. O(1). Raises Refusal: RATE for its payer's limit, else BUSY."""
+        held = self._by_payer[share.payer]
+        own, others = held + count, self.bytes_taken - held
+        if own * SHARE_PARTS > self.bytes_max - others:
+            raise self._refusal(own)
+        share.bytes_taken += count
+        self.bytes_taken += count
+        self._by_payer[share.payer] = own
+
+    def release(self, share: BodyShare) -> None:
+        """Give back all bytes of a request; a second call changes nothing. O(1)."""
+        count, share.bytes_taken = share.bytes_taken, 0
+        self.bytes_taken -= count
+        self._by_payer[share.payer] -= count
+        if not self._by_payer[share.payer]:
+            del self._by_payer[share.payer]
+
+    def _refusal(self, own: int) -> Refusal:
+        most = self.bytes_max // SHARE_PARTS
+        if own > most:
+            message = (
+                f"Too many request bytes at once: {own} with this request, limit {most}; expected"
+                " fewer or smaller requests at a time."
+            )
+            return Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=RETRY_AFTER_S)
+        message = "The server holds too many request bodies. Try again later."
+        return Refusal(Kind.BUSY, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+
+
+class BodyShare(Struct):
+    """What one request has taken from its listener's budget. `payer`: who it counts for."""
+
+    budget: BodyBudget
+    payer: Hashable
+    bytes_taken: int = 0
+
+
+BODY_SHARE = web.RequestKey("body_share", BodyShare)
+"""A request's share of its listener's budget, which the middleware sets and releases."""
+
 PLAIN, GZIP = ("", "identity"), ("gzip", "x-gzip")
 
 
@@ -28,19 +93,26 @@ async def read_body(request: web.BaseRequest, settings: ServerConfig) -> bytes:
     """Read and decompress the whole body; send `100 Continue` first if the client expects it.
 
     Only an authenticated request gets `100 Continue`, because only handlers read bodies. Reading
-    stops at the size limit. Cost: O(decompressed bytes). Raises Refusal: TOO_BIG, TIMEOUT, MEDIA
-    unless the body is JSON in UTF-8, plain or gzip, EXPECTATION, and BAD for broken framing.
+    stops at the size limit. The bytes stay in the request's `BodyShare` until that is released.
+    Cost: O(decompressed bytes). Raises Refusal: TOO_BIG, TIMEOUT, MEDIA unless the body is JSON in
+    UTF-8, plain or gzip, EXPECTATION, RATE and BUSY without room, and BAD for broken framing.
     """
     coding = _check_head(request, settings)
+    share, declared = request[BODY_SHARE], request.content_length
+    if declared:
+        share.budget.take(share, declared)
     if "Expect" in request.headers:
         request[CONNECTION].send_continue()
-    data = await _receive(request, settings)
-    return data if coding in PLAIN else await _decompress(data, settings)
+    data = await _receive(request, settings, share)
+    return data if coding in PLAIN else await _decompress(data, settings, share)
 
 
-async def _receive(request: web.BaseRequest, settings: ServerConfig) -> bytes:
+async def _receive(request: web.BaseRequest, settings: ServerConfig, share: BodyShare) -> bytes:
     content, began_s = request.content, -1.0
-    pieces: list[bytes] = []
+    taken = share.bytes_taken
+    data = b""
+    # A client may send a byte at a time; a list of such pieces would take fifty times their size.
+    gathered = bytearray()
     size = 0
     try:
         while not content.at_eof():
@@ -55,7 +127,13 @@ async def _receive(request: web.BaseRequest, settings: ServerConfig) -> bytes:
             size += len(piece)
             if size > settings.body_bytes_max:
                 raise _too_big(settings)
-            pieces.append(piece)
+            if size > taken:
+                share.budget.take(share, size - taken)
+                taken = size
+            if content.at_eof() and not gathered:
+                data = piece
+            else:
+                gathered += piece
     except TimeoutError:
         raise Refusal(
             Kind.TIMEOUT,
@@ -66,10 +144,10 @@ async def _receive(request: web.BaseRequest, settings: ServerConfig) -> bytes:
         ) from None
     except (web.RequestPayloadError, web.HTTPException, HttpProcessingError):
         raise Refusal(Kind.BAD, "bad_http", "Invalid framing of the request body.") from None
-    return b"".join(pieces)
+    return bytes(gathered) if gathered else data
 
 
-async def _decompress(data: bytes, settings: ServerConfig) -> bytes:
+async def _decompress(data: bytes, settings: ServerConfig, share: BodyShare) -> bytes:
     """Decompress one gzip stream. O(decompressed bytes).
 
     Stops at most one piece above the size limit, however small `data` is.
@@ -88,6 +166,7 @@ async def _decompress(data: bytes, settings: ServerConfig) -> bytes:
         size += len(piece)
         if size > settings.body_bytes_max:
             raise _too_big(settings)
+        share.budget.take(share, len(piece))
         pieces.append(piece)
         if len(piece) == PIECE_BYTES:
             await asyncio.sleep(0)

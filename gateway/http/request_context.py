@@ -18,6 +18,7 @@ from gateway.dialects.canonical import NO_METADATA, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
+from tenancy.limits import Reservation
 from tenancy.types import Identity, ToleranceMode, WallClock
 
 BASE_HEADERS = {
@@ -57,6 +58,7 @@ class RequestIds:
 class _DefaultErrorShape:
     """OpenAI's error body without extra headers."""
 
+    name = ""
     error_body = staticmethod(openai_wire.error_body)
 
     def headers(self, request_id: str) -> dict[str, str]:
@@ -70,6 +72,7 @@ PLAIN = _DefaultErrorShape()
 class RequestState(Struct):
     """The mutable state of a request, filled in until its log line is written.
 
+    `place`: the request's place among its tenant's, with its share of the rate limits.
     `parameters`: the decoded path parameters. `headers`: added to any response. `operation`: the
     span's name; empty for a request without a span. `epoch`: the engine's epoch. `submitted_s`: the
     time the engine accepted the request. `first_token_s` is relative to `submitted_s`; the other
@@ -82,6 +85,7 @@ class RequestState(Struct):
     shape: ErrorShape = PLAIN
     identity: Identity | None = None
     admin_key_id: int | None = None
+    place: Reservation | None = None
     ending: str = "done"
     code: str = ""
     model: str = ""

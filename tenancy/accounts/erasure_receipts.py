@@ -1,8 +1,9 @@
 """Receipts of cache erasures: which key erased which part of a cache, when, and how many blocks.
 
-The gateway writes a receipt after the engine has confirmed the erasure; receipts are kept forever.
-A receipt contains a digest of the erased namespaces and not their names. The module knows no
-engine; `gateway.background.erasure`, the admin API and self-service call it.
+The gateway writes a receipt after the engine has confirmed the erasure. A tenant's newest
+`RECEIPTS_MAX` receipts are kept, so a client that erases all day cannot fill the disk. A receipt
+contains a digest of the erased namespaces and not their names. The module knows no engine;
+`gateway.background.erasure`, the admin API and self-service call it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from tenancy.errors import BadName
 from tenancy.storage.interface import Store
 
 RECEIPTS_MAX = 1_000
-"""The most receipts that one query may return."""
+"""The most receipts of a tenant that are kept, and that one query may return."""
+_DROPPED_AT_ONCE = 10
+"""Receipts that one write drops at most: a database from before the bound shrinks step by step."""
 
 
 class ErasureReceipt(Struct, frozen=True):
@@ -48,10 +51,17 @@ def digest_namespaces(namespaces: Sequence[bytes]) -> str:
 
 
 def write_receipt(store: Store, receipt: ErasureReceipt) -> None:
-    """Store a receipt; it is durable when this returns. Raises StoreError."""
+    """Store a receipt; it is durable when this returns. Drops the tenant's oldest ones beyond
+    `RECEIPTS_MAX`. O(RECEIPTS_MAX) steps of an index. Raises StoreError."""
     values = structs.astuple(receipt)
+    beyond = receipt.tenant_id, _DROPPED_AT_ONCE, RECEIPTS_MAX
     with store.change() as db:
         db.execute("insert into erasures values (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        db.execute(
+            "delete from erasures where receipt_id in (select receipt_id from erasures"
+            " where tenant_id = ? order by at_ms desc, receipt_id desc limit ? offset ?)",
+            beyond,
+        )
 
 
 def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[ErasureReceipt]:
@@ -60,7 +70,7 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Erasur
         raise BadName("bad_setting", f"limit out of range: {limit}; expected 1 to {RECEIPTS_MAX}")
     rows = store.query(
         "select receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks"
-        " from erasures where tenant_id = ? order by at_ms desc, receipt_id limit ?",
+        " from erasures where tenant_id = ? order by at_ms desc, receipt_id desc limit ?",
         (tenant_id, limit),
     )
     return [ErasureReceipt(*row) for row in rows]

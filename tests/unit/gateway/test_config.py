@@ -88,6 +88,11 @@ def test_effective_settings_load_again(tmp_path: Path) -> None:
         ("[engine]\nthread = 2", "did you mean engine.threads?"),
         ("[server]\nbody_bytes_max = '10MB'", "server.body_bytes_max: Expected `int`, got `str`"),
         ("[server]\nbody_bytes_max = 0", "server.body_bytes_max: Expected `int` >= 1 (it is 0)"),
+        (
+            "[server]\nbody_bytes_in_flight_max = 1_000",
+            "server.body_bytes_in_flight_max: 1000 is too small for server.body_bytes_max"
+            " (10485760); expected at least 83886080",
+        ),
         ("[server]\nheader_timeout_s = -1", "server.header_timeout_s: Expected `float` > 0"),
         ("[server]\nheader_timeout_s = nan", "server.header_timeout_s: Expected `float`"),
         ("[server]\nheader_timeout_s = inf", "server.header_timeout_s: Expected `float`"),

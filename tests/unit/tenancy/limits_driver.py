@@ -57,6 +57,16 @@ class Desk:
         """Return how many of `count` reservations were admitted."""
         return sum(self.ask(limits, demand, **more) is None for _ in range(count))
 
+    def extend(self, estimate: Demand) -> bool:
+        """Extend the newest reservation; return whether there was room."""
+        try:
+            self.open[-1].extend(estimate)
+        except LimitExceeded:
+            return False
+        finally:
+            self.limiter.check()
+        return True
+
     def settle(self, actual: Demand) -> None:
         """Settle the oldest open reservation."""
         self.open.pop(0).settle(actual)

@@ -9,7 +9,8 @@ import pytest
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
-from tenancy.limits import Demand, LimitState
+from tenancy.errors import LimitExceeded
+from tenancy.limits import NO_DEMAND, Demand, LimitState, Meter
 from tenancy.storage.interface import Store
 from tenancy.types import Limits
 from tests.unit.tenancy.conftest import Wall
@@ -140,15 +141,68 @@ def test_correction_frees_cached_tokens_once(desk: Desk) -> None:
 
 def test_limit_is_near_above_an_eighth(desk: Desk) -> None:
     """Only then does it matter how much is cached; a refilled limit is not near any more."""
-    who = identity(Limits(tokens_per_minute=800, requests_per_minute=2, output_tokens_per_minute=1))
-    first = [desk.limiter.is_near_limit(who, Demand(count, 0)) for count in (100, 101)]
-    desk.ask(who.limits, Demand(60, 0))
-    then = [desk.limiter.is_near_limit(who, Demand(count, 0)) for count in (40, 41)]
+    limits = Limits(tokens_per_minute=800, requests_per_minute=9, output_tokens_per_minute=1)
+    desk.ask(limits, NO_DEMAND)
+    place = desk.open[0]
+    first = [place.is_near_limit(Demand(count, 0)) for count in (100, 101)]
+    desk.ask(limits, Demand(60, 0))
+    then = [place.is_near_limit(Demand(count, 0)) for count in (40, 41)]
     desk.clock.ms += 1_500
-    later = [desk.limiter.is_near_limit(who, Demand(count, 0)) for count in (60, 61)]
+    later = [place.is_near_limit(Demand(count, 0)) for count in (60, 61)]
+    desk.ask(FREE, NO_DEMAND, tenant_id=2, key_id=2)
 
     assert (first, then, later) == ([False, True], [False, True], [False, True])
-    assert not desk.limiter.is_near_limit(identity(FREE), Demand(10**12, 10**12))
+    assert not desk.open[-1].is_near_limit(Demand(10**12, 10**12))
+
+
+def test_extension_takes_the_rest_in_every_limit(desk: Desk) -> None:
+    """A place is one request; its tokens follow when they are known, and count once."""
+    limits = Limits(requests_per_minute=5, tokens_per_minute=100, output_tokens_per_minute=50)
+    desk.ask(limits, NO_DEMAND)
+    desk.open[0].extend(Demand(60, 20))
+    left = desk.limiter.status(identity(limits))
+    desk.settle(Demand(10, 5))
+    settled = desk.limiter.status(identity(limits))
+
+    names: tuple[Meter, ...] = ("requests", "tokens", "output_tokens")
+    assert [left[name].remaining for name in names] == [4, 20, 30]
+    assert [settled[name].remaining for name in names] == [4, 85, 45]
+
+
+def test_refused_extension_takes_nothing_and_keeps_the_place(desk: Desk) -> None:
+    """The request stays counted, since it was prepared; its tokens are free for others."""
+    limits = Limits(requests_per_minute=5, tokens_per_minute=100, requests_at_once=2)
+    desk.ask(limits, Demand(70, 0))
+    desk.ask(limits, NO_DEMAND)
+    with pytest.raises(LimitExceeded) as refused:
+        desk.open[1].extend(Demand(40, 0))
+    left = desk.limiter.status(identity(limits))
+
+    assert refused.value.code == "tokens_per_minute"
+    assert refused.value.retry_after_s == pytest.approx(6.0)
+    assert (left["requests"].remaining, left["tokens"].remaining) == (3, 30)
+    assert desk.limiter.open_reservations == desk.limiter.running_of(1) == 2
+
+
+def test_refused_extension_waits_for_a_further_request_too(desk: Desk) -> None:
+    """The retry draws another request: it is not told to come when it would be refused again."""
+    limits = Limits(requests_per_minute=1, tokens_per_minute=6_000)
+    desk.ask(limits, NO_DEMAND)
+    with pytest.raises(LimitExceeded) as never:
+        desk.open[0].extend(Demand(6_001, 0))
+    desk.open[0].extend(Demand(5_950, 0))
+    desk.settle(Demand(5_950, 0))
+    desk.clock.ms += 60_000
+    desk.ask(limits, NO_DEMAND)
+    desk.open[0].extend(Demand(5_900, 0))
+    desk.settle(Demand(6_100, 0))  # a debt of a second
+    desk.clock.ms += 60_000
+    desk.ask(limits, NO_DEMAND)
+    with pytest.raises(LimitExceeded) as later:
+        desk.open[0].extend(Demand(6_000, 0))
+
+    assert (never.value.code, never.value.retry_after_s) == ("request_exceeds_limit", None)
+    assert (later.value.code, later.value.retry_after_s) == ("requests_per_minute", 60.0)
 
 
 def test_reservation_status_equals_limiter_status(desk: Desk) -> None:

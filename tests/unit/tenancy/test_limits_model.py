@@ -17,6 +17,7 @@ LIMITS = st.sampled_from([None, 1, 2, 3, 7, 10, 11, 13, 60, 97, 600, 10**12])
 OPERATIONS = st.one_of(
     st.tuples(st.just("wait"), st.integers(0, 20_000), st.just(0)),
     st.tuples(st.just("ask"), st.integers(0, 12), st.integers(0, 12)),
+    st.tuples(st.just("extend"), st.integers(0, 12), st.integers(0, 12)),
     st.tuples(st.just("settle"), st.integers(0, 30), st.integers(0, 30)),
 )
 
@@ -50,6 +51,14 @@ class Model:
         for meter in self.levels:
             self.levels[meter] -= on(demand, meter)
         self.at_once += 1
+        return True
+
+    def extend(self, before: Demand, after: Demand) -> bool:
+        more = {meter: on(after, meter) - on(before, meter) for meter in self.levels}
+        if any(count > max(Fraction(0), self.levels[meter]) for meter, count in more.items()):
+            return False
+        for meter, count in more.items():
+            self.levels[meter] -= count
         return True
 
     def settle(self, estimate: Demand, actual: Demand) -> None:
@@ -87,7 +96,13 @@ def test_limiter_matches_the_model(limits: Limits, operations: list[tuple[str, i
             assert (desk.ask(limits, Demand(one, two)) is None) == expected
             if expected:
                 estimates.append(Demand(one, two))
-        elif estimates:
+        elif what == "extend" and estimates:
+            before = estimates[-1]
+            after = Demand(before.input_tokens + one, before.output_tokens + two)
+            expected = model.extend(before, after)
+            assert desk.extend(after) == expected
+            estimates[-1] = after if expected else before
+        elif what == "settle" and estimates:
             model.settle(estimates.pop(0), Demand(one, two))
             desk.settle(Demand(one, two))
         states = desk.limiter.status(identity(limits))

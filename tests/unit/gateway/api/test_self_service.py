@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from gateway.background import erasure
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import create_key
@@ -142,6 +144,29 @@ async def test_erases_own_cache_with_a_receipt(gateway: GatewayFixture) -> None:
     assert (body["blocks"], body["erasures"]) == (0, [receipt])
     assert [row[2] > 0 for row in gateway.entries()] == [False, False, False, True]
     await gateway.check_quiet()
+
+
+async def test_erasures_of_a_tenant_run_one_at_a_time(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is several durable writes; sixteen at once made every other tenant wait."""
+    running = most = 0
+    whole = erasure.erase
+
+    async def erase(*arguments: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await whole(*arguments)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(erasure, "erase", erase)
+    got = await asyncio.gather(*(get(gateway, "/v1/cache", method="DELETE") for _ in range(6)))
+
+    assert [status for status, _ in got] == [200] * 6
+    assert most == 1
 
 
 async def test_refuses_an_erasure_with_a_body(gateway: GatewayFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tenancy.types import Limits
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
+TURN = [{"role": "user", "content": "hello"}]
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 3
 
 
@@ -36,7 +38,8 @@ def gateway(gateway: GatewayFixture, clock: FakeClock) -> GatewayFixture:
 def limit(gateway: GatewayFixture, who: str = "ada", **limits: int) -> None:
     """Limit a tenant, from the next request on."""
     change_tenant(gateway.store, who, limits)
-    gateway.gateway.context.registry.refresh_now()
+    if gateway.url:
+        gateway.gateway.context.registry.refresh_now()
 
 
 async def statuses(gateway: GatewayFixture, count: int, who: str = "ada") -> list[int]:
@@ -99,6 +102,74 @@ async def test_concurrency_limit_counts_running_requests(gateway: GatewayFixture
 
     assert (refused, status) == (429, 200)
     assert (await gateway.ask(body=gateway.chat()))[0] == 200
+
+
+EVERY_CALL: dict[str, tuple[str, str, Any]] = {
+    "count": ("POST", "/v1/messages/count_tokens", {"messages": TURN}),
+    "quote": ("POST", "/v1/cache/quote", {"endpoint": "/v1/completions", "request": {}}),
+    "malformed body": ("POST", "/v1/chat/completions", {"messages": 1}),
+    "erasure": ("DELETE", "/v1/cache", None),
+    "cache": ("GET", "/v1/cache", None),
+    "usage": ("GET", "/v1/usage", None),
+    "models": ("GET", "/v1/models", None),
+    "missing": ("GET", "/v1/responses/none", None),
+    "cached contents": ("GET", "/v1beta/cachedContents", None),
+}
+
+
+@pytest.mark.parametrize("call", EVERY_CALL)
+async def test_every_call_draws_one_request_before_its_body(
+    gateway: GatewayFixture, call: str
+) -> None:
+    """A tenant of one request a minute has one of any kind, and a second costs the server next to
+    nothing."""
+    limit(gateway, requests_per_minute=1)
+    method, path, body = EVERY_CALL[call]
+    if body is not None:
+        body = {"model": gateway.model, **body}
+    first, _, _ = await gateway.ask(path, body, method=method)
+    second, error, response = await gateway.ask(path, b"{" * 1_000, method=method)
+    other, _, _ = await gateway.ask(path, body, method=method, who="bob")
+
+    assert first != 429
+    assert (second, other) == (429, first), error
+    assert response.headers["retry-after"] == "60"
+    assert gateway.gateway.context.limiter.open_reservations == 0
+
+
+async def test_tokens_over_the_limit_cost_their_request(gateway: GatewayFixture) -> None:
+    """The prompt was tokenized for this refusal: asking without end is not free."""
+    limit(gateway, requests_per_minute=3, tokens_per_minute=5)
+    got = [(await gateway.ask(body=gateway.chat(LONG)))[1]["error"]["code"] for _ in range(5)]
+
+    assert got == ["request_exceeds_limit"] * 3 + ["rate_limit_exceeded"] * 2
+
+
+@pytest.mark.parametrize("whose", ["the tenant's", "the server's"])
+async def test_body_that_is_still_sent_holds_a_place(
+    unopened_gateway: GatewayFixture, whose: str
+) -> None:
+    """Places are taken before bodies are read, so a slow upload is a request at once."""
+    gateway = unopened_gateway
+    if whose == "the tenant's":
+        limit(gateway, requests_at_once=1)
+    else:
+        gateway.set_limits(requests_per_tenant_max=1)
+    await gateway.open()
+    async with gateway.connection() as (_, writer):
+        writer.write(gateway.post("/v1/chat/completions", b"{", "Content-Length: 500"))
+        limiter = gateway.gateway.context.limiter
+        await gateway.until(lambda: limiter.open_reservations == 1)
+        during, error, response = await gateway.ask(body=gateway.chat())
+        other, _, _ = await gateway.ask(body=gateway.chat(), who="bob")
+    await gateway.until(lambda: limiter.open_reservations == 0)
+    later, _, _ = await gateway.ask(body=gateway.chat())
+
+    assert (during, other, later) == (429, 200, 200)
+    assert "Concurrency limit reached: 1" in error["error"]["message"]
+    assert response.headers["retry-after"] == "1"
+    await gateway.check_quiet()
+    await gateway.close()
 
 
 async def test_key_limit_applies_beside_tenant_limit(gateway: GatewayFixture) -> None:

@@ -10,10 +10,18 @@ import gzip
 import json
 import tracemalloc
 import zlib
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from tests.unit.gateway.gateway_fixture import GatewayFixture, read_answer, status_of
+from gateway.errors import Kind, Refusal
+from gateway.http.request_body import BodyBudget, BodyShare
+from tests.unit.gateway.gateway_fixture import (
+    PATIENCE_S,
+    GatewayFixture,
+    read_answer,
+    status_of,
+)
 
 CHAT = "/v1/chat/completions"
 UNSUPPORTED = {
@@ -205,3 +213,114 @@ async def test_truncated_body_runs_nothing(gateway: GatewayFixture) -> None:
     assert status_of(answer) in (0, 400)
     assert gateway.entries() == []
     await gateway.check_quiet()
+
+
+# --- the budget ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("payers", [1, 2, 5, 20])
+def test_next_payer_finds_room_beside_any_number_of_others(payers: int) -> None:
+    """Each takes all that it can get, a byte at a time, one after another."""
+    budget = BodyBudget(1_000_000)
+    shares = [BodyShare(budget, number) for number in range(payers)]
+    for share in shares:
+        for size in (100_000, 10_000, 1_000, 100, 10, 1):
+            with suppress(Refusal):
+                while True:
+                    budget.take(share, size)
+    newcomer = BodyShare(budget, "newcomer")
+    budget.take(newcomer, (budget.bytes_max - budget.bytes_taken) // 4)
+
+    assert shares[0].bytes_taken == 250_000
+    assert budget.bytes_taken < budget.bytes_max
+    assert newcomer.bytes_taken > 0.7 ** (payers + 5) * budget.bytes_max
+
+
+def test_refusal_tells_whose_bytes_are_in_the_way() -> None:
+    """429 for what a client can change by itself, 503 for the load of others."""
+    budget = BodyBudget(1_000)
+    own, other = BodyShare(budget, "own"), BodyShare(budget, "other")
+    with pytest.raises(Refusal) as too_many:
+        budget.take(own, 251)
+    budget.take(other, 250)
+    with pytest.raises(Refusal) as busy:
+        budget.take(own, 200)
+    budget.release(other)
+    budget.release(other)
+    budget.take(own, 200)
+    budget.release(own)
+
+    assert (too_many.value.kind, too_many.value.code) == (Kind.RATE, "rate_limit_exceeded")
+    assert "251 with this request, limit 250" in too_many.value.message
+    assert (busy.value.kind, busy.value.code) == (Kind.BUSY, "overloaded")
+    assert "other" not in busy.value.message
+    assert budget.bytes_taken == 0
+
+
+def _upload(gateway: GatewayFixture, kind: str) -> bytes:
+    """Return an upload of 600 bytes that does not end."""
+    match kind:
+        case "declared":
+            return gateway.post(CHAT, b"{", "Content-Length: 600")
+        case "chunked":
+            chunk = b"%x\r\n%s\r\n" % (600, b" " * 600)
+            return gateway.post(CHAT, chunk, "Transfer-Encoding: chunked")
+        case _:
+            return gateway.post(CHAT, b" " * 600, "Content-Length: 601")
+
+
+@pytest.mark.parametrize("kind", ["declared", "chunked", "nearly sent"])
+async def test_uploads_of_a_tenant_hold_its_share_and_no_more(
+    unopened_gateway: GatewayFixture, kind: str
+) -> None:
+    """Two held uploads fill the tenant's share; a third is refused in words before it is read, and
+    another tenant is served."""
+    gateway = unopened_gateway
+    gateway.set_server(body_bytes_max=700, body_bytes_in_flight_max=5_600)
+    await gateway.open()
+    async with AsyncExitStack() as held:
+        for _ in range(2):
+            _, writer = await held.enter_async_context(gateway.connection())
+            writer.write(_upload(gateway, kind))
+        limiter = gateway.gateway.context.limiter
+        await gateway.until(lambda: limiter.open_reservations == 2)
+        answer = b""
+        async with asyncio.timeout(PATIENCE_S):
+            while status_of(answer) != 429:  # until the two have arrived
+                answer = await gateway.raw(_upload(gateway, "declared"))
+        other, _, _ = await gateway.ask(body=gateway.chat(), who="bob")
+    await gateway.until(lambda: limiter.open_reservations == 0)
+    later, _, _ = await gateway.ask(body=gateway.chat())
+
+    assert b"rate_limit_exceeded" in answer
+    assert b"retry-after: 1" in answer.lower()
+    assert b"connection: close" in answer.lower()
+    assert (other, later) == (200, 200)
+    await gateway.check_quiet()
+    await gateway.close()
+
+
+async def test_decompressed_bytes_count(unopened_gateway: GatewayFixture) -> None:
+    """A kilobyte of gzip may hold a megabyte."""
+    gateway = unopened_gateway
+    gateway.set_server(body_bytes_max=2**20, body_bytes_in_flight_max=2**20)
+    await gateway.open()
+    body = await asyncio.to_thread(gzip.compress, b" " * 2**19)
+    status, answer, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
+
+    assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+    await gateway.close()
+
+
+async def test_body_of_single_bytes_takes_little_memory(gateway: GatewayFixture) -> None:
+    """A piece for each byte would take fifty times the body."""
+    count = 100_000
+    chunks = b"1\r\n \r\n" * count + b"0\r\n\r\n"
+    data = gateway.post(CHAT, chunks, "Transfer-Encoding: chunked")
+    tracemalloc.start()
+    answer = await gateway.raw(data)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert status_of(answer) == 400
+    assert most - len(data) < 20 * count

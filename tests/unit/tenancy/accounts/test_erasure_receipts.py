@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tenancy.accounts import erasure_receipts
 from tenancy.accounts.erasure_receipts import (
     ErasureReceipt,
     digest_namespaces,
@@ -31,6 +32,25 @@ def test_lists_own_receipts_newest_first(store: Store, wall: Wall) -> None:
     assert [one.receipt_id for one in list_receipts(store, ada)] == ["r2", "r0"]
     assert list_receipts(store, bob) == [receipt(1, bob, 1)]
     assert len(list_receipts(store, ada, limit=1)) == 1
+
+
+def test_only_the_newest_receipts_of_a_tenant_are_kept(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An erasure costs its tenant little and the disk a row: an endless loop may not fill it."""
+    monkeypatch.setattr(erasure_receipts, "RECEIPTS_MAX", 3)
+    ada = create_tenant(store, wall, "ada").tenant_id
+    bob = create_tenant(store, wall, "bob").tenant_id
+    write_receipt(store, receipt(0, bob))
+    for number in range(1, 9):
+        write_receipt(store, receipt(number, ada, number // 2))
+
+    assert store.query("select receipt_id from erasures order by 1") == [
+        ("r0",),
+        ("r6",),
+        ("r7",),
+        ("r8",),
+    ]
 
 
 def test_digest_identifies_a_set_of_namespaces(store: Store) -> None:
