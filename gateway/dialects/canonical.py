@@ -327,6 +327,16 @@ class CallText(Struct, frozen=True, tag="call_text"):
     arguments: str = ""
 
 
+class OutputCount(Struct, frozen=True, tag="output_count"):
+    """The output tokens of choice `index` up to the deltas that follow.
+
+    Only calls with `continuous_usage` have this delta.
+    """
+
+    index: int
+    tokens: int
+
+
 class ChoiceEnd(Struct, frozen=True, tag="choice_end"):
     """The end of choice `index`. `stop_sequence` is the stop string that ended it, if any."""
 
@@ -386,7 +396,7 @@ class Begin(Struct, frozen=True, tag="begin"):
     diagnosis: Diagnosis | None = None
 
 
-Delta = Begin | Text | CallText | ChoiceEnd | End
+Delta = Begin | Text | CallText | OutputCount | ChoiceEnd | End
 
 
 class Reply(Struct, frozen=True):

@@ -158,6 +158,8 @@ def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: Admiss
             what = f"the prompt has {given}, which leaves no room for the answer"
             raise _too_long(what, reason, call)
         return min(now.limits.output_tokens_default, room - given)
+    if generation.is_output_capped and generation.max_tokens and given < room:
+        return min(generation.max_tokens, room - given)
     if given + generation.max_tokens > room:
         wanted = f"{given} prompt tokens and {generation.max_tokens} output tokens"
         raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason, call)

@@ -33,6 +33,7 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
+    OutputCount,
     Rendered,
     Text,
     TokenText,
@@ -266,6 +267,8 @@ class OutputStream:
         deltas: list[Delta] = []
         for step in choice.split_steps(tokens):
             text = choice.push(step)
+            if self._call.continuous_usage:
+                deltas.append(OutputCount(choice.index, choice.tokens))
             if text is not None:
                 deltas += self._emit(prompt, choice, choice.output.push(text))
                 if choice.output.reads_calls:

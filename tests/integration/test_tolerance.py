@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.gateway_fixture import CONTEXT, GatewayFixture, parse_events
 
 HEADER = "X-Trunkline-Ignored"
 LITELLM = {"provider_specific_fields": {"refusal": None}}
@@ -55,3 +55,50 @@ async def test_a_quote_tolerates_what_the_endpoint_tolerates(gateway: GatewayFix
     status, answer, _ = await gateway.ask("/v1/cache/quote", body)
 
     assert status == 200, answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_cap_the_answer_at_the_context(
+    gateway: GatewayFixture, stream: bool
+) -> None:
+    """Clients, not users, choose 16,384 or 64,000 output tokens; small models have less room."""
+    body = {
+        "model": gateway.model,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 64_000,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    status, answer, _ = await gateway.ask("/v1/messages", body)
+    short = {**body, "max_tokens": 3, "stream": False}
+    _, few, _ = await gateway.ask("/v1/messages", short)
+
+    assert status == 200, answer
+    if stream:
+        assert '"stop_reason":"model_context_window_exceeded"' in answer
+    else:
+        usage = answer["usage"]
+        assert answer["stop_reason"] == "model_context_window_exceeded"
+        assert usage["input_tokens"] + usage["output_tokens"] == CONTEXT
+    assert few["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_continuous_usage_counts_every_chunk(gateway: GatewayFixture, path: str) -> None:
+    """Load generators read the tokens of each chunk."""
+    body = gateway.chat(
+        stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
+    if path == "/v1/completions":
+        body |= {"prompt": "hello"}
+        del body["messages"]
+    status, text, _ = await gateway.ask(path, body)
+    events = [event for event in parse_events(text) if event != "[DONE]"]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+
+    assert status == 200, text
+    assert counts == sorted(counts)
+    assert (counts[-1], counts[-2]) == (8, 8)
+    assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+    assert [len(event["choices"]) for event in events][-1] == 0

@@ -28,6 +28,7 @@ from gateway.dialects.canonical import (
     Diagnosis,
     End,
     GenerationParameters,
+    OutputCount,
     OutputFormat,
     Prompt,
     Reply,
@@ -95,7 +96,7 @@ class AnthropicDialect:
 
     def encoder(self, call: Call, reply: Reply) -> AnthropicEncoder:
         """Return the encoder of one answer."""
-        return AnthropicEncoder(reply)
+        return AnthropicEncoder(reply, call.generation.max_tokens)
 
     def keep_alive(self) -> bytes:
         """Return a `ping` event, which Anthropic's clients ignore."""
@@ -158,6 +159,7 @@ def _generation(fields: wire.Body) -> GenerationParameters:
         temperature = 0.0  # An empty nucleus keeps only the best token.
     return GenerationParameters(
         max_tokens=fields.max_tokens,
+        is_output_capped=True,
         sampling=Sampling(
             temperature=temperature,
             top_k=fields.top_k or 0,
@@ -258,10 +260,14 @@ def _parse_object(text: str) -> object:
 
 
 class AnthropicEncoder:
-    """Encodes the deltas of one answer as stream events or as one message."""
+    """Encodes the deltas of one answer as stream events or as one message.
 
-    def __init__(self, reply: Reply) -> None:
+    `max_tokens`: the request's. An answer of fewer tokens that is cut off has filled the context.
+    """
+
+    def __init__(self, reply: Reply, max_tokens: int | None) -> None:
         self._reply = reply
+        self._max_tokens = max_tokens
         self._blocks: list[_Block] = []
         self._is_open = False
         self._end = ChoiceEnd(0, "stop")
@@ -272,6 +278,8 @@ class AnthropicEncoder:
             case Begin(usage=usage, diagnosis=diagnosis):
                 message = self._message([], None, None, wire.usage(usage), diagnosis)
                 return _event("message_start", message=message)
+            case OutputCount():
+                return b""
             case Text(text=text):
                 return self._append(None, text) if text else b""
             case CallText(call=call, call_id=call_id, name=name, arguments=arguments):
@@ -280,7 +288,7 @@ class AnthropicEncoder:
                 self._end = delta
                 return self._close_block()
             case End(usage=usage):
-                reason, sequence = _stop_reason(self._end)
+                reason, sequence = self._stop_reason(usage.out)
                 end = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
                 return _event("message_delta", delta=end, usage=wire.delta_usage(usage))
 
@@ -304,9 +312,8 @@ class AnthropicEncoder:
         assert isinstance(last, End), "a complete answer ends with its usage"
         blocks = [block.complete() for block in self._blocks]
         usage = wire.usage(last.usage)
-        return msgspec.json.encode(
-            self._message(blocks, *_stop_reason(self._end), usage, diagnosis)
-        )
+        reason, sequence = self._stop_reason(last.usage.out)
+        return msgspec.json.encode(self._message(blocks, reason, sequence, usage, diagnosis))
 
     def _append(self, call: int | None, piece: str, call_id: str = "", name: str = "") -> bytes:
         """Append a piece to the open block, or to a new one, and return its events."""
@@ -328,6 +335,18 @@ class AnthropicEncoder:
             return b""
         self._is_open = False
         return _event("content_block_stop", index=self._index)
+
+    def _stop_reason(self, output_tokens: int) -> tuple[str, str | None]:
+        """Return the stop reason and the stop sequence of a complete answer."""
+        end = self._end
+        if end.reason == "tool_calls":
+            return "tool_use", None
+        if end.reason == "length":
+            is_full = self._max_tokens is not None and output_tokens < self._max_tokens
+            return "model_context_window_exceeded" if is_full else "max_tokens", None
+        if end.stop_sequence is not None:
+            return "stop_sequence", end.stop_sequence
+        return "end_turn", None
 
     @property
     def _index(self) -> int:
@@ -354,16 +373,6 @@ class AnthropicEncoder:
             "diagnostics": wire.diagnostics(diagnosis),
             "usage": usage,
         }
-
-
-def _stop_reason(end: ChoiceEnd) -> tuple[str, str | None]:
-    if end.reason == "tool_calls":
-        return "tool_use", None
-    if end.reason == "length":
-        return "max_tokens", None
-    if end.stop_sequence is not None:
-        return "stop_sequence", end.stop_sequence
-    return "end_turn", None
 
 
 def _event(kind: str, **fields: object) -> bytes:

@@ -25,6 +25,7 @@ from gateway.dialects.canonical import (
     Delta,
     End,
     GenerationParameters,
+    OutputCount,
     OutputFormat,
     Reply,
     RequestMetadata,
@@ -284,6 +285,8 @@ class GeminiEncoder:
         match delta:
             case Begin(usage=usage):
                 self._usage = usage
+                return []
+            case OutputCount():
                 return []
             case Text(index=index, text=text, tokens=tokens):
                 self._candidates[index].tokens.extend(tokens)

@@ -22,6 +22,7 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
+    OutputCount,
     Prompt,
     Reply,
     RequestMetadata,
@@ -204,15 +205,20 @@ class ChatEncoder:
         self._call = call
         self._reply = reply
         self._opened = 0
+        self._usage = wire.RunningUsage()
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def stream(self, delta: Delta) -> bytes:
         """Return the events of one delta, which may be none."""
         match delta:
-            case Begin():
+            case Begin(usage=usage):
+                self._usage.begin(usage)
+                return b""
+            case OutputCount():
+                self._usage.count(delta)
                 return b""
             case Text(index=index, text=text, tokens=tokens):
-                if self._logprobs(tokens) is None:
+                if self._logprobs(tokens) is None and not self._call.continuous_usage:
                     before, after = self._frame(index)
                     return self._open(index) + before + msgspec.json.encode(text) + after
                 return self._open(index) + self._chunk(index, {"content": text}, delta)
@@ -294,8 +300,11 @@ class ChatEncoder:
         return sse.event(self._encode([choice]))
 
     def _encode(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if self._call.include_usage and "usage" not in more:
-            more["usage"] = None
+        if "usage" not in more:
+            if self._call.continuous_usage:
+                more["usage"] = self._usage.now()
+            elif self._call.include_usage:
+                more["usage"] = None
         return msgspec.json.encode(
             {
                 "id": self._reply.response_id,

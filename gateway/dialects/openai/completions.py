@@ -22,6 +22,7 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
+    OutputCount,
     Prompt,
     Reply,
     RequestMetadata,
@@ -174,12 +175,19 @@ class CompletionEncoder:
     def __init__(self, call: Call, reply: Reply) -> None:
         self._call = call
         self._reply = reply
+        self._usage = wire.RunningUsage()
         self._offsets: dict[int, _TextOffset] = {}
 
     def stream(self, delta: Delta) -> bytes:
         """Return the events of one delta, which may be none."""
         match delta:
-            case Begin() | CallText():
+            case Begin(usage=usage):
+                self._usage.begin(usage)
+                return b""
+            case OutputCount():
+                self._usage.count(delta)
+                return b""
+            case CallText():
                 return b""
             case Text(index=index):
                 return sse.event(self._encode([self._choice(index, delta.text, delta.tokens)]))
@@ -218,8 +226,11 @@ class CompletionEncoder:
         }
 
     def _encode(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if self._call.stream and self._call.include_usage and "usage" not in more:
-            more["usage"] = None
+        if self._call.stream and "usage" not in more:
+            if self._call.continuous_usage:
+                more["usage"] = self._usage.now()
+            elif self._call.include_usage:
+                more["usage"] = None
         return msgspec.json.encode(
             {
                 "id": self._reply.response_id,

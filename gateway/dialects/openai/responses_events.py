@@ -21,6 +21,7 @@ from gateway.dialects.canonical import (
     Delta,
     Diagnosis,
     End,
+    OutputCount,
     Reply,
     Text,
     TokenText,
@@ -83,6 +84,8 @@ class ResponsesEncoder:
             case Begin(diagnosis=diagnosis):
                 self._diagnosis = diagnosis
                 return self._begin()
+            case OutputCount():
+                return []
             case Text():
                 return self._text(delta) if delta.text or delta.tokens else []
             case CallText():

@@ -20,6 +20,7 @@ from gateway.dialects.canonical import (
     Delta,
     End,
     GenerationParameters,
+    OutputCount,
     TokenText,
     ToolCall,
     UsageRecord,
@@ -415,7 +416,7 @@ def gather(deltas: Sequence[Delta]) -> tuple[dict[int, JoinedChoice], dict[str, 
     for delta in deltas:
         if isinstance(delta, End):
             counted = usage(delta.usage)
-        elif not isinstance(delta, Begin):
+        elif not isinstance(delta, Begin | OutputCount):
             choice = found.get(delta.index)
             if choice is None:
                 choice = found[delta.index] = JoinedChoice()
@@ -442,6 +443,29 @@ def usage(record: UsageRecord) -> dict[str, Any]:
         },
         **record.extras(),
     }
+
+
+class RunningUsage:
+    """The usage so far of a stream, for `continuous_usage_stats`."""
+
+    def __init__(self) -> None:
+        self._begun: UsageRecord | None = None
+        self._output_tokens: dict[int, int] = {}
+
+    def begin(self, record: UsageRecord) -> None:
+        """Set the counts of the prompt."""
+        self._begun = record
+
+    def count(self, found: OutputCount) -> None:
+        """Set a choice's output tokens."""
+        self._output_tokens[found.index] = found.tokens
+
+    def now(self) -> dict[str, Any] | None:
+        """Return the usage object; None before the prompt is counted."""
+        if self._begun is None:
+            return None
+        out = sum(self._output_tokens.values())
+        return usage(msgspec.structs.replace(self._begun, out=out))
 
 
 _TYPES: dict[Kind, Literal["invalid_request_error", "server_error"] | str] = {

@@ -104,6 +104,17 @@ def test_admits_exactly_the_full_context() -> None:
     assert "64" in refusal.message
 
 
+def test_capped_output_takes_the_room_that_is_left() -> None:
+    """Clients of some APIs choose more output tokens than a small context has."""
+    (request,) = ask((1,) * 54, max_tokens=10_000, is_output_capped=True)
+    refusal = refused(tokens=(1,) * 64, max_tokens=10_000, is_output_capped=True)
+
+    assert request.max_tokens == 10
+    assert ask((1,) * 54, max_tokens=9, is_output_capped=True)[0].max_tokens == 9
+    assert ask((1,) * 64, max_tokens=0, is_output_capped=True)[0].max_tokens == 0
+    assert refusal.code == "context_length_exceeded"
+
+
 def test_max_tokens_defaults_to_remaining_context() -> None:
     """Short prompts get the default, long ones the rest of the context."""
     assert ask((1,) * 10)[0].max_tokens == 20

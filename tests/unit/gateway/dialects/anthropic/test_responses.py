@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
@@ -131,6 +132,16 @@ def test_stop_reason_of_each_end(end: ChoiceEnd, reason: str, sequence: str | No
     assert (last["stop_reason"], last["stop_sequence"]) == (reason, sequence)
     assert unary(deltas)["stop_reason"] == reason
     assert unary(deltas)["stop_sequence"] == sequence
+
+
+def test_an_answer_that_fills_the_context_has_its_own_stop_reason() -> None:
+    """A client that asked for more than there is room for must not take it for its own limit."""
+    deltas = message_with_end(ChoiceEnd(0, "length"), Text(0, "x"))
+    more = msgspec.structs.replace(CALL.generation, max_tokens=USAGE.out + 1)
+    call = msgspec.structs.replace(CALL, generation=more)
+    message = json.loads(DIALECT.encoder(call, REPLY).unary(deltas))
+
+    assert message["stop_reason"] == "model_context_window_exceeded"
 
 
 def test_answer_without_text_has_no_blocks() -> None:
