@@ -15,6 +15,7 @@ from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
 from tests.golden.transcripts import events
 from tests.integration.dialect_conformance import Adapter, Answer, DialectConformance, StreamFailed
+from tests.published_schema import violations
 
 
 def data_of(data: bytes) -> list[Any]:
@@ -24,6 +25,11 @@ def data_of(data: bytes) -> list[Any]:
         if isinstance(event, dict) and event.get("error"):
             raise StreamFailed(event["error"]["message"])
     return found
+
+
+def check_schema(value: object, name: str) -> None:
+    """Assert that a body satisfies OpenAI's published schema."""
+    assert violations(value, name) == []
 
 
 def usage_of(usage: dict[str, Any]) -> tuple[int, int, int]:
@@ -38,6 +44,7 @@ def read_error(body: bytes) -> str:
     """Return the message of an error body."""
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
+    check_schema(json.loads(body), "ErrorResponse")
     return str(error["message"])
 
 
@@ -48,6 +55,7 @@ def read_chat(data: bytes) -> Answer:
     """Read a completion."""
     answer = json.loads(data)
     ChatCompletion.model_validate(answer, strict=True)
+    check_schema(answer, "CreateChatCompletionResponse")
     (choice,) = answer["choices"]
     message = choice["message"]
     return Answer(
@@ -68,6 +76,7 @@ def read_chat_stream(data: bytes) -> Answer:
     text, calls, reason = "", list[dict[str, str]](), ""
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk, strict=True)
+        check_schema(chunk, "CreateChatCompletionStreamResponse")
         for choice in chunk["choices"]:
             assert not reason, "something behind the end"
             delta = choice["delta"]
@@ -119,6 +128,7 @@ def read_completion(data: bytes) -> Answer:
     """Read a legacy completion."""
     answer = json.loads(data)
     Completion.model_validate(answer, strict=True)
+    check_schema(answer, "CreateCompletionResponse")
     (choice,) = answer["choices"]
     return Answer(choice["text"], (), choice["finish_reason"], usage_of(answer["usage"]))
 
@@ -127,6 +137,8 @@ def read_completion_stream(data: bytes) -> Answer:
     """Join chunks, which have the shape of a completion."""
     *chunks, done = data_of(data)
     assert done == "[DONE]"
+    for chunk in chunks:
+        check_schema(chunk, "CreateCompletionResponse")
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     (reason,) = {choice["finish_reason"] for choice in choices} - {None}
     text = "".join(choice["text"] for choice in choices)
@@ -166,6 +178,7 @@ def read_response(data: bytes) -> Answer:
 def answer_of(response: dict[str, Any]) -> Answer:
     """Return the answer that a client makes of a response."""
     Response.model_validate(response)
+    check_schema(response, "Response")
     items, usage = response["output"], response["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     return Answer(
@@ -192,6 +205,7 @@ def read_response_stream(data: bytes) -> Answer:
     found = named_events(data)
     for number, (name, event) in enumerate(found):
         assert (event["type"], event["sequence_number"]) == (name, number)
+        check_schema(event, "ResponseStreamEvent")
         index = event.get("output_index", -1)
         match name.removeprefix("response."):
             case "output_item.added":

@@ -246,7 +246,7 @@ class _Block:
 
     def _content(self, text: str, arguments: object) -> dict[str, Any]:
         if self.call is None:
-            return {"type": "text", "text": text, "citations": None}
+            return {"type": "text", "text": text}
         return {"type": "tool_use", "id": self._call_id, "name": self._name, "input": arguments}
 
 

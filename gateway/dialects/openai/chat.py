@@ -260,7 +260,6 @@ class ChatEncoder:
                 "choices": choices,
                 "usage": usage,
                 "service_tier": "default",
-                "system_fingerprint": None,
             }
         )
 
@@ -312,7 +311,6 @@ class ChatEncoder:
                 "created": self._reply.created_s,
                 "model": self._reply.model,
                 "service_tier": "default",
-                "system_fingerprint": None,
                 "choices": choices,
                 **more,
             }

@@ -226,18 +226,15 @@ class CompletionEncoder:
         }
 
     def _encode(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if self._call.stream and "usage" not in more:
-            if self._call.continuous_usage:
-                more["usage"] = self._usage.now()
-            elif self._call.include_usage:
-                more["usage"] = None
+        if self._call.continuous_usage and "usage" not in more:
+            running = self._usage.now()
+            more |= {} if running is None else {"usage": running}
         return msgspec.json.encode(
             {
                 "id": self._reply.response_id,
                 "object": "text_completion",
                 "created": self._reply.created_s,
                 "model": self._reply.model,
-                "system_fingerprint": None,
                 "choices": choices,
                 **more,
             }

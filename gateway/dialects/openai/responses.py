@@ -102,7 +102,9 @@ class ResponsesJsonFormat(
     pass
 
 
-class ResponsesSchemaFormat(tools.JsonSchema, frozen=True, tag="json_schema", tag_field="type"):
+class ResponsesSchemaFormat(
+    tools.JsonSchema, frozen=True, omit_defaults=True, tag="json_schema", tag_field="type"
+):
     pass
 
 
@@ -284,11 +286,13 @@ def _digests(fields: ResponsesBody) -> tuple[tuple[str, str], ...]:
 
 
 def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:
-    """Return the request's settings that an answer repeats, with defaults filled in."""
-    options = fields.prompt_cache_options
-    sampling_defaults = {"temperature": fields.temperature, "top_p": fields.top_p}
+    """Return the request's settings that an answer repeats, with defaults filled in.
+
+    A setting without a default is left out: OpenAI's published schema has no null for it.
+    """
     form = fields.text.format if fields.text is not None else None
-    return {
+    retention = fields.prompt_cache_retention
+    found = {
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "metadata": fields.metadata or {},
@@ -297,20 +301,28 @@ def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:
         "tools": [_shown_tool(field) for field in fields.tools or ()],
         "text": {"format": form or {"type": "text"}},
         "top_logprobs": fields.top_logprobs or 0,
-        "prompt_cache_key": fields.prompt_cache_key,
-        "prompt_cache_options": None
-        if options is None
-        else {
-            "mode": options.mode or "implicit",
-            "ttl": options.ttl or cache.DEFAULT_TTL,
-            "comparison_response_id": options.comparison_response_id,
-        },
-        "prompt_cache_retention": None
-        if fields.prompt_cache_retention is None
-        else fields.prompt_cache_retention.replace("-", "_"),
-        "user": fields.user,
-        **{name: 1.0 if value is None else value for name, value in sampling_defaults.items()},
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "top_p": 1.0 if fields.top_p is None else fields.top_p,
     }
+    sent = {
+        "prompt_cache_key": fields.prompt_cache_key,
+        "prompt_cache_options": _shown_options(fields.prompt_cache_options),
+        "prompt_cache_retention": None if retention is None else retention.replace("-", "_"),
+        "user": fields.user,
+    }
+    return found | {name: value for name, value in sent.items() if value is not None}
+
+
+def _shown_options(options: ResponsesCacheOptions | None) -> dict[str, Any] | None:
+    if options is None:
+        return None
+    shown: dict[str, Any] = {
+        "mode": options.mode or "implicit",
+        "ttl": options.ttl or cache.DEFAULT_TTL,
+    }
+    if options.comparison_response_id is not None:
+        shown["comparison_response_id"] = options.comparison_response_id
+    return shown
 
 
 def _shown_tool(field: dict[str, Any]) -> dict[str, Any]:

@@ -140,11 +140,9 @@ class ResponsesEncoder:
             "output": list(self._output),
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
-            "safety_identifier": None,
             "service_tier": "default",
             "store": False,
             "truncation": "disabled",
-            "usage": None,
             **self._echo,
             **more,
         }
