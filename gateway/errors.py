@@ -1,11 +1,13 @@
 """Refusals: the gateway's error type, turned into a response in one place, by dialect.
 
-    Refusal(kind, code, message, param, retry_after_s)
+    Refusal(kind, code, message, param, retry_after_s, size)
 
 `kind` is the dialect-independent class that every dialect maps to its own status and type. `code`
 is stable and specific (`context_length_exceeded`, `unknown_parameter`, `model_not_found`…).
 `message` names the limit and the value that was sent. `param` is the path of the offending field
-("messages[0].content"). Messages never contain keys, prompts or internal names.
+("messages[0].content"). `size`: the tokens of a request that is too long, and the most allowed;
+each dialect puts them before the message in the words that its clients look for. Messages never
+contain keys, prompts or internal names.
 """
 
 from __future__ import annotations
@@ -33,6 +35,10 @@ class Kind(Enum):
     DEADLINE = 504
 
 
+TOO_LONG = "context_length_exceeded"
+"""Code of a request that is longer than the model's context or the cache memory."""
+
+
 class Refusal(Exception):
     """A request is refused with this error. Raised anywhere above the engine."""
 
@@ -44,6 +50,7 @@ class Refusal(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        size: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind
@@ -51,3 +58,4 @@ class Refusal(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.size = size

@@ -404,7 +404,7 @@ def _refusal(
         if account.running >= account.running_max:
             return LimitExceeded(
                 "requests_at_once",
-                f"Concurrency limit reached: {account.running} running, limit"
+                f"Rate limit reached for requests at once: {account.running} running, limit"
                 f" {account.running_max} for this {account.kind}.",
                 retry_after_s=CONCURRENCY_RETRY_S,
                 limit=account.running_max,

@@ -56,7 +56,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         name = request[STATE].parameters["name"].removeprefix("models/")
         found = next((model for model in list_all() if model.name == name), None)
         if found is None:
-            message = f"Model not found: {name[:200]!r}."
+            message = f"Model not found: the model `{name[:200]}` does not exist."
             raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
         return _json(_format_for(request).model(found))
 

@@ -24,7 +24,7 @@ from engine.api import (
 from gateway.caching.namespaces import payer_of, quota_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
-from gateway.errors import Kind, Refusal
+from gateway.errors import TOO_LONG, Kind, Refusal
 from tenancy.types import Identity
 
 SEQUENCES_PER_CALL_MAX = 128
@@ -156,13 +156,14 @@ def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: Admiss
     if generation.max_tokens is None:
         if given >= room:
             what = f"the prompt has {given}, which leaves no room for the answer"
-            raise _too_long(what, reason, call)
+            raise _too_long(what, reason, call, (given + 1, room))
         return min(now.limits.output_tokens_default, room - given)
     if generation.is_output_capped and generation.max_tokens and given < room:
         return min(generation.max_tokens, room - given)
     if given + generation.max_tokens > room:
         wanted = f"{given} prompt tokens and {generation.max_tokens} output tokens"
-        raise _too_long(f"{wanted} make {given + generation.max_tokens}", reason, call)
+        total = given + generation.max_tokens
+        raise _too_long(f"{wanted} make {total}", reason, call, (total, room))
     return generation.max_tokens
 
 
@@ -174,14 +175,13 @@ def _room(identity: Identity, now: AdmissionContext) -> tuple[int, str]:
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
     memory = blocks * now.info.block_size
     if memory < context:
-        return memory, f"the available cache memory holds {memory} tokens"
-    return context, f"this model's context is {context} tokens"
+        return memory, f"The available cache memory holds {memory} tokens"
+    return context, f"This model's maximum context length is {context} tokens"
 
 
-def _too_long(what: str, reason: str, call: Call) -> Refusal:
+def _too_long(what: str, reason: str, call: Call, size: tuple[int, int]) -> Refusal:
     field = call.prompts[0].field if call.prompts else "prompt"
-    message = f"The request is too long: {reason}, and {what}."
-    return Refusal(Kind.BAD, "context_length_exceeded", message, param=field)
+    return Refusal(Kind.BAD, TOO_LONG, f"{reason}, and {what}.", param=field, size=size)
 
 
 # --- calls that cannot run now -------------------------------------------------------------------
@@ -193,7 +193,7 @@ def _check_tenant(now: AdmissionContext) -> None:
         raise Refusal(
             Kind.RATE,
             "rate_limit_exceeded",
-            f"Concurrency limit reached: {now.running} requests running, limit {limit}.",
+            f"Rate limit reached for requests at once: {now.running} running, limit {limit}.",
             retry_after_s=retry_after_s(now.stats),
         )
 

@@ -18,7 +18,7 @@ from gateway.caching import CacheScope, Contract, PrefixOrigin
 from gateway.caching.namespaces import namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
-from gateway.errors import Kind, Refusal
+from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.generation.admission import AdmissionContext
 from gateway.generation.cached_contents import expand_cached_content
 from tenancy.types import Identity
@@ -56,7 +56,8 @@ def check_model(gateway: Context, call: Call) -> None:
     """Check that the model is served. Raises Refusal if it is not."""
     if call.model != gateway.model and call.model not in gateway.model_names:
         names = ", ".join(gateway.model_names)
-        message = f"Model not found: {call.model[:80]}; expected one of: {names}."
+        name = call.model[:80]
+        message = f"Model not found: the model `{name}` does not exist; expected one of: {names}."
         raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
 
 
@@ -149,10 +150,12 @@ def _check_size(gateway: Context, chars: int, prompt: Prompt) -> None:
     info = gateway.engine.info
     if info is None:
         return
-    chars_max = info.context_tokens * gateway.token_bytes_max * JOINED_CHARS_MAX
+    token_chars_max = gateway.token_bytes_max * JOINED_CHARS_MAX
+    chars_max = info.context_tokens * token_chars_max
     if chars > chars_max:
         message = (
-            f"The request is too long: this model's context is {info.context_tokens} tokens, which"
-            f" hold at most {chars_max} characters, and the prompt has {chars}."
+            f"This model's maximum context length is {info.context_tokens} tokens, which hold at"
+            f" most {chars_max} characters, and the prompt has {chars}."
         )
-        raise Refusal(Kind.BAD, "context_length_exceeded", message, param=prompt.field)
+        size = -(-chars // token_chars_max), info.context_tokens
+        raise Refusal(Kind.BAD, TOO_LONG, message, param=prompt.field, size=size)

@@ -113,7 +113,9 @@ def refusal_of(error: Exception, path: str = "") -> Refusal | None:
             return Refusal(Kind.BUSY, "database_unavailable", message, retry_after_s=5.0)
         case BudgetExceeded():
             after_s = error.retry_after_s
-            return Refusal(Kind.QUOTA, error.code, error.message, retry_after_s=after_s)
+            # Clients of hosted APIs tell a spent budget from a rate limit by these words.
+            message = f"You exceeded your current quota: {error.message}"
+            return Refusal(Kind.QUOTA, error.code, message, retry_after_s=after_s)
         case IdempotencyConflict():
             kind, retry_s = _IDEMPOTENCY_RETRIES.get(error.code, (Kind.CONFLICT, None))
             return Refusal(kind, error.code, error.message, retry_after_s=retry_s)

@@ -167,6 +167,9 @@ async def test_errors_raise_the_sdks_exceptions(
     assert unknown_key.value.code == "invalid_api_key"
     assert unknown_model.value.code == "model_not_found"
     assert too_long.value.code == "context_length_exceeded"
+    assert "Input tokens exceed the configured limit of 512 tokens" in too_long.value.message
+    assert "This model's maximum context length is 512 tokens" in too_long.value.message
+    assert "the model `gpt-9` does not exist" in unknown_model.value.message
     assert too_long.value.request_id is not None
 
 
@@ -186,6 +189,7 @@ async def test_rate_limited_tenant_gets_a_rate_limit_error(card: ModelCard, tmp_
     chunks = [chunk async for chunk in running]
 
     assert caught.value.code == "rate_limit_exceeded"
+    assert "Rate limit reached" in caught.value.message
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert chunks[-1].choices[0].finish_reason == "length"
     await client.close()

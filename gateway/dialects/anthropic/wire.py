@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from gateway.dialects import validation
 from gateway.dialects.canonical import Diagnosis, UsageRecord
 from gateway.dialects.tolerance import HINTS, Tolerance, asks_nothing
-from gateway.errors import Kind, Refusal
+from gateway.errors import TOO_LONG, Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Short = Annotated[str, Meta(max_length=512)]
@@ -328,6 +328,17 @@ _ERRORS: dict[Kind, tuple[int, str]] = {
 """Status and error type by kind. Other kinds keep their status and are `invalid_request_error`."""
 
 
+def _message(refusal: Refusal) -> str:
+    """Return the message, for a request that is too long after the words that clients look for."""
+    if refusal.code != TOO_LONG:
+        return refusal.message
+    size = ""
+    if refusal.size is not None:
+        tokens, limit = refusal.size
+        size = f": {tokens} tokens > {limit} maximum"
+    return f"prompt is too long{size}. {refusal.message}"
+
+
 def error_object(refusal: Refusal, request_id: str) -> dict[str, Any]:
     """Return the error object that SDKs raise. `error_code` is Trunkline's stable code."""
     _, kind = _ERRORS.get(refusal.kind, (0, "invalid_request_error"))
@@ -336,7 +347,7 @@ def error_object(refusal: Refusal, request_id: str) -> dict[str, Any]:
         details["param"] = refusal.param
     return {
         "type": "error",
-        "error": {"type": kind, "message": refusal.message, "details": details},
+        "error": {"type": kind, "message": _message(refusal), "details": details},
         "request_id": f"req_{request_id}",
     }
 

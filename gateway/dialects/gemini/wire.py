@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from gateway.dialects.tolerance import HINTS, Tolerance, asks_nothing
 from gateway.dialects.validation import convert, invalid_field, json_type, unknown_field
-from gateway.errors import Kind, Refusal
+from gateway.errors import TOO_LONG, Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}\Z")]
@@ -368,9 +368,23 @@ _STATUS: dict[Kind, tuple[int, str]] = {
 }
 
 
+def _message(refusal: Refusal) -> str:
+    """Return the message, for a request that is too long after the words that clients look for."""
+    if refusal.code != TOO_LONG:
+        return refusal.message
+    tokens = limit = ""
+    if refusal.size is not None:
+        tokens, limit = f" ({refusal.size[0]})", f" ({refusal.size[1]})"
+    return (
+        f"The input token count{tokens} exceeds the maximum number of tokens allowed{limit}."
+        f" {refusal.message}"
+    )
+
+
 def error_object(refusal: Refusal) -> tuple[int, dict[str, Any]]:
     """Return the status and the error object of Google's SDKs, whose first key is `error`."""
     status, name = _STATUS.get(refusal.kind, (400, "INVALID_ARGUMENT"))
+    message = _message(refusal)
     details: list[dict[str, Any]] = [
         {
             "@type": "type.googleapis.com/google.rpc.ErrorInfo",
@@ -382,7 +396,7 @@ def error_object(refusal: Refusal) -> tuple[int, dict[str, Any]]:
         details.append(
             {
                 "@type": "type.googleapis.com/google.rpc.BadRequest",
-                "fieldViolations": [{"field": refusal.param, "description": refusal.message}],
+                "fieldViolations": [{"field": refusal.param, "description": message}],
             }
         )
     if refusal.retry_after_s is not None:
@@ -392,5 +406,5 @@ def error_object(refusal: Refusal) -> tuple[int, dict[str, Any]]:
                 "retryDelay": f"{max(1, math.ceil(refusal.retry_after_s))}s",
             }
         )
-    error = {"code": status, "message": refusal.message, "status": name, "details": details}
+    error = {"code": status, "message": message, "status": name, "details": details}
     return status, {"error": error}

@@ -27,6 +27,7 @@ from gateway.dialects.canonical import (
     TokenText,
     UsageRecord,
 )
+from gateway.dialects.openai import wire
 from gateway.errors import Kind, Refusal
 
 Event = dict[str, Any]
@@ -61,7 +62,9 @@ class ResponsesEncoder:
         """Return the `response.failed` event, which ends a failed stream."""
         events = self._begin()
         code = _CODES.get(refusal.kind, "server_error")
-        failed = self._response("failed", error={"code": code, "message": refusal.message})
+        failed = self._response(
+            "failed", error={"code": code, "message": wire.error_message(refusal)}
+        )
         events.append({"type": "response.failed", "response": failed})
         return b"".join(map(self._frame, events))
 

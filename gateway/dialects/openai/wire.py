@@ -28,7 +28,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.canonical import Text as TextDelta
 from gateway.dialects.tolerance import HINTS, REASONING_HINTS, Tolerance, asks_nothing
 from gateway.dialects.validation import convert, invalid_field, json_type, unknown_field
-from gateway.errors import Kind, Refusal
+from gateway.errors import TOO_LONG, Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Short = Annotated[str, Meta(max_length=512)]
@@ -480,11 +480,19 @@ _TYPES: dict[Kind, Literal["invalid_request_error", "server_error"] | str] = {
 _STATUS = {Kind.QUOTA: 429}
 
 
+def error_message(refusal: Refusal) -> str:
+    """Return the message, for a request that is too long after the words that clients look for."""
+    if refusal.code != TOO_LONG:
+        return refusal.message
+    limit = "" if refusal.size is None else f" of {refusal.size[1]} tokens"
+    return f"Input tokens exceed the configured limit{limit}. {refusal.message}"
+
+
 def error_object(refusal: Refusal) -> dict[str, Any]:
     """Return the error object that OpenAI's SDKs read."""
     return {
         "error": {
-            "message": refusal.message,
+            "message": error_message(refusal),
             "type": _TYPES.get(refusal.kind, "invalid_request_error"),
             "param": refusal.param,
             "code": refusal.code,

@@ -58,6 +58,8 @@ async def test_hard_budget_refuses_requests_without_retry(admin: AdminClient) ->
     assert budgets["budgets"][0]["hard_usd"] == "0.000016000000"
     assert sorted(status for status, _, _ in answers) == [200] * 2 + [429] * 6
     assert (status, error["error"]["code"]) == (429, "budget_exceeded")
+    assert error["error"]["type"] == "insufficient_quota"
+    assert error["error"]["message"].startswith("You exceeded your current quota: ")
     assert response.headers["x-should-retry"] == "false"
     assert 0 < int(response.headers["retry-after"]) <= 31 * 86_400
     assert usage["budgets"][0]["spent_usd"] == "0.000016000000"
