@@ -187,7 +187,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     `prompt_logprobs`: report logprobs of prompt tokens (reads no cache: logits are needed).
     `grammar`: excluded tokens are never sampled, end tokens only where the text may end. A complete
     text ends as `stop`, with or without an end token, and before `min_tokens` if nothing can
-    follow.
+    follow. `isolated_tokens`: the request's steps contain no other request until each sample has so
+    many output tokens; the gateway asks for it where it suspects a request of ending the process.
     """
 
     request_id: str
@@ -203,6 +204,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: float | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     grammar: Grammar | None = None
+    isolated_tokens: Count = 0
 
 
 class Submit(Struct, frozen=True, tag="submit", forbid_unknown_fields=True):

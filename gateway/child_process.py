@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
@@ -38,28 +37,30 @@ class RestartPolicy(Struct, frozen=True):
     """When a lost process is replaced.
 
     `pauses_s`: the pauses before the first, the second, … consecutive restart; the last one
-    repeats. A process that served for `steady_s` starts the sequence anew. After `deaths_max`
-    deaths within `deaths_window_s` the process stays down; with 0 it is always replaced.
+    repeats, for ever. A process that served for `steady_s` starts the sequence anew.
+    `first_starts_max`: attempts until a process has served for the first time; with 0 they are
+    without end, too.
     """
 
     pauses_s: tuple[float, ...]
     steady_s: float = 10.0
-    deaths_max: int = 0
-    deaths_window_s: float = 60.0
+    first_starts_max: int = 0
 
 
-class RestartLimit(Exception):
-    """Too many deaths in a short time; the process stays down."""
+class StartLimit(Exception):
+    """No process has served in several attempts; no further one is made."""
 
 
 class ChildProcess:
     """Runs one process after another, each in one call of `run_process`.
 
     `run_process` spawns a process, calls `set_ready` once the process serves, and returns why the
-    process was lost or could not be started. It raises an error that another start would not cure;
-    `wait_ready` then raises the same error. `on_pause` is called before each pause.
+    process was lost or could not be started. It raises an error that another start would not cure:
+    before a process has served, no other is started, and `wait_ready` raises the same error. Later
+    an error is a failed start as any other: what has served once is never given up. `on_pause` is
+    called before each pause.
 
-    Reports NAME_started, NAME_died (it had served), NAME_not_started, NAME_restart_limit.
+    Reports NAME_started, NAME_died (it had served), NAME_not_started.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class ChildProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # set once the first process serves or `failure` is set
+        self._has_served = False
         self._ready_at_s = inf  # loop time since which the process serves
+        self._starts_at_s = 0.0  # loop time at which the present pause ends
         self.failure: Exception | None = None
         self.may_restart = True
         self.restarts = 0
@@ -91,13 +94,17 @@ class ChildProcess:
         """Id of the running process; 0 without a process."""
         return self._process.pid if self._process is not None else 0
 
+    @property
+    def pause_left_s(self) -> float:
+        """Seconds until the next process is started; 0 while one starts or runs."""
+        return max(0.0, self._starts_at_s - self._loop.time())
+
     def start(self) -> None:
         """Keep a process running from now on. Returns at once."""
         self._task = asyncio.create_task(self._supervise())
 
     async def wait_ready(self) -> None:
-        """Wait until the first process serves. Raises the error of `run_process`, or
-        RestartLimit."""
+        """Wait until the first process serves. Raises the error of `run_process`, or StartLimit."""
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
@@ -130,10 +137,10 @@ class ChildProcess:
 
     # -- called by `run_process` ---------------------------------------------------------------
 
-    async def spawn(self) -> socket.socket:
+    async def spawn(self, pass_fds: Sequence[int] = ()) -> socket.socket:
         """Start the command in a new session, with one end of a socket pair as its standard input.
 
-        Returns the other end. Raises OSError.
+        The process inherits the descriptors `pass_fds`. Returns the other end. Raises OSError.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -141,6 +148,7 @@ class ChildProcess:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=theirs.fileno(),
+                    pass_fds=pass_fds,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
                 )
@@ -152,6 +160,7 @@ class ChildProcess:
     def set_ready(self, **facts: object) -> None:
         """Declare that the process serves. `facts`: more fields for the log."""
         self._ready_at_s = self._loop.time()
+        self._has_served = True
         self._report(f"{self._name}_started", {"pid": self.pid, **facts})
         self._settled.set()
 
@@ -160,45 +169,46 @@ class ChildProcess:
     async def _supervise(self) -> None:
         policy = self._policy
         pauses_s = _pause_sequence(policy.pauses_s)
-        deaths_s: deque[float] = deque(maxlen=policy.deaths_max)
         while True:
             self._ready_at_s = inf
+            error: Exception | None = None
             try:
                 reason = await self._run_process()
-            except Exception as error:
-                await self.end(REAP_S)
-                self._give_up("not_started", error)
-                return
+            except Exception as raised:
+                error, reason = raised, _quotable(raised)
             status = await self.end(REAP_S)
+            if error is not None and not self._has_served:
+                self._give_up(error)
+                return
             if not self.may_restart:
                 return
-            now_s = self._loop.time()
-            served_s = now_s - self._ready_at_s
+            served_s = self._loop.time() - self._ready_at_s
             self.restarts += 1
             self._report(
                 f"{self._name}_{'died' if served_s >= 0 else 'not_started'}",
                 {"reason": reason, "status": status, "restarts": self.restarts},
             )
-            deaths_s.append(now_s)
-            if policy.deaths_max and len(deaths_s) == policy.deaths_max:
-                within_s = now_s - deaths_s[0]
-                if within_s < policy.deaths_window_s:
-                    message = f"The {self._name} died {len(deaths_s)} times in {within_s:.0f} s."
-                    self._give_up("restart_limit", RestartLimit(message))
-                    return
+            if not self._has_served and self.restarts == policy.first_starts_max:
+                message = f"The {self._name} did not start in {self.restarts} attempts: {reason}"
+                self._give_up(StartLimit(message))
+                return
             if served_s > policy.steady_s:
                 pauses_s = _pause_sequence(policy.pauses_s)
             if pause_s := next(pauses_s):
                 self._on_pause()
+                self._starts_at_s = self._loop.time() + pause_s
                 await asyncio.sleep(pause_s)
 
-    def _give_up(self, event: str, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
         self.failure = error
-        is_ours = isinstance(error, EngineError | TenancyError | RestartLimit)
-        # messages of other errors may quote a value
-        reason = str(error) if is_ours else type(error).__name__
-        self._report(f"{self._name}_{event}", {"reason": reason})
+        self._report(f"{self._name}_not_started", {"reason": _quotable(error)})
         self._settled.set()
+
+
+def _quotable(error: Exception) -> str:
+    """Return an error's message for the log, or only its type: other messages may quote a value."""
+    is_ours = isinstance(error, EngineError | TenancyError | StartLimit)
+    return str(error) if is_ours else type(error).__name__
 
 
 def _pause_sequence(pauses_s: tuple[float, ...]) -> Iterator[float]:

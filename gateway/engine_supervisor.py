@@ -2,22 +2,21 @@
 
 `EngineSupervisor` implements `engine.client.client.Engine` over the process that runs now. A
 process that dies, or whose heartbeat stops, ends every open stream with `engine_died`, and is
-replaced after a pause; after 5 deaths in a minute the engine stays down.
+replaced after a pause. Consecutive pauses grow from 0.1 to 60 s and never end: an engine that has
+served once is never given up.
 
-A request in flight at two consecutive deaths is taken for their cause, and is refused for ten
-minutes. A longer refusal would hit a popular request that was in flight by chance.
+A `StepRecord` tells which requests were in the step at a death; `gateway.crash_suspects` judges
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from engine.api import (
     PROTOCOL_VERSION,
@@ -33,17 +32,19 @@ from engine.api import (
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.client import RequestStream, SocketEngine
 from engine.client.namespace_stats import NamespaceTable
+from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
-from engine.errors import EngineError, EngineUnavailable, ModelError, RequestRefused
+from engine.errors import EngineError, EngineUnavailable, ModelError
 from engine.protocol import Hello
-from gateway.child_process import ChildProcess, Report, RestartLimit, RestartPolicy
+from gateway.child_process import ChildProcess, Report, RestartPolicy, StartLimit
+from gateway.crash_suspects import CrashSuspects
 
 COMMAND = (sys.executable, "-m", "engine.server.server")
-RESTARTS = RestartPolicy((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0), deaths_max=5)
+RESTARTS = RestartPolicy((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.0, 25.0, 60.0), first_starts_max=5)
+LOAD_S = 2.0
+"""Seconds that a client should wait for an engine that is being started."""
 WATCH_EVERY_S = 0.25
 CLOSE_S = 2.0
-POISON_MAX, POISON_S = 64, 600.0
-"""Refused requests that are remembered, and the seconds for which each is refused."""
 
 
 class EngineSupervisor:
@@ -62,13 +63,11 @@ class EngineSupervisor:
         self._model_dir = model_dir
         self._config = config
         self._report = report
-        self._policy = restarts
         self._child = ChildProcess("engine", command, restarts, report, self._run_process)
         self._engine: SocketEngine | None = None
         self._is_draining = False
         self._last_stats = Stats()
-        self._suspects: set[str] = set()
-        self._poison: deque[tuple[str, float]] = deque(maxlen=POISON_MAX)
+        self._suspects = CrashSuspects(asyncio.get_running_loop().time)
 
     @property
     def restarts(self) -> int:
@@ -83,7 +82,7 @@ class EngineSupervisor:
         """Wait until the engine answers. Raises EngineError if it never will."""
         try:
             await self._child.wait_ready()
-        except RestartLimit as error:
+        except StartLimit as error:
             raise EngineUnavailable("engine_died", str(error), self._retry_after_s()) from error
 
     # -- Engine -------------------------------------------------------------------------------
@@ -119,12 +118,9 @@ class EngineSupervisor:
     def submit(self, request: Request) -> RequestStream:
         """See `engine.client.client.Engine`."""
         engine = self._running_engine("draining" if self._is_draining else "not_ready")
-        if self._poison and self._is_refused(_digest(request)):
-            message = (
-                "This request is refused for ten minutes: the engine died twice while computing it."
-            )
-            raise RequestRefused("poison_request", message)
-        return engine.submit(request)
+        self._suspects.clear(engine.done_in_isolation)
+        engine.done_in_isolation.clear()
+        return engine.submit(self._suspects.isolate(request))
 
     async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
         """See `engine.client.client.Engine`."""
@@ -168,9 +164,17 @@ class EngineSupervisor:
 
     async def _run_process(self) -> str:
         """Run one engine until its connection is lost or it is stuck; see `ChildProcess`."""
-        hello = Hello(PROTOCOL_VERSION, str(self._model_dir), msgspec.to_builtins(self._config))
+        record = StepRecord.create()
         try:
-            engine = await SocketEngine.connect(await self._child.spawn(), hello)
+            return await self._run_recorded(record)
+        finally:
+            record.close()
+
+    async def _run_recorded(self, record: StepRecord) -> str:
+        settings = msgspec.to_builtins(self._config)
+        hello = Hello(PROTOCOL_VERSION, str(self._model_dir), settings, record.fd)
+        try:
+            engine = await SocketEngine.connect(await self._child.spawn((record.fd,)), hello)
         except (EngineUnavailable, OSError) as error:
             return str(error)
         except EngineError as error:
@@ -187,7 +191,7 @@ class EngineSupervisor:
             self._last_stats = engine.stats
             self._engine = None
             await engine.close()
-            self._record_deaths(engine.in_flight_at_death)
+            self._record_death(engine, record.read())
 
     async def _watch(self, engine: SocketEngine, lost: asyncio.Task[None]) -> str:
         """Return why the engine is lost: its connection ended, its heartbeat stopped, or it has
@@ -213,16 +217,12 @@ class EngineSupervisor:
                 return "stuck"
         return "connection lost"
 
-    def _record_deaths(self, in_flight_at_death: Iterable[Request]) -> None:
-        """Refuse the requests that were in flight at this death and at the one before."""
-        until_s = asyncio.get_running_loop().time() + POISON_S
-        digests = set(map(_digest, in_flight_at_death))
-        self._poison.extend((digest, until_s) for digest in sorted(digests & self._suspects))
-        self._suspects = digests
-
-    def _is_refused(self, digest: str) -> bool:
-        now_s = asyncio.get_running_loop().time()
-        return any(digest == known and now_s < until_s for known, until_s in self._poison)
+    def _record_death(self, engine: SocketEngine, in_step: frozenset[str]) -> None:
+        """Judge the requests that were in the engine's last step."""
+        self._suspects.clear(engine.done_in_isolation)
+        lost = [one for one in engine.lost_requests if one.request.request_id in in_step]
+        for request_id in self._suspects.record_death(lost):
+            self._report("engine_poisoned", {"request_id": request_id})
 
     def _running_engine(self, code: str = "not_ready") -> SocketEngine:
         if self._engine is None:
@@ -230,10 +230,4 @@ class EngineSupervisor:
         return self._engine
 
     def _retry_after_s(self) -> float:
-        return self._policy.deaths_window_s if self._child.failure is not None else 2.0
-
-
-def _digest(request: Request) -> str:
-    """Return a digest of a request's namespace and tokens: equal for two tries of one request."""
-    data = msgspec.msgpack.encode((request.grant.namespace, request.tokens))
-    return xxhash.xxh3_128_hexdigest(data)
+        return LOAD_S + self._child.pause_left_s

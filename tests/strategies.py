@@ -79,5 +79,6 @@ def requests(quota_of: dict[bytes, Quota]) -> st.SearchStrategy[Request]:
         priority=st.sampled_from([0, 0, 1]),
         deadline_s=st.sampled_from([None, None, 5.0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        isolated_tokens=st.sampled_from([0, 0, 0, 0, 1, 3]),
         grammar=st.one_of(st.none(), st.none(), grammars),
     )

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from msgspec import Struct
+
 from engine.api import (
     CacheNews,
     Cancel,
@@ -120,10 +122,18 @@ class Engine(Protocol):
         """Disconnect from the engine; every open stream ends."""
 
 
+class LostRequest(Struct, frozen=True):
+    """A request that was in flight when the engine was lost, with the output tokens seen."""
+
+    request: Request
+    output_tokens: int
+
+
 class EngineConnection(ABC):
     """Streams and calls over one connection to an engine, whatever carries the messages.
 
-    `in_flight_at_death`: the requests that were being computed when the engine was lost.
+    `lost_requests`: the requests that waited or ran when the engine was lost. `done_in_isolation`:
+    isolated requests that were done.
     """
 
     def __init__(self) -> None:
@@ -138,7 +148,8 @@ class EngineConnection(ABC):
         self._next_call = 1
         self._is_draining = False
         self._is_closed = False
-        self.in_flight_at_death: list[Request] = []
+        self.lost_requests: list[LostRequest] = []
+        self.done_in_isolation: list[Request] = []
 
     @abstractmethod
     def post(self, command: Command) -> None:
@@ -234,20 +245,24 @@ class EngineConnection(ABC):
             return
         request = self._requests.pop(end.request_id)
         if end.code == "engine_died":
-            self.in_flight_at_death.append(request)
+            self.lost_requests.append(LostRequest(request, stream.output_tokens))
             stream.fail(end.code, end.message)
         elif end.code == "answer_lost":  # the engine does not know, and would go on
             self.post(Cancel(end.request_id))
             stream.fail(end.code, end.message)
         else:
+            if request.isolated_tokens and end.ending == "done":
+                self.done_in_isolation.append(request)
             stream.push(end)
 
     def mark_lost(self, code: str, message: str) -> None:
         """Fail every stream and every call: the engine is gone. Safe to repeat."""
         self._is_closed = True
         streams, self._streams = self._streams, {}
-        self.in_flight_at_death.extend(self._requests.values())
-        self._requests = {}
+        requests, self._requests = self._requests, {}
+        self.lost_requests += [
+            LostRequest(request, streams[name].output_tokens) for name, request in requests.items()
+        ]
         for stream in streams.values():
             stream.fail(code, message)
         calls, self._calls = self._calls, {}

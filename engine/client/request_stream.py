@@ -153,6 +153,11 @@ class RequestStream(AsyncIterator[Event]):
         self.push(Finished(self.request_id, "failed", seen, code, message))
 
     @property
+    def output_tokens(self) -> int:
+        """Output tokens received, of all samples."""
+        return self._output_tokens
+
+    @property
     def is_over(self) -> bool:
         """True once `Finished` was read or the reader has gone."""
         return self._is_over

@@ -212,7 +212,9 @@ class Core:
             self._finish(*overdue)
         self._take_compiled()
         self._make_masks()
-        slices = self.scheduler.schedule(now_s)
+        # A step of an isolated request, and the step after it, must not overlap with others.
+        must_collect = bool(self._pending_steps) and bool(self.scheduler.isolation)
+        slices = [] if must_collect else self.scheduler.schedule(now_s)
         launched = bool(slices) and self._launch(slices, now_s)
         if self._pending_steps and (
             len(self._pending_steps) >= self.pipeline_depth or not launched

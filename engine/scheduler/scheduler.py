@@ -17,6 +17,7 @@ from typing import Final, Literal
 from engine.api import Payer
 from engine.cache import PrefixCache, TreeMatch
 from engine.config import EngineConfig
+from engine.scheduler.isolation import Isolation, Turn
 from engine.scheduler.prefix_sharing import PrefixSharing
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import RunningSet
@@ -60,6 +61,7 @@ class Scheduler:
         self.queue = RequestQueue()
         self.running = RunningSet(config.preemptions_max)
         self.prefix_sharing = PrefixSharing(self.queue, cache.block_size)
+        self.isolation = Isolation()
         self.compiling: dict[int, Sequence] = {}
         self.ended_ids: list[int] = []
         self.preemptions = 0
@@ -74,6 +76,7 @@ class Scheduler:
     def add_request(self, active: ActiveRequest) -> None:
         """Queue the first sequence of a new request, or hold it while its grammar is compiled."""
         self.queue.count_arrival(active.request.grant.payer)
+        self.isolation.add(active)
         sequence = active.sequences[0]
         if active.is_compiling:
             self.compiling[sequence.sequence_id] = sequence
@@ -90,6 +93,7 @@ class Scheduler:
         """
         for sequence in active.sequences:
             self.stop(sequence, now_s, keep=keep)
+        self.isolation.remove(active)
         self.queue.count_departure(active.request.grant.payer)
 
     def stop(self, sequence: Sequence, now_s: float, *, keep: bool = True) -> None:
@@ -113,9 +117,17 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> list[Slice]:
         """Return the slices of one step. Pins, allocates, evicts and preempts as needed."""
+        for turn in self.isolation.turns():
+            if slices := self._schedule_turn(turn, now_s):
+                self.isolation.took(turn)
+                return slices
+        return []
+
+    def _schedule_turn(self, turn: Turn, now_s: float) -> list[Slice]:
         slices: dict[int, Slice] = {}
         ranked = sorted(self.running, key=lambda s: s.rank)
-        prefilling = self._decode_all(ranked, slices, now_s)
+        in_turn = [s for s in ranked if self.isolation.allows(s, turn)]
+        prefilling = self._decode_all(in_turn, slices, now_s)
         budget = self._prompt_budget(slices)
         left = len(prefilling)
         full: set[Payer] = set()
@@ -124,6 +136,8 @@ class Scheduler:
             if budget.is_spent or (is_full and not left):
                 break
             payer = sequence.parent.request.grant.payer
+            if not self.isolation.allows(sequence, turn):
+                continue
             if sequence.table is not None:
                 left -= 1
             else:

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.api import PROTOCOL_VERSION, Drain, EngineInfo, Event, Reply
+from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
@@ -53,6 +54,7 @@ class ServerSettings(Struct, frozen=True):
 
     model_dir: str
     config: EngineConfig
+    record_fd: int = -1
 
 
 class SocketResponseSink:
@@ -135,12 +137,14 @@ class GatewayConnection:
             match messages:
                 case []:
                     pass
-                case [Hello(version=version, model_dir=model_dir, config=config)]:
-                    if version == PROTOCOL_VERSION:
-                        return ServerSettings(model_dir, msgspec.convert(config, EngineConfig))
+                case [Hello() as hello]:
+                    if hello.version == PROTOCOL_VERSION:
+                        config = msgspec.convert(hello.config, EngineConfig)
+                        return ServerSettings(hello.model_dir, config, hello.record_fd)
                     self.reject(
                         "unsupported",
-                        f"Unsupported protocol version: {version}; expected {PROTOCOL_VERSION}.",
+                        f"Unsupported protocol version: {hello.version}; expected"
+                        f" {PROTOCOL_VERSION}.",
                     )
                 case _:
                     self.reject("unsupported", "The first message must be a single Hello.")
@@ -225,6 +229,7 @@ async def run(
     service = EngineService(
         lambda: make_core(settings),
         settings.config,
+        record=StepRecord(settings.record_fd) if settings.record_fd >= 0 else None,
         on_change=lambda: _call_in_loop(loop, on_change),
     )
     # The gateway receives a terminal's interrupt, too, and decides.

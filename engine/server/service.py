@@ -41,6 +41,7 @@ from engine.api import (
     Usage,
 )
 from engine.cache import PrefixCache
+from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
@@ -50,6 +51,7 @@ from engine.grammar.grammar import MaskFiller
 from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import ModelCard, load_card
 from engine.server.cache_event_collector import CacheEventCollector
+from engine.server.recorded_runner import RecordedRunner
 from engine.server.tree_snapshot import survey
 
 SMOKE_TEST_ID: Final = "canary"
@@ -84,14 +86,17 @@ class EngineService:
         config: EngineConfig,
         clock: Clock = time.monotonic,
         *,
+        record: StepRecord | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change`: called in the service's thread when `ready` and when `stopped` are set."""
+        """`record`: gets the ids of the requests in each step. `on_change`: called in the service's
+        thread when `ready` and when `stopped` are set."""
         self.config = config
         self.clock = clock
         self.info: EngineInfo | None = None
         self.failure: BaseException | None = None
         self._make_core = make_core
+        self._record = record
         self._on_change = on_change
         self._inbox: queue.SimpleQueue[tuple[ResponseSink, SinkCommand] | None] = (
             queue.SimpleQueue()
@@ -135,6 +140,8 @@ class EngineService:
         try:
             core, info = self._make_core()
             core.cache.facts = self._cache_events.note
+            if self._record is not None:
+                core.runner = RecordedRunner(core.runner, core.requests, self._record)
             smoke_test(core)
             self.info = info
             self.ready.set()

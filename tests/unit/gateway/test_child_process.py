@@ -10,7 +10,7 @@ import pytest
 from engine.api import Cancel
 from engine.errors import ModelError
 from engine.protocol import Upward, encode, upward_decoder
-from gateway.child_process import ChildProcess, FrameWire, RestartLimit, RestartPolicy
+from gateway.child_process import ChildProcess, FrameWire, RestartPolicy, StartLimit
 from tenancy.ledger.child_process import FrameReader, encode_frame
 from tenancy.ledger.transactions import Item
 from tests.unit.tenancy.conftest import used
@@ -107,6 +107,7 @@ class ScriptedChild:
     def __init__(self, policy: RestartPolicy, *lives: bool | Exception) -> None:
         self.events: list[tuple[str, dict[str, object]]] = []
         self.pauses = 0
+        self.paused = asyncio.Event()
         self._lives = list(lives)
         self._played = asyncio.Event()
         self.child = ChildProcess(
@@ -130,6 +131,7 @@ class ScriptedChild:
 
     def on_pause(self) -> None:
         self.pauses += 1
+        asyncio.get_running_loop().call_soon(self.paused.set)  # the pause has begun by then
 
     async def until_played(self) -> None:
         async with asyncio.timeout(30):
@@ -151,25 +153,45 @@ async def test_replaces_lost_process_after_a_pause() -> None:
     assert (lives.child.restarts, lives.pauses) == (3, 2)
 
 
-async def test_stops_restarting_after_too_many_deaths() -> None:
-    """`wait_ready` raises RestartLimit, to a waiting caller and to later ones."""
-    lives = ScriptedChild(RestartPolicy((0.001,), deaths_max=3), False, False, False, True)
+async def test_gives_up_a_process_that_never_served() -> None:
+    """`wait_ready` raises StartLimit, to a waiting caller and to later ones."""
+    lives = ScriptedChild(RestartPolicy((0.001,), first_starts_max=3), *[False] * 3, True)
     lives.child.start()
-    with pytest.raises(RestartLimit, match="The it died 3 times in 0 s"):
+    with pytest.raises(StartLimit, match="The it did not start in 3 attempts: lost"):
         await lives.child.wait_ready()
-    with pytest.raises(RestartLimit):
+    with pytest.raises(StartLimit):
         await lives.child.wait_ready()
 
-    assert lives.names() == ["it_not_started"] * 3 + ["it_restart_limit"]
+    assert lives.names() == ["it_not_started"] * 4
 
 
-async def test_deaths_outside_the_window_do_not_count() -> None:
-    policy = RestartPolicy((0.01,), deaths_max=2, deaths_window_s=0.001)
-    lives = ScriptedChild(policy, *[True] * 4)
+async def test_process_that_has_served_is_never_given_up() -> None:
+    """Neither after many deaths nor after an error that stops a first start: memory, a device or a
+    file may be missing for a while."""
+    missing = ModelError("not_found", "no such model")
+    deaths: list[bool | Exception] = [*[False] * 20, missing, ValueError("secret"), *[True] * 20]
+    policy = RestartPolicy((0.0, 0.0001), first_starts_max=2)
+    lives = ScriptedChild(policy, True, *deaths)
     lives.child.start()
+    await lives.child.wait_ready()
     await lives.until_played()
 
     assert lives.child.failure is None
+    assert lives.child.restarts == 1 + len(deaths)
+    reasons = [facts.get("reason") for name, facts in lives.events if name == "it_not_started"]
+    assert reasons == ["lost"] * 20 + ["no such model", "ValueError"]
+
+
+async def test_pause_left_is_the_time_to_the_next_start() -> None:
+    """Clients are told when to try again."""
+    lives = ScriptedChild(RestartPolicy((60.0,)), True)
+    lives.child.start()
+    async with asyncio.timeout(30):
+        await lives.paused.wait()
+    left_s = lives.child.pause_left_s
+    await lives.child.stop()
+
+    assert 0 < left_s <= 60.0
 
 
 async def test_steady_process_resets_the_pauses() -> None:

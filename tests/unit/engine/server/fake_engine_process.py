@@ -4,7 +4,7 @@ Run as `python -m tests.unit.engine.server.fake_engine_process`.
 
 The same program as `python -m engine.server.server`, with another core. A model folder's name
 selects a fault: `hang` never ends its first step after the smoke test, `missing` is a missing
-model, `deadly` kills the process in the step that computes token 13.
+model, `deadly` kills the process in the step that begins a prompt with token 13.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class FaultyRunner(FakeRunner):
         """Hang or die as selected, else compute."""
         if self.fault == "hang" and plan.step > 1:
             threading.Event().wait()
-        if self.fault == "deadly" and any(13 in (row.token_ids or ()) for row in plan.rows):
+        prompts = [row.token_ids or () for row in plan.rows if row.start == 0]
+        if self.fault == "deadly" and any(13 in prompt for prompt in prompts):
             os._exit(9)
         super().launch(plan)
 
