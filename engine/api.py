@@ -453,8 +453,9 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     `unneeded_tokens_total`: output tokens sampled beyond the end of their text, before the engine
     knew of it; they are charged to no client. `changed`: namespaces whose numbers have changed
     since the last `Stats` on this connection; in the first, all of them. A heartbeat with many
-    changes reports a part, later ones the rest. blocks = free + cached (only the tree refers to
-    them) + pinned (a block table does).
+    changes reports a part, later ones the rest. `compiling`: requests among the waiting ones whose
+    grammar is not compiled; they are no work for a step. blocks = free + cached (only the tree
+    refers to them) + pinned (a block table does).
     """
 
     call_id: Count = 0
@@ -465,6 +466,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     pinned_blocks: Count = 0
     waiting: Count = 0
     running: Count = 0
+    compiling: Count = 0
     waiting_tokens: Count = 0
     prompt_tokens_total: Count = 0
     cached_tokens_total: Count = 0

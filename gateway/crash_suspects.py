@@ -23,7 +23,7 @@ REMEMBER_S = 600.0
 """Seconds for which a request is suspected, and for which it is refused."""
 REQUESTS_MAX = 1_024
 """Requests that are suspected, and refused; the oldest are forgotten."""
-MORE_TOKENS = 32
+MORE_TOKENS = 8
 """Output tokens of a try beyond those seen at the deaths: the engine was ahead of what was seen."""
 
 

@@ -195,7 +195,7 @@ class EngineSupervisor:
 
     async def _watch(self, engine: SocketEngine, lost: asyncio.Task[None]) -> str:
         """Return why the engine is lost: its connection ended, its heartbeat stopped, or it has
-        work and makes no step.
+        work and makes no step. Requests that wait for a grammar are no work for a step.
 
         Only time during which this process ran counts: after a pause of its own, the gateway waits
         for a new heartbeat before it judges.
@@ -209,7 +209,7 @@ class EngineSupervisor:
             if now_s - checked_at_s > 4 * WATCH_EVERY_S:
                 engine.last_frame_s = progressed_at_s = now_s
             checked_at_s = now_s
-            if stats.step != step or stats.running + stats.waiting == 0:
+            if stats.step != step or stats.running + stats.waiting == stats.compiling:
                 step, progressed_at_s = stats.step, now_s
             idle_s = now_s - min(engine.last_frame_s, progressed_at_s)
             if idle_s > self._config.step_timeout_s:

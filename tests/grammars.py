@@ -13,7 +13,7 @@ from typing import Final
 
 from llguidance import LLTokenizer
 
-from engine.api import Grammar, Namespace, Request
+from engine.api import Grammar, Namespace, Payer, Request
 from engine.errors import EngineError
 from engine.grammar.compiler import Outcome
 from engine.grammar.grammar import (
@@ -99,7 +99,7 @@ class PolledGrammars:
         self.erased: list[Namespace] = []
         self._waiting: list[tuple[str, Outcome, int]] = []
 
-    def submit(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+    def submit(self, request_id: str, payer: Payer, namespace: Namespace, grammar: Grammar) -> None:
         """Queue a grammar; a refusal comes with `take_ready`, like a success."""
         self.asked.append((request_id, namespace, grammar))
         outcome: Outcome

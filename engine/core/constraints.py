@@ -56,7 +56,8 @@ class Constraints:
             return
         if self._source is None:
             raise RequestRefused("grammar_unsupported", "This model does not support grammars.")
-        self._source.submit(request.request_id, request.grant.namespace, request.grammar)
+        grant = request.grant
+        self._source.submit(request.request_id, grant.payer, grant.namespace, request.grammar)
 
     def release(self, request: Request) -> None:
         """Release the grammar of a request that has ended."""

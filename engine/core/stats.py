@@ -100,6 +100,7 @@ class EngineStats:
             pinned_blocks=held.pinned,
             waiting=live.requests - running.requests,
             running=running.requests,
+            compiling=len(scheduler.compiling),
             waiting_tokens=live.tokens - running.tokens,
             prompt_tokens_total=self.prompt_tokens,
             cached_tokens_total=self.cached_tokens,

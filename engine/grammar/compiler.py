@@ -1,21 +1,23 @@
-"""The grammar compiler: a queue and a cache per namespace, and the threads that compile.
+"""The grammar compiler: a queue per payer, a cache per namespace, and the threads that compile.
 
 The engine's thread submits grammars and polls for outcomes; it never waits. A thread tries each
-grammar in a child process first, then compiles it in the engine's process. One namespace has one
-thread at a time, so that it waits for its own slow grammars alone. Outcomes, refusals included, are
-cached per namespace: a shared cache would reveal one namespace's grammars to another by its speed.
-The compiler knows no step. Core calls it.
+grammar in a child process first, then compiles it in the engine's process. One payer has one thread
+at a time, until that thread's child process is ready for the next grammar: however slow a payer's
+grammars are and in however many namespaces, only its own wait for them. Outcomes, refusals
+included, are cached per namespace: a shared cache would reveal one namespace's grammars to another
+by its speed. The compiler knows no step. Core calls it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from engine.api import Clock, Grammar, Namespace
+from engine.api import Clock, Grammar, Namespace, Payer
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.grammar.grammar import CompiledGrammar, Vocabulary, check_source, compile_grammar
 from engine.grammar.sandbox import GrammarSandbox, SandboxSettings
@@ -23,7 +25,13 @@ from engine.grammar.sandbox import GrammarSandbox, SandboxSettings
 WORKERS: Final = 2
 """Threads that compile, each with a child process."""
 WAITING_MAX: Final = 64
-"""Requests of one namespace that may wait for a grammar."""
+"""Requests of one payer that may wait for a grammar."""
+QUEUE_S_MAX: Final = 30.0
+"""Seconds of compilation that one payer may have in the queue, as its latest compilations took."""
+PAYERS_MAX: Final = 1_000
+"""Payers whose compilation times are remembered."""
+SMOOTHING: Final = 0.3
+"""The weight of the latest compilation in a payer's mean time."""
 
 ENTRIES_MAX: Final = 512
 """Cached outcomes, over all namespaces."""
@@ -41,7 +49,7 @@ Key = tuple[str, str]
 class GrammarSource(Protocol):
     """The interface through which core has grammars compiled."""
 
-    def submit(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+    def submit(self, request_id: str, payer: Payer, namespace: Namespace, grammar: Grammar) -> None:
         """Compile a grammar; `take_ready` returns the outcome. Raises EngineError if it is refused
         at once.
         """
@@ -130,11 +138,16 @@ class CompiledCache:
 
 @dataclass(slots=True)
 class _CompileJob:
-    """One grammar to compile, and the requests that wait for it."""
+    """One grammar to compile, and the requests that wait for it.
 
+    `sandbox`: the child process that tries it, as long as it does.
+    """
+
+    payer: Payer
     namespace: Namespace
     grammar: Grammar
     request_ids: list[str]
+    sandbox: GrammarSandbox | None = None
 
 
 class GrammarCompiler:
@@ -146,8 +159,9 @@ class GrammarCompiler:
         self._workers = workers
         self._lock = threading.Condition()
         self._cache = CompiledCache()
-        self._queues: OrderedDict[Namespace, deque[_CompileJob]] = OrderedDict()
-        self._compiling: dict[Namespace, _CompileJob] = {}
+        self._queues: OrderedDict[Payer, deque[_CompileJob]] = OrderedDict()
+        self._compiling: dict[Payer, _CompileJob] = {}  # the payers that have a thread
+        self._mean_s: OrderedDict[Payer, float] = OrderedDict()
         self._waiting: dict[str, _CompileJob] = {}
         self._ready: deque[tuple[str, Outcome]] = deque()
         self._threads: list[threading.Thread] = []
@@ -158,7 +172,7 @@ class GrammarCompiler:
 
     # -- the engine's thread --------------------------------------------------------------------
 
-    def submit(self, request_id: str, namespace: Namespace, grammar: Grammar) -> None:
+    def submit(self, request_id: str, payer: Payer, namespace: Namespace, grammar: Grammar) -> None:
         """See `GrammarSource`. Microseconds, and O(length of the source)."""
         check_source(grammar, self._settings.limits)
         with self._lock:
@@ -166,27 +180,34 @@ class GrammarCompiler:
             if outcome is not None:
                 self._ready.append((request_id, outcome))
                 return
-            queue = self._queues.get(namespace, deque())
-            job = next(
-                (a for a in [*queue, *self._jobs_compiling(namespace)] if a.grammar == grammar),
-                None,
-            )
-            waiting = sum(len(a.request_ids) for a in [*queue, *self._jobs_compiling(namespace)])
-            if waiting >= WAITING_MAX:
-                raise EngineUnavailable(
-                    "queue_full", f"{waiting} requests wait for a grammar; limit {WAITING_MAX}."
-                )
+            jobs = [*self._queues.get(payer, ()), *self._jobs_compiling(payer)]
+            job = next((j for j in jobs if j.namespace == namespace and j.grammar == grammar), None)
+            self._check_queue(payer, jobs, is_new=job is None)
             if job is None:
-                job = _CompileJob(namespace, grammar, [])
-                self._queues.setdefault(namespace, deque()).append(job)
+                job = _CompileJob(payer, namespace, grammar, [])
+                self._queues.setdefault(payer, deque()).append(job)
             job.request_ids.append(request_id)
             self._waiting[request_id] = job
-            if len(self._threads) < self._workers:
-                self._start_thread()
+            while len(self._threads) < self._workers:
+                self._start_thread()  # all at once: the second payer's thread is ready by then
             self._lock.notify()
 
+    def _check_queue(self, payer: Payer, jobs: list[_CompileJob], *, is_new: bool) -> None:
+        """Raise EngineUnavailable if the payer's queue is full."""
+        waiting = sum(len(job.request_ids) for job in jobs)
+        if waiting >= WAITING_MAX:
+            message = f"{waiting} requests wait for a grammar; limit {WAITING_MAX}."
+            raise EngineUnavailable("queue_full", message)
+        queue_s = self._mean_s.get(payer, 0.0) * (len(jobs) + 1)
+        if is_new and jobs and queue_s > QUEUE_S_MAX:
+            message = (
+                f"The grammars that wait take about {queue_s:.0f} s to compile;"
+                f" limit {QUEUE_S_MAX:.0f} s."
+            )
+            raise EngineUnavailable("queue_full", message)
+
     def cancel(self, request_id: str) -> None:
-        """See `GrammarSource`. A queued grammar that no request waits for is not compiled."""
+        """See `GrammarSource`. A grammar that no request waits for is not compiled further."""
         with self._lock:
             stale = [pair for pair in self._ready if pair[0] == request_id]
             for pair in stale:
@@ -195,11 +216,15 @@ class GrammarCompiler:
             if job is None:
                 return
             job.request_ids.remove(request_id)
-            queue = self._queues.get(job.namespace)
-            if not job.request_ids and queue is not None and job in queue:
+            if job.request_ids:
+                return
+            queue = self._queues.get(job.payer)
+            if queue is not None and job in queue:
                 queue.remove(job)
                 if not queue:
-                    del self._queues[job.namespace]
+                    del self._queues[job.payer]
+            elif job.sandbox is not None:
+                job.sandbox.kill()
 
     def take_ready(self) -> list[tuple[str, Outcome]]:
         """See `GrammarSource`."""
@@ -245,33 +270,47 @@ class GrammarCompiler:
 
     def _work(self, sandbox: GrammarSandbox) -> None:
         try:
-            while (job := self._next()) is not None:
-                size, outcome = self._compile(sandbox, job.grammar)
+            self._prepare(sandbox)
+            while (job := self._next(sandbox)) is not None:
+                began_s = self._clock()
+                size, outcome = self._compile(sandbox, job)
                 self._finish(job, outcome, size)
+                self._prepare(sandbox)  # where the grammar ended the process, its payer waits
+                self._release(job.payer, self._clock() - began_s)
         finally:
             sandbox.close()
 
-    def _next(self) -> _CompileJob | None:
-        """Return the next grammar of the namespace that waited longest without a thread; None at
-        the end.
+    def _prepare(self, sandbox: GrammarSandbox) -> None:
+        """Have the thread's process ready; the next check meets the error of a failure again."""
+        with suppress(RequestRefused, OSError):
+            if not self._is_closed:
+                sandbox.prepare()
+
+    def _next(self, sandbox: GrammarSandbox) -> _CompileJob | None:
+        """Return the next grammar of the payer that waited longest without a thread; None at the
+        end.
         """
         with self._lock:
             while not self._is_closed:
-                name = next((n for n in self._queues if n not in self._compiling), None)
-                if name is not None:
-                    queue = self._queues.pop(name)
+                payer = next((p for p in self._queues if p not in self._compiling), None)
+                if payer is not None:
+                    queue = self._queues.pop(payer)
                     job = queue.popleft()
                     if queue:
-                        self._queues[name] = queue  # behind the other namespaces
-                    self._compiling[name] = job
+                        self._queues[payer] = queue  # behind the other payers
+                    self._compiling[payer] = job
+                    job.sandbox = sandbox
                     return job
                 self._lock.wait()
             return None
 
-    def _compile(self, sandbox: GrammarSandbox, grammar: Grammar) -> tuple[int, Outcome]:
+    def _compile(self, sandbox: GrammarSandbox, job: _CompileJob) -> tuple[int, Outcome]:
         """Return the size and outcome of a grammar. Any error becomes a refusal."""
+        grammar = job.grammar
         try:
             size = sandbox.check(grammar)
+            with self._lock:
+                job.sandbox = None  # a cancellation from here on stops nothing
             return size, compile_grammar(grammar, self._load())
         except RequestRefused as refusal:
             return len(grammar.text), refusal
@@ -289,15 +328,32 @@ class GrammarCompiler:
             return self._vocabulary
 
     def _finish(self, job: _CompileJob, outcome: Outcome, size: int) -> None:
+        """Publish an outcome. Without a request left the process may have been killed for that, so
+        a refusal is not the grammar's.
+        """
         with self._lock:
-            del self._compiling[job.namespace]
-            if isinstance(outcome, CompiledGrammar) or outcome.code != "grammar_unsupported":
+            job.sandbox = None
+            is_final = isinstance(outcome, CompiledGrammar) or (
+                bool(job.request_ids) and outcome.code != "grammar_unsupported"
+            )
+            if is_final:
                 self._cache.add(job.namespace, job.grammar, outcome, size)
             for request_id in job.request_ids:
                 del self._waiting[request_id]
                 self._ready.append((request_id, outcome))
+            job.request_ids = []
+
+    def _release(self, payer: Payer, took_s: float) -> None:
+        """Let a thread take the payer's next grammar; remember how long this one took."""
+        with self._lock:
+            del self._compiling[payer]
+            before_s = self._mean_s.pop(payer, took_s)
+            self._mean_s[payer] = before_s + SMOOTHING * (took_s - before_s)
+            if len(self._mean_s) > PAYERS_MAX:
+                self._mean_s.popitem(last=False)
             self._lock.notify()
 
-    def _jobs_compiling(self, namespace: Namespace) -> list[_CompileJob]:
-        job = self._compiling.get(namespace)
-        return [] if job is None else [job]
+    def _jobs_compiling(self, payer: Payer) -> list[_CompileJob]:
+        """Return the payer's grammar that is being compiled and has no outcome yet."""
+        job = self._compiling.get(payer)
+        return [] if job is None or not job.request_ids else [job]

@@ -66,14 +66,25 @@ class GrammarSandbox:
     def check(self, grammar: Grammar) -> int:
         """Return about how many bytes the compiled grammar holds.
 
-        Waits at most `wall_s_max`, plus the start of the process if one is due. Raises
-        RequestRefused.
+        Waits at most `wall_s_max`, plus the start of the process if one is due: its death between
+        two grammars is no fault of the next. Raises RequestRefused.
         """
         try:
+            self.prepare()
             return self._check(grammar)
         except OSError as error:
             self.close()
             raise _too_big("too many resources") from error
+
+    def prepare(self) -> None:
+        """Start a process unless one runs. Takes as long as reading the tokenizer. Raises OSError,
+        and RequestRefused if the tokenizer cannot be used.
+        """
+        process = self._process
+        if process is not None and process.poll() is not None:
+            self.close()
+        if self._process is None:
+            self._start()
 
     def kill(self) -> None:
         """Kill the process; a pending `check` fails. Callable from any thread."""
@@ -93,8 +104,6 @@ class GrammarSandbox:
         process.wait()
 
     def _check(self, grammar: Grammar) -> int:
-        if self._process is None:
-            self._start()
         self._write(msgspec.json.encode(grammar))
         line = self._line(self.settings.wall_s_max)
         if line is None:

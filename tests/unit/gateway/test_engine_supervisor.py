@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api import CacheGrant, Finished, Request, Sampling, Started, Tokens
+from engine.api import CacheGrant, Finished, Grammar, Request, Sampling, Started, Tokens
 from engine.client.client import RequestStream
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, ModelError, RequestRefused
@@ -204,6 +204,28 @@ async def test_idle_engine_is_not_stuck(short_timeout: SupervisedEngine) -> None
 
     assert short_timeout.engine.ready()
     assert short_timeout.engine.restarts == 0
+
+
+async def test_engine_that_waits_for_a_grammar_is_not_stuck() -> None:
+    """No step is taken meanwhile; a killed engine would take every tenant's cache with it."""
+    supervised = SupervisedEngine("compiling", STRICT)
+    await supervised.start()
+    grammar = Grammar("json_object")
+    stream = supervised.engine.submit(msgspec.structs.replace(request(), grammar=grammar))
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + 2 * STRICT.step_timeout_s
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout_at(until_s):
+            await supervised.report("engine_stuck")
+
+    stats = await supervised.engine.get_stats()
+    assert (stats.waiting, stats.compiling) == (1, 1)
+    assert supervised.engine.restarts == 0
+    end = await stream.cancel()
+    assert end is not None
+    assert end.ending == "cancelled"
+    await supervised.engine.close()
 
 
 async def test_hanging_step_is_replaced() -> None:

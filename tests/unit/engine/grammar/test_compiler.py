@@ -1,4 +1,4 @@
-"""The grammar compiler: queues, threads and caches, and isolation between namespaces."""
+"""The grammar compiler: queues, threads and caches, fairness to payers, privacy of namespaces."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engine.grammar.compiler import (
     ENTRIES_MAX,
     NAMESPACE_BYTES_MAX,
     NAMESPACE_ENTRIES_MAX,
+    QUEUE_S_MAX,
     WAITING_MAX,
     CompiledCache,
     GrammarCompiler,
@@ -28,6 +29,17 @@ from tests.grammars import VOCAB, compiled, schema_file
 GOOD = Grammar("json_schema", '{"type": "integer"}')
 SLOW = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}')
 PATIENCE_S = 60.0
+
+
+class FakeClock:
+    """A clock that goes on by `step_s` with each reading."""
+
+    def __init__(self) -> None:
+        self.now_s = self.step_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
 
 
 @pytest.fixture
@@ -56,7 +68,7 @@ def integer_at_least(bound: int) -> Grammar:
 
 def test_submit_does_not_wait(compiler: GrammarCompiler) -> None:
     """The engine's thread submits and polls within microseconds."""
-    compiler.submit("bomb", b"n", SLOW)
+    compiler.submit("bomb", b"n", b"n", SLOW)
 
     assert compiler.take_ready() == []
     found = outcomes(compiler, "bomb")["bomb"]
@@ -67,17 +79,17 @@ def test_submit_does_not_wait(compiler: GrammarCompiler) -> None:
 def test_submit_refuses_a_source_that_is_too_long(compiler: GrammarCompiler) -> None:
     """No queue grows by a megabyte."""
     with pytest.raises(RequestRefused) as caught:
-        compiler.submit("r", b"n", Grammar("regex", "a" * 200_000))
+        compiler.submit("r", b"n", b"n", Grammar("regex", "a" * 200_000))
 
     assert caught.value.code == "grammar_too_big"
 
 
 def test_a_second_request_uses_the_cached_grammar(compiler: GrammarCompiler) -> None:
     """An agent sends the same schema a thousand times."""
-    compiler.submit("a", b"n", GOOD)
+    compiler.submit("a", b"n", b"n", GOOD)
     first = outcomes(compiler, "a")["a"]
 
-    compiler.submit("b", b"n", GOOD)
+    compiler.submit("b", b"n", b"n", GOOD)
 
     assert compiler.take_ready() == [("b", first)]
     assert isinstance(first, CompiledGrammar)
@@ -85,20 +97,20 @@ def test_a_second_request_uses_the_cached_grammar(compiler: GrammarCompiler) -> 
 
 def test_a_refusal_is_cached(compiler: GrammarCompiler) -> None:
     """The same bomb costs its second of processor time once."""
-    compiler.submit("a", b"n", SLOW)
+    compiler.submit("a", b"n", b"n", SLOW)
     first = outcomes(compiler, "a")["a"]
 
-    compiler.submit("b", b"n", SLOW)
+    compiler.submit("b", b"n", b"n", SLOW)
 
     assert compiler.take_ready() == [("b", first)]
 
 
 def test_a_namespace_does_not_use_anothers_cached_grammar(compiler: GrammarCompiler) -> None:
     """A fast outcome would reveal that another tenant uses the schema."""
-    compiler.submit("a", b"north", GOOD)
+    compiler.submit("a", b"north", b"north", GOOD)
     outcomes(compiler, "a")
 
-    compiler.submit("b", b"south", GOOD)
+    compiler.submit("b", b"south", b"south", GOOD)
 
     assert compiler.take_ready() == []
     assert isinstance(outcomes(compiler, "b")["b"], CompiledGrammar)
@@ -108,60 +120,117 @@ def test_concurrent_equal_submissions_share_one_compilation(
     compiler: GrammarCompiler,
 ) -> None:
     for name in ("a", "b", "c"):
-        compiler.submit(name, b"n", GOOD)
+        compiler.submit(name, b"n", b"n", GOOD)
 
     found = outcomes(compiler, "a", "b", "c")
 
     assert found["a"] is found["b"] is found["c"]
 
 
-def test_a_namespace_with_bombs_delays_no_other_namespace(compiler: GrammarCompiler) -> None:
-    """It has one thread at a time; the other thread serves the other namespaces."""
-    for bound in range(4):
-        bomb = Grammar("json_schema", f'{{"type": "integer", "multipleOf": {999_983 - bound}}}')
-        compiler.submit(f"bomb{bound}", b"north", bomb)
-    compiler.submit("good", b"south", GOOD)
+def bomb(number: int) -> Grammar:
+    return Grammar("json_schema", f'{{"type": "integer", "multipleOf": {999_983 - 2 * number}}}')
 
-    found = outcomes(compiler, "good")
 
-    assert isinstance(found["good"], CompiledGrammar)
-    assert "bomb3" not in found
+def test_a_payer_with_bombs_in_many_namespaces_delays_no_other_payer(
+    compiler: GrammarCompiler,
+) -> None:
+    """A client makes namespaces at will. Its payer has one thread at a time, until the process that
+    its bomb has ended is back; the other thread's process serves the others at once."""
+    compiler.submit("warm", b"south", b"south", integer_at_least(0))
+    outcomes(compiler, "warm")
+    for number in range(4):
+        compiler.submit(f"bomb{number}", b"north", b"north/%d" % number, bomb(number))
+    rounds = []
+    for number in range(1, 4):
+        compiler.submit(f"good{number}", b"south", b"south", integer_at_least(number))
+        rounds.append(outcomes(compiler, f"good{number}"))
+
+    assert all(isinstance(r[f"good{n}"], CompiledGrammar) for n, r in enumerate(rounds, 1))
+    assert "bomb1" not in set().union(*rounds)
 
 
 def test_a_cancelled_request_gets_no_outcome(compiler: GrammarCompiler) -> None:
     """It may be cancelled before its grammar is compiled, meanwhile, and after."""
     for name in ("a", "b", "c"):
-        compiler.submit(name, b"n", integer_at_least(ord(name)))
+        compiler.submit(name, b"n", b"n", integer_at_least(ord(name)))
     compiler.cancel("c")
     outcomes(compiler, "a", "b")
-    compiler.submit("d", b"n", integer_at_least(ord("a")))
+    compiler.submit("d", b"n", b"n", integer_at_least(ord("a")))
     compiler.cancel("d")
     compiler.cancel("unknown")
-    compiler.submit("e", b"n", GOOD)
+    compiler.submit("e", b"n", b"n", GOOD)
 
     found = outcomes(compiler, "e")
 
     assert set(found) == {"e"}
 
 
-def test_the_queue_of_a_namespace_is_bounded(compiler: GrammarCompiler) -> None:
-    compiler.submit("bomb", b"n", SLOW)
+def test_a_grammar_without_a_request_is_not_compiled_further(compiler: GrammarCompiler) -> None:
+    """Its client has left. The queue goes on, and a later request is tried afresh."""
+    compiler.submit("bomb", b"n", b"n", SLOW)
+    compiler.submit("good", b"n", b"n", GOOD)
+    compiler.cancel("bomb")
+    first = outcomes(compiler, "good")
+
+    compiler.submit("bomb again", b"n", b"n", SLOW)
+    assert compiler.take_ready() == []  # no refusal was cached
+    again = outcomes(compiler, "bomb again")
+
+    assert set(first) == {"good"}
+    assert isinstance(again["bomb again"], RequestRefused)
+
+
+def test_the_queue_of_a_payer_is_bounded(compiler: GrammarCompiler) -> None:
+    """In all its namespaces together."""
+    compiler.submit("bomb", b"n", b"n", SLOW)
     for number in range(WAITING_MAX - 1):
-        compiler.submit(f"r{number}", b"n", integer_at_least(number))
+        namespace = b"n%d" % (number % 5)
+        compiler.submit(f"r{number}", b"n", namespace, integer_at_least(number))
 
     with pytest.raises(EngineUnavailable) as caught:
-        compiler.submit("one more", b"n", GOOD)
-    compiler.submit("of others", b"m", GOOD)
+        compiler.submit("one more", b"n", b"n9", GOOD)
+    compiler.submit("of others", b"m", b"m", GOOD)
 
     assert caught.value.code == "queue_full"
 
 
+def is_taken(compiler: GrammarCompiler, number: int) -> bool:
+    """Submit a grammar of the payer n; return whether its queue had room."""
+    try:
+        compiler.submit(f"r{number}", b"n", b"n", integer_at_least(number))
+    except EngineUnavailable:
+        return False
+    return True
+
+
+def test_the_queue_of_a_payer_is_bounded_in_seconds(tmp_path: Path) -> None:
+    """Whose grammars take long may have few in the queue; others have the whole length."""
+    clock = FakeClock()
+    settings = SandboxSettings(str(schema_file(tmp_path)), VOCAB, (VOCAB - 1,), cpu_s_max=1)
+    compiler = GrammarCompiler(settings, clock)
+    try:
+        clock.step_s = QUEUE_S_MAX / 20  # between two readings
+        compiler.submit("slow", b"n", b"n", GOOD)
+        outcomes(compiler, "slow")
+        compiler.submit("next", b"n", b"n", integer_at_least(1))
+        outcomes(compiler, "next")  # so the first one's time is known
+        clock.step_s = 0.0
+        compiler.submit("bomb", b"n", b"n", SLOW)
+        refused = [number for number in range(2, 40) if not is_taken(compiler, number)]
+        for number in range(20):
+            compiler.submit(f"s{number}", b"m", b"m", integer_at_least(number))
+    finally:
+        compiler.close()
+
+    assert 25 < len(refused) < 38
+
+
 def test_mark_too_big_refuses_later_submissions(compiler: GrammarCompiler) -> None:
-    compiler.submit("a", b"n", GOOD)
+    compiler.submit("a", b"n", b"n", GOOD)
     outcomes(compiler, "a")
 
     compiler.mark_too_big(b"n", GOOD)
-    compiler.submit("b", b"n", GOOD)
+    compiler.submit("b", b"n", b"n", GOOD)
 
     ((_, outcome),) = compiler.take_ready()
     assert isinstance(outcome, EngineError)
@@ -170,7 +239,7 @@ def test_mark_too_big_refuses_later_submissions(compiler: GrammarCompiler) -> No
 
 def test_close_ends_a_running_compilation(compiler: GrammarCompiler) -> None:
     """A stopping engine does not wait for a bomb."""
-    compiler.submit("bomb", b"n", SLOW)
+    compiler.submit("bomb", b"n", b"n", SLOW)
 
     compiler.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,17 @@ def test_a_bomb_kills_its_process_and_the_next_grammar_gets_a_new_one(
     error = refused(trial, bomb)
 
     assert error.code == "grammar_too_big"
+    assert trial.check(GOOD) > 0
+
+
+def test_a_process_that_died_between_two_grammars_is_no_fault_of_the_next(
+    trial: GrammarSandbox,
+) -> None:
+    """The out-of-memory killer may take an idle one."""
+    trial.check(GOOD)
+    trial.kill()
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+
     assert trial.check(GOOD) > 0
 
 

@@ -4,7 +4,8 @@ Run as `python -m tests.unit.engine.server.fake_engine_process`.
 
 The same program as `python -m engine.server.server`, with another core. A model folder's name
 selects a fault: `hang` never ends its first step after the smoke test, `missing` is a missing
-model, `deadly` kills the process in the step that begins a prompt with token 13.
+model, `deadly` kills the process in the step that begins a prompt with token 13,
+`compiling` never compiles a grammar.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 from engine.api import EngineInfo
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
+from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.errors import ModelError
 from engine.plan import StepPlan
 from engine.server.server import serve_process
 from tests.fakes import FakeRunner
+from tests.grammars import PolledGrammars
 
 VOCAB = 64
 CONTEXT_TOKENS = 100_000
@@ -56,6 +59,7 @@ def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
         time.monotonic,
         vocab_size=VOCAB,
         context_tokens=CONTEXT_TOKENS,
+        constraints=Constraints(PolledGrammars(polls=10**9)) if fault == "compiling" else None,
     )
     info = EngineInfo(
         epoch=os.urandom(8).hex(),
