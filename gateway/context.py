@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from msgspec import Struct
+
 from engine.api import Clock
 from engine.client.client import Engine
 from gateway.analytics.block_churn import BlockChurn
@@ -63,6 +65,13 @@ class Authenticator(Protocol):
         """The number of tenants that are not suspended."""
 
 
+class Obstacle(Struct, frozen=True):
+    """Why no request is accepted: a stable word, and a sentence for operators."""
+
+    status: str
+    reason: str
+
+
 @dataclass(slots=True)
 class Context:
     """A running gateway. `running`: admitted, unfinished requests by tenant id.
@@ -107,7 +116,19 @@ class Context:
 
     def is_ready(self) -> bool:
         """Whether the gateway accepts requests now."""
-        return not self.is_draining and self.engine.ready()
+        return self.obstacle() is None
+
+    def obstacle(self) -> Obstacle | None:
+        """Return what keeps the gateway from accepting requests now, or None."""
+        if self.is_draining:
+            return Obstacle("draining", "The server is shutting down.")
+        if not self.engine.ready():
+            if self.engine_restarts():
+                return Obstacle("starting", "The engine was lost and is being restarted.")
+            return Obstacle("starting", "The engine is starting.")
+        if not self.ledger.is_well:
+            return Obstacle("ledger_unavailable", "Usage cannot be recorded at the moment.")
+        return None
 
     def promised_blocks_default(self) -> int | None:
         """Return the bound on promises of a tenant that sets none; None without an engine, or for

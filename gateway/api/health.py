@@ -14,13 +14,17 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     """Return the two probes. Their answers have no tenant, model or load."""
 
     async def health(request: web.BaseRequest) -> web.StreamResponse:
-        return web.json_response({"status": "ok"})
+        # 200 without an engine, too: it is restarted until it serves, and the gateway answers.
+        if gateway.engine.ready():
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": "ok", "engine": "not ready"})
 
     async def ready(request: web.BaseRequest) -> web.StreamResponse:
-        if gateway.is_ready():
+        obstacle = gateway.obstacle()
+        if obstacle is None:
             return web.json_response({"status": "ready"})
-        status = "draining" if gateway.is_draining else "starting"
-        return web.json_response({"status": status}, status=503, headers={"Retry-After": "1"})
+        body = {"status": obstacle.status, "reason": obstacle.reason}
+        return web.json_response(body, status=503, headers={"Retry-After": "1"})
 
     return (
         Route("GET", "/healthz", health, "open"),

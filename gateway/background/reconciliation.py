@@ -1,9 +1,9 @@
 """Records the token counts of engine and metrics beside the ledger, and checks that they agree.
 
-It records when an engine epoch begins, every minute, and at shutdown. The counts are stored by
-engine epoch; `trunkline reconcile` compares them. An unexplained difference is logged as
-`ledger_mismatch`. It bills nothing. `gateway.app` runs it.
-"""
+It records when an engine epoch begins, every minute, at shutdown, and while the ledger is not well:
+a gateway that gets no requests, since it is not ready, learns by that write that the ledger is well
+again. The counts are stored by engine epoch; `trunkline reconcile` compares them. An unexplained
+difference is logged as `ledger_mismatch`. It bills nothing. `gateway.app` runs it."""
 
 from __future__ import annotations
 
@@ -112,6 +112,8 @@ class Reconciler:
             await asyncio.sleep(POLL_INTERVAL_S)
             if engine.info is not None and engine.ready() and engine.info.epoch != known_epoch:
                 known_epoch = engine.info.epoch
+                await self.note()
+            elif not self._gateway.ledger.is_well:
                 await self.note()
             if clock() - noted_s >= NOTE_INTERVAL_S:
                 noted_s = clock()

@@ -137,7 +137,7 @@ async def test_readiness_follows_engine_and_drain(gateway: GatewayFixture) -> No
     refused, error, response = await gateway.ask(body=gateway.chat())
 
     assert (before, after, alive, refused) == (200, 503, 200, 503)
-    assert body == {"status": "draining"}
+    assert body == {"status": "draining", "reason": "The server is shutting down."}
     assert error["error"]["code"] == "shutting_down"
     assert int(response.headers["retry-after"]) >= 1
 

@@ -1,0 +1,70 @@
+"""The probes: ready only while requests are answered and billed, and a reason in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.background import reconciliation
+from gateway.ledger.interface import InProcessLedger
+from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+
+async def probe(gateway: GatewayFixture, path: str) -> tuple[int, Any]:
+    status, body, _ = await gateway.ask(path, method="GET", who=None)
+    return status, body
+
+
+async def test_not_ready_while_nothing_can_be_billed(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request would be refused as `ledger_unavailable`: other servers should get them."""
+    is_well = False
+    monkeypatch.setattr(InProcessLedger, "is_well", property(lambda _: is_well))
+    broken = await probe(gateway, "/readyz")
+    alive = await probe(gateway, "/healthz")
+    is_well = True
+    mended = await probe(gateway, "/readyz")
+
+    reason = "Usage cannot be recorded at the moment."
+    assert broken == (503, {"status": "ledger_unavailable", "reason": reason})
+    assert alive == (200, {"status": "ok"})
+    assert mended == (200, {"status": "ready"})
+
+
+async def test_says_why_there_is_no_engine(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is alive, since the engine is restarted until it serves."""
+    context = gateway.gateway.context
+    monkeypatch.setattr(context.engine, "ready", lambda: False)
+    first = await probe(gateway, "/readyz")
+    monkeypatch.setattr(context, "engine_restarts", lambda: 3)
+    later = await probe(gateway, "/readyz")
+    alive = await probe(gateway, "/healthz")
+
+    assert first == (503, {"status": "starting", "reason": "The engine is starting."})
+    reason = "The engine was lost and is being restarted."
+    assert later == (503, {"status": "starting", "reason": reason})
+    assert alive == (200, {"status": "ok", "engine": "not ready"})
+
+
+async def test_a_gateway_without_requests_notices_that_the_ledger_is_well_again(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets no request while it is not ready, so no other write would show it."""
+    monkeypatch.setattr(reconciliation, "POLL_INTERVAL_S", 0.001)
+    written: list[object] = []
+    write = InProcessLedger.write
+
+    def watch(ledger: InProcessLedger, item: Any) -> Any:
+        written.append(item)
+        return write(ledger, item)
+
+    monkeypatch.setattr(InProcessLedger, "write", watch)
+    monkeypatch.setattr(InProcessLedger, "is_well", property(lambda _: len(written) > 3))
+
+    await gateway.until(lambda: gateway.gateway.context.is_ready())
+
+    assert len(written) > 3
