@@ -182,13 +182,15 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     tokens per sample; 0 means "prefill only" (a prewarm: it finishes with `length` and no output).
     A sample ends with reason `stop` on any of `stop_token_ids` (which contain the model's end
     tokens unless the gateway leaves them out) once it has `min_tokens`; the stop token itself is
-    reported. `priority`: higher first. `weight`: the namespace's share of service. `deadline_s`:
-    seconds from receipt after which a request not yet started is finished as `timeout`.
-    `prompt_logprobs`: report logprobs of prompt tokens (reads no cache: logits are needed).
-    `grammar`: excluded tokens are never sampled, end tokens only where the text may end. A complete
-    text ends as `stop`, with or without an end token, and before `min_tokens` if nothing can
-    follow. `isolated_tokens`: the request's steps contain no other request until each sample has so
-    many output tokens; the gateway asks for it where it suspects a request of ending the process.
+    reported. `priority`: higher first. `turn`: the payer whose turn in the queue, batch slots and
+    computing time the request uses; empty: the payer of its blocks. `weight`: that payer's share of
+    service. `deadline_s`: seconds from receipt after which a request not yet started is finished as
+    `timeout`. `prompt_logprobs`: report logprobs of prompt tokens (reads no cache: logits are
+    needed). `grammar`: excluded tokens are never sampled, end tokens only where the text may end. A
+    complete text ends as `stop`, with or without an end token, and before `min_tokens` if nothing
+    can follow. `isolated_tokens`: the request's steps contain no other request until each
+    sample has so many output tokens; the gateway asks for it where it suspects a request of ending
+    the process.
     """
 
     request_id: str
@@ -200,6 +202,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: tuple[TokenId, ...] = ()
     min_tokens: Count = 0
     priority: int = 0
+    turn: Payer = b""
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     deadline_s: float | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -147,6 +147,15 @@ class PrefixCache:
         share = self._manager.fair_share.get(payer)
         return share.overage() if share else 0.0
 
+    def is_inside_floor(self, namespace: Namespace, quota: Quota, wanted: int) -> bool:
+        """Return whether a payer that takes `wanted` more blocks, its own evictable ones first,
+        stays inside its floor. O(1).
+        """
+        share = self._manager.fair_share.get(quota.payer or namespace)
+        if share is None:
+            return wanted <= quota.floor_blocks
+        return share.held - share.evictable + wanted <= share.floor_blocks
+
     # -- life of a sequence -------------------------------------------------------------------
 
     def begin(

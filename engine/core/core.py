@@ -189,8 +189,11 @@ class Core:
         return self._maintenance.is_recounting
 
     def check(self) -> None:
-        """Recount requests and running sequences. Raises InvariantViolation. O(sequences)."""
+        """Recount requests, waiting and running sequences. Raises InvariantViolation.
+        O(sequences).
+        """
         self.requests.check()
+        self.scheduler.queue.check()
         self.scheduler.running.check()
 
     @property

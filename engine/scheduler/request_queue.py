@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from sortedcontainers import SortedList
 
 from engine.api import Payer
+from engine.errors import InvariantViolation
 from engine.scheduler.sequence import Sequence
 
 QueueKey = tuple[int, int, float, int, int]
@@ -31,9 +32,16 @@ def queue_key(sequence: Sequence) -> QueueKey:
 
 
 class RequestQueue:
-    """Waiting sequences by payer, and every payer's counter."""
+    """Waiting sequences by payer, and every payer's counter.
+
+    A payer here is the one whose turn a request takes. `waiting_slots`: the batch slots that the
+    waiting sequences of each payer will take. `weights`: of the payers with live requests.
+    """
 
     def __init__(self) -> None:
+        self.waiting_slots: Counter[Payer] = Counter()
+        self.weights: dict[Payer, float] = {}
+        self._slots: dict[int, int] = {}
         self._queues: dict[Payer, SortedList] = {}
         self._keys: dict[int, QueueKey] = {}
         self._live: Counter[Payer] = Counter()
@@ -52,10 +60,11 @@ class RequestQueue:
         for queue in self._queues.values():
             yield from (entry[1] for entry in queue)
 
-    def count_arrival(self, payer: Payer) -> None:
+    def count_arrival(self, payer: Payer, weight: float = 1.0) -> None:
         """Count a new live request of this payer, waiting or running. O(log payers), amortised over
         charges.
         """
+        self.weights[payer] = weight
         if self._live[payer] == 0:
             lowest = self._lowest_active() if self._active else 0.0
             if payer in self.served:
@@ -72,7 +81,7 @@ class RequestQueue:
         """
         self._live[payer] -= 1
         if self._live[payer] == 0:
-            del self._live[payer]
+            del self._live[payer], self.weights[payer]
             self._active.remove((self._bounds.pop(payer), payer))
             self._idle.add((self.served[payer], payer))
             lowest = self._lowest_active()
@@ -85,9 +94,8 @@ class RequestQueue:
 
         O(1), or O(log payers) for negative `tokens`.
         """
-        request = sequence.parent.request
-        payer = request.grant.payer
-        self.served[payer] += tokens / request.weight
+        payer = sequence.parent.turn
+        self.served[payer] += tokens / sequence.parent.request.weight
         if self.served[payer] < self._bounds[payer]:
             self._active.remove((self._bounds[payer], payer))
             self._refresh_bound(payer)
@@ -97,7 +105,9 @@ class RequestQueue:
         key = queue_key(sequence)
         self._keys[sequence.sequence_id] = key
         self._priorities[sequence.parent.request.priority] += 1
-        payer = sequence.parent.request.grant.payer
+        payer = sequence.parent.turn
+        self._slots[sequence.sequence_id] = slots = sequence.batch_slots
+        self.waiting_slots[payer] += slots
         self._queues.setdefault(payer, SortedList(key=lambda e: e[0])).add((key, sequence))
 
     def remove(self, sequence: Sequence) -> bool:
@@ -105,20 +115,26 @@ class RequestQueue:
         key = self._keys.pop(sequence.sequence_id, None)
         if key is None:
             return False
-        payer, priority = sequence.parent.request.grant.payer, sequence.parent.request.priority
+        payer, priority = sequence.parent.turn, sequence.parent.request.priority
         self._priorities[priority] -= 1
         if not self._priorities[priority]:
             del self._priorities[priority]
         queue = self._queues[payer]
         queue.remove((key, sequence))
+        self.waiting_slots[payer] -= self._slots.pop(sequence.sequence_id)
         if not queue:
-            del self._queues[payer]
+            del self._queues[payer], self.waiting_slots[payer]
         return True
 
     @property
     def priority_max(self) -> float:
         """Return the highest priority of all waiting sequences. O(priorities)."""
         return max(self._priorities, default=-math.inf)
+
+    def best_priority(self, payer: Payer) -> int:
+        """Return the highest priority of a payer's waiting sequences. O(1)."""
+        key: QueueKey = self._queues[payer][0][0]
+        return -key[0]
 
     def in_order(
         self, running: Iterable[Sequence] = (), *, only: bool = False
@@ -132,7 +148,7 @@ class RequestQueue:
         queues = {} if only else {payer: list(queue) for payer, queue in self._queues.items()}
         joined: set[Payer] = set()
         for sequence in running:
-            payer = sequence.parent.request.grant.payer
+            payer = sequence.parent.turn
             queues.setdefault(payer, []).append((queue_key(sequence), sequence))
             joined.add(payer)
         for payer in joined:
@@ -153,6 +169,16 @@ class RequestQueue:
                 heapq.heapreplace(heap, heap_entry(payer, at + 1))
             else:
                 heapq.heappop(heap)
+
+    def check(self) -> None:
+        """Recount the waiting slots. Raises InvariantViolation on a mismatch. O(waiting)."""
+        slots: Counter[Payer] = Counter()
+        for sequence in self:
+            slots[sequence.parent.turn] += sequence.batch_slots
+        if slots != self.waiting_slots:
+            raise InvariantViolation(f"waiting slots {self.waiting_slots}, recounted: {slots}")
+        if self.weights.keys() != self._live.keys():
+            raise InvariantViolation(f"weights of {set(self.weights)}, live: {set(self._live)}")
 
     def _lowest_active(self) -> float:
         """Return the lowest counter of an active payer, or infinity.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from engine.api import Payer
 from engine.errors import InvariantViolation
 from engine.scheduler.request_table import RequestTotals
 from engine.scheduler.sequence import ActiveRequest, Sequence
@@ -19,7 +20,8 @@ class RunningSet:
     """Running sequences by id.
 
     `batch_slots`: occupied slots of the batch; a prompt takes one for each sample it will have.
-    `totals`: counts of the requests that the sequences belong to.
+    `slots_of`: the same for each payer with running sequences. `totals`: counts of the requests
+    that the sequences belong to.
     """
 
     def __init__(self, preemptions_max: int) -> None:
@@ -30,6 +32,7 @@ class RunningSet:
         self._samples: dict[ActiveRequest, int] = {}
         self.totals = RequestTotals()
         self.batch_slots = 0
+        self.slots_of: Counter[Payer] = Counter()
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._by_id.values())
@@ -65,13 +68,13 @@ class RunningSet:
         """Recount a sequence's slots after its fork: each sample takes its own slot from now on.
         O(1).
         """
-        self.batch_slots -= self._slots.pop(sequence.sequence_id)
+        self._leave_slots(sequence)
         self._take_slots(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence if it is running. O(1)."""
         if self._by_id.pop(sequence.sequence_id, None) is not None:
-            self.batch_slots -= self._slots.pop(sequence.sequence_id)
+            self._leave_slots(sequence)
             self._pinned.pop(sequence.sequence_id, None)
             active = sequence.parent
             self._samples[active] -= 1
@@ -85,6 +88,11 @@ class RunningSet:
         pinned = {i: s for i, s in self._by_id.items() if self.is_pinned(s)}
         if slots != self._slots or sum(slots.values()) != self.batch_slots:
             raise InvariantViolation(f"{self.batch_slots} slots {self._slots}, recounted: {slots}")
+        slots_of: Counter[Payer] = Counter()
+        for sequence in self:
+            slots_of[sequence.parent.turn] += sequence.batch_slots
+        if slots_of != self.slots_of:
+            raise InvariantViolation(f"slots by payer {self.slots_of}, recounted: {slots_of}")
         if pinned != self._pinned:
             raise InvariantViolation(f"pinned {list(self._pinned)}, recounted: {list(pinned)}")
         if (samples := Counter(s.parent for s in self)) != self._samples:
@@ -92,5 +100,13 @@ class RunningSet:
         self.totals.check(active.request for active in samples)
 
     def _take_slots(self, sequence: Sequence) -> None:
-        self._slots[sequence.sequence_id] = sequence.batch_slots
-        self.batch_slots += sequence.batch_slots
+        self._slots[sequence.sequence_id] = slots = sequence.batch_slots
+        self.batch_slots += slots
+        self.slots_of[sequence.parent.turn] += slots
+
+    def _leave_slots(self, sequence: Sequence) -> None:
+        slots, turn = self._slots.pop(sequence.sequence_id), sequence.parent.turn
+        self.batch_slots -= slots
+        self.slots_of[turn] -= slots
+        if not self.slots_of[turn]:
+            del self.slots_of[turn]

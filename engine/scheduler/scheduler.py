@@ -17,6 +17,7 @@ from typing import Final, Literal
 from engine.api import Payer
 from engine.cache import PrefixCache, TreeMatch
 from engine.config import EngineConfig
+from engine.scheduler.batch_shares import BatchShares
 from engine.scheduler.isolation import Isolation, Turn
 from engine.scheduler.prefix_sharing import PrefixSharing
 from engine.scheduler.request_queue import RequestQueue
@@ -24,10 +25,11 @@ from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import ActiveRequest, Sequence
 from engine.scheduler.step_cost import PromptBudget, StepCost, StepWork
 
-BlockedBy = Literal["", "batch_slots", "blocks", "ceiling"]
-"""The resource that keeps a waiting sequence from running; empty: none.
+BlockedBy = Literal["", "batch_slots", "blocks", "ceiling", "others"]
+"""What keeps a waiting sequence from running; empty: nothing.
 
-`ceiling`: blocks under its payer's ceiling. `blocks`: blocks of the pool.
+`ceiling`: blocks under its payer's ceiling. `blocks`: blocks of the pool. `others`: sequences that
+it waits for, without blocking any other.
 """
 
 STEPS_WITHOUT_STREAMS: Final = 4
@@ -60,6 +62,9 @@ class Scheduler:
         self.step_cost = step_cost or StepCost()
         self.queue = RequestQueue()
         self.running = RunningSet(config.preemptions_max)
+        self.shares = BatchShares(
+            self.queue, self.running, config.sequences_max, config.preemptions_max
+        )
         self.prefix_sharing = PrefixSharing(self.queue, cache.block_size)
         self.isolation = Isolation()
         self.compiling: dict[int, Sequence] = {}
@@ -75,7 +80,7 @@ class Scheduler:
 
     def add_request(self, active: ActiveRequest) -> None:
         """Queue the first sequence of a new request, or hold it while its grammar is compiled."""
-        self.queue.count_arrival(active.request.grant.payer)
+        self.queue.count_arrival(active.turn, active.request.weight)
         self.isolation.add(active)
         sequence = active.sequences[0]
         if active.is_compiling:
@@ -94,7 +99,7 @@ class Scheduler:
         for sequence in active.sequences:
             self.stop(sequence, now_s, keep=keep)
         self.isolation.remove(active)
-        self.queue.count_departure(active.request.grant.payer)
+        self.queue.count_departure(active.turn)
 
     def stop(self, sequence: Sequence, now_s: float, *, keep: bool = True) -> None:
         """End one sequence, whether it runs, waits, or waits for a leader."""
@@ -129,42 +134,51 @@ class Scheduler:
         in_turn = [s for s in ranked if self.isolation.allows(s, turn)]
         prefilling = self._decode_all(in_turn, slices, now_s)
         budget = self._prompt_budget(slices)
+        self.shares.refresh()
         left = len(prefilling)
         full: set[Payer] = set()
         is_full = self._batch_is_full(ranked)
         for sequence in self.queue.in_order(prefilling, only=is_full):
             if budget.is_spent or (is_full and not left):
                 break
-            payer = sequence.parent.request.grant.payer
             if not self.isolation.allows(sequence, turn):
                 continue
             if sequence.table is not None:
                 left -= 1
-            else:
-                if is_full or payer in full or sequence.in_flight:
-                    continue
-                if not self._fits_beside_pinned(sequence):
-                    continue
-                found = self._find_prefix(sequence, now_s)
-                if found is not None and self.prefix_sharing.wait_for_leader(
-                    sequence, found, self.running
-                ):
-                    continue
-                if blocked_by := self._admit(sequence, found, slices, now_s):
-                    is_full = blocked_by != "ceiling"
-                    full.add(payer)
-                    continue
+            elif is_full or sequence.parent.payer in full or sequence.in_flight:
+                continue
+            elif blocked_by := self._start(sequence, slices, now_s):
+                is_full = blocked_by in ("batch_slots", "blocks")
+                if blocked_by == "ceiling":
+                    full.add(sequence.parent.payer)
+                continue
             self._prefill(sequence, budget, slices, now_s)
         self.prefix_sharing.release_stalled(self.running, slices)
         return list(slices.values())
 
-    def preempt(self, sequence: Sequence, now_s: float) -> None:
+    def _start(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> BlockedBy:
+        """Start a waiting sequence if it may run now; return what blocks it, or ""."""
+        slots = self.running.batch_slots + sequence.batch_slots
+        if slots > self.config.sequences_max and self._must_yield(sequence):
+            return "others"
+        if not self._fits_beside_pinned(sequence):
+            return "others"
+        found = self._find_prefix(sequence, now_s)
+        if found is not None and self.prefix_sharing.wait_for_leader(sequence, found, self.running):
+            return "others"
+        return self._admit(sequence, found, slices, now_s)
+
+    def preempt(self, sequence: Sequence, now_s: float, *, is_claimed: bool = False) -> None:
         """Release a running sequence's blocks and queue it again; it recomputes the evicted part.
 
         Its blocks stay cached, so blocks that are not evicted meanwhile are found again.
+        `is_claimed`: for another payer's share, which never pins a sequence.
         """
         self._release(sequence, now_s, keep=True)
-        sequence.preemptions += 1
+        if is_claimed:
+            sequence.claims += 1
+        else:
+            sequence.preemptions += 1
         sequence.parent.preemptions += 1
         self.preemptions += 1
         self.queue.add(sequence)
@@ -247,12 +261,19 @@ class Scheduler:
             self._preempt_in_step(victim, slices, now_s)
         return False
 
-    def _preempt_in_step(self, victim: Sequence, slices: dict[int, Slice], now_s: float) -> None:
+    def _preempt_in_step(
+        self,
+        victim: Sequence,
+        slices: dict[int, Slice],
+        now_s: float,
+        *,
+        is_claimed: bool = False,
+    ) -> None:
         """Preempt a sequence, and take back its slice of this step."""
         piece = slices.pop(victim.sequence_id, None)
         if piece is not None:
             self.queue.charge(victim, -piece.count)
-        self.preempt(victim, now_s)
+        self.preempt(victim, now_s, is_claimed=is_claimed)
 
     def _choose_victim(self, sequence: Sequence) -> Sequence | None:
         """Return the sequence to preempt so that `sequence` may grow; itself if it ranks last.
@@ -275,7 +296,7 @@ class Scheduler:
 
         def preemption_order(s: Sequence) -> tuple[int, float, int, int]:
             request = s.parent.request
-            over = self.cache.over_share(request.grant.payer)
+            over = self.cache.over_share(s.parent.payer)
             return (-request.priority, over, s.parent.arrival, s.index)
 
         return max(preemptible, key=preemption_order)
@@ -299,7 +320,10 @@ class Scheduler:
         while blocked_by := self._blocked_by(
             sequence, needed := self._blocks_needed(sequence, found)
         ):
-            if not self._preempt_for(sequence, blocked_by, needed, slices, now_s):
+            if not (
+                self._preempt_for(sequence, blocked_by, needed, slices, now_s)
+                or self._claim_for(sequence, blocked_by, needed, slices, now_s)
+            ):
                 return blocked_by
             found = self._find_prefix(sequence, now_s)
         sequence.table = self.cache.begin(
@@ -318,13 +342,23 @@ class Scheduler:
         return ""
 
     def _batch_is_full(self, ranked: list[Sequence]) -> bool:
-        """Return whether every batch slot is taken and no waiting sequence outranks a running one.
+        """Return whether every batch slot is taken, no waiting sequence outranks a running one, and
+        no payer may claim a slot.
 
-        O(1) for any number of waiting sequences.
+        O(running) for any number of waiting sequences.
         """
         if not ranked or self.running.batch_slots < self.config.sequences_max:
             return False
-        return self.queue.priority_max <= ranked[-1].parent.request.priority
+        if self.queue.priority_max > ranked[-1].parent.request.priority:
+            return False
+        return not self.shares.has_claim()
+
+    def _must_yield(self, sequence: Sequence) -> bool:
+        """Return whether a sequence that finds no slots leaves them to other payers (rule 4): its
+        payer is above its share and it outranks no running sequence.
+        """
+        lowest = min(s.parent.request.priority for s in self.running)
+        return lowest >= sequence.parent.request.priority and not self.shares.is_due(sequence)
 
     def _blocks_needed(self, sequence: Sequence, found: TreeMatch | None) -> int:
         """Return the blocks a waiting sequence needs to start, beyond those it found pinned."""
@@ -367,7 +401,7 @@ class Scheduler:
             return True
         firm = [sequence, *(s for s in running if s.rank <= max(pinned))]
         pool, own = self._available_blocks(sequence)
-        own_payer = (s for s in firm if s.parent.request.grant.payer == request.grant.payer)
+        own_payer = (s for s in firm if s.parent.payer == request.grant.payer)
         return pool >= sum(map(self._blocks_still_needed, firm)) and own >= sum(
             map(self._blocks_still_needed, own_payer)
         )
@@ -404,6 +438,50 @@ class Scheduler:
         self._preempt_in_step(victim, slices, now_s)
         return True
 
+    def _claim_for(
+        self,
+        sequence: Sequence,
+        blocked_by: BlockedBy,
+        needed: int,
+        slices: dict[int, Slice],
+        now_s: float,
+    ) -> bool:
+        """Preempt sequences of payers above their share for a payer that is below its own, if that
+        could unblock `sequence` (rules 4 and 5).
+        """
+        first = min(self.running, key=lambda s: s.rank, default=None)
+        if blocked_by == "batch_slots":
+            givers = self.shares.find_givers(sequence, first)
+        elif blocked_by == "blocks":
+            givers = self._find_block_givers(sequence, needed, first)
+        else:
+            return False
+        for giver in givers:
+            self._preempt_in_step(giver, slices, now_s, is_claimed=True)
+        return bool(givers)
+
+    def _find_block_givers(
+        self, sequence: Sequence, needed: int, first: Sequence | None
+    ) -> list[Sequence]:
+        """Return one running sequence whose blocks a payer inside its floor may claim; none if all
+        such sequences together would not be enough.
+        """
+        grant, priority = sequence.parent.request.grant, sequence.parent.request.priority
+        if not self.cache.is_inside_floor(grant.namespace, grant.quota, needed):
+            return []
+        able = [
+            s
+            for s in self.running
+            if s is not first
+            and s.parent.payer != grant.payer
+            and s.parent.request.priority <= priority
+            and self.cache.over_share(s.parent.payer) > 0
+            and self.shares.may_claim_from(s)
+        ]
+        if not able or not self._would_free_enough(able, sequence, "blocks", needed):
+            return []
+        return [max(able, key=lambda s: (self.cache.over_share(s.parent.payer), s.rank))]
+
     def _would_free_enough(
         self, victims: list[Sequence], sequence: Sequence, blocked_by: BlockedBy, needed: int
     ) -> bool:
@@ -427,18 +505,18 @@ class Scheduler:
         """
         if blocked_by == "batch_slots":
             return list(self.running)
-        payer, over_share = sequence.parent.request.grant.payer, self.cache.over_share
+        payer, over_share = sequence.parent.payer, self.cache.over_share
         return [
             s
             for s in self.running
-            if (payer_of := s.parent.request.grant.payer) == payer
+            if (payer_of := s.parent.payer) == payer
             or (blocked_by == "blocks" and over_share(payer_of) > 0)
         ]
 
     def _running_of_payer(self, sequence: Sequence) -> int:
         """Return how many sequences of the same payer run."""
-        payer = sequence.parent.request.grant.payer
-        return [s.parent.request.grant.payer for s in self.running].count(payer)
+        payer = sequence.parent.payer
+        return [s.parent.payer for s in self.running].count(payer)
 
     def _available_blocks(self, sequence: Sequence) -> tuple[int, float]:
         grant = sequence.parent.request.grant

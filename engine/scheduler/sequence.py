@@ -23,10 +23,12 @@ class Sequence:
     as such. `followers`: the sequences that wait for this one's blocks, each with the number of
     tokens it waits for; `leader`: the sequence this one waits for. `matcher`: its place in the
     request's grammar; `mask`: the tokens that may come next, None until it is computed for the last
-    token; `has_slow_mask`: computing it took long.
+    token; `has_slow_mask`: computing it took long. `preemptions`: how often it was preempted for
+    lack of blocks or for a higher priority; `claims`: for another payer's share.
     """
 
     __slots__ = (
+        "claims",
         "computed",
         "computed_before",
         "cumulative_logprob",
@@ -63,6 +65,7 @@ class Sequence:
         self.table: BlockTable | None = None
         self.cumulative_logprob = 0.0
         self.preemptions = 0
+        self.claims = 0
         self.is_ended = False
         self.is_known_to_runner = False
         self.followers: list[tuple[int, Sequence]] = []
@@ -131,7 +134,10 @@ def common_tokens(a: Sequence, b: Sequence, size: int) -> int:
 
 
 class ActiveRequest:
-    """One live request and its usage so far. It ends with exactly one final event."""
+    """One live request and its usage so far. It ends with exactly one final event.
+
+    `payer` pays for its blocks; `turn` is the payer whose slots and time it uses.
+    """
 
     __slots__ = (
         "arrival",
@@ -143,6 +149,7 @@ class ActiveRequest:
         "is_finished",
         "is_forked",
         "may_write",
+        "payer",
         "preemptions",
         "prompt_logprobs_sent",
         "received_at_s",
@@ -150,10 +157,13 @@ class ActiveRequest:
         "request",
         "sequences",
         "started_at_s",
+        "turn",
     )
 
     def __init__(self, request: Request, arrival: int, now_s: float) -> None:
         self.request = request
+        self.payer = request.grant.payer
+        self.turn = request.turn or self.payer
         self.arrival = arrival
         self.received_at_s = now_s
         self.deadline_at_s = None if request.deadline_s is None else now_s + request.deadline_s

@@ -313,9 +313,9 @@ def namespace_starves() -> Plant:
 def token_sampled_twice() -> Plant:
     """A token is sampled in flight and again after a preemption."""
 
-    def preempt(original: Any, self: Any, sequence: Any, now_s: float) -> None:
+    def preempt(original: Any, self: Any, sequence: Any, now_s: float, **more: Any) -> None:
         sequence.in_flight = 0
-        original(self, sequence, now_s)
+        original(self, sequence, now_s, **more)
 
     return around(Scheduler, "preempt", preempt)
 

@@ -437,4 +437,5 @@ def test_every_admissible_request_finishes(
             assert stream.finished.code == "kv_exceeded"
             continue
         assert stream.finished.ending == "done"
-        assert world.preemptions(name) <= preemptions_max * stream.request.samples
+        # so often for lack of room, and so often for another payer's share
+        assert world.preemptions(name) <= 2 * preemptions_max * stream.request.samples
