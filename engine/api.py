@@ -380,7 +380,8 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
     """The one final event of a request.
 
     `code` and `message` (for operators and clients; no internal names) say why it was refused or
-    failed; `code` is stable (`engine.errors`).
+    failed; `code` is stable (`engine.errors`). `retry_after_s`: when a full queue may have
+    room for its payer.
     """
 
     request_id: str
@@ -388,6 +389,7 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
     usage: Usage
     code: str = ""
     message: str = ""
+    retry_after_s: float | None = None
 
 
 class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):

@@ -25,6 +25,7 @@ from engine.api import (
     Finished,
     FinishReason,
     Namespace,
+    Payer,
     Peek,
     Peeked,
     PromptLogprobs,
@@ -44,8 +45,9 @@ from engine.core.planner import InFlightStep, StepPlanner
 from engine.core.request_checks import check_request
 from engine.core.stats import EngineStats
 from engine.core.timeouts import Timeouts
-from engine.errors import EngineError, InvariantViolation
+from engine.errors import EngineError, EngineUnavailable, InvariantViolation
 from engine.plan import Runner, StepResult
+from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
@@ -85,6 +87,7 @@ class Core:
         self.constraints = constraints or Constraints()
         self.engine_stats = EngineStats(step_cost)
         self.requests = RequestTable()
+        self._bounds = QueueBounds(config.queue_requests_max, config.queue_tokens_max)
         self._events: list[Event] = []
         self._pending_steps: deque[InFlightStep] = deque()
         self._timeouts = Timeouts()
@@ -97,10 +100,14 @@ class Core:
         """Accept or refuse a request; in both cases its events come from `step`."""
         try:
             check_request(self, request)
+            self._make_room(request)
             self.constraints.submit(request)
         except EngineError as refusal:
+            wait_s = refusal.retry_after_s if isinstance(refusal, EngineUnavailable) else None
             self._events.append(
-                Finished(request.request_id, "refused", Usage(), refusal.code, refusal.message)
+                Finished(
+                    request.request_id, "refused", Usage(), refusal.code, refusal.message, wait_s
+                )
             )
             return
         active = self.requests.add(request, self.clock())
@@ -378,7 +385,13 @@ class Core:
             self._finish(sequence.parent, "done")
 
     def _finish(
-        self, active: ActiveRequest, ending: Ending, code: str = "", message: str = ""
+        self,
+        active: ActiveRequest,
+        ending: Ending,
+        code: str = "",
+        message: str = "",
+        *,
+        retry_after_s: float | None = None,
     ) -> None:
         """Emit the one final event of a request and release everything it holds."""
         if active.is_finished:
@@ -389,7 +402,9 @@ class Core:
         self.scheduler.remove_request(active, now_s, keep=ending != "failed")
         usage = active.usage(now_s)
         self.requests.remove(active)
-        self._events.append(Finished(active.request.request_id, ending, usage, code, message))
+        self._events.append(
+            Finished(active.request.request_id, ending, usage, code, message, retry_after_s)
+        )
 
     def _fail(self, active: ActiveRequest, code: str) -> None:
         if not active.is_finished:
@@ -408,6 +423,33 @@ class Core:
         for active in concerned:
             if not active.is_finished:
                 self._finish(active, "failed", "step_failed", message)
+
+    # -- the queue's bounds -------------------------------------------------------------------
+
+    def _make_room(self, request: Request) -> None:
+        """Refuse waiting requests of the payer with most waiting, where the queue is full. Raises
+        EngineUnavailable if that is the payer of `request`.
+        """
+        refused = self._bounds.choose_refused(self.requests, request)
+        if refused is None:
+            turn = request.turn or request.grant.payer
+            raise EngineUnavailable("queue_full", *self._queue_full(turn))
+        for active in refused:
+            message, wait_s = self._queue_full(active.turn)
+            self._finish(active, "refused", "queue_full", message, retry_after_s=wait_s)
+
+    def _queue_full(self, turn: Payer) -> tuple[str, float]:
+        """Return the message and the retry time for a payer whose request finds no room.
+
+        Both tell of the payer's own requests alone.
+        """
+        waiting = self.requests.waiting.get(turn)
+        requests, tokens = (len(waiting.requests), waiting.tokens) if waiting else (0, 0)
+        message = (
+            f"The queue is full; {requests} requests of this tenant with {tokens} prompt tokens"
+            " are waiting."
+        )
+        return message, self.engine_stats.wait_s(self.requests, turn)
 
     # -- internals ----------------------------------------------------------------------------
 

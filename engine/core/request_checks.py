@@ -1,4 +1,4 @@
-"""Request checks: refuse a request that can never run, or cannot run now.
+"""Request checks: refuse a request that can never run, or that comes while the engine drains.
 
 The checks read core's state once, before anything is allocated. Every refusal names the limit that
 was exceeded and the value that was received.
@@ -13,7 +13,6 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, RequestRefused
 from engine.scheduler.request_table import RequestTable
-from engine.scheduler.scheduler import Scheduler
 
 
 class CheckContext(Protocol):
@@ -21,7 +20,6 @@ class CheckContext(Protocol):
 
     cache: PrefixCache
     config: EngineConfig
-    scheduler: Scheduler
     vocab_size: int
     context_tokens: int
     requests: RequestTable
@@ -38,7 +36,6 @@ def check_request(core: CheckContext, request: Request) -> None:
         raise RequestRefused("duplicate_request", "A request with this id is running already.")
     _check_tokens(core, request)
     _check_size(core, request)
-    _check_queue(core, request)
 
 
 def _check_tokens(core: CheckContext, request: Request) -> None:
@@ -74,19 +71,4 @@ def _check_size(core: CheckContext, request: Request) -> None:
         raise RequestRefused(
             "kv_exceeded",
             f"The request needs cache memory for {total} tokens; this tenant may use {room}.",
-        )
-
-
-def _check_queue(core: CheckContext, request: Request) -> None:
-    if core.scheduler.waiting >= core.config.queue_requests_max:
-        raise EngineUnavailable(
-            "queue_full",
-            f"{core.scheduler.waiting} requests are waiting; limit"
-            f" {core.config.queue_requests_max}.",
-        )
-    waiting = core.requests.waiting_tokens
-    if waiting + len(request.tokens) > core.config.queue_tokens_max and waiting:
-        raise EngineUnavailable(
-            "queue_full",
-            f"{waiting} prompt tokens are waiting; limit {core.config.queue_tokens_max}.",
         )

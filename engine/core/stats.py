@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.api import Namespace, NamespaceStats, Stats
+from engine.api import Namespace, NamespaceStats, Payer, Stats
 from engine.cache import NamespaceUse, PrefixCache
 from engine.scheduler.request_table import RequestTable, RequestTotals
 from engine.scheduler.scheduler import Scheduler
@@ -15,6 +15,9 @@ from engine.scheduler.step_cost import StepCost, StepWork
 
 SMOOTHING = 0.1
 """The weight of the latest step in the smoothed rates."""
+
+WAIT_S_MIN = 1.0
+"""The shortest wait that is told, in seconds."""
 
 DECODES_PER_RECORD = 8
 """Steps without a prompt of which one is recorded for the cost of steps."""
@@ -79,6 +82,17 @@ class EngineStats:
                 self._prefill_per_s = _smooth(self._prefill_per_s, prefill_tokens / elapsed_s)
             if prefill_tokens > 0 or self.step % DECODES_PER_RECORD == 0:
                 self.step_cost.record(StepWork.of(slices), elapsed_s)
+
+    def wait_s(self, requests: RequestTable, turn: Payer) -> float:
+        """Return the seconds until a payer's waiting requests have started, by its share of the
+        prefill rate. O(payers that wait).
+        """
+        waiting = requests.waiting.get(turn)
+        if waiting is None or self._prefill_per_s <= 0:
+            return WAIT_S_MIN
+        share = waiting.weight / sum(other.weight for other in requests.waiting.values())
+        own_s = waiting.tokens / (self._prefill_per_s * share)
+        return max(WAIT_S_MIN, min(own_s, requests.waiting_tokens / self._prefill_per_s))
 
     def stats(
         self,

@@ -8,17 +8,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
-from engine.api import Namespace, Request
+from engine.api import Namespace, Payer, Request
 from engine.errors import InvariantViolation
 from engine.scheduler.sequence import ActiveRequest, Sequence
+
+
+class PayerWaiting:
+    """One payer's requests that have not started, in order of arrival.
+
+    `tokens`: of their prompts. `weight`: the payer's, by its latest request.
+    """
+
+    __slots__ = ("requests", "tokens", "weight")
+
+    def __init__(self) -> None:
+        self.requests: dict[str, ActiveRequest] = {}
+        self.tokens = 0
+        self.weight = 1.0
+
+    def newest(self, skipped: int = 0) -> ActiveRequest:
+        """Return the request that came last, or the one before `skipped` later ones. O(skipped)."""
+        return next(islice(reversed(self.requests.values()), skipped, None))
 
 
 class RequestTable:
     """Live requests by id, sequences by id, and totals.
 
-    `totals`: counts of the live requests. `waiting_tokens`: prompt tokens of requests that have not
-    started. Every call is O(1), or O(samples).
+    `totals`: counts of the live requests. `waiting`: the requests that have not started, by the
+    payer whose turn they take; `waiting_requests` and `waiting_tokens`: their number and the tokens
+    of their prompts. Every call is O(1), or O(samples).
     """
 
     def __init__(self) -> None:
@@ -27,6 +47,8 @@ class RequestTable:
         self._arrivals = 0
         self._next_sequence_id = 0
         self.totals = RequestTotals()
+        self.waiting: dict[Payer, PayerWaiting] = {}
+        self.waiting_requests = 0
         self.waiting_tokens = 0
 
     def __iter__(self) -> Iterator[ActiveRequest]:
@@ -52,6 +74,11 @@ class RequestTable:
         active = self._requests[request.request_id] = ActiveRequest(request, self._arrivals, now_s)
         self._arrivals += 1
         self.totals.add(request)
+        waiting = self.waiting.setdefault(active.turn, PayerWaiting())
+        waiting.requests[request.request_id] = active
+        waiting.tokens += len(request.tokens)
+        waiting.weight = request.weight
+        self.waiting_requests += 1
         self.waiting_tokens += len(request.tokens)
         return active
 
@@ -66,7 +93,7 @@ class RequestTable:
     def mark_started(self, active: ActiveRequest, now_s: float) -> None:
         """Record that a request has started; called once per request."""
         active.started_at_s = now_s
-        self.waiting_tokens -= len(active.request.tokens)
+        self._leave_waiting(active)
 
     def remove(self, active: ActiveRequest) -> None:
         """Remove a request that has ended.
@@ -77,20 +104,37 @@ class RequestTable:
         del self._requests[active.request.request_id]
         self.totals.remove(active.request)
         if active.started_at_s is None:
-            self.waiting_tokens -= len(active.request.tokens)
+            self._leave_waiting(active)
         for sequence in active.sequences:
             del self._sequences[sequence.sequence_id]
         active.sequences = []
 
     def check(self) -> None:
         """Recount the table. Raises InvariantViolation on a mismatch. O(sequences)."""
-        waiting = sum(len(active.request.tokens) for active in self if active.started_at_s is None)
-        if waiting != self.waiting_tokens:
-            raise InvariantViolation(f"{self.waiting_tokens} waiting tokens, recounted: {waiting}")
+        unstarted = [active for active in self if active.started_at_s is None]
+        counts: Counter[Payer] = Counter(active.turn for active in unstarted)
+        tokens: Counter[Payer] = Counter()
+        for active in unstarted:
+            tokens[active.turn] += len(active.request.tokens)
+        has = {payer: len(waiting.requests) for payer, waiting in self.waiting.items()}
+        if has != counts or self.waiting_requests != len(unstarted):
+            raise InvariantViolation(f"waiting requests {has}, recounted: {counts}")
+        has = {payer: waiting.tokens for payer, waiting in self.waiting.items()}
+        if has != tokens or self.waiting_tokens != tokens.total():
+            raise InvariantViolation(f"waiting tokens {has}, recounted: {tokens}")
         self.totals.check(active.request for active in self)
         found = {s.sequence_id: s for active in self for s in active.sequences}
         if found != self._sequences:
             raise InvariantViolation(f"sequences {list(self._sequences)}, recounted: {list(found)}")
+
+    def _leave_waiting(self, active: ActiveRequest) -> None:
+        waiting, tokens = self.waiting[active.turn], len(active.request.tokens)
+        del waiting.requests[active.request.request_id]
+        waiting.tokens -= tokens
+        if not waiting.requests:
+            del self.waiting[active.turn]
+        self.waiting_requests -= 1
+        self.waiting_tokens -= tokens
 
 
 class RequestTotals:

@@ -65,5 +65,5 @@ def test_the_check_finds_a_wrong_count() -> None:
 
     work.started_at_s = 1.0
 
-    with pytest.raises(InvariantViolation, match="4 waiting tokens, recounted: 0"):
+    with pytest.raises(InvariantViolation, match=r"waiting requests .* recounted"):
         table.check()
