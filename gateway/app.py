@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import sys
 import time
@@ -35,6 +36,7 @@ from gateway.background.config_reload import declare, reload
 from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageMetering
 from gateway.caching import ContractManager
+from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
 from gateway.engine_supervisor import EngineSupervisor
@@ -61,11 +63,14 @@ from tenancy.ledger.ledger import Ledger
 from tenancy.limits import Limiter
 from tenancy.pricing.budget_watch import BudgetWatch
 from tenancy.storage import backends
+from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
 from tenancy.types import WallClock
 
 KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
+GATEWAY_ID_FILE = "gateway.id"
+"""Names the gateway among those of one database; kept over restarts."""
 
 
 class Gateway:
@@ -83,10 +88,12 @@ class Gateway:
         wall: WallClock = wall_ms,
         engine_restarts: Callable[[], int] = lambda: 0,
         read_config: Callable[[], Config] | None = None,
+        gateway_id: str = "",
         ledger: LedgerClient | None = None,
         analytics: AnalyticsClient | None = None,
     ) -> None:
         """Build the parts. `ledger` uses the same store; `close` closes `ledger` and `analytics`.
+        `gateway_id`: names this gateway among those of one database, over its restarts.
 
         Without `ledger` or `analytics`, they run in this process. Raises StoreError.
         """
@@ -95,6 +102,7 @@ class Gateway:
         if store.is_local:  # on a remote store each budget check would be a round trip
             self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
         self._authenticator = KeyAuthenticator(store, wall, clock)
+        contracts = _contracts(config, engine, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
         self.context = Context(
@@ -111,13 +119,9 @@ class Gateway:
             limiter=Limiter(clock),
             telemetry=Metrics(config.tenancy.tenants_as_labels_max),
             renderer=renderer,
-            contracts=ContractManager(
-                config.caching,
-                clock,
-                lambda namespace: engine.cache_events.losses_of(namespace),
-                lambda: "" if engine.info is None else engine.info.epoch,
-                engine.is_alive,
-                has_past=has_history(store),
+            contracts=contracts,
+            books=PromiseBooks(
+                store, gateway_id, contracts.entries, contracts.promises, clock, wall, log
             ),
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
             model=renderer.card.name,
@@ -146,6 +150,7 @@ class Gateway:
         be sent.
         """
         context = self.context
+        await context.books.start()
         context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
         urls = []
         for middleware, (host, port) in ((self.public(), public), (self.admin(), admin)):
@@ -222,6 +227,7 @@ class Gateway:
             await listener.close()
         await self.context.finish_background()
         await self._metering.close()
+        await self.context.books.close()
         await self._reconciler.close()
         await self.ledger.close()
         await self.context.analytics.close()
@@ -229,6 +235,17 @@ class Gateway:
         await self.context.reports.close()
         if self.context.tracer is not None:
             await asyncio.to_thread(self.context.tracer.close)
+
+
+def _contracts(config: Config, engine: Engine, store: Store, clock: Clock) -> ContractManager:
+    return ContractManager(
+        config.caching,
+        clock,
+        lambda namespace: engine.cache_events.losses_of(namespace),
+        lambda: "" if engine.info is None else engine.info.epoch,
+        engine.is_alive,
+        has_past=has_history(store),
+    )
 
 
 def _analytics(config: Config, clock: Clock, wall: WallClock) -> Analytics:
@@ -274,6 +291,20 @@ def prepare_data_dir(config: Config) -> None:
 def connect(config: Config) -> Store:
     """Open the configured database. Raises StoreError."""
     return backends.open_store(config.tenancy.database, config.data, os.environ)
+
+
+def read_gateway_id(config: Config, store: Store) -> str:
+    """Return the id of the gateway with this data directory; "" if the database has one gateway.
+
+    The first call makes the id. Raises OSError.
+    """
+    if store.is_local:
+        return ""
+    path = config.data / GATEWAY_ID_FILE
+    if not path.exists():
+        with atomic_write(path) as part:
+            part.write_text(secrets.token_hex(8) + "\n")
+    return path.read_text().strip()
 
 
 def open_store(config: Config) -> tuple[Store, str | None]:
@@ -335,6 +366,7 @@ async def serve(
                     log,
                     engine_restarts=lambda: supervisor.restarts,
                     read_config=read_config,
+                    gateway_id=read_gateway_id(config, store),
                     ledger=ledger,
                     analytics=analytics,
                 )

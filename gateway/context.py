@@ -21,6 +21,7 @@ from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import TenantCacheUsage
 from gateway.caching import ContractManager
 from gateway.caching.namespaces import promised_blocks_default
+from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config
 from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
@@ -77,7 +78,8 @@ class Context:
     """A running gateway. `running`: admitted, unfinished requests by tenant id.
     `read_config`: reads the configuration file again; raises ConfigError.
     `token_bytes_max`: bytes of the vocabulary's longest token.
-    `journal`: progress of the running streams. `tracer`: set if tracing is on.
+    `books`: the promises in the database. `journal`: progress of the running streams.
+    `tracer`: set if tracing is on.
     `background`: tasks that must finish even if their caller is cancelled.
     """
 
@@ -92,6 +94,7 @@ class Context:
     telemetry: Metrics
     renderer: Renderer
     contracts: ContractManager
+    books: PromiseBooks
     analytics: AnalyticsClient
     model: str
     clock: Clock

@@ -116,10 +116,10 @@ def live_entries(
 async def erase(gateway: Context, target: ErasureTarget) -> ErasureReceipt:
     """Erase the target, then write the receipt. Runs to completion even if the caller is cancelled.
 
-    Erases the engine's blocks, the entries of the prefix index and, without a lease id, cached
-    contents and stored responses. Blocks in use by a running request are unreachable for others at
-    once, and freed when it ends. Raises Refusal for an unknown lease, EngineUnavailable and
-    StoreError: the caller may try again until it has a receipt.
+    Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
+    without a lease id, cached contents and stored responses. Blocks in use by a running request are
+    unreachable for others at once, and freed when it ends. Raises Refusal for an unknown lease,
+    EngineUnavailable and StoreError: the caller may try again until it has a receipt.
     """
     receipts: list[ErasureReceipt] = []
 
@@ -185,6 +185,7 @@ async def _erase(gateway: Context, target: ErasureTarget) -> ErasureReceipt:
     blocks = await _erase_all(gateway, names, target.lease_id)
     # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
     _forget_entries(index, names, target.lease_id)
+    await gateway.books.flush()  # durable before the receipt
     if target.lease_id is not None and not forgotten and not blocks:
         raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
     receipt = ErasureReceipt(

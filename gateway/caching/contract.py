@@ -305,6 +305,7 @@ class Contract:
             for lease in entry.leases.values():
                 if lease.retention.clock == "last_use" and lease.expires_at_s > self._started_s:
                     lease.renew(now_s)
+            self._manager.entries.note_change(entry)
         if self.fingerprint is not None and self._record is not None:
             self._manager.fingerprints.remember(response_id, self.fingerprint, now_s)
 

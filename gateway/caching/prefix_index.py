@@ -126,6 +126,8 @@ class PrefixIndex:
         self._largest_count = 0
         self.on_drop: Callable[[IndexedPrefix, Iterable[str]], None] = lambda entry, classes: None
         """Called with each entry that is dropped, and the names of its classes that end."""
+        self.on_change: Callable[[PrefixKey], None] = lambda key: None
+        """Called with the key of each entry that was written, renewed, dropped, or lost a class."""
         self.erasures = 0
         """Number of erasures so far; see `was_erased`."""
         self._erased: OrderedDict[Namespace | PrefixKey, int] = OrderedDict()
@@ -163,14 +165,8 @@ class PrefixIndex:
         before template and tokenizer; b"" if the entry exists or the prompt is raw."""
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = IndexedPrefix(
-                key, tokens, owner, epoch, losses, origin, content
-            )
-            keys = self._by_owner.setdefault(owner, OrderedDict())
-            keys[key] = None
-            self._update_count(owner, len(keys) - 1, len(keys))
-            self._by_content.setdefault((origin.writer, content), {})[key] = None
-            self._by_namespace.setdefault(key[0], {})[key] = None
+            entry = IndexedPrefix(key, tokens, owner, epoch, losses, origin, content)
+            self._insert(entry)
         else:
             entry.epoch, entry.losses = epoch, losses
         lease = entry.leases.get(retention.name)
@@ -180,6 +176,13 @@ class PrefixIndex:
             lease.start(started_s, is_granted=is_granted)
         self._touch(entry)
         self._trim(owner)
+
+    def restore(self, entry: IndexedPrefix) -> None:
+        """Add an entry of an earlier gateway as the latest one, unless its key has one. O(1)."""
+        if entry.key not in self._entries:
+            self._insert(entry)
+            self._touch(entry)
+            self._trim(entry.owner)
 
     def renew(self, entry: IndexedPrefix, now_s: float) -> None:
         """Extend the live leases of an entry that was read at `now_s`."""
@@ -216,6 +219,7 @@ class PrefixIndex:
             return True
         if entry.leases.pop(name, None) is not None:
             self.on_drop(entry, (name,))
+            self.on_change(key)
         return False
 
     def was_erased(self, since: int, namespace: Namespace, keys: Iterable[PrefixKey]) -> bool:
@@ -262,8 +266,23 @@ class PrefixIndex:
         if len(self._erased) > ERASED_MAX:
             self._erased.popitem(last=False)
 
+    def note_change(self, entry: IndexedPrefix) -> None:
+        """Report that a caller renewed a lease of this entry, if the entry is still here. O(1)."""
+        if self._entries.get(entry.key) is entry:
+            self.on_change(entry.key)
+
+    def _insert(self, entry: IndexedPrefix) -> None:
+        key, owner = entry.key, entry.owner
+        self._entries[key] = entry
+        keys = self._by_owner.setdefault(owner, OrderedDict())
+        keys[key] = None
+        self._update_count(owner, len(keys) - 1, len(keys))
+        self._by_content.setdefault((entry.origin.writer, entry.content), {})[key] = None
+        self._by_namespace.setdefault(key[0], {})[key] = None
+
     def _touch(self, entry: IndexedPrefix) -> None:
         if self._entries.get(entry.key) is entry:
+            self.on_change(entry.key)
             self._entries.move_to_end(entry.key)
             self._by_owner[entry.owner].move_to_end(entry.key)
 
@@ -293,6 +312,7 @@ class PrefixIndex:
         if not keys:
             del self._by_owner[entry.owner]
         self.on_drop(entry, entry.leases)
+        self.on_change(key)
         _discard(self._by_content, (entry.origin.writer, entry.content), key)
         _discard(self._by_namespace, key[0], key)
 

@@ -35,7 +35,7 @@ def delete_tenant(store: Store, clock: WallClock, name: str) -> str | None:
         with store.change() as db:
             tenant_id = _find_deletable(db, name).tenant.tenant_id
             idempotency.forget(db, tenant_id)
-            for table in ("scope_members", "keys", "named_sums", "tenants"):
+            for table in ("scope_members", "keys", "named_sums", "written_prefixes", "tenants"):
                 db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
         return None
     except ConstraintBroken:  # ledger rows refer to the tenant
@@ -75,7 +75,7 @@ def _pseudonymise(db: Transaction, found: TenantRecord, now_ms: int) -> str:
     if db.rows("select 1 from tenants where name = ?", (pseudonym,)):
         raise BadName("name_taken", f"pseudonym is taken: {pseudonym}")
     idempotency.forget(db, tenant_id)
-    for table in ("scope_members", "budgets", "budget_windows"):
+    for table in ("scope_members", "budgets", "budget_windows", "written_prefixes"):
         db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
     for key_id, digest in db.rows(
         "select key_id, digest from keys where tenant_id = ?", (tenant_id,)

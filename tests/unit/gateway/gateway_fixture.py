@@ -95,6 +95,7 @@ class GatewayFixture:
         self.lines: list[dict[str, object]] = []
         self.url = self.admin_url = ""
         self.context_tokens = CONTEXT
+        self.epoch = "1"
         self.takes_grammars = False
         """Set before opening: answers can be held to schemas, by threads and processes."""
         self._constraints = Constraints()
@@ -163,7 +164,7 @@ class GatewayFixture:
             constraints=self._constraints,
         )
         info = EngineInfo(
-            epoch="1",
+            epoch=self.epoch,
             model=self.card.name,
             model_digest="digest",
             model_dir=self.card.folder,

@@ -47,7 +47,7 @@ create table written_prefixes (
   namespace bytea not null,
   digest bytea not null,
   class text collate "C" not null,
-  tenant_id bigint not null references tenants (tenant_id) on delete cascade,
+  tenant_id bigint not null,
   tokens bigint not null check (tokens > 0),
   retention text collate "C" not null,
   -- Null: without an end.

@@ -41,7 +41,7 @@ create table written_prefixes (
   namespace blob not null,
   digest blob not null,
   class text not null,
-  tenant_id integer not null references tenants (tenant_id) on delete cascade,
+  tenant_id integer not null,
   tokens integer not null check (tokens > 0),
   retention text not null,
   -- Null: without an end.

@@ -1,0 +1,101 @@
+"""The books of promises: prefixes that were written in a retention class and are still promised.
+
+They outlive the gateway that made the promises: a prefix that was written for an hour, and paid as
+a write, is read after a restart. A row has digests and opaque namespaces, never text. The module
+knows no engine and no clock; `gateway.caching.promise_books` reads and writes the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct, structs
+
+from tenancy.pseudonyms import PSEUDONYM_PREFIX
+from tenancy.storage.interface import Store, placeholders
+
+LATEST_MS = 253_370_764_800_000
+"""The year 9999: the end of a promise that has none."""
+
+PrefixClass = tuple[bytes, bytes, str]
+"""Namespace, digest, and name of the retention class."""
+
+
+class WrittenPrefix(Struct, frozen=True):
+    """One promise. `retention`: the terms of the class `name` as JSON. `expires_ms`: None without
+    an end. `epoch`: the engine that held it. `writer`, `model`, `template`, `content`: see
+    `gateway.caching.prefix_index`."""
+
+    namespace: bytes
+    digest: bytes
+    name: str
+    tenant_id: int
+    tokens: int
+    retention: str
+    expires_ms: int | None
+    promised_until_ms: int
+    epoch: str
+    writer: int
+    model: str
+    template: str
+    content: bytes
+
+
+_COLUMNS = (
+    *("gateway", "namespace", "digest", "class", "tenant_id", "tokens", "retention", "expires_ms"),
+    *("promised_until_ms", "epoch", "writer", "model", "template", "content"),
+)
+_CHANGING = ("tokens", "retention", "expires_ms", "promised_until_ms", "epoch")
+_UPSERT = (
+    f"insert into written_prefixes ({', '.join(_COLUMNS)}) values {placeholders(len(_COLUMNS))}"
+    " on conflict (gateway, namespace, digest, class) do update set "
+    + ", ".join(f"{name} = excluded.{name}" for name in _CHANGING)
+)
+
+
+def take_over(store: Store, gateway: str, now_ms: int) -> list[WrittenPrefix]:
+    """Return the promises of this gateway that still run, those that end first at the beginning.
+
+    Deletes what has ended and what belongs to tenants that are gone. Promises of a file that was
+    moved to a server go to the first gateway that takes over. O(rows). Raises StoreError.
+    """
+    with store.change() as db:
+        db.execute("delete from written_prefixes where promised_until_ms <= ?", (now_ms,))
+        db.execute(
+            "delete from written_prefixes where tenant_id not in"
+            " (select tenant_id from tenants where name not like ?)",
+            (f"{PSEUDONYM_PREFIX}%",),
+        )
+        if gateway:
+            db.execute("update written_prefixes set gateway = ? where gateway = ''", (gateway,))
+    rows = store.query(
+        f"select {', '.join(_COLUMNS[1:])} from written_prefixes where gateway = ?"
+        " order by promised_until_ms, namespace, digest, class",
+        (gateway,),
+    )
+    return [WrittenPrefix(*row) for row in rows]
+
+
+def save(
+    store: Store, gateway: str, kept: Sequence[WrittenPrefix], gone: Sequence[PrefixClass]
+) -> None:
+    """Write promises and delete others, all or nothing. O(changes). Raises StoreError."""
+    if not kept and not gone:
+        return
+    with store.change() as db:
+        db.execute_many(_DELETE, [(gateway, *one) for one in gone])
+        db.execute_many(_UPSERT, [(gateway, *structs.astuple(one)) for one in kept])
+
+
+def delete_ended(store: Store, now_ms: int) -> None:
+    """Delete the promises of all gateways that have ended. Raises StoreError."""
+    if store.query(
+        "select 1 from written_prefixes where promised_until_ms <= ? limit 1", (now_ms,)
+    ):
+        with store.change() as db:
+            db.execute("delete from written_prefixes where promised_until_ms <= ?", (now_ms,))
+
+
+_DELETE = (
+    "delete from written_prefixes where gateway = ? and namespace = ? and digest = ? and class = ?"
+)
