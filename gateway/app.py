@@ -195,7 +195,8 @@ class Gateway:
             *dashboard.routes(),
             *health.routes(context),
         )
-        return Middleware(routes, context, ("*",))
+        hosts = context.config.admin.allowed_hosts()
+        return Middleware(routes, context, hosts, hosts_setting="admin.hosts")
 
     def reload_soon(self) -> None:
         """Reload the configuration in the background; the log has the result."""

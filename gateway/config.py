@@ -75,9 +75,24 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The admin listener: metrics, admin API, dashboard. Operators alone should reach it."""
+    """The admin listener: metrics, admin API, dashboard. Operators alone should reach it.
+
+    `hosts`: allowed values of the `Host` header beside the address of `listen`; "*" allows all.
+    `audit_days`: how long the audit log keeps a change.
+    """
 
     listen: str = "127.0.0.1:8081"
+    hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    audit_days: Annotated[int, Meta(ge=1, le=36_500)] = 400
+
+    def allowed_hosts(self) -> tuple[str, ...]:
+        """Return `hosts` with the address that the listener has.
+
+        A listener on all addresses may be asked by any address, but not by any name: a page of
+        another site can make a name of its own lead here, and no address.
+        """
+        host = parse_address(self.listen, "admin.listen")[0].lower()
+        return (*self.hosts, f"[{host}]" if ":" in host else host)
 
 
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):

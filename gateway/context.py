@@ -29,6 +29,7 @@ from gateway.ledger.query_pool import QueryPool
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
+from tenancy.accounts.authentication import Administrator
 from tenancy.accounts.tenants import TenantRecord
 from tenancy.limits import Limiter
 from tenancy.storage.interface import Store
@@ -46,8 +47,8 @@ class Authenticator(Protocol):
     def authenticate(self, key: str) -> Identity:
         """Return the identity of a tenant's key. Raises `tenancy.errors.KeyRefused`."""
 
-    def authenticate_admin(self, key: str) -> int:
-        """Return the id of an administrator's key. Raises `tenancy.errors.KeyRefused`."""
+    def authenticate_admin(self, key: str) -> Administrator:
+        """Return the rights of an administrator's key. Raises `tenancy.errors.KeyRefused`."""
 
     def refresh_now(self) -> None:
         """Reload tenants and keys before the next call, because they changed."""

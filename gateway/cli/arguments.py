@@ -193,7 +193,10 @@ def _add_key_actions(commands: Any, shared: Parser) -> None:
         return parser
 
     which = "key id, or the prefix that lists show"
-    scopes = "comma-separated scopes: inference, usage, cache"
+    scopes = (
+        "comma-separated scopes: inference, usage, cache; of an administrator's key: read, tenants,"
+        " money, erase"
+    )
     parser = add("create", "Create a key and print it, once.")
     owner = parser.add_mutually_exclusive_group(required=True)
     owner.add_argument("--tenant", metavar="NAME")

@@ -123,11 +123,12 @@ def key_create(
     """
     lives_ms = None if expires is None else _milliseconds(expires, "--expires")
     if tenant is None:
-        if scopes is not None or limits or workspace != "default":
-            raise BadName("bad_scopes", "--admin is not allowed with a workspace, scopes or limits")
+        if limits or workspace != "default":
+            raise BadName("bad_scopes", "--admin is not allowed with a workspace or limits")
+        named = None if scopes is None else scopes.split(",")
         with open_database(config) as store:
-            key = create_admin_key(store, wall_ms, label=label, lives_ms=lives_ms)
-        return CommandResult(key, {"key": key, "scopes": ["admin"]})
+            key = create_admin_key(store, wall_ms, label=label, lives_ms=lives_ms, scopes=named)
+            return CommandResult(key, {"key": key, "scopes": list(find_key(store, key).scopes)})
     with open_database(config) as store:
         found, _ = find_tenant(store, tenant)
         key = create_key(

@@ -5,6 +5,7 @@ It knows no handler and no store. `gateway.http.middleware` calls it before a bo
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,8 +27,16 @@ _ADDRESSES_MAX = 4_096
 _NONE: list[str] = []
 
 
-def check_host(request: web.BaseRequest, allowed: tuple[str, ...]) -> None:
-    """Require exactly one Host header with a plain, allowed name. Raises Refusal.
+ALL_ADDRESSES = (str(ipaddress.IPv4Address(0)), f"[{ipaddress.IPv6Address(0)}]")
+"""Names among the allowed hosts that allow every address, and no other name."""
+
+
+def check_host(
+    request: web.BaseRequest, allowed: tuple[str, ...], setting: str = "server.hosts"
+) -> None:
+    """Require exactly one Host header with a plain, allowed name. `setting`: lists the names.
+
+    Raises Refusal.
 
     A foreign or malformed Host would change the URL, and so the path, that is parsed from it.
     """
@@ -37,12 +46,22 @@ def check_host(request: web.BaseRequest, allowed: tuple[str, ...]) -> None:
         raise Refusal(
             Kind.BAD, "bad_host", "Invalid Host; expected one Host header with a plain name."
         )
-    if "*" not in allowed and name not in allowed:
+    if "*" not in allowed and name not in allowed and not _is_allowed_address(name, allowed):
         raise Refusal(
             Kind.BAD,
             "host_not_allowed",
-            f"Host not allowed: {name!r}; expected a name listed in server.hosts.",
+            f"Host not allowed: {name!r}; expected a name listed in {setting}.",
         )
+
+
+def _is_allowed_address(name: str, allowed: tuple[str, ...]) -> bool:
+    if not any(one in allowed for one in ALL_ADDRESSES):
+        return False
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)
@@ -52,11 +71,12 @@ def _host_name(host: str) -> str | None:
     return None if match is None else match[1].lower()
 
 
-def bearer_key(request: web.BaseRequest) -> str:
+def bearer_key(request: web.BaseRequest, *, takes_query: bool = True) -> str:
     """Return the API key of a request.
 
     SDKs send it as `Authorization: Bearer`, `X-Api-Key` (Anthropic), `X-Goog-Api-Key` or `?key=`
-    (Gemini). Raises KeyRefused if there is none, Refusal if two differ.
+    (Gemini). `takes_query`: false for administrators' keys, which proxies must not write down.
+    Raises KeyRefused if there is none, Refusal if two differ or the query has one that may not.
     """
     found = []
     headers = request.headers
@@ -67,7 +87,15 @@ def bearer_key(request: web.BaseRequest) -> str:
     for header in ("X-Api-Key", "X-Goog-Api-Key"):
         if header in headers:
             found += [value.strip() for value in headers.getall(header)]
-    if request.rel_url.raw_query_string:
+    if request.rel_url.raw_query_string and "key" in request.query:
+        if not takes_query:
+            raise Refusal(
+                Kind.BAD,
+                "key_in_query",
+                "An administrator's key in the address is not taken, because proxies and histories"
+                " keep addresses; rotate the key, and send it as Authorization: Bearer <key>.",
+                param="key",
+            )
         found += request.query.getall("key", [])
     if len(authorized) > 1 or len(set(found)) > 1:
         raise Refusal(Kind.BAD, "ambiguous_key", "Two different keys; expected one.")

@@ -35,12 +35,22 @@ from gateway.http.request_context import (
 from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
 from gateway.http.route_table import RouteTable, canonical
 from gateway.observability.metrics import cache_outcome
+from tenancy.accounts.keys import ADMIN
 from tenancy.errors import KeyRefused
 from tenancy.limits import NO_DEMAND
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-Role = Literal["open", "inference", "usage", "cache", "admin"]
-"""What a route requires of a key: a tenant's scope, `admin`, or `open` for no key."""
+Role = Literal[
+    "open",
+    "inference",
+    "usage",
+    "cache",
+    "admin:read",
+    "admin:tenants",
+    "admin:money",
+    "admin:erase",
+]
+"""What a route requires of a key: a tenant's scope, an administrator's, or `open` for no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +74,9 @@ class Middleware:
         hosts: tuple[str, ...],
         shapes: tuple[tuple[str, ErrorShape], ...] = (),
         take_place: Callable[[Context, RequestState], None] = lambda gateway, state: None,
+        hosts_setting: str = "server.hosts",
     ) -> None:
-        """Build the route table.
+        """Build the route table. `hosts_setting`: the setting that `hosts` come from.
 
         `take_place` admits a tenant's request before its body is read: it sets the state's `place`
         or raises Refusal. `shapes`: (header name, error shape). An undeclared path gets the shape
@@ -73,7 +84,7 @@ class Middleware:
         """
         self.routes = routes
         self._gateway = gateway
-        self._hosts = hosts
+        self._hosts, self._hosts_setting = hosts, hosts_setting
         self._shapes = shapes
         self._take_place = take_place
         self._bodies = BodyBudget(gateway.config.server.body_bytes_in_flight_max)
@@ -132,14 +143,14 @@ class Middleware:
             (route, path), state.parameters = self._table.find(request)
         except web.HTTPException as error:
             state.shape = self._shape_by_header(request)
-            check_host(request, self._hosts)
+            check_host(request, self._hosts, self._hosts_setting)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 state.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
             raise
         state.shape = route.shape
         if state.shape is PLAIN:
             state.shape = self._shape_by_header(request)
-        check_host(request, self._hosts)
+        check_host(request, self._hosts, self._hosts_setting)
         state.route = path
         if route.role != "open":
             self._authenticate(request, route.role, state)
@@ -160,10 +171,17 @@ class Middleware:
         """
         registry = self._gateway.registry
         try:
-            key = bearer_key(request)
-            if role == "admin":
-                state.admin_key_id = registry.authenticate_admin(key)
+            if role.startswith(ADMIN):
+                key = bearer_key(request, takes_query=False)
+                administrator = registry.authenticate_admin(key)
+                state.admin_key_id = administrator.key_id
+                state.admin_scopes = administrator.scopes
+                scope = role.removeprefix(f"{ADMIN}:")
+                if scope not in administrator.scopes:
+                    message = f"This administrator's key does not have the {scope!r} scope."
+                    raise KeyRefused("scope_missing", message)
                 return
+            key = bearer_key(request)
             state.identity = registry.authenticate(key)
             if role not in state.identity.scopes:
                 raise KeyRefused("scope_missing", f"This key does not have the {role!r} scope.")

@@ -86,6 +86,7 @@ class RequestState(Struct):
     identity: Identity | None = None
     admin_key_id: int | None = None
     place: Reservation | None = None
+    admin_scopes: frozenset[str] = frozenset()
     ending: str = "done"
     code: str = ""
     model: str = ""

@@ -40,6 +40,13 @@ Memberships = dict[int, dict[str, Membership]]
 """Memberships in shared scopes, by tenant id and workspace."""
 
 
+class Administrator(Struct, frozen=True):
+    """What an administrator's key proves: its id, and its scopes among `keys.ADMIN_SCOPES`."""
+
+    key_id: int
+    scopes: frozenset[str]
+
+
 class KeyAuthenticator:
     """The tenants and keys of one store, in memory. Belongs to one thread."""
 
@@ -93,13 +100,13 @@ class KeyAuthenticator:
             self._scope_of(facts.tenant_id, facts.workspace),
         )
 
-    def authenticate_admin(self, key: str) -> int:
-        """Return the id of an administrator's key. About 3 us. Raises KeyRefused."""
+    def authenticate_admin(self, key: str) -> Administrator:
+        """Return the rights of an administrator's key. About 3 us. Raises KeyRefused."""
         self._refresh()
         facts = self._keys.find(key, self._wall())
         if ADMIN not in facts.scopes:
             raise KeyRefused("scope_missing", "This key does not have the 'admin' scope.")
-        return facts.key_id
+        return Administrator(facts.key_id, facts.scopes - {ADMIN})
 
     def take_changed(self) -> list[TenantRecord]:
         """Return the tenants that were added or changed since the last call; at first, all."""

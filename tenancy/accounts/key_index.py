@@ -13,7 +13,7 @@ from functools import cache
 
 from msgspec import Struct
 
-from tenancy.accounts.keys import decode_limits, digest_of
+from tenancy.accounts.keys import ADMIN, ADMIN_SCOPES, decode_limits, digest_of
 from tenancy.errors import KeyRefused
 from tenancy.storage.interface import Row, Store
 from tenancy.types import Limits
@@ -22,8 +22,8 @@ from tenancy.types import Limits
 class KeyFacts(Struct, frozen=True):
     """The columns of a key that authentication needs.
 
-    `tenant_id` is 0 for an administrator's key. `line_id`: the first key of its rotation chain, or
-    its own id.
+    `tenant_id` is 0 for an administrator's key, which has the scope `admin` beside its own.
+    `line_id`: the first key of its rotation chain, or its own id.
     """
 
     digest: bytes
@@ -92,15 +92,21 @@ def load_keys(store: Store, key_ids: Sequence[int] | None = None) -> list[KeyFac
 
 _FACTS = (
     "select digest, key_id, coalesce(tenant_id, 0), workspace, expires_ms, revoked_ms, scopes,"
-    " limits, coalesce(line_id, key_id) from keys"
+    " limits, coalesce(line_id, key_id), admin_scopes from keys"
 )
 
 
 @cache
 def _scopes(text: str) -> frozenset[str]:
-    """Parse a scope list. Cached: however many keys there are, only eight combinations exist."""
+    """Parse a scope list. Cached: however many keys there are, few combinations exist."""
     return frozenset(text.split())
 
 
+_ALL_ADMIN_SCOPES = frozenset(ADMIN_SCOPES)
+
+
 def _facts_of(row: Row) -> KeyFacts:
-    return KeyFacts(*(*row[:6], _scopes(row[6]), decode_limits(row[7]), row[8]))
+    scopes = _scopes(row[6])
+    if ADMIN in scopes:
+        scopes |= _ALL_ADMIN_SCOPES if row[9] is None else _scopes(row[9])
+    return KeyFacts(*(*row[:6], scopes, decode_limits(row[7]), row[8]))

@@ -40,6 +40,9 @@ SCOPES = ("inference", "usage", "cache")
 cache."""
 
 ADMIN = "admin"
+ADMIN_SCOPES = ("erase", "money", "read", "tenants")
+"""Scopes of an administrator's key: erasures; prices and budgets; everything that only reads;
+tenants, keys, shared scopes and the configuration file. A key has all of them by default."""
 _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _RANDOM_CHARS = 43
 _KEY = re.compile(f"{PREFIX}[{_ALPHABET}]{{{_RANDOM_CHARS}}}")
@@ -51,7 +54,8 @@ _SHA256 = hashlib.sha256()
 class Key(Struct, frozen=True):
     """A key as lists show it.
 
-    `tenant` is None for an administrator's key. `shown`: the beginning of the key, never more.
+    `tenant` is None for an administrator's key, whose scopes are `admin` for all, or some of
+    `ADMIN_SCOPES`. `shown`: the beginning of the key, never more.
     `replaced_by`: the id of the key it was rotated to. `is_declared`: the configuration file
     declares the key.
     """
@@ -113,13 +117,21 @@ def create_key(
 
 
 def create_admin_key(
-    store: Store, clock: WallClock, *, label: str = "", lives_ms: int | None = None
+    store: Store,
+    clock: WallClock,
+    *,
+    label: str = "",
+    lives_ms: int | None = None,
+    scopes: Iterable[str] | None = None,
 ) -> str:
-    """Create an administrator's key and return it, once. Raises BadName as `create_key`."""
+    """Create an administrator's key and return it, once. `scopes`: some of `ADMIN_SCOPES`; None for
+    all. Raises BadName as `create_key`."""
     expires_ms = _expiry(clock, label, lives_ms)
+    text = encode_admin_scopes(scopes)
     key = _new_key()
     with store.change() as db:
-        _insert(db, key, None, ("", label, clock(), expires_ms, ADMIN, _FREE))
+        key_id = _insert(db, key, None, ("", label, clock(), expires_ms, ADMIN, _FREE))
+        db.execute("update keys set admin_scopes = ? where key_id = ?", (text, key_id))
     return key
 
 
@@ -141,9 +153,14 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
         ends_ms = min(old.expires_ms or now_ms + grace_ms, now_ms + grace_ms)
         whose = "select tenant_id, coalesce(line_id, key_id) from keys where key_id = ?"
         tenant_id, line_id = db.rows(whose, (old.key_id,))[0]
-        text = " ".join(sorted(old.scopes))
+        text = ADMIN if tenant_id is None else " ".join(sorted(old.scopes))
         facts = (old.workspace, old.label, now_ms, expires_ms, text, old.limits)
         new_id = _insert(db, key, tenant_id, facts, line_id)
+        if tenant_id is None:
+            copied = "(select admin_scopes from keys where key_id = ?)"
+            db.execute(
+                f"update keys set admin_scopes = {copied} where key_id = ?", (old.key_id, new_id)
+            )
         db.execute(
             "update keys set expires_ms = ?, replaced_by = ?, is_declared = 0 where key_id = ?",
             (ends_ms, new_id, old.key_id),
@@ -164,10 +181,17 @@ def change_key(
     """Change the given fields of a key, from the next request. Raises BadName."""
     with store.change() as db:
         old = _find_changeable(db, which)
-        if old.tenant is None and (scopes is not None or limits is not None):
-            raise BadName("bad_scopes", "an administrator's key cannot have other scopes or limits")
         check_label(old.label if label is None else label)
         check_limits(limits or _FREE)
+        if old.tenant is None:
+            if limits is not None:
+                raise BadName("bad_limits", "an administrator's key cannot have limits")
+            if scopes is not None:
+                db.execute(
+                    "update keys set admin_scopes = ? where key_id = ?",
+                    (encode_admin_scopes(scopes), old.key_id),
+                )
+                scopes = None
         db.execute(
             "update keys set label = coalesce(?, label), scopes = coalesce(?, scopes),"
             " limits = coalesce(?, limits), is_declared = 0 where key_id = ?",
@@ -250,6 +274,23 @@ def encode_scopes(scopes: Iterable[str]) -> str:
     return " ".join(sorted(wanted))
 
 
+def encode_admin_scopes(scopes: Iterable[str] | None) -> str | None:
+    """Encode an administrator's scopes as the database stores them; None for all. Raises
+    BadName."""
+    if scopes is None:
+        return None
+    wanted = set(scopes)
+    if wanted in ({ADMIN}, set(ADMIN_SCOPES)):
+        return None
+    if not wanted or not wanted <= set(ADMIN_SCOPES):
+        known, given = ", ".join(ADMIN_SCOPES), ", ".join(sorted(wanted))[:80]
+        raise BadName(
+            "bad_scopes",
+            f"invalid scopes of an administrator's key: {given!r}; expected one or more of {known}",
+        )
+    return " ".join(sorted(wanted))
+
+
 def _new_key() -> str:
     return PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(_RANDOM_CHARS))
 
@@ -284,7 +325,8 @@ def _insert(
 
 _KEYS = (
     "select key_id, name, workspace, label, shown, keys.created_ms, expires_ms, revoked_ms,"
-    " scopes, keys.limits, replaced_by, keys.is_declared * tenants.is_declared from keys"
+    " coalesce(admin_scopes, scopes), keys.limits, replaced_by,"
+    " keys.is_declared * tenants.is_declared from keys"
     " left join tenants using (tenant_id)"
 )
 

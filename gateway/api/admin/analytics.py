@@ -46,7 +46,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 def _route(path: str, handler: Handler) -> Route:
-    return Route("GET", path, handler, "admin", json_api.SHAPE)
+    return Route("GET", path, handler, "admin:read", json_api.SHAPE)
 
 
 class _AnalyticsHandlers:

@@ -63,10 +63,10 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         return json_api.answer({"budgets": await _budgets(gateway, tenant.tenant_id)})
 
     return (
-        Route("GET", "/admin/v1/rate-cards", cards, "admin", json_api.SHAPE),
-        Route("POST", "/admin/v1/rate-cards", add, "admin", json_api.SHAPE),
-        Route("GET", "/admin/v1/budgets", budgets, "admin", json_api.SHAPE),
-        Route("PUT", "/admin/v1/tenants/{name}/budgets", put, "admin", json_api.SHAPE),
+        Route("GET", "/admin/v1/rate-cards", cards, "admin:read", json_api.SHAPE),
+        Route("POST", "/admin/v1/rate-cards", add, "admin:money", json_api.SHAPE),
+        Route("GET", "/admin/v1/budgets", budgets, "admin:read", json_api.SHAPE),
+        Route("PUT", "/admin/v1/tenants/{name}/budgets", put, "admin:money", json_api.SHAPE),
     )
 
 

@@ -66,10 +66,10 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     one = "/admin/v1/shared-scopes/{name}"
     return (
-        Route("GET", "/admin/v1/shared-scopes", listed, "admin", json_api.SHAPE),
-        Route("GET", one, show, "admin", json_api.SHAPE),
-        Route("PUT", one, put, "admin", json_api.SHAPE),
-        Route("DELETE", one, remove, "admin", json_api.SHAPE),
+        Route("GET", "/admin/v1/shared-scopes", listed, "admin:read", json_api.SHAPE),
+        Route("GET", one, show, "admin:read", json_api.SHAPE),
+        Route("PUT", one, put, "admin:tenants", json_api.SHAPE),
+        Route("DELETE", one, remove, "admin:tenants", json_api.SHAPE),
     )
 
 

@@ -7,6 +7,7 @@ key's secret is shown once, in the response that creates it; later responses sho
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -53,10 +54,11 @@ class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NewAdminKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """An administrator's key to create."""
+    """An administrator's key to create. `scopes`: None for all."""
 
     label: str = ""
     expires_in_s: int | None = None
+    scopes: tuple[str, ...] | None = None
 
 
 class KeyUpdate(Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,7 +99,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 def _route(method: str, path: str, handler: Handler) -> Route:
-    role: Role = "admin"
+    role: Role = "admin:read" if method == "GET" else "admin:tenants"
     return Route(method, path, handler, role, json_api.SHAPE)
 
 
@@ -210,12 +212,14 @@ class _TenantHandlers:
 
     async def create_admin_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, NewAdminKey)
+        _check_holds(request, body.scopes or keys.ADMIN_SCOPES)
         secret = await asyncio.to_thread(
             keys.create_admin_key,
             self._store,
             self._gateway.wall,
             label=body.label,
             lives_ms=_milliseconds(body.expires_in_s),
+            scopes=body.scopes,
         )
         return await self._made(request, secret)
 
@@ -227,14 +231,16 @@ class _TenantHandlers:
         changes = {
             name: value for name, value in structs.asdict(body).items() if value is not UNSET
         }
-        key_id = str((await self._key(request)).key_id)
+        key_id = str((await self._changeable_key(request)).key_id)
+        if body.scopes is not UNSET:
+            _check_holds(request, body.scopes)
         key = await asyncio.to_thread(keys.change_key, self._store, key_id, **changes)
         self._note(request, "key_changed", None, key.key_id)
         return json_api.answer(key_body(key))
 
     async def rotate_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, Rotation)
-        key_id = str((await self._key(request)).key_id)
+        key_id = str((await self._changeable_key(request)).key_id)
         grace_ms = body.grace_s * 1000
         secret, new, old = await asyncio.to_thread(
             keys.rotate_key, self._store, self._gateway.wall, key_id, grace_ms
@@ -243,7 +249,7 @@ class _TenantHandlers:
         return json_api.answer({"key": secret, **key_body(new), "replaces": key_body(old)}, 201)
 
     async def revoke_key(self, request: web.BaseRequest) -> web.StreamResponse:
-        key_id = str((await self._key(request)).key_id)
+        key_id = str((await self._changeable_key(request)).key_id)
         key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, key_id)
         self._note(request, "key_revoked", None, key.key_id)
         return json_api.answer(key_body(key))
@@ -272,6 +278,14 @@ class _TenantHandlers:
             )
         return await asyncio.to_thread(keys.find_key, self._store, key_id)
 
+    async def _changeable_key(self, request: web.BaseRequest) -> Key:
+        """Return the key of the path. An administrator changes no administrator's key that has
+        scopes beyond its own: a rotation would hand them out. Raises Refusal."""
+        key = await self._key(request)
+        if key.tenant is None:
+            _check_holds(request, key.scopes)
+        return key
+
     def _page(self, request: web.BaseRequest, listed: list[Key]) -> web.StreamResponse:
         given = json_api.query(request, "after", "limit")
         limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
@@ -293,6 +307,21 @@ class _TenantHandlers:
         by = request[STATE].admin_key_id
         facts: dict[str, object] = {"by_key_id": by, "tenant_id": tenant_id, "key_id": key_id}
         self._gateway.log(event, {name: id_ for name, id_ in facts.items() if id_ is not None})
+
+
+def _check_holds(request: web.BaseRequest, scopes: Iterable[str]) -> None:
+    """Check that the asking administrator has these scopes. Raises Refusal."""
+    wanted = set(scopes)
+    if keys.ADMIN in wanted:
+        wanted = set(keys.ADMIN_SCOPES)
+    missing = sorted((wanted & set(keys.ADMIN_SCOPES)) - request[STATE].admin_scopes)
+    if missing:
+        raise Refusal(
+            Kind.PERMISSION,
+            "scope_missing",
+            f"This administrator's key does not have the scopes {', '.join(missing)}, which the"
+            " other key has or would have.",
+        )
 
 
 def tenant_body(one: TenantRecord) -> dict[str, Any]:

@@ -78,10 +78,10 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         return json_api.answer({"erasures": [erasure.receipt_body(one) for one in receipts]})
 
     return (
-        Route("GET", "/admin/v1/usage", usage, "admin", json_api.SHAPE),
-        Route("GET", "/admin/v1/cache", cache, "admin", json_api.SHAPE),
-        Route("POST", "/admin/v1/erase", erase, "admin", json_api.SHAPE),
-        Route("GET", "/admin/v1/erasures", erasures, "admin", json_api.SHAPE),
+        Route("GET", "/admin/v1/usage", usage, "admin:read", json_api.SHAPE),
+        Route("GET", "/admin/v1/cache", cache, "admin:read", json_api.SHAPE),
+        Route("POST", "/admin/v1/erase", erase, "admin:erase", json_api.SHAPE),
+        Route("GET", "/admin/v1/erasures", erasures, "admin:read", json_api.SHAPE),
     )
 
 

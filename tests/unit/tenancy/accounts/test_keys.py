@@ -9,6 +9,7 @@ import pytest
 
 from tenancy.accounts.key_index import KeyIndex, load_keys
 from tenancy.accounts.keys import (
+    ADMIN_SCOPES,
     change_key,
     create_admin_key,
     create_key,
@@ -208,7 +209,7 @@ def test_admin_key_has_no_tenant(store: Store, wall: Wall) -> None:
     key = create_admin_key(store, wall, label="ops")
     facts = KeyIndex(load_keys(store)).find(key, wall())
 
-    assert (facts.tenant_id, facts.scopes) == (0, frozenset({"admin"}))
+    assert (facts.tenant_id, facts.scopes) == (0, frozenset({"admin", *ADMIN_SCOPES}))
     assert [(one.tenant, one.label) for one in list_keys(store)] == [(None, "ops")]
     with pytest.raises(BadName, match="administrator's key"):
         change_key(store, "1", scopes=["inference"])
@@ -257,7 +258,9 @@ def test_admin_key_rotates(store: Store, wall: Wall) -> None:
     old = create_admin_key(store, wall)
     new, _, _ = rotate_key(store, wall, "1", 0)
 
-    assert KeyIndex(load_keys(store)).find(new, wall()).scopes == frozenset({"admin"})
+    assert KeyIndex(load_keys(store)).find(new, wall()).scopes == frozenset(
+        {"admin", *ADMIN_SCOPES}
+    )
     assert code(store, old, wall()) == "key_expired"
 
 
