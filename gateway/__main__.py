@@ -19,7 +19,7 @@ from engine.errors import EngineError
 from engine.model_store import pull
 from gateway.bench import cli as bench
 from gateway.bench.client import BenchError
-from gateway.cli import backups, billing, checks, serve, shared_scopes, tenants
+from gateway.cli import audit, backups, billing, checks, serve, shared_scopes, tenants
 from gateway.cli.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
 from gateway.cli.result import CommandError, CommandResult
 from gateway.config import Config, ConfigError, Origin, load_config
@@ -32,6 +32,7 @@ COMMANDS = {
         "List, create, change or remove caches that tenants share.",
         shared_scopes.add_arguments,
     ),
+    "audit": ("List changes of tenants, keys, prices, budgets and caches.", audit.add_arguments),
     "bench": ("Measure an endpoint, or a server started for it.", bench.add_bench_arguments),
     "replay": ("Replay a recorded trace against an endpoint.", bench.add_replay_arguments),
 }
@@ -104,6 +105,8 @@ def _run_command(options: argparse.Namespace, config: Config, origin: Origin) ->
                 return billing.run(options, config, sys.stdout.buffer.write, bar.show_part)
         case "usage":
             return tenants.usage(config, options.tenant, options.days)
+        case "audit":
+            return audit.run(options, config)
         case "shared-scope":
             return shared_scopes.run(options, config)
         case "tenant":

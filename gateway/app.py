@@ -30,7 +30,16 @@ from gateway.analytics.client import AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import StartAnalytics
 from gateway.api import cached_contents, generate, health, models, quote, self_service
-from gateway.api.admin import analytics, billing, dashboard, metrics, shared_scopes, tenants, usage
+from gateway.api.admin import (
+    analytics,
+    audit,
+    billing,
+    dashboard,
+    metrics,
+    shared_scopes,
+    tenants,
+    usage,
+)
 from gateway.api.routes import ERROR_SHAPES
 from gateway.background.config_reload import declare, reload
 from gateway.background.reconciliation import Reconciler
@@ -191,6 +200,7 @@ class Gateway:
             *shared_scopes.routes(context),
             *usage.routes(context),
             *billing.routes(context),
+            *audit.routes(context),
             *analytics.routes(context),
             *dashboard.routes(),
             *health.routes(context),

@@ -23,6 +23,7 @@ from tenancy.accounts.keys import digest_of, is_key
 from tenancy.accounts.shared_scopes import ScopeChange
 from tenancy.accounts.tenants import list_tenant_records
 from tenancy.errors import TenancyError
+from tenancy.storage.audit_log import Actor
 
 
 class ReloadResult(Struct, frozen=True):
@@ -38,11 +39,12 @@ class ReloadResult(Struct, frozen=True):
     left: tuple[str, ...] = ()
 
 
-async def reload(gateway: Context) -> ReloadResult:
-    """Read the configuration and apply it. Raises Refusal, and changes nothing then."""
+async def reload(gateway: Context, by: Actor | None = None) -> ReloadResult:
+    """Read the configuration and apply it. `by`: the administrator that asked, for the audit log.
+    Raises Refusal, and changes nothing then."""
     try:
         config = await asyncio.to_thread(gateway.read_config)
-        changes = await declare(gateway, config)
+        changes = await declare(gateway, config, by)
     except (ConfigError, TenancyError) as error:
         gateway.log("reload_refused", {"reason": str(error)})
         raise Refusal(Kind.CONFLICT, "bad_config", f"Configuration not applied: {error}") from error
@@ -58,12 +60,15 @@ async def reload(gateway: Context) -> ReloadResult:
     return found
 
 
-async def declare(gateway: Context, config: Config) -> list[TenantChange | KeyChange | ScopeChange]:
+async def declare(
+    gateway: Context, config: Config, by: Actor | None = None
+) -> list[TenantChange | KeyChange | ScopeChange]:
     """Apply the declared tenants, keys and scopes, and return the changes.
 
     Raises StoreError, BadName, and ConfigError for a key's file.
     """
-    changes = await asyncio.to_thread(_reconcile, gateway, config)
+    actor = by or Actor("file", "", gateway.wall())
+    changes = await asyncio.to_thread(_reconcile, gateway, config, actor)
     for change in changes:
         match change:
             case TenantChange(tenant, what):
@@ -90,9 +95,11 @@ def _undeclared_tenants(gateway: Context, config: Config) -> tuple[str, ...]:
     return tuple(one.tenant.name for one in registered if one.tenant.is_declared)
 
 
-def _reconcile(gateway: Context, config: Config) -> list[TenantChange | KeyChange | ScopeChange]:
+def _reconcile(
+    gateway: Context, config: Config, by: Actor
+) -> list[TenantChange | KeyChange | ScopeChange]:
     tenants = None if config.tenants is None else with_digests(config.tenants)
-    return reconcile(gateway.store, gateway.wall, tenants, config.tenancy.shared_scopes)
+    return reconcile(gateway.store, gateway.wall, tenants, config.tenancy.shared_scopes, by)
 
 
 def changed_settings(running: Config, read: Config) -> list[str]:

@@ -25,6 +25,7 @@ from tenancy.accounts.deletion import filter_deleted
 from tenancy.accounts.erasure_receipts import ErasureReceipt, digest_namespaces, write_receipt
 from tenancy.accounts.shared_scopes import ScopeRecord, list_scopes
 from tenancy.ledger.idempotency import forget_answers
+from tenancy.storage.audit_log import Actor
 
 LEASE_ID_CHARS_MAX = 200
 """Longest lease id of a request, in characters."""
@@ -113,8 +114,9 @@ def live_entries(
     return list(islice(live, limit))[::-1]
 
 
-async def erase(gateway: Context, target: ErasureTarget) -> ErasureReceipt:
+async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None) -> ErasureReceipt:
     """Erase the target, then write the receipt. Runs to completion even if the caller is cancelled.
+    `by`: the administrator that asked, for the audit log.
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
     without a lease id, cached contents and stored responses. Blocks in use by a running request are
@@ -124,7 +126,7 @@ async def erase(gateway: Context, target: ErasureTarget) -> ErasureReceipt:
     receipts: list[ErasureReceipt] = []
 
     async def work() -> None:
-        receipts.append(await _erase(gateway, target))
+        receipts.append(await _erase(gateway, target, by))
 
     await gateway.finish(work())
     return receipts[0]
@@ -170,7 +172,7 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
     }
 
 
-async def _erase(gateway: Context, target: ErasureTarget) -> ErasureReceipt:
+async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> ErasureReceipt:
     await gateway.engine.get_stats()
     index = gateway.contracts.entries
     held = {one.namespace for one in gateway.engine.namespaces}
@@ -198,7 +200,7 @@ async def _erase(gateway: Context, target: ErasureTarget) -> ErasureReceipt:
         namespace_digest=digest_namespaces(names),
         blocks=blocks,
     )
-    await asyncio.to_thread(write_receipt, gateway.store, receipt)
+    await asyncio.to_thread(write_receipt, gateway.store, receipt, by)
     facts = {"tenant_id": target.tenant_id, "key_id": target.key_id, "blocks": blocks}
     gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
     return receipt

@@ -27,6 +27,8 @@ from tenancy.accounts.tenants import list_tenants
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.idempotency import sweep
 from tenancy.ledger.transactions import StorageReading
+from tenancy.storage.audit_log import delete_old_changes
+from tenancy.types import DAY_MS
 
 POLL_INTERVAL_S = 0.5
 """Interval of meter and quota updates."""
@@ -143,7 +145,7 @@ class StorageMetering:
                 await self._task
         self._update_meter()
         await self._write()
-        await self._clear_expired()
+        await self.clear_expired()
 
     async def _watch(self) -> None:
         clock = self._gateway.clock
@@ -161,7 +163,7 @@ class StorageMetering:
                 await self._write()
                 with suppress(EngineError, StoreError):  # tried again in a minute
                     await erase_removed(self._gateway)
-                await self._clear_expired()
+                await self.clear_expired()
                 self._quotas.resend_recent()
                 await self._budget_alerts.check()
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -197,10 +199,13 @@ class StorageMetering:
             except LedgerUnavailable:
                 self._meter.put_back(key, measured[key])
 
-    async def _clear_expired(self) -> None:
-        """Delete expired cached contents and stored responses: no client may read them."""
+    async def clear_expired(self) -> None:
+        """Delete expired cached contents and stored responses, which no client may read, and old
+        records of the audit log."""
         store, now_ms = self._gateway.store, self._gateway.wall()
         with suppress(StoreError):  # tried again in a minute
             await asyncio.to_thread(sweep_cached_contents, store, now_ms)
+            kept_ms = self._gateway.config.admin.audit_days * DAY_MS
+            await asyncio.to_thread(delete_old_changes, store, now_ms - kept_ms)
             while await asyncio.to_thread(sweep, store, now_ms):
                 pass

@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec import structs
 
 from gateway.app import connect, prepare_data_dir
-from gateway.cli.database import open_database
+from gateway.cli.database import command_actor, open_database
 from gateway.cli.result import CommandError, CommandResult, ShowProgress
 from gateway.config import Config
 from gateway.ledger.metering import wall_ms
@@ -54,7 +54,7 @@ def _add_restore(parser: argparse.ArgumentParser) -> None:
 def _restore(options: argparse.Namespace, config: Config, show: ShowProgress) -> CommandResult:
     if options.mark:
         with open_database(config, create=False) as store:
-            epoch = backups.mark_restored(store, wall_ms)
+            epoch = backups.mark_restored(store, wall_ms, command_actor())
         return CommandResult(f"ledger epoch {epoch.number} begins", {"ledger_epoch": epoch.number})
     if is_server(config.tenancy.database):
         message = "restore it with pg_restore, then run trunkline restore --mark"

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from gateway.cli.database import open_database
+from gateway.cli.database import command_actor, open_database
 from gateway.cli.result import CommandError, CommandResult, ShowProgress, Table, table_result
 from gateway.config import Config
 from gateway.dialects.validation import find_duplicate_key
@@ -62,7 +62,7 @@ def _prices(
         if options.add is not None:
             card = _read_card(options.add)
             config.check_card(card)
-            card = add_card(store, wall_ms, card)
+            card = add_card(store, wall_ms, card, command_actor())
             text = f"{card.rate_card_id} applies from {_instant(card.valid_from_ms)}"
             if card.tier not in (ANY, *(one.tier for one, _ in list_tenants(store))):
                 text += f"; no tenant has the tier {card.tier!r} yet"
@@ -133,7 +133,8 @@ def _budget(
         if options.tenant is not None:
             tenant_id = find_tenant(store, options.tenant)[0].tenant_id
         if is_change and tenant_id is not None:
-            set_budget(store, Budget(tenant_id, options.window, hard, soft, options.key))
+            budget = Budget(tenant_id, options.window, hard, soft, options.key)
+            set_budget(store, budget, command_actor())
         states = budget_states(store, wall_ms, tenant_id)
     rows: Table = [
         {
@@ -183,7 +184,7 @@ def _adjust(
     request_id = found[1] if found else options.request
     adjustment = Adjustment(options.id, request_id, int(pico), options.reason)
     with open_database(config, create=False) as store:
-        is_new = adjust(store, wall_ms, adjustment)
+        is_new = adjust(store, wall_ms, adjustment, command_actor())
     text = (
         f"adjustment {options.id} booked"
         if is_new
@@ -209,7 +210,13 @@ def _close(
         days = (
             list_closes(store)
             if options.list
-            else close_days(store, wall_ms, options.through, despite_counts=options.despite_counts)
+            else close_days(
+                store,
+                wall_ms,
+                options.through,
+                despite_counts=options.despite_counts,
+                by=command_actor(),
+            )
         )
     rows = [
         {
@@ -276,7 +283,7 @@ def _export(
     options: argparse.Namespace, config: Config, write: Write, show: ShowProgress
 ) -> CommandResult:
     """Export entries, events or cost rows of a period."""
-    since_ms, until_ms = _time(options.since, "--since"), _time(options.until, "--until")
+    since_ms, until_ms = parse_time(options.since, "--since"), parse_time(options.until, "--until")
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
         raise CommandError("--since must be before --until")
     if options.out is None and (options.json or options.format == "parquet"):
@@ -298,11 +305,11 @@ def _export(
             for chunk in data:
                 write(chunk)
             return CommandResult("", None)
-        size = _write_file(options.out, data)
+        size = write_file(options.out, data)
     return CommandResult(f"{size} bytes in {options.out}", {"bytes": size})
 
 
-def _write_file(path: Path, data: Iterator[bytes]) -> int:
+def write_file(path: Path, data: Iterator[bytes]) -> int:
     """Write the file completely, or not at all. Returns its size in bytes."""
     size = 0
     with atomic_write(path) as part, part.open("wb") as file:
@@ -366,7 +373,8 @@ def _usd(micros: int | None) -> str | None:
     return None if micros is None else f"{Decimal(micros).scaleb(-6):f}"
 
 
-def _time(text: str | None, what: str) -> int | None:
+def parse_time(text: str | None, what: str) -> int | None:
+    """Return milliseconds since the epoch of a UTC day or an instant. Raises CommandError."""
     if text is None:
         return None
     try:

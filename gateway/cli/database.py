@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import sleep
@@ -9,9 +11,21 @@ from time import sleep
 from gateway.app import open_store
 from gateway.cli.result import CommandError
 from gateway.config import Config
+from gateway.ledger.metering import wall_ms
 from tenancy.pricing.budget_watch import REFRESH_S
+from tenancy.storage.audit_log import Actor
 from tenancy.storage.backends import is_server
 from tenancy.storage.interface import Store
+
+
+def command_actor() -> Actor:
+    """Return the operating system's user that runs this command, for the audit log."""
+    user_id = os.getuid()
+    try:
+        name = pwd.getpwuid(user_id).pw_name
+    except KeyError:  # a container may have no entry for its user
+        name = str(user_id)
+    return Actor("command", name, wall_ms())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import argparse
 from msgspec import structs
 
 from gateway.cli.arguments import UsageError
-from gateway.cli.database import open_database
+from gateway.cli.database import command_actor, open_database
 from gateway.cli.result import CommandResult, table_result
 from gateway.config import Config
 from gateway.ledger.metering import wall_ms
@@ -40,11 +40,11 @@ def run(options: argparse.Namespace, config: Config) -> CommandResult:
         raise UsageError("--owner TENANT or --remove is required")
     with open_database(config) as store:
         if options.remove:
-            remove_scope(store, name)
+            remove_scope(store, name, command_actor())
             return CommandResult(f"shared scope {name} removed", {"name": name, "removed": True})
         if name is not None:
             terms = ScopeTerms(name=name, owner=owner, members=tuple(options.members))
-            scope = set_scope(store, wall_ms, terms)
+            scope = set_scope(store, wall_ms, terms, command_actor())
             text = f"shared scope {name} of {owner}: {' '.join(scope.members) or 'no members'}"
             return CommandResult(text, structs.asdict(scope))
         scopes = [structs.asdict(scope) for scope in list_scopes(store)]

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import structs
 
 from gateway.caching.floors import guaranteed_floors
-from gateway.cli.database import open_database
+from gateway.cli.database import command_actor, open_database
 from gateway.cli.result import CommandResult, table_result
 from gateway.config import Config
 from gateway.ledger.metering import wall_ms
@@ -60,7 +60,13 @@ def tenant_create(config: Config, name: str, changes: Mapping[str, object]) -> C
     config.caching.check_classes(settings.classes or ())
     with open_database(config) as store:
         create_tenant(
-            store, wall_ms, name, settings.policy, tier=settings.tier, limits=settings.limits
+            store,
+            wall_ms,
+            name,
+            settings.policy,
+            tier=settings.tier,
+            limits=settings.limits,
+            by=command_actor(),
         )
         text = f"tenant {name} created; give it a key with: trunkline key create --tenant {name}"
         return _tenant_result(store, name, text)
@@ -88,21 +94,21 @@ def tenant_set(config: Config, name: str, changes: Mapping[str, object]) -> Comm
         raise BadName("nothing_to_set", "nothing to change: see `trunkline tenant set --help`")
     config.caching.check_classes(with_changes(TenantSettings(), changes).classes or ())
     with open_database(config) as store:
-        change_tenant(store, name, changes)
+        change_tenant(store, name, changes, by=command_actor())
         return _tenant_result(store, name, f"tenant {name} changed")
 
 
 def tenant_status(config: Config, name: str, status: Status) -> CommandResult:
     """Suspend or resume a tenant."""
     with open_database(config) as store:
-        set_status(store, name, status)
+        set_status(store, name, status, command_actor())
         return _tenant_result(store, name, f"tenant {name} is {status}")
 
 
 def tenant_delete(config: Config, name: str) -> CommandResult:
     """Delete a tenant; its ledger entries stay under a pseudonym."""
     with open_database(config) as store:
-        pseudonym = delete_tenant(store, wall_ms, name)
+        pseudonym = delete_tenant(store, wall_ms, name, command_actor())
     entries = f"; its ledger entries stay, under {pseudonym}" if pseudonym else ""
     fields = {"name": name, "deleted": True, "pseudonym": pseudonym}
     return CommandResult(f"tenant {name} deleted{entries}", fields)
@@ -127,7 +133,10 @@ def key_create(
             raise BadName("bad_scopes", "--admin is not allowed with a workspace or limits")
         named = None if scopes is None else scopes.split(",")
         with open_database(config) as store:
-            key = create_admin_key(store, wall_ms, label=label, lives_ms=lives_ms, scopes=named)
+            by = command_actor()
+            key = create_admin_key(
+                store, wall_ms, label=label, lives_ms=lives_ms, scopes=named, by=by
+            )
             return CommandResult(key, {"key": key, "scopes": list(find_key(store, key).scopes)})
     with open_database(config) as store:
         found, _ = find_tenant(store, tenant)
@@ -140,6 +149,7 @@ def key_create(
             lives_ms=lives_ms,
             scopes=SCOPES if scopes is None else scopes.split(","),
             limits=_limits(Limits(), limits),
+            by=command_actor(),
         )
     return CommandResult(key, {"key": key, "tenant": tenant, "workspace": workspace})
 
@@ -181,6 +191,7 @@ def key_set(
             label=label,
             scopes=None if scopes is None else scopes.split(","),
             limits=_limits(old.limits, limits) if limits else None,
+            by=command_actor(),
         )
     return CommandResult(f"key {key.shown}… changed", _key_row(key))
 
@@ -189,14 +200,14 @@ def key_rotate(config: Config, which: str, grace: str) -> CommandResult:
     """Create a replacement, alone in the text; the old key stays valid for the grace period."""
     grace_ms = 0 if grace == "0" else _milliseconds(grace, "--grace")
     with open_database(config) as store:
-        key, new, old = rotate_key(store, wall_ms, which, grace_ms)
+        key, new, old = rotate_key(store, wall_ms, which, grace_ms, command_actor())
     return CommandResult(key, {"key": key, "new": _key_row(new), "old": _key_row(old)})
 
 
 def key_revoke(config: Config, which: str) -> CommandResult:
     """Disable a key within a second."""
     with open_database(config) as store:
-        key = revoke_key(store, wall_ms, which)
+        key = revoke_key(store, wall_ms, which, command_actor())
     owner = f"of {key.tenant}" if key.tenant else "of an administrator"
     return CommandResult(f"key {key.shown}… {owner} revoked", _key_row(key))
 

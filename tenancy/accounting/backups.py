@@ -26,6 +26,7 @@ from tenancy.ledger.epochs import (
     save_known_point,
 )
 from tenancy.storage.atomic_files import atomic_write, fsync_path
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore, hold_writer_lock, read_marker, retry_while_busy
 from tenancy.types import WallClock
@@ -93,7 +94,7 @@ def restore(
     return Restored(epoch, missing, kept)
 
 
-def mark_restored(store: Store, clock: WallClock) -> LedgerEpoch:
+def mark_restored(store: Store, clock: WallClock, by: Actor | None = None) -> LedgerEpoch:
     """Begin a new ledger epoch, after the database was restored by other means.
 
     Raises StoreError, also if a server uses the file.
@@ -104,6 +105,7 @@ def mark_restored(store: Store, clock: WallClock) -> LedgerEpoch:
         with store.change() as db:
             above = 0 if known is None else known.epoch
             epoch = begin_ledger_epoch(db, clock(), "marked", above=above)
+            record(db, by, "ledger.restore", f"ledger_epoch:{epoch.number}")
         save_known_point(store, clock)
     finally:
         store.release_claim()

@@ -16,6 +16,7 @@ from msgspec import Struct
 from tenancy.accounting.reconcile import reconcile_in
 from tenancy.errors import CloseRefused
 from tenancy.ledger.entries import read_number
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import DAY_MS, WallClock
@@ -51,7 +52,12 @@ class ClosedDay(Struct, frozen=True):
 
 
 def close_days(
-    store: Store, clock: WallClock, through: str | None = None, *, despite_counts: bool = False
+    store: Store,
+    clock: WallClock,
+    through: str | None = None,
+    *,
+    despite_counts: bool = False,
+    by: Actor | None = None,
 ) -> list[ClosedDay]:
     """Close every open day up to `through` (default: yesterday), oldest first. Returns them.
 
@@ -94,7 +100,11 @@ def close_days(
                 _last_closed(db) == closed and _storage_token_seconds(db, period) == storage
             )
             if is_unchanged and not _has_newer(db, last_ids, period):
-                return [_close(db, row, now_ms) for row in rows]
+                days = [_close(db, row, now_ms) for row in rows]
+                for day in days:
+                    digest = {"digest": day.digest, "despite_counts": despite_counts}
+                    record(db, by, "ledger.close", f"day:{day.day}", after=digest)
+                return days
     raise CloseRefused("days_change", "Entries of these days still arrive; try again.")
 
 

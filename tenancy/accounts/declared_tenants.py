@@ -34,12 +34,14 @@ from tenancy.accounts.tenants import (
     TenantRecord,
     check_new_name,
     check_settings,
+    find_tenant_in,
     insert_tenant,
     list_tenant_records,
     write_settings,
 )
 from tenancy.errors import BadName
 from tenancy.ledger.idempotency import forget
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Store, Transaction
 from tenancy.types import Tenant, TenantSettings, WallClock
 
@@ -91,6 +93,7 @@ def reconcile(
     clock: WallClock,
     declared: Sequence[DeclaredTenant] | None,
     scopes: Sequence[ScopeTerms] | None = None,
+    by: Actor | None = None,
 ) -> list[TenantChange | KeyChange | ScopeChange]:
     """Reconcile the database with the declarations, all or nothing. Returns the changes.
 
@@ -116,7 +119,29 @@ def reconcile(
             changes += reconcile_keys(db, clock, keys)
         if scopes is not None:
             changes += reconcile_scopes(db, clock, scopes)
+        for change in changes:
+            _record(db, by, change)
     return changes
+
+
+def _record(
+    db: Transaction, by: Actor | None, change: TenantChange | KeyChange | ScopeChange
+) -> None:
+    """Record a change by its file's word; the file has the values."""
+    what = {"what": change.what}
+    if isinstance(change, ScopeChange):
+        sql = "select scope_id, owner_id from shared_scopes where name = ?"
+        rows = db.rows(sql, (change.scope,))
+        scope_id, owner_id = rows[0] if rows else ("removed", None)
+        target = f"shared_scope:{scope_id}"
+        record(db, by, "shared_scope.declare", target, tenant_id=owner_id, after=what)
+        return
+    tenant_id = find_tenant_in(db, change.tenant).tenant.tenant_id
+    if isinstance(change, KeyChange):
+        target = f"key:{change.key_id}"
+        record(db, by, "key.declare", target, tenant_id=tenant_id, after=what)
+    else:
+        record(db, by, "tenant.declare", f"tenant:{tenant_id}", tenant_id=tenant_id, after=what)
 
 
 def _reconcile_tenants(

@@ -19,17 +19,18 @@ from tenancy.accounts.tenants import (
 from tenancy.errors import BadName, ConstraintBroken
 from tenancy.ledger import idempotency
 from tenancy.pseudonyms import PSEUDONYM_PREFIX, check_not_deleted, is_pseudonym
+from tenancy.storage.audit_log import Actor, forget_values, record
 from tenancy.storage.interface import Store, Transaction
 from tenancy.types import TenantSettings, WallClock
 
 
-def delete_tenant(store: Store, clock: WallClock, name: str) -> str | None:
+def delete_tenant(store: Store, clock: WallClock, name: str, by: Actor | None = None) -> str | None:
     """Delete a tenant with its keys, limits, budgets, memberships, cached contents and stored
     responses.
 
     Returns the pseudonym under which its ledger rows stay, or None if it has none; then its number
     is deleted too. Raises BadName while the tenant owns a shared scope, is declared, or has running
-    requests.
+    requests. `by`: for the audit log, which keeps who changed the tenant and no value.
     """
     try:
         with store.change() as db:
@@ -37,10 +38,19 @@ def delete_tenant(store: Store, clock: WallClock, name: str) -> str | None:
             idempotency.forget(db, tenant_id)
             for table in ("scope_members", "keys", "named_sums", "written_prefixes", "tenants"):
                 db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
+            _record(db, by, tenant_id)
         return None
     except ConstraintBroken:  # ledger rows refer to the tenant
         with store.change() as db:
-            return _pseudonymise(db, _find_deletable(db, name), clock())
+            found = _find_deletable(db, name)
+            pseudonym = _pseudonymise(db, found, clock())
+            _record(db, by, found.tenant.tenant_id)
+            return pseudonym
+
+
+def _record(db: Transaction, by: Actor | None, tenant_id: int) -> None:
+    forget_values(db, tenant_id)
+    record(db, by, "tenant.delete", f"tenant:{tenant_id}", tenant_id=tenant_id)
 
 
 def filter_deleted(store: Store, tenant_ids: set[int]) -> set[int]:

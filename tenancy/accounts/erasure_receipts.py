@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from msgspec import Struct, structs
 
 from tenancy.errors import BadName
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Store
 
 RECEIPTS_MAX = 1_000
@@ -50,9 +51,10 @@ def digest_namespaces(namespaces: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def write_receipt(store: Store, receipt: ErasureReceipt) -> None:
+def write_receipt(store: Store, receipt: ErasureReceipt, by: Actor | None = None) -> None:
     """Store a receipt; it is durable when this returns. Drops the tenant's oldest ones beyond
-    `RECEIPTS_MAX`. O(RECEIPTS_MAX) steps of an index. Raises StoreError."""
+    `RECEIPTS_MAX`. `by`: the administrator that asked, for the audit log. O(RECEIPTS_MAX) steps of
+    an index. Raises StoreError."""
     values = structs.astuple(receipt)
     beyond = receipt.tenant_id, _DROPPED_AT_ONCE, RECEIPTS_MAX
     with store.change() as db:
@@ -61,6 +63,16 @@ def write_receipt(store: Store, receipt: ErasureReceipt) -> None:
             "delete from erasures where receipt_id in (select receipt_id from erasures"
             " where tenant_id = ? order by at_ms desc, receipt_id desc limit ? offset ?)",
             beyond,
+        )
+        target, erased = f"tenant:{receipt.tenant_id}", {"receipt_id": receipt.receipt_id}
+        what = {"what": receipt.what.split()[0], "blocks": receipt.blocks}
+        record(
+            db,
+            by,
+            "cache.erase",
+            target,
+            tenant_id=receipt.tenant_id,
+            after={**erased, **what},
         )
 
 

@@ -17,11 +17,12 @@ import string
 from collections.abc import Iterable
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tenancy.errors import BadName
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import check_not_deleted
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Row, Store, Transaction, Value
 from tenancy.types import Limits, WallClock
 
@@ -96,8 +97,9 @@ def create_key(
     lives_ms: int | None = None,
     scopes: Iterable[str] = SCOPES,
     limits: Limits = _FREE,
+    by: Actor | None = None,
 ) -> str:
-    """Create a tenant's key and return it; it cannot be shown again.
+    """Create a tenant's key and return it; it cannot be shown again. `by`: for the audit log.
 
     Raises BadName if the workspace, label, life, scopes or limits are invalid, or the tenant is
     unknown or deleted.
@@ -112,7 +114,8 @@ def create_key(
         if not names:
             raise BadName("tenant_unknown", f"unknown tenant id: {tenant_id}")
         check_not_deleted(names[0][0])
-        _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
+        key_id = _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
+        _record(db, by, "key.create", key_id)
     return key
 
 
@@ -123,19 +126,23 @@ def create_admin_key(
     label: str = "",
     lives_ms: int | None = None,
     scopes: Iterable[str] | None = None,
+    by: Actor | None = None,
 ) -> str:
     """Create an administrator's key and return it, once. `scopes`: some of `ADMIN_SCOPES`; None for
-    all. Raises BadName as `create_key`."""
+    all. `by`: for the audit log. Raises BadName as `create_key`."""
     expires_ms = _expiry(clock, label, lives_ms)
     text = encode_admin_scopes(scopes)
     key = _new_key()
     with store.change() as db:
         key_id = _insert(db, key, None, ("", label, clock(), expires_ms, ADMIN, _FREE))
         db.execute("update keys set admin_scopes = ? where key_id = ?", (text, key_id))
+        _record(db, by, "key.create", key_id)
     return key
 
 
-def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tuple[str, Key, Key]:
+def rotate_key(
+    store: Store, clock: WallClock, which: str, grace_ms: int, by: Actor | None = None
+) -> tuple[str, Key, Key]:
     """Rotate a key. Returns the new key, its record, and the record of the old one.
 
     The new key has the same tenant, workspace, label, scopes and limits, and a life as long as the
@@ -165,6 +172,8 @@ def rotate_key(store: Store, clock: WallClock, which: str, grace_ms: int) -> tup
             "update keys set expires_ms = ?, replaced_by = ?, is_declared = 0 where key_id = ?",
             (ends_ms, new_id, old.key_id),
         )
+        _record(db, by, "key.rotate", old.key_id, old)
+        _record(db, by, "key.create", new_id)
         # Caches of budgets reload: the old key's budget now also applies to the new key.
         db.execute("update money_version set version = version + 1")
     return key, find_key(store, str(new_id)), find_key(store, str(old.key_id))
@@ -177,6 +186,7 @@ def change_key(
     label: str | None = None,
     scopes: Iterable[str] | None = None,
     limits: Limits | None = None,
+    by: Actor | None = None,
 ) -> Key:
     """Change the given fields of a key, from the next request. Raises BadName."""
     with store.change() as db:
@@ -202,6 +212,7 @@ def change_key(
                 old.key_id,
             ),
         )
+        _record(db, by, "key.change", old.key_id, old)
     return find_key(store, str(old.key_id))
 
 
@@ -223,7 +234,7 @@ def find_key(store: Store, which: str) -> Key:
     return _single(store.query(*_lookup(which)))
 
 
-def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
+def revoke_key(store: Store, clock: WallClock, which: str, by: Actor | None = None) -> Key:
     """Revoke a key by its id or its shown beginning. A second call changes nothing.
 
     Raises BadName if that is not exactly one key, or the key is declared.
@@ -235,6 +246,7 @@ def revoke_key(store: Store, clock: WallClock, which: str) -> Key:
             " where key_id = ? and revoked_ms is null",
             (clock(), key.key_id),
         )
+        _record(db, by, "key.revoke", key.key_id, key)
     return find_key(store, str(key.key_id))
 
 
@@ -333,6 +345,32 @@ _KEYS = (
 
 def _key_of(row: Row) -> Key:
     return Key(*(*row[:8], tuple(row[8].split()), decode_limits(row[9]), row[10], bool(row[11])))
+
+
+def _record(
+    db: Transaction, by: Actor | None, action: str, key_id: int, before: Key | None = None
+) -> None:
+    """Record a change of a key, without its secret and its beginning."""
+    if by is None:
+        return
+    which = (key_id,)
+    tenant_id = db.rows("select tenant_id from keys where key_id = ?", which)[0][0]
+    after = _single(db.rows(f"{_KEYS} where key_id = ?", which))
+    was = None if before is None else _audited(before)
+    record(
+        db,
+        by,
+        action,
+        f"key:{key_id}",
+        tenant_id=tenant_id,
+        before=was,
+        after=_audited(after),
+    )
+
+
+def _audited(key: Key) -> dict[str, object]:
+    left_out = ("key_id", "tenant", "shown", "created_ms", "is_declared")
+    return {name: one for name, one in structs.asdict(key).items() if name not in left_out}
 
 
 def _lookup(which: str) -> tuple[str, tuple[Value]]:

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from tenancy.accounts.keys import check_name
 from tenancy.errors import BadName
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import WallClock
 
@@ -96,7 +97,9 @@ def memberships(store: Store, tenant_id: int | None = None) -> dict[int, dict[st
 # --- changes -------------------------------------------------------------------------------------
 
 
-def set_scope(store: Store, clock: WallClock, terms: ScopeTerms) -> ScopeRecord:
+def set_scope(
+    store: Store, clock: WallClock, terms: ScopeTerms, by: Actor | None = None
+) -> ScopeRecord:
     """Create a shared scope or replace its members, from the next request.
 
     With another owner it becomes a new scope, which begins empty. Raises BadName, with nothing
@@ -110,10 +113,11 @@ def set_scope(store: Store, clock: WallClock, terms: ScopeTerms) -> ScopeRecord:
             raise BadName("too_many_scopes", f"too many shared scopes: limit {SCOPES_MAX}")
         _check_not_declared(old)
         _write_scope(db, clock, terms, old, is_declared=False)
+        _record(db, by, "shared_scope.set", old, terms.name)
     return find_scope(store, terms.name)
 
 
-def remove_scope(store: Store, name: str) -> None:
+def remove_scope(store: Store, name: str, by: Actor | None = None) -> None:
     """Remove a shared scope, from the next request; each member goes back to its own cache. Raises
     BadName."""
     with store.change() as db:
@@ -121,6 +125,7 @@ def remove_scope(store: Store, name: str) -> None:
         if old is None:
             raise _unknown_scope(name)
         _check_not_declared(old)
+        _record(db, by, "shared_scope.remove", old, "")
         _delete_scope(db, old)
 
 
@@ -255,6 +260,31 @@ def _write_scope(
             "insert into scope_members (tenant_id, workspace, scope_id) values (?, ?, ?)",
             (ids[tenant], workspace, scope_id),
         )
+
+
+def _record(
+    db: Transaction, by: Actor | None, action: str, old: ScopeRecord | None, name: str
+) -> None:
+    """Record a change of a scope; `name`: of the scope as it is now, or "" for none."""
+    if by is None:
+        return
+    now = next((scope for scope in _scopes_in(db) if scope.name == name), None)
+    one = now or old
+    assert one is not None, "a scope was or is there"
+    before, after = (None if scope is None else _audited(db, scope) for scope in (old, now))
+    target = f"shared_scope:{one.scope_id}"
+    record(db, by, action, target, tenant_id=one.owner_id, before=before, after=after)
+
+
+def _audited(db: Transaction, scope: ScopeRecord) -> dict[str, object]:
+    """Return a scope with its tenants by number."""
+    members = [_split_member(member) for member in scope.members]
+    ids = _tenant_ids(db, [tenant for tenant, _ in members])
+    named = [
+        f"{ids[tenant]}/{workspace}" if workspace else str(ids[tenant])
+        for tenant, workspace in members
+    ]
+    return {"scope_id": scope.scope_id, "owner_id": scope.owner_id, "members": named}
 
 
 def _delete_scope(db: Transaction, old: ScopeRecord) -> None:

@@ -22,6 +22,7 @@ from tenancy.errors import BadName
 from tenancy.ledger import idempotency
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import PSEUDONYM_PREFIX, check_not_deleted, is_pseudonym
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import (
     CachePolicy,
@@ -137,8 +138,9 @@ def create_tenant(
     tier: str = "standard",
     limits: Limits | None = None,
     check: TenantCheck | None = None,
+    by: Actor | None = None,
 ) -> Tenant:
-    """Create a tenant.
+    """Create a tenant. `by`: for the audit log.
 
     Raises BadName if the name is invalid or taken or a setting is invalid, and whatever `check`
     raises.
@@ -149,7 +151,9 @@ def create_tenant(
     with store.change() as db:
         if check is not None:
             check(_tenants_with_floors(db))
-        insert_tenant(db, made)
+        tenant_id = insert_tenant(db, made)
+        values = made.settings
+        record(db, by, "tenant.create", f"tenant:{tenant_id}", tenant_id=tenant_id, after=values)
     return find_tenant(store, name)[0]
 
 
@@ -160,12 +164,13 @@ def change_tenant(
     status: Status | None = None,
     *,
     check: TenantCheck | None = None,
+    by: Actor | None = None,
 ) -> TenantRecord:
     """Change the named fields of `TenantSettings`, and the status, from the next request.
 
     Fields that are not named keep their values, also under concurrent changes. A new status applies
-    to the tenant's keys within a second. Suspension deletes the tenant's stored responses. Raises
-    BadName, and whatever `check` raises, with nothing changed.
+    to the tenant's keys within a second. Suspension deletes the tenant's stored responses. `by`:
+    for the audit log. Raises BadName, and whatever `check` raises, with nothing changed.
     """
     with store.change() as db:
         found = find_tenant_in(db, name)
@@ -184,6 +189,9 @@ def change_tenant(
             db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant_id))
         if status == "suspended":
             idempotency.forget(db, tenant_id)
+        before, after = map(_audited, (found, find_tenant_in(db, name)))
+        target = f"tenant:{tenant_id}"
+        record(db, by, "tenant.change", target, tenant_id=tenant_id, before=before, after=after)
     return find_tenant_record(store, name)
 
 
@@ -191,9 +199,13 @@ def _tenants_with_floors(db: Transaction) -> list[TenantRecord]:
     return [_record_of(row) for row in db.rows(f"{_TENANTS} where floor_blocks > 0")]
 
 
-def set_status(store: Store, name: str, status: Status) -> None:
+def _audited(one: TenantRecord) -> dict[str, object]:
+    return {**structs.asdict(one.settings), "status": one.tenant.status}
+
+
+def set_status(store: Store, name: str, status: Status, by: Actor | None = None) -> None:
     """Set the tenant's status; see `change_tenant`."""
-    change_tenant(store, name, {}, status)
+    change_tenant(store, name, {}, status, by=by)
 
 
 def bootstrap(store: Store, clock: WallClock) -> str | None:
@@ -219,8 +231,8 @@ def with_changes(settings: TenantSettings, changes: Mapping[str, object]) -> Ten
         raise BadName("bad_setting", str(error).replace("`$.", "`")) from error
 
 
-def insert_tenant(db: Transaction, made: TenantRecord) -> None:
-    """Insert a tenant within the caller's transaction. Raises BadName."""
+def insert_tenant(db: Transaction, made: TenantRecord) -> int:
+    """Insert a tenant within the caller's transaction; return its id. Raises BadName."""
     tenant = made.tenant
     check_new_name(tenant.name)
     check_settings(made.settings)
@@ -232,6 +244,7 @@ def insert_tenant(db: Transaction, made: TenantRecord) -> None:
         (tenant.name, tenant.status, tenant.created_ms, tenant.is_declared),
     )
     write_settings(db, found[0][0], made.settings)
+    return int(found[0][0])
 
 
 def check_new_name(name: str) -> None:

@@ -23,6 +23,7 @@ from tenancy.pricing.charges import (
     format_dollars,
 )
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Store, Transaction, Value
 from tenancy.types import DAY_MS, UsageEntry, WallClock
 
@@ -44,7 +45,7 @@ class Adjustment(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
 
 
-def adjust(store: Store, clock: WallClock, adjustment: Adjustment) -> bool:
+def adjust(store: Store, clock: WallClock, adjustment: Adjustment, by: Actor | None = None) -> bool:
     """Book an adjustment on the first open day. Returns False if the same one was booked before.
 
     Raises BadPrice with nothing written: the id was used for another adjustment, the entry does not
@@ -52,7 +53,14 @@ def adjust(store: Store, clock: WallClock, adjustment: Adjustment) -> bool:
     """
     _check(adjustment)
     with store.change() as db:
-        return book(db, clock(), adjustment)
+        is_new = book(db, clock(), adjustment)
+        if is_new:
+            which = (adjustment.request_id,)
+            sql = "select tenant_id from ledger where request_id = ?"
+            tenant_id = int(db.rows(sql, which)[0][0])
+            target = f"request:{adjustment.request_id}"
+            record(db, by, "ledger.adjust", target, tenant_id=tenant_id, after=adjustment)
+        return is_new
 
 
 def book(db: Transaction, now_ms: int, adjustment: Adjustment) -> bool:

@@ -20,6 +20,7 @@ from msgspec import Struct
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.pricing.charges import LATEST_MS, PICO_PER_MICRO
 from tenancy.pseudonyms import check_not_deleted
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Store, Transaction, pad_to_power_of_two, placeholders
 from tenancy.types import DAY_MS, WallClock
@@ -78,7 +79,7 @@ def _window_of_day(window: Window, number: int) -> tuple[int, int]:
     return int(first.timestamp()) * 1000, int(after.timestamp()) * 1000
 
 
-def set_budget(store: Store, budget: Budget) -> None:
+def set_budget(store: Store, budget: Budget, by: Actor | None = None) -> None:
     """Set, change or remove a budget. Spending earlier in the window counts.
 
     A budget without limits is removed. Raises BadPrice for invalid amounts or an unknown owner, and
@@ -99,6 +100,8 @@ def set_budget(store: Store, budget: Budget) -> None:
     who = (budget.tenant_id, budget.key_id, budget.window)
     with store.change() as db:
         _check_owner(db, budget)
+        own = 'where (tenant_id, key_id, "window") = (?, ?, ?)'
+        old = db.rows(f"select hard_micros, soft_micros from budgets {own}", who)
         for key_id in _line_key_ids(db, budget):
             # A removed budget may be set again, so its windows are summed anew.
             one = (budget.tenant_id, key_id, budget.window)
@@ -106,6 +109,17 @@ def set_budget(store: Store, budget: Budget) -> None:
             db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', one)
         if hard is not None or soft is not None:
             db.execute("insert into budgets values (?, ?, ?, ?, ?)", (*who, hard, soft))
+        names = ("hard_micros", "soft_micros")
+        target = f"budget:{budget.tenant_id}/{budget.key_id}/{budget.window}"
+        record(
+            db,
+            by,
+            "budget.set",
+            target,
+            tenant_id=budget.tenant_id,
+            before=dict(zip(names, old[0] if old else (None, None), strict=True)),
+            after=dict(zip(names, (hard, soft), strict=True)),
+        )
 
 
 def load_budgets(db: Transaction) -> Budgets:

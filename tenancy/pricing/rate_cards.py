@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 
 from tenancy.errors import BadPrice
 from tenancy.pricing.charges import ANY, FREE_CARD, BreachCredit, RateCard, check_card
+from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Row, Store
 from tenancy.types import WallClock, format_utc
 
@@ -67,7 +68,7 @@ def load_cards(store: Store) -> list[RateCard]:
     return [read_card(row) for row in store.query(f"{SELECT_CARDS} order by name, version")]
 
 
-def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
+def add_card(store: Store, clock: WallClock, card: RateCard, by: Actor | None = None) -> RateCard:
     """Add a card as the next version of its name. Returns it with its version.
 
     `valid_from_ms` 0 means now. A version never reaches into the past, so past charges stay. Raises
@@ -110,6 +111,7 @@ def add_card(store: Store, clock: WallClock, card: RateCard) -> RateCard:
                 now_ms,
             ),
         )
+        record(db, by, "rate_card.add", f"rate_card:{card.rate_card_id}", after=card)
     return card
 
 

@@ -47,11 +47,8 @@ def late(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
     signs = random.Random(3).choices("abcdefgh ", k=300)
     gateway.say('{"a": "' + WANTED + '", "b": "' + "".join(signs) + '"}')
     form = {"name": "n", "schema": LATE, "strict": True}
-    body: dict[str, Any] = {
-        "max_tokens": 400,
-        "response_format": {"type": "json_schema", "json_schema": form},
-    }
-    return gateway.chat(**body, **more)
+    wanted = {"type": "json_schema", "json_schema": form}
+    return gateway.chat(max_tokens=400, response_format=wanted, **more)
 
 
 async def test_schema_that_fails_behind_the_text_is_charged(gateway: GatewayFixture) -> None:

@@ -16,6 +16,7 @@ from gateway.caching import promise_books
 from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.deletion import delete_tenant
+from tenancy.accounts.written_prefixes import take_over
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Row, Store
@@ -157,8 +158,9 @@ async def test_expired_promise_is_not_taken_over(
         await ask(first, "5m")
     assert await rows(store) == 1
     later = wall_ms() + 301_000
-    real = promise_books.take_over
-    monkeypatch.setattr(promise_books, "take_over", lambda store, name, _: real(store, name, later))
+    monkeypatch.setattr(
+        promise_books, "take_over", lambda store, name, _: take_over(store, name, later)
+    )
     async with deploys.gateway() as second:
         left = await rows(store)
         after = await ask(second, "5m")

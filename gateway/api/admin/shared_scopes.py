@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct, structs
 
+from gateway.api.admin.audit import actor_of
 from gateway.context import Context
 from gateway.http import json_api
 from gateway.http.middleware import Route
@@ -51,13 +52,15 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     async def put(request: web.BaseRequest) -> web.StreamResponse:
         body = await json_api.read(request, gateway.config.server, ScopeBody)
         terms = ScopeTerms(name=request[STATE].parameters["name"], **structs.asdict(body))
-        scope = await asyncio.to_thread(set_scope, gateway.store, gateway.wall, terms)
+        by = actor_of(gateway, request)
+        scope = await asyncio.to_thread(set_scope, gateway.store, gateway.wall, terms, by)
         note(request, "scope_set", scope)
         return json_api.answer(scope_body(scope))
 
     async def remove(request: web.BaseRequest) -> web.StreamResponse:
         scope = await find(request)
-        await asyncio.to_thread(remove_scope, gateway.store, scope.name)
+        by = actor_of(gateway, request)
+        await asyncio.to_thread(remove_scope, gateway.store, scope.name, by)
         note(request, "scope_removed", scope)
         return json_api.answer({"name": scope.name, "removed": True})
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from engine.errors import EngineError
+from gateway.api.admin.audit import actor_of
 from gateway.background.config_reload import reload
 from gateway.background.erasure import erase_removed
 from gateway.caching.floors import check_floor, guaranteed_blocks
@@ -136,6 +137,7 @@ class _TenantHandlers:
             tier=body.tier,
             limits=body.limits,
             check=self._floor_check(body.name, body),
+            by=actor_of(self._gateway, request),
         )
         made = await self._tenant(body.name)
         self._note(request, "tenant_created", made.tenant.tenant_id)
@@ -156,7 +158,8 @@ class _TenantHandlers:
         self._gateway.config.caching.check_classes(settings.classes or ())
         tenants.check_settings(settings)
         check = self._floor_check(name, settings)
-        change = partial(tenants.change_tenant, self._store, name, body, status, check=check)
+        by = actor_of(self._gateway, request)
+        change = partial(tenants.change_tenant, self._store, name, body, status, check=check, by=by)
         found = await asyncio.to_thread(change)
         self._note(request, "tenant_changed", found.tenant.tenant_id)
         return json_api.answer(self._body(found))
@@ -164,7 +167,9 @@ class _TenantHandlers:
     async def delete_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         found = await self._tenant(request[STATE].parameters["name"])
         gateway, name = self._gateway, found.tenant.name
-        pseudonym = await asyncio.to_thread(delete_tenant, self._store, gateway.wall, name)
+        pseudonym = await asyncio.to_thread(
+            delete_tenant, self._store, gateway.wall, name, actor_of(gateway, request)
+        )
         self._note(request, "tenant_deleted", found.tenant.tenant_id)
         with suppress(EngineError):  # the minutely task tries again
             await erase_removed(gateway)
@@ -204,6 +209,7 @@ class _TenantHandlers:
             lives_ms=_milliseconds(body.expires_in_s),
             scopes=body.scopes,
             limits=body.limits,
+            by=actor_of(self._gateway, request),
         )
         return await self._made(request, secret)
 
@@ -220,6 +226,7 @@ class _TenantHandlers:
             label=body.label,
             lives_ms=_milliseconds(body.expires_in_s),
             scopes=body.scopes,
+            by=actor_of(self._gateway, request),
         )
         return await self._made(request, secret)
 
@@ -234,7 +241,8 @@ class _TenantHandlers:
         key_id = str((await self._changeable_key(request)).key_id)
         if body.scopes is not UNSET:
             _check_holds(request, body.scopes)
-        key = await asyncio.to_thread(keys.change_key, self._store, key_id, **changes)
+        by = actor_of(self._gateway, request)
+        key = await asyncio.to_thread(keys.change_key, self._store, key_id, **changes, by=by)
         self._note(request, "key_changed", None, key.key_id)
         return json_api.answer(key_body(key))
 
@@ -243,21 +251,27 @@ class _TenantHandlers:
         key_id = str((await self._changeable_key(request)).key_id)
         grace_ms = body.grace_s * 1000
         secret, new, old = await asyncio.to_thread(
-            keys.rotate_key, self._store, self._gateway.wall, key_id, grace_ms
+            keys.rotate_key,
+            self._store,
+            self._gateway.wall,
+            key_id,
+            grace_ms,
+            actor_of(self._gateway, request),
         )
         self._note(request, "key_rotated", None, new.key_id)
         return json_api.answer({"key": secret, **key_body(new), "replaces": key_body(old)}, 201)
 
     async def revoke_key(self, request: web.BaseRequest) -> web.StreamResponse:
         key_id = str((await self._changeable_key(request)).key_id)
-        key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, key_id)
+        by = actor_of(self._gateway, request)
+        key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, key_id, by)
         self._note(request, "key_revoked", None, key.key_id)
         return json_api.answer(key_body(key))
 
     # -- the configuration file ---------------------------------------------------------------
 
     async def reload(self, request: web.BaseRequest) -> web.StreamResponse:
-        return json_api.answer(await reload(self._gateway))
+        return json_api.answer(await reload(self._gateway, actor_of(self._gateway, request)))
 
     # -- shared --------------------------------------------------------------------------------
 

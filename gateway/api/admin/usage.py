@@ -13,6 +13,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.api import usage_report
+from gateway.api.admin.audit import actor_of
 from gateway.background import erasure
 from gateway.caching.namespaces import namespaces_of
 from gateway.context import Context
@@ -60,8 +61,9 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         by = request[STATE].admin_key_id
         assert by is not None, "this route requires an administrator's key"
         owner, target = await _target(gateway, body, by)
+        actor = actor_of(gateway, request)
         return json_api.answer(
-            {**owner, **erasure.receipt_body(await erasure.erase(gateway, target))}
+            {**owner, **erasure.receipt_body(await erasure.erase(gateway, target, actor))}
         )
 
     async def erasures(request: web.BaseRequest) -> web.StreamResponse:

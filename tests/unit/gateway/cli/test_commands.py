@@ -30,8 +30,8 @@ COMMANDS = [
     "serve", "pull", "check-config", "doctor", "version", "bench", "replay", "usage",
     "tenant", "tenant create", "tenant list", "tenant set", "tenant suspend", "tenant resume",
     "prices", "budget", "adjust", "close", "check-books", "reconcile", "export",
-    "shared-scope", "tenant delete", "key", "key create", "key list", "key set", "key rotate",
-    "key revoke",
+    "shared-scope", "audit", "tenant delete", "key", "key create", "key list", "key set",
+    "key rotate", "key revoke",
 ]  # fmt: skip
 
 
@@ -469,3 +469,24 @@ def test_closed_pipe_is_not_an_error(data: Path) -> None:
         os.close(writer)
 
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_audit_lists_and_exports_changes(run: Run, tmp_path: Path) -> None:
+    """By the user that ran each command; an export has all of them."""
+    data_of(run, "tenant", "create", "ada")
+    data_of(run, "tenant", "set", "ada", "--weight", "2.5")
+    key = data_of(run, "key", "create", "--tenant", "ada", "--label", "laptop")["key"]
+    listed = data_of(run, "audit", "--tenant", "ada")
+    one = data_of(run, "audit", "--action", "tenant.change", "--limit", "1")
+    status, table, _ = run("audit")
+    lines, sheet = tmp_path / "log.jsonl", tmp_path / "log.csv"
+    data_of(run, "audit", "--out", str(lines), "--format", "jsonl")
+    data_of(run, "audit", "--out", str(sheet), "--action", "key")
+
+    assert [row["action"] for row in listed] == ["key.create", "tenant.change", "tenant.create"]
+    assert {row["actor"] for row in listed} == {"command"}
+    assert (one[0]["before"], one[0]["after"]) == ({"weight": 1.0}, {"weight": 2.5})
+    assert (status, "laptop" in table, key in table) == (0, True, False)
+    assert [json.loads(line) for line in lines.read_text().splitlines()] == listed
+    assert len(sheet.read_text().splitlines()) == 2
+    assert "unknown action" in error_line(run, "audit", "--action", "nothing", status=2)

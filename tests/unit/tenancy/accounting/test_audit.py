@@ -175,8 +175,8 @@ def test_failures_of_the_first_rule_stay_free(
         ledger.close()
         rows = [row["charge_pico"] for row in entry_rows(store, None, 0, None)]
         events = [json.loads(one)["data"] for one in cloud_events(store, None, 0, None, "s")]
-        costs = [Decimal(str(row["BilledCost"])) for row in cost_rows(store, None, 0, None, "a")]
-        billed = sum(costs, Decimal())
+        costs = cost_rows(store, None, 0, None, "a")
+        billed = sum((Decimal(str(row["BilledCost"])) for row in costs), Decimal())
 
         assert check_books(store) == []
         assert [int(str(pico)) > 0 for pico in rows] == [False, True]
