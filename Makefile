@@ -69,6 +69,7 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m pytest $(GPU_TESTS)
 	$(BIN)/python -m tests.bench.gpu_kernels
 	$(BIN)/python -m tests.bench.gpu_workloads
+	$(BIN)/python -m tests.bench.gpu_mixed --only check,start,steps,traffic,cold
 	$(BIN)/python -m tests.bench.gpu_http
 
 fmt: setup

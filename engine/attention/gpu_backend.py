@@ -20,7 +20,7 @@ from engine.model_store import ModelConfig
 from engine.plan import Group
 from kernels.gpu.fused_ops import rope_kv_write
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
-from kernels.gpu.work_list import BIG, SMALL, WIDE, HostPlan, Slices, WorkPlanner
+from kernels.gpu.work_list import CLASSES, HostPlan, Slices, WorkPlanner
 
 Int32 = npt.NDArray[np.int32]
 
@@ -29,6 +29,9 @@ REPLAN_EVERY = 64
 
 PART_ROWS = 65_536
 """Rows times parts that the scratch memory holds."""
+
+TILES_MAX = 65_536
+"""Tiles of a plan, all classes together."""
 
 TABLE_PADDING = 8
 """Block ids that the kernels may read behind a table's end; each is a valid block."""
@@ -71,7 +74,7 @@ class GpuAttention:
             chunk_keys=chunk_keys,
             part_rows=rows,
         )
-        self.work = WorkList((WIDE, BIG, SMALL), multiprocessors, tokens_max, 16_384, device)
+        self.work = WorkList(CLASSES, multiprocessors, tokens_max, TILES_MAX, device)
         self.parts = PartialOutputs(1, rows, spec.heads, spec.head_dim, device)
         self.part_rows = rows
         self.scratch = self.parts
@@ -86,31 +89,41 @@ class GpuAttention:
         starts: Int32,
         seats: Int32,
         groups: tuple[Group, ...],
+        padded_rows: int,
     ) -> HostPlan:
         """Put the step's work list on the GPU and return it.
 
         `members`: the sequence ids of the batch. `rows`, `starts`, `seats`: per sequence, query
-        tokens, first position and seat. While a decoding batch and its groups stay the same, the
-        last work list is returned again. O(rows + units) otherwise.
+        tokens, first position and seat. `padded_rows`: rows of the launch. While a decoding batch
+        and its groups stay the same, the last work list is returned again. O(rows + tiles)
+        otherwise.
         """
         is_decoding = bool((rows == 1).all())
-        key = (members, groups) if is_decoding else None
+        key = (members, groups, padded_rows) if is_decoding else None
         self._age += 1
         if key is not None and key == self._key and self._age < REPLAN_EVERY and self.plan:
             return self.plan
         flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in groups]
         slices = Slices(rows, starts, (seats * self.stride).astype(np.int32))
-        self.plan = self.planner.plan(slices, np.array(flat, np.int32).reshape(-1, 4))
-        total = int(rows.sum())
+        self.plan = self.planner.plan(slices, np.array(flat, np.int32).reshape(-1, 4), padded_rows)
         self.scratch = self.parts
-        if self.plan.parts_max > 1 and self.plan.parts_max * total > self.part_rows:
+        if self.plan.parts_max > 1 and self.plan.parts_max * padded_rows > self.part_rows:
             assert self.planner.chunk_keys, "spans are cut to fit the scratch; only chunks are not"
             self.scratch = PartialOutputs(
-                self.plan.parts_max, total, self.spec.heads, self.spec.head_dim, self.kv.device
+                self.plan.parts_max,
+                padded_rows,
+                self.spec.heads,
+                self.spec.head_dim,
+                self.kv.device,
             )
         self.work.load(self.plan)
         self._key, self._age = key, 0
         return self.plan
+
+    @property
+    def fits_scratch(self) -> bool:
+        """Whether the step uses the scratch memory whose addresses graphs have recorded."""
+        return self.scratch is self.parts
 
     def update_tables(self, indices: torch.Tensor, blocks: torch.Tensor) -> None:
         """Write block ids into the flat tables, at `indices` (seat * stride + table entry)."""
@@ -138,6 +151,6 @@ class GpuAttention:
         out = torch.empty_like(q)
         tree_attention(
             q, self.kv, layer, self.work, self.tables, lengths, out, self.scratch,
-            classes=classes, causal=causal, dependent=not causal, merge=merge,
+            classes=classes, causal=causal, dependent=True, merge=merge,
         )  # fmt: skip
         return out.view(tokens, self.spec.query_width)

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, each captured once and replayed from then on.
+"""CUDA graphs of steps, each captured once and replayed from then on.
 
 It knows no row and no model: it captures any call whose inputs and result stay at fixed GPU
 addresses. Only `engine.runner.gpu_runner` calls it.
@@ -7,27 +7,31 @@ addresses. Only `engine.runner.gpu_runner` calls it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-GraphKey = tuple[int, tuple[int, ...], bool]
-"""Batch bucket, tile classes, and whether parts are merged."""
-
 
 class CudaGraphs:
-    """Captured graphs by key, in one memory pool."""
+    """Captured graphs by key, in one memory pool.
+
+    Graphs use the same memory, their results too, so a result is valid until the next replay.
+    Capture the graph that needs the most memory first: the others then fit into its memory.
+    """
 
     def __init__(self) -> None:
-        self._captured: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None
 
-    def __contains__(self, key: GraphKey) -> bool:
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
 
-    def capture(self, key: GraphKey, compute: Callable[[], torch.Tensor]) -> None:
+    def capture(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> None:
         """Run `compute` once, so that its kernels are compiled, and capture it.
 
         Waits for the GPU. Raises what `compute` or the capture raises; then no graph is kept.
@@ -41,13 +45,30 @@ class CudaGraphs:
         with gc_paused(), torch.cuda.graph(graph, pool=self._pool):
             result = compute()
         self._pool = graph.pool()
-        self._captured[key] = graph, result
+        self._captured[key] = graph, alias(result) if result.is_cuda else result
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
+    def replay(self, key: Hashable) -> torch.Tensor:
         """Launch a captured graph and return its result, which the next replay overwrites."""
         graph, result = self._captured[key]
         graph.replay()
         return result
+
+
+class _Memory:
+    """GPU memory by address, as `__cuda_array_interface__` describes it; not kept alive."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous GPU tensor's values at the same address, without keeping the memory.
+
+    Otherwise each graph's result would keep memory of its own, which other graphs could not use.
+    """
+    integers = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    memory = _Memory(integers.__cuda_array_interface__)
+    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
 
 
 @contextmanager

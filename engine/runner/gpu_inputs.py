@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from engine.attention.gpu_backend import GpuAttention
+
+
+class StepShape(Struct, frozen=True):
+    """What the launches of a step depend on, apart from the values in its buffers.
+
+    `rows`: query tokens, padding included. `draws`: logits rows, padding included; 0 where every
+    row samples, so that no rows are picked. `classes`, `merge`, `causal`: see `tree_attention`.
+    """
+
+    rows: int
+    draws: int
+    classes: tuple[int, ...]
+    merge: bool
+    causal: bool
 
 
 class StepInputs:
     """A step's inputs: one pinned host buffer, one GPU buffer, one copy per step.
 
-    Sections of `width` int32 each: token ids (-1: the seat's last token), positions, KV slots (-1:
-    padding row), lengths, seats. Then five sections of sampling parameters, as fp32 bits.
+    Sections of `width` int32 each. Per row: token id (-1: the seat's last token), position, KV slot
+    (-1: padding row), length, seat. Per draw: the row whose logits it samples from, the seat that
+    keeps its token, and five sampling parameters, as fp32 bits.
     """
 
-    SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats")
+    SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats", "draw_rows", "draw_seats")
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.width = width
@@ -50,19 +66,17 @@ class StepInputs:
 class StepAttention:
     """`engine.attention.interface.LayerAttention` over one step's input buffers."""
 
-    def __init__(
-        self, attention: GpuAttention, inputs: StepInputs, rows: int,
-        classes: tuple[int, ...], merge: bool, causal: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, attention: GpuAttention, inputs: StepInputs, shape: StepShape) -> None:
         self._attention = attention
-        self._positions = inputs.section("positions", rows)
-        self._slots = inputs.section("slots", rows)
-        self._lengths = inputs.section("lengths", rows)
-        self._classes, self._merge, self._causal = classes, merge, causal
+        self._positions = inputs.section("positions", shape.rows)
+        self._slots = inputs.section("slots", shape.rows)
+        self._lengths = inputs.section("lengths", shape.rows)
+        self._shape = shape
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """See `engine.attention.interface.LayerAttention`."""
+        shape = self._shape
         return self._attention.attend(
             layer, qkv, positions=self._positions, slots=self._slots, lengths=self._lengths,
-            classes=self._classes, merge=self._merge, causal=self._causal,
+            classes=shape.classes, merge=shape.merge, causal=shape.causal,
         )  # fmt: skip

@@ -1,10 +1,10 @@
 """The GPU runner: executes step plans as CUDA graphs over state that stays on the GPU.
 
 Each live sequence has a *seat*: a row of the block tables on the GPU and an entry for its last
-token. A step copies lengths, positions and KV slots from one pinned buffer, replays the graph of
-its batch bucket when every row decodes, or launches eagerly when the batch has prompts, samples,
-and copies the tokens back without waiting. `collect` waits for that copy alone, so that the host
-plans step N+1 while the GPU runs step N.
+token. A step copies its inputs from one pinned buffer, replays the graph of its shape, sampling
+included, and copies the tokens back without waiting. `collect` waits for that copy alone, so that
+the host plans step N+1 while the GPU runs step N. Steps longer than the largest graph, and steps
+with prompt logprobs, are launched operation by operation.
 
 The runner also works on the CPU, in Triton's interpreter and without graphs: tests use that.
 `engine.runner.gpu_build` builds it; core calls `launch` and `collect`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,21 +25,34 @@ from engine.attention.gpu_backend import GpuAttention
 from engine.attention.interface import LayerAttention
 from engine.kv.storage import KvStorage
 from engine.models.interface import Model
-from engine.plan import Row, Sampled, StepPlan, StepResult
-from engine.runner.cuda_graphs import CudaGraphs, GraphKey
-from engine.runner.gpu_inputs import StepAttention, StepInputs
+from engine.plan import Mask, Row, Sampled, StepPlan, StepResult
+from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
 from engine.runner.warmup import WarmupLimits, warmup_plans
 from engine.sampling.gpu_sampler import GpuSampler
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Batch sizes that graphs are captured for; a batch is padded to the next one."""
+BUCKETS = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
+    *(320, 384, 448, 512, 640, 768, 896, 1024),
+)
+"""Batch sizes that graphs of decoding steps are captured for; a batch is padded to the next one."""
 
-CAPTURED_KINDS = (((2,), False), ((2,), True), ((0, 2), True), ((1, 2), True), ((2, 1), True))
+MIXED_BUCKETS = (
+    *(16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+)
+"""Rows that graphs of steps with prompts are captured for. Longer steps are bound by the GPU."""
+
+DECODE_KINDS = (((2,), False), ((2,), True), ((0, 2), True), ((1, 2), True), ((2, 1), True))
 """Tile classes in launch order, and whether parts are merged: the kinds of graphs that decoding
 needs.
 
 Without shared prefixes: rows of one part, rows of several. With shared prefixes: each launch order.
 """
+
+MIXED_CLASSES = (0, 1, 2)
+"""Tile classes of a step with prompts: all, because an empty one costs little and each further kind
+of step would need graphs of its own."""
 
 SPARE_SEATS = 32
 """Seats beyond `sequences_max`, for sequences that begin in the step in which others end."""
@@ -57,7 +70,6 @@ class _LaunchedStep:
     drawing: list[int]
     host_tokens: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
-    source_rows: list[int] = field(default_factory=list)
     tokens: list[SampledToken] | None = None
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
@@ -66,14 +78,16 @@ class GpuRunner:
     """`engine.plan.Runner` on one GPU.
 
     `context`: tokens of the longest sequence. `seats`: sequences live at once. `tokens_max`: tokens
-    of a step. `chunk_keys`: see `WorkPlanner`.
+    of a step. `chunk_keys`: see `WorkPlanner`. `graphs` False: every step is launched operation by
+    operation, without padding, as a comparison needs.
     """
 
     def __init__(
         self, model: Model[LayerAttention], kv: KvStorage, *, context: int, seats: int,
-        tokens_max: int, chunk_keys: int = 0,
+        tokens_max: int, chunk_keys: int = 0, graphs: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
+        self.graphs_on = graphs
         self.kv = kv
         device = kv.data.device
         self._is_cuda = device.type == "cuda"
@@ -96,6 +110,8 @@ class GpuRunner:
         self._free_seats = list(range(seats - 1, -1, -1))
         self._tables: dict[int, tuple[int, int]] = {}
         self._graphs = CudaGraphs()
+        sequences = seats - SPARE_SEATS if seats > SPARE_SEATS else seats
+        self._draws_max = _bucket(sequences, BUCKETS) or sequences
         self._in_flight: deque[_LaunchedStep] = deque()
         self._buffer_index = 0
 
@@ -126,13 +142,11 @@ class GpuRunner:
         )
 
     def warm_up(self, limits: WarmupLimits) -> None:
-        """Capture the graphs that decoding needs, and run the warm-up plans.
+        """Capture all graphs, and run the warm-up plans.
 
         Call it while no block and no seat is in use. Blocks, seats and last tokens are restored.
         """
-        buckets = [b for b in BUCKETS if self._is_cuda and b < 2 * limits.sequences]
-        for key in [(bucket, *kind) for bucket in buckets for kind in CAPTURED_KINDS]:
-            self._capture(key)
+        self.capture_all(limits.sequences)
         for plan in warmup_plans(limits):
             self.launch(plan)
             self.collect()
@@ -141,6 +155,32 @@ class GpuRunner:
         self.kv.data[[0, -1]] = 0
         self.last_tokens.zero_()
 
+    def capture_all(self, sequences: int) -> None:
+        """Capture the graphs that are not yet captured, of all steps of at most `sequences`."""
+        if self._is_cuda and self.graphs_on:
+            for shape in self.graph_shapes(sequences):
+                if shape not in self._graphs:
+                    self._capture(shape)
+
+    @property
+    def graph_count(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    def graph_shapes(self, sequences: int) -> list[StepShape]:
+        """Return the shapes of all steps that run under graphs, longest first. `sequences`: most
+        sequences at once."""
+        decoding = [b for b in BUCKETS if b <= self._draws_max and b < 2 * sequences]
+        shapes = [
+            StepShape(bucket, 0, classes, merge, causal=False)
+            for bucket in decoding
+            for classes, merge in DECODE_KINDS
+            if bucket >= self.attention.planner.wide_rows_min or 0 not in classes
+        ]
+        longest = _bucket(self.inputs.width, MIXED_BUCKETS) or MIXED_BUCKETS[-1]
+        shapes += [self._mixed_shape(b) for b in MIXED_BUCKETS if b <= longest]
+        return sorted(shapes, key=lambda shape: -shape.rows)
+
     # -- a step -------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
@@ -148,38 +188,51 @@ class GpuRunner:
         self._update_seats(plan)
         self.kv.copy(plan.copies)
         rows = plan.rows
+        if not rows:
+            return _LaunchedStep(plan.step, started_s, [], tokens=[])
         self._update_tables(rows)
         counts = np.fromiter((row.count for row in rows), np.int32, len(rows))
         starts = np.fromiter((row.start for row in rows), np.int32, len(rows))
         seats = np.fromiter((self._seats[row.sequence_id] for row in rows), np.int32, len(rows))
         members = tuple(row.sequence_id for row in rows)
         drawing = [s for row in rows for s in row.samples]
-        work = self.attention.prepare(members, counts, starts, seats, plan.groups)
-        classes, merge = work.classes, work.parts_max > 1
-        is_decoding = bool((counts == 1).all()) and drawing == list(members)
+        is_scored = any(row.prompt_logprobs is not None for row in rows)
+        is_decoding = drawing == list(members) and bool((counts == 1).all())
         total = int(counts.sum())
-        bucket = _bucket(total) if is_decoding else 0
-        self._fill_inputs(rows, counts, starts, seats, bucket or total)
-        is_plain = not plan.masks and self.sampler.is_plain(drawing)
-        is_plain = is_plain and all(row.prompt_logprobs is None for row in rows)
-        if is_plain and drawing:
-            self.inputs.host_parameters[:, : len(drawing)] = self.sampler.parameters(drawing)
-        self.inputs.send()
-        if bucket:
-            logits = self._run_decode(bucket, classes, merge)
+        bucket = 0 if is_scored else self._bucket_of(total, len(drawing), is_decoding)
+        work = self.attention.prepare(members, counts, starts, seats, plan.groups, bucket or total)
+        if is_decoding:
+            shape = StepShape(bucket or total, 0, work.classes, work.parts_max > 1, causal=False)
         else:
-            logits = self._run_eagerly(rows, counts, classes, merge)
+            shape = self._mixed_shape(bucket or total, 0 if bucket else max(1, len(drawing)))
+        assert set(work.classes) <= set(shape.classes), "the step's graph lacks a tile class"
+        self._fill_rows(rows, counts, starts, seats, shape.rows)
+        is_plain = not plan.masks and not is_scored and self.sampler.is_plain(drawing)
+        self._fill_draws(rows, counts, drawing, shape.draws or shape.rows, is_plain=is_plain)
+        self.inputs.send()
         launched = _LaunchedStep(plan.step, started_s, drawing)
-        if not is_decoding:
-            last = np.cumsum([bool(row.samples) for row in rows]) - 1
-            launched.source_rows = [int(last[i]) for i, row in enumerate(rows) for _ in row.samples]
-        if not is_plain:
-            self._sample_fully(launched, plan, logits)
+        if is_scored:
+            self._sample_fully(launched, self._score(launched, rows, shape), plan.masks)
             return launched
-        if not bucket:
-            self._sample(launched, logits)
-        self._start_token_copy(launched)
+        logits = self._run(shape, has_graph=bool(bucket) and self.attention.fits_scratch)
+        if is_plain:
+            self._start_token_copy(launched)
+        else:
+            self._sample_fully(launched, logits[: len(drawing)], plan.masks)
         return launched
+
+    def _bucket_of(self, total: int, draws: int, is_decoding: bool) -> int:
+        """Return the rows of the graph that holds the step, or 0 if none does."""
+        if not self.graphs_on or draws > self._draws_max:
+            return 0
+        buckets = BUCKETS if is_decoding else MIXED_BUCKETS
+        return _bucket(max(total, draws), buckets)
+
+    def _mixed_shape(self, rows: int, draws: int = 0) -> StepShape:
+        """Return the shape of a step with prompts; `draws` 0: as many as its graph has."""
+        first = int(rows < self.attention.planner.wide_rows_min)  # no step so short has wide tiles
+        draws = draws or min(rows, self._draws_max)
+        return StepShape(rows, draws, MIXED_CLASSES[first:], merge=True, causal=True)
 
     def _update_seats(self, plan: StepPlan) -> None:
         for sequence_id in plan.ended:
@@ -211,11 +264,11 @@ class GpuRunner:
                 both = both.pin_memory().to(self.kv.data.device, non_blocking=True)
             self.attention.update_tables(both[0].long(), both[1])
 
-    def _fill_inputs(
+    def _fill_rows(
         self, rows: Sequence[Row], counts: np.ndarray, starts: np.ndarray, seats: np.ndarray,
         width: int,
     ) -> None:  # fmt: skip
-        """Lay out the step in the pinned buffer; padding rows up to `width` write no KV."""
+        """Lay out the rows in the pinned buffer; padding rows up to `width` write no KV."""
         self.inputs.wait()
         token_ids, positions, slots, lengths, seat_of = self.inputs.host[:5]
         total = int(counts.sum())
@@ -241,72 +294,65 @@ class GpuRunner:
             section[total:width] = value
         seat_of[total:width] = self._padding_seat
 
+    def _fill_draws(
+        self, rows: Sequence[Row], counts: np.ndarray, drawing: list[int], width: int,
+        *, is_plain: bool,
+    ) -> None:  # fmt: skip
+        """Lay out the draws in the pinned buffer.
+
+        Padding draws up to `width` are greedy draws from the first row, for the spare seat. So are
+        all draws of a step that is not plain: the full sampler replaces their tokens.
+        """
+        draw_rows, draw_seats = self.inputs.host[5:7]
+        parameters, count = self.inputs.host_parameters, len(drawing)
+        samples = np.fromiter((len(row.samples) for row in rows), np.int32, len(rows))
+        draw_rows[:count] = np.repeat(np.cumsum(counts) - 1, samples)
+        draw_rows[count:width] = 0
+        draw_seats[:count] = [self._seats[sequence_id] for sequence_id in drawing]
+        draw_seats[count:width] = self._padding_seat
+        parameters[:, :width] = 0
+        if is_plain and drawing:
+            parameters[:, :count] = self.sampler.parameters(drawing)
+
     # -- the model ----------------------------------------------------------------------------
 
-    def _forward(
-        self, rows: int, classes: tuple[int, ...], merge: bool, causal: bool,
-        output_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        given = self.inputs.section("token_ids", rows)
-        last = self.last_tokens[self.inputs.section("seats", rows)]
+    def _forward(self, shape: StepShape, output_rows: torch.Tensor | None) -> torch.Tensor:
+        given = self.inputs.section("token_ids", shape.rows)
+        last = self.last_tokens[self.inputs.section("seats", shape.rows)]
         token_ids = torch.where(given >= 0, given, last.clamp(min=0))
-        attention = StepAttention(self.attention, self.inputs, rows, classes, merge, causal)
+        attention = StepAttention(self.attention, self.inputs, shape)
         return self.model.forward(token_ids, attention, output_rows)
 
-    def _run_eagerly(
-        self, rows: Sequence[Row], counts: np.ndarray, classes: tuple[int, ...], merge: bool
-    ) -> torch.Tensor:
-        """Launch without a graph; return the logits of the rows that need them."""
-        output_rows: list[int] = []
-        end = 0
-        for row in rows:
-            end += row.count
-            if row.prompt_logprobs is not None:
-                output_rows.extend(range(end - row.count, end))
-            elif row.samples:
-                output_rows.append(end - 1)
-        causal = bool((counts > 1).any())
-        hidden = self._forward(end, classes, merge, causal, self._indices(output_rows))
-        return self.model.logits(hidden)
+    def _run(self, shape: StepShape, *, has_graph: bool) -> torch.Tensor:
+        """Compute and sample, by the shape's graph where it has one, captured on first use; return
+        the logits of the draws."""
+        if not has_graph or not self._is_cuda:
+            return self._compute(shape)
+        if shape not in self._graphs:
+            self._capture(shape)
+        return self._graphs.replay(shape)
 
-    def _run_decode(self, bucket: int, classes: tuple[int, ...], merge: bool) -> torch.Tensor:
-        """Decode and sample by the bucket's graph, captured on first use; return the logits."""
-        key = (bucket, classes, merge)
-        if not self._is_cuda:
-            return self._decode_and_sample(key)
-        if key not in self._graphs:
-            self._capture(key)
-        return self._graphs.replay(key)
-
-    def _decode_and_sample(self, key: GraphKey) -> torch.Tensor:
-        bucket, classes, merge = key
-        logits = self.model.logits(self._forward(bucket, classes, merge, causal=False))
-        out = self._sampled[:bucket]
-        self.sampler.draw(logits, self.inputs.parameters[:, :bucket], out)
-        self.last_tokens[self.inputs.section("seats", bucket)] = out
+    def _compute(self, shape: StepShape) -> torch.Tensor:
+        draws, seats, picked = shape.rows, "seats", None
+        if shape.draws:
+            draws, seats = shape.draws, "draw_seats"
+            picked = self.inputs.section("draw_rows", draws)
+        logits = self.model.logits(self._forward(shape, picked))
+        out = self._sampled[:draws]
+        self.sampler.draw(logits, self.inputs.parameters[:, :draws], out)
+        self.last_tokens[self.inputs.section(seats, draws)] = out
         return logits
 
-    def _capture(self, key: GraphKey) -> None:
-        bucket = key[0]
+    def _capture(self, shape: StepShape) -> None:
         torch.cuda.synchronize()
         kept = self.inputs.device.clone()
-        self.inputs.section("slots", bucket).fill_(-1)  # a capture writes no KV
-        self.inputs.section("seats", bucket).fill_(self._padding_seat)  # and no live seat's token
-        self._graphs.capture(key, lambda: self._decode_and_sample(key))
+        self.inputs.device[self.inputs.SECTIONS.index("slots")] = -1  # a capture writes no KV
+        for name in ("seats", "draw_seats"):  # and no live seat's token
+            self.inputs.device[self.inputs.SECTIONS.index(name)] = self._padding_seat
+        self._graphs.capture(shape, lambda: self._compute(shape))
         self.inputs.device.copy_(kept)
 
     # -- tokens -------------------------------------------------------------------------------
-
-    def _sample(self, launched: _LaunchedStep, logits: torch.Tensor) -> None:
-        """Sample by the kernel; the tokens stay on the GPU for the next step."""
-        count = len(launched.drawing)
-        if not count:
-            return
-        if len(logits) != count:
-            logits = logits[self._indices(launched.source_rows)]
-        out = self._sampled[:count]
-        self.sampler.draw(logits, self.inputs.parameters[:, :count], out)
-        self.last_tokens[self._indices([self._seats[s] for s in launched.drawing])] = out
 
     def _start_token_copy(self, launched: _LaunchedStep) -> None:
         """Start copying the sampled tokens to the host."""
@@ -318,27 +364,42 @@ class GpuRunner:
             launched.copied = torch.cuda.Event()
             launched.copied.record()
 
-    def _sample_fully(self, launched: _LaunchedStep, plan: StepPlan, logits: torch.Tensor) -> None:
-        """Sample by the full sampler, with prompt logprobs; waits for the GPU."""
-        end, source_rows = 0, []
-        for row in plan.rows:
+    def _score(
+        self, launched: _LaunchedStep, rows: Sequence[Row], shape: StepShape
+    ) -> torch.Tensor:
+        """Compute a step with prompt logprobs, and keep these; return the logits of the draws."""
+        wanted: list[int] = []
+        scored: list[tuple[Row, int]] = []
+        sources: list[int] = []
+        end = 0
+        for row in rows:
+            end += row.count
             if row.prompt_logprobs is not None:
-                following = list((row.token_ids or ())[1:])
-                following += [] if row.next_token_id is None else [row.next_token_id]
-                known = logits[end : end + len(following)]
-                launched.prompt_logprobs[row.sequence_id] = self.sampler.prompt_logprobs(
-                    known, following, row.prompt_logprobs
-                )
-            end += row.count if row.prompt_logprobs is not None else bool(row.samples)
-            source_rows += [end - 1] * len(row.samples)
-        launched.tokens = []
-        if source_rows:
-            picked = logits[self._indices(source_rows)]
-            launched.tokens = self.sampler.draw_fully(picked, launched.drawing, plan.masks)
-            drawn = self._indices([token.token_id for token in launched.tokens])
-            self.last_tokens[self._indices([self._seats[s] for s in launched.drawing])] = (
-                drawn.int()
+                scored.append((row, len(wanted)))
+                wanted.extend(range(end - row.count, end))
+            elif row.samples:
+                wanted.append(end - 1)
+            sources += [len(wanted) - 1] * len(row.samples)
+        logits = self.model.logits(self._forward(shape, self._indices(wanted)))
+        for row, first in scored:
+            assert row.prompt_logprobs is not None
+            following = list((row.token_ids or ())[1:])
+            following += [] if row.next_token_id is None else [row.next_token_id]
+            launched.prompt_logprobs[row.sequence_id] = self.sampler.prompt_logprobs(
+                logits[first : first + len(following)], following, row.prompt_logprobs
             )
+        return logits[self._indices(sources)]
+
+    def _sample_fully(
+        self, launched: _LaunchedStep, logits: torch.Tensor, masks: Mapping[int, Mask]
+    ) -> None:
+        """Sample by the full sampler; waits for the GPU. logits [draws, vocab]."""
+        launched.tokens = []
+        if launched.drawing:
+            launched.tokens = self.sampler.draw_fully(logits, launched.drawing, masks)
+            drawn = self._indices([token.token_id for token in launched.tokens])
+            seats = self.inputs.section("draw_seats", len(launched.drawing))
+            self.last_tokens[seats] = drawn.int()
 
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -347,6 +408,6 @@ class GpuRunner:
         return tensor
 
 
-def _bucket(rows: int) -> int:
+def _bucket(rows: int, buckets: Sequence[int]) -> int:
     """Return the smallest bucket that holds `rows`, or 0 if none does."""
-    return next((bucket for bucket in BUCKETS if bucket >= rows), 0)
+    return next((bucket for bucket in buckets if bucket >= rows), 0)

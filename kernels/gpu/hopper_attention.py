@@ -68,16 +68,17 @@ def _block_row(block_id, at, BLOCK_ROWS: gl.constexpr):
 @gluon.jit
 def _produce(
     inputs, k_pieces, v_pieces, barriers,
-    D: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_ROWS: gl.constexpr, VALUE_ROWS: gl.constexpr, QUEUE: gl.constexpr,
+    G: gl.constexpr, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_ROWS: gl.constexpr, VALUE_ROWS: gl.constexpr,
+    QUEUE: gl.constexpr,
 ):  # fmt: skip
     """Take units, announce them to the groups, and keep STAGES tiles of K and V in flight."""
-    pool, count, units, queue, block_ids, lengths_ptr, layer_row = inputs
+    pool, count, tiles, queue, block_ids, lengths_ptr, layer_row = inputs
     unit_number, unit_full, unit_empty, k_full, k_empty, v_full, v_empty = barriers
     N: gl.constexpr = KEYS // SLOTS
     COLUMNS: gl.constexpr = D // COPY_COLUMNS
     scalar: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    total = gl.load(count)
+    total = gl.load(count) * (H // G)
     there = gl.program_id(0)
     turn = 2 * gl.num_programs(0)
     taken = 0
@@ -89,13 +90,13 @@ def _produce(
         mbarrier.wait(unit_empty.index(taken % 2), (taken // 2 & 1) ^ 1)
         unit_number.index(taken % 2).store(gl.full([1], u, gl.int32, scalar))
         mbarrier.arrive(unit_full.index(taken % 2), count=1)
-        unit = units + u * 8
-        row0 = gl.load(unit)
-        rows = gl.load(unit + 1)
-        ids = block_ids + gl.load(unit + 2)
-        first_key = gl.load(unit + 3)
-        end = gl.load(unit + 4)
-        at = layer_row + gl.load(unit + 7) * SLOTS
+        fields = tiles + (gl.load(count + 1) + u // (H // G)) * 8
+        row0 = gl.load(fields)
+        rows = gl.load(fields + 1)
+        ids = block_ids + gl.load(fields + 2)
+        first_key = gl.load(fields + 3)
+        end = gl.load(fields + 4)
+        at = layer_row + u % (H // G) * SLOTS
         if end < 0:
             end = gl.load(lengths_ptr + row0) - first_key + rows - 1
         for _ in range(
@@ -198,7 +199,7 @@ def _consume(
     KEYS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Compute vectors [GROUP * M, GROUP * M + M) of every unit that the producer announces."""
-    q_ptr, part_out, part_lse, out, units, lengths_ptr, rows_total, scale = inputs
+    q_ptr, part_out, part_lse, out, count, tiles, lengths_ptr, rows_total, scale = inputs
     unit_number, unit_full, unit_empty, k_full, k_empty, v_full, v_empty = barriers
     scores_in: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     acc_in: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -208,14 +209,14 @@ def _consume(
     taken = 0
     u = _next_unit(unit_number, unit_full, unit_empty, taken)
     while u >= 0:
-        unit = units + u * 8
-        row0 = gl.load(unit)
-        rows = gl.load(unit + 1)
-        first_key = gl.load(unit + 3)
-        keys = gl.load(unit + 4)
-        part = gl.load(unit + 5)
-        direct = gl.load(unit + 6)
-        head = gl.load(unit + 7)
+        fields = tiles + (gl.load(count + 1) + u // (H // G)) * 8
+        row0 = gl.load(fields)
+        rows = gl.load(fields + 1)
+        first_key = gl.load(fields + 3)
+        keys = gl.load(fields + 4)
+        part = gl.load(fields + 5)
+        direct = gl.load(fields + 6)
+        head = u % (H // G)
         growth = gl.where(keys >= 0, 0, 1)
         shortest = keys
         if keys < 0:
@@ -281,7 +282,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["rows_total", "layer_row"])
 def hopper_attention_kernel(
-    pool, q_ptr, part_out, part_lse, out, count, units, queue, block_ids, lengths_ptr, rows_total,
+    pool, q_ptr, part_out, part_lse, out, count, tiles, queue, block_ids, lengths_ptr, rows_total,
     layer_row, scale,
     G: gl.constexpr, GP: gl.constexpr, M: gl.constexpr, GROUPS: gl.constexpr, H: gl.constexpr,
     D: gl.constexpr, SLOTS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -326,15 +327,15 @@ def hopper_attention_kernel(
         mbarrier.init(unit_empty.index(i), count=GROUPS)
     fence_async_shared()
     barriers = (unit_number, unit_full, unit_empty, k_full, k_empty, v_full, v_empty)
-    consume = (q_ptr, part_out, part_lse, out, units, lengths_ptr, rows_total, scale)
-    produce = (pool, count, units, queue, block_ids, lengths_ptr, layer_row)
+    consume = (q_ptr, part_out, part_lse, out, count, tiles, lengths_ptr, rows_total, scale)
+    produce = (pool, count, tiles, queue, block_ids, lengths_ptr, layer_row)
     # A constexpr assigned to a name here would no longer be a constexpr.
     if GROUPS == 1:
         gl.warp_specialize([
             (_consume, (consume, k_tiles, v_tiles, barriers,
                         G, GP, M, H, D, KEYS, STAGES, CAUSAL, 0)),
             (_produce, (produce, k_pieces, v_pieces, barriers,
-                        D, SLOTS, KEYS, STAGES, BLOCK_ROWS, VALUE_ROWS, QUEUE)),
+                        G, H, D, SLOTS, KEYS, STAGES, BLOCK_ROWS, VALUE_ROWS, QUEUE)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -343,7 +344,7 @@ def hopper_attention_kernel(
             (_consume, (consume, k_tiles, v_tiles, barriers,
                         G, GP, M, H, D, KEYS, STAGES, CAUSAL, 1)),
             (_produce, (produce, k_pieces, v_pieces, barriers,
-                        D, SLOTS, KEYS, STAGES, BLOCK_ROWS, VALUE_ROWS, QUEUE)),
+                        G, H, D, SLOTS, KEYS, STAGES, BLOCK_ROWS, VALUE_ROWS, QUEUE)),
         ], [4, 1], [REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     if FOLLOWS:
         gdc_wait()

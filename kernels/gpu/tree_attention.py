@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -93,24 +92,25 @@ def _accumulate(
 
 @triton.jit
 def _do_unit(
-    q_ptr, kv, part_out, part_lse, out, unit, block_ids, lengths_ptr, rows_total, scale,
+    q_ptr, kv, part_out, part_lse, out, count, tiles, u, block_ids, lengths_ptr, rows_total, scale,
     G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one unit of the work list: its rows against its keys, for one KV head."""
+    """Compute unit `u` of the work list: a tile's rows against its keys, for one KV head."""
+    tile = tiles + (tl.load(count + 1) + u // (H // G)) * 8
+    head = u % (H // G)
     m = tl.arange(0, M)
     d = tl.arange(0, D)
     r = m // GP
     g = m % GP
-    row0 = tl.load(unit)
-    rows = tl.load(unit + 1)
-    ids = block_ids + tl.load(unit + 2)
-    first_key = tl.load(unit + 3)
-    keys = tl.load(unit + 4)
-    part = tl.load(unit + 5)
-    direct = tl.load(unit + 6)
-    head = tl.load(unit + 7)
+    row0 = tl.load(tile)
+    rows = tl.load(tile + 1)
+    ids = block_ids + tl.load(tile + 2)
+    first_key = tl.load(tile + 3)
+    keys = tl.load(tile + 4)
+    part = tl.load(tile + 5)
+    direct = tl.load(tile + 6)
     live = r < rows if GP == G else (r < rows) & (g < G)
     # keys >= 0: every row sees all keys of the run. keys < 0: consecutive tokens of one sequence,
     # each of which sees one key more than the token before.
@@ -155,14 +155,16 @@ def _do_unit(
 
 @triton.jit(do_not_specialize=["rows_total"])
 def tree_attention_kernel(
-    q_ptr, kv, part_out, part_lse, out, count, units, queue, block_ids, lengths_ptr, rows_total,
+    q_ptr, kv, part_out, part_lse, out, count, tiles, queue, block_ids, lengths_ptr, rows_total,
     scale,
     G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
     STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
     WAITS: tl.constexpr, TRIGGERS: tl.constexpr, FOLLOWS: tl.constexpr, QUEUE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `count` units, longest first, dealt to programs back and forth or from a queue.
+    """Compute all units of a tile class, dealt to programs back and forth or from a queue.
+
+    `count`: the class's number of tiles, and the index of its first in `tiles`, longest first.
 
     q, out: [T, H, D] bf16 or fp32, out written where a unit is direct. part_out: [parts, T, H, D]
     fp32, part_lse: [parts, T, H] fp32 base 2, written otherwise. lengths: [T] int32, keys that each
@@ -175,12 +177,12 @@ def tree_attention_kernel(
         gdc_wait()
     if TRIGGERS:
         gdc_launch_dependents()
-    total = tl.load(count)
+    total = tl.load(count) * (H // G)
     if QUEUE:
         u = tl.atomic_add(queue, 1, sem="relaxed")
         while u < total:
             _do_unit(
-                q_ptr, kv, part_out, part_lse, out, units + u * 8, block_ids, lengths_ptr,
+                q_ptr, kv, part_out, part_lse, out, count, tiles, u, block_ids, lengths_ptr,
                 rows_total, scale, G, GP, M, H, D, SLOTS, KEYS, BLOCK_STRIDE, VALUE_OFFSET,
                 STAGES, PEEL, CAUSAL,
             )  # fmt: skip
@@ -194,7 +196,7 @@ def tree_attention_kernel(
         for k in range(mine):
             u = k // 2 * turn + tl.where(k % 2 == 0, there, back)
             _do_unit(
-                q_ptr, kv, part_out, part_lse, out, units + u * 8, block_ids, lengths_ptr,
+                q_ptr, kv, part_out, part_lse, out, count, tiles, u, block_ids, lengths_ptr,
                 rows_total, scale, G, GP, M, H, D, SLOTS, KEYS, BLOCK_STRIDE, VALUE_OFFSET,
                 STAGES, PEEL, CAUSAL,
             )  # fmt: skip
@@ -254,7 +256,9 @@ def merge_parts_kernel(
 class WorkList:
     """A `HostPlan` on the GPU, at fixed addresses and for a fixed grid, as CUDA graphs need.
 
-    One pinned host buffer, one copy per plan. `capacity_units`: most units per tile class.
+    One pinned host buffer, and one copy per plan of the part in use: per class its number of tiles
+    and the index of its first; parts per row; the tiles of all classes, one class after the other.
+    `capacity_tiles`: most tiles of a plan.
     """
 
     def __init__(
@@ -262,60 +266,63 @@ class WorkList:
         configs: tuple[TileConfig, ...],
         multiprocessors: int,
         rows_max: int,
-        capacity_units: int,
+        capacity_tiles: int,
         device: torch.device,
     ) -> None:
         self.configs = configs
         self.multiprocessors = multiprocessors
-        self.capacity_units = capacity_units
+        self.capacity_tiles = capacity_tiles
         self.rows_max = rows_max
-        sizes = [rows_max]
-        for _ in configs:
-            sizes += [1, capacity_units * 8]
         # Each section starts at a multiple of 16 bytes, so that loads are vectorised.
-        self._ends = np.cumsum([-(-n // 4) * 4 for n in sizes])
-        total = int(self._ends[-1])
+        self._rows_at = 4 * len(configs)
+        self._tiles_at = self._rows_at + -(-rows_max // 4) * 4
+        total = self._tiles_at + capacity_tiles * 8
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
-        self._views = self._host.numpy()
+        self._view = self._host.numpy()
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self.parts_max = 1
-
-    def _section(self, i: int) -> slice:
-        return slice(int(self._ends[i - 1]) if i else 0, int(self._ends[i]))
 
     def load(self, plan: HostPlan) -> None:
         """Write a plan to the host buffer and copy it asynchronously on the current stream.
 
         Waits until the copy before has read the host buffer, which in practice it has. Raises
-        ValueError for a plan with more than `capacity_units` units of a class.
+        ValueError for a plan with more than `capacity_tiles` tiles.
         """
-        rows = len(plan.parts_of_row)
+        total = sum(len(work.tiles) for work in plan.work)
+        if total > self.capacity_tiles:
+            raise ValueError(f"too many tiles: {total}; limit {self.capacity_tiles}")
         if self._copied is not None:
             self._copied.synchronize()
-        counts = self._views[self._section(0)]
-        counts[:rows] = plan.parts_of_row
-        counts[rows:] = 1  # padding rows have one part, so nothing to merge
-        for i, work in enumerate(plan.tiles):
+        parts = self._view[self._rows_at : self._tiles_at]
+        rows = len(plan.parts_of_row)
+        parts[:rows] = plan.parts_of_row
+        parts[rows:] = 1  # padding rows have one part, so nothing to merge
+        first, end = 0, self._tiles_at
+        for i, work in enumerate(plan.work):
             assert work.config is self.configs[i]
-            if len(work.units) > self.capacity_units:
-                raise ValueError(f"too many units: {len(work.units)}; limit {self.capacity_units}")
-            self._views[self._section(1 + 2 * i)][0] = len(work.units)
-            flat = work.units.reshape(-1)
-            self._views[self._section(2 + 2 * i)][: len(flat)] = flat
+            self._view[4 * i : 4 * i + 2] = (len(work.tiles), first)
+            first += len(work.tiles)
+            begin, end = end, end + work.tiles.size
+            self._view[begin:end] = work.tiles.reshape(-1)
         self.parts_max = plan.parts_max
-        self._device.copy_(self._host, non_blocking=True)
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
     @property
     def parts_of_row(self) -> torch.Tensor:
         """[rows_max] int32 on the GPU; see `HostPlan`."""
-        return self._device[self._section(0)]
+        return self._device[self._rows_at : self._tiles_at]
 
-    def tile(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (count, units) of tile class i, on the GPU."""
-        return self._device[self._section(1 + 2 * i)], self._device[self._section(2 + 2 * i)]
+    @property
+    def tiles(self) -> torch.Tensor:
+        """The tiles of all classes on the GPU, flat."""
+        return self._device[self._tiles_at :]
+
+    def count(self, i: int) -> torch.Tensor:
+        """Return class i's number of tiles, and the index of its first, on the GPU."""
+        return self._device[4 * i : 4 * i + 2]
 
 
 class PartialOutputs:
@@ -352,25 +359,28 @@ def tree_attention(
     with its full grid, so that the same launches fit every plan. Every block of the pool must hold
     finite values: tiles read whole runs of slots and mask afterwards. `causal` may be False when
     every slice has one row, `merge` when no row has two parts. `dependent`: launches overlap
-    (Hopper), in the order of `classes`: with big tiles first, the small tiles start while the big
-    ones end; with small tiles first, which are bound by memory, big tiles run beside them from a
-    queue. Writes out and parts.
+    (Hopper), in the order of `classes`: with big tiles first, each class starts while the class
+    before ends; with small tiles first (2, 1), which are bound by memory, big tiles run beside them
+    from a queue. Writes out and parts.
     """
     rows, heads, head_dim = q.shape
     group, scale = heads // kv.shape[3], LOG2E / math.sqrt(head_dim)
     hand_scheduled = HAS_GLUON and hopper_attention.can_run(q, kv)
     pdl = dependent_options(q) if dependent else {}
-    overlap = dependent and merge and len(classes) == 2
+    last = len(classes) - 1
+    overlap = dependent and last > 0
     beside = overlap and classes[0] > classes[1]
     for order, i in enumerate(classes):
         config = work.configs[i]
-        count, units = work.tile(i)
-        given = (parts.out, parts.lse, out, count, units, parts.queue, block_ids, lengths, rows)
+        given = (
+            parts.out, parts.lse, out, work.count(i), work.tiles, parts.queue, block_ids, lengths,
+            rows,
+        )  # fmt: skip
         options: dict[str, Any] = {
             "G": group, "GP": 1 << (group - 1).bit_length(), "H": heads, "D": head_dim,
             "SLOTS": kv.shape[4], "KEYS": config.keys, "CAUSAL": causal,
-            "WAITS": bool(pdl) and order == 0, "TRIGGERS": bool(pdl) and overlap and order == 0,
-            "FOLLOWS": bool(pdl) and overlap and order == 1, "QUEUE": beside and order == 1,
+            "WAITS": bool(pdl) and order == 0, "TRIGGERS": bool(pdl) and order < last,
+            "FOLLOWS": bool(pdl) and order > 0, "QUEUE": beside and order == 1,
         }  # fmt: skip
         if order == 0 or overlap:
             options |= pdl
@@ -390,9 +400,14 @@ def tree_attention(
             )  # fmt: skip
         if pdl and beside:
             prefer_max_shared_memory(kernel.function)
-    if not merge:
-        return
-    # Few rows: one head per program and many parts in flight. Else up to 8 heads per program.
+    if merge:
+        _merge(out, work, parts, pdl)
+
+
+def _merge(out: torch.Tensor, work: WorkList, parts: PartialOutputs, pdl: dict[str, Any]) -> None:
+    """Launch the merge. With few rows: one head per program and many parts in flight; else up to 8
+    heads per program."""
+    rows, heads, head_dim = out.shape
     few = rows * heads <= FEW_ROW_HEADS
     heads_step = 1 if few else min(8, heads & -heads)
     merge_parts_kernel[(rows, heads // heads_step)](

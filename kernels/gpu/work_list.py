@@ -1,10 +1,11 @@
-"""The work planner of tree attention: rows, block tables and groups in, units of work out.
+"""The work planner of tree attention: rows, block tables and groups in, tiles of work out.
 
 A step's rows are in depth-first tree order. A *slice* is one sequence's run of rows (one row when
 decoding, more in a prefill chunk); a *group* is a run of slices whose block tables are equal over a
-run of blocks. The planner cuts keys into spans, spans and row tiles into units, and sorts units so
-that the programs of a persistent grid end at about the same time. It needs lengths, never token
-values, so step N+1 is planned while N runs. Numpy only. `engine.attention.gpu_backend` calls it.
+run of blocks. The planner cuts keys into spans and the rows of a span into tiles, each of which is
+one unit of work per KV head, and sorts tiles so that the programs of a persistent grid end at about
+the same time. It needs lengths, never token values, so step N+1 is planned while N runs. Numpy
+only. `engine.attention.gpu_backend` calls it.
 
     keys ───────────────────────────────────────────▶
     row 0  ┌──────────────────┬───────────┬──────┐       one BIG unit per (span, 16 rows, KV head)
@@ -29,9 +30,9 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 
-UNIT_FIELDS = ("row", "rows", "block_offset", "first_key", "keys", "part", "direct", "kv_head")
-"""Columns of a unit. `keys` < 0: each row sees keys up to its length on the GPU, less
-`first_key`."""
+TILE_FIELDS = ("row", "rows", "block_offset", "first_key", "keys", "part", "direct", "cost")
+"""Columns of a tile. `keys` < 0: each row sees keys up to its length on the GPU, less `first_key`.
+`cost` orders the tiles; the kernels do not read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 0, 2.2)
 WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 0, 5.0)
 SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0, 0.5)
 
+CLASSES = (WIDE, BIG, SMALL)
+"""The tile classes, in the order of `HostPlan.work`."""
+
 SMALL_KEY_COST = 1.65
 """Time of a key in a small tile, relative to a key in a big tile."""
 
@@ -81,10 +85,14 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class TileWork:
-    """Units of one tile class, longest first: [n, 8] int32, columns as in `UNIT_FIELDS`."""
+    """Tiles of one class, longest first: [n, 8] int32, columns as in `TILE_FIELDS`.
+
+    A tile is `kv_heads` units of work, one per KV head: unit u is head u % kv_heads of tile
+    u // kv_heads.
+    """
 
     config: TileConfig
-    units: Int32
+    tiles: Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,7 @@ class HostPlan:
     `side_by_side`: small tiles are launched first and big tiles run beside them.
     """
 
-    tiles: tuple[TileWork, ...]
+    work: tuple[TileWork, ...]
     parts_of_row: Int32
     parts_max: int
     side_by_side: bool = False
@@ -103,7 +111,7 @@ class HostPlan:
     @property
     def classes(self) -> tuple[int, ...]:
         """Tile classes that have units, in launch order."""
-        used = tuple(i for i, work in enumerate(self.tiles) if len(work.units))
+        used = tuple(i for i, work in enumerate(self.work) if len(work.tiles))
         return used[::-1] if self.side_by_side else used
 
 
@@ -118,6 +126,10 @@ class WorkPlanner:
     `group_keys_min`: rows read the keys of a shorter group themselves. `wide_fill_min`: fill from
     which shared keys take wide tiles. `own_span_keys_*`: smallest and usual span of own keys.
     `part_rows`: rows times parts that the scratch memory holds; without chunks no cut exceeds it.
+    `wide_rows_min`: no step of fewer rows takes wide tiles; prompts take them where they make at
+    least `wide_waves_min` waves of the grid. Steps with prompts of at most `few_rows` rows cut
+    shared keys into spans of `span_keys_few`, at most `parts_few` parts. `prefill_span_keys_min`:
+    smallest span of the keys before a prompt's rows.
     """
 
     kv_heads: int
@@ -134,6 +146,12 @@ class WorkPlanner:
     own_span_keys_min: int = 64
     own_span_keys_target: int = 2048
     parts_max: int = 5
+    wide_rows_min: int = 65
+    wide_waves_min: float = 1.0
+    few_rows: int = 128
+    span_keys_few: int = 256
+    parts_few: int = 9
+    prefill_span_keys_min: int = 256
     part_rows: int = 65_536
 
     @property
@@ -141,34 +159,34 @@ class WorkPlanner:
         """Vectors of a tile that one row takes: heads of a group, rounded up to a power of two."""
         return 1 << (self.heads_per_group - 1).bit_length()
 
-    def plan(self, slices: Slices, groups: Int32) -> HostPlan:
-        """Return the plan of one step. O(groups + slices + units), numpy.
+    def plan(self, slices: Slices, groups: Int32, padded_rows: int = 0) -> HostPlan:
+        """Return the plan of one step. O(groups + slices + tiles), numpy.
 
         groups: [n, 4] int32 (first slice, end slice, first block, end block), shallower before
-        deeper. Every (row, key) pair is in exactly one unit per KV head.
+        deeper. `padded_rows`: rows of the launch, where these are more than the slices' rows. Every
+        (row, key) pair is in exactly one tile.
         """
-        cutter = _ChunkCutter(self, slices) if self.chunk_keys else _SpanCutter(self, slices)
+        kind = _ChunkCutter if self.chunk_keys else _SpanCutter
+        cutter = kind(self, slices, padded_rows)
         cutter.cut(groups)
         parts_of_row = np.repeat(cutter.parts, slices.rows).astype(np.int32)
-        work = tuple(self._units(config, cutter.tiles(config)) for config in (WIDE, BIG, SMALL))
+        work = tuple(_longest_first(config, cutter.tiles(config)) for config in CLASSES)
         most = int(cutter.parts.max(initial=1))
         return HostPlan(work, parts_of_row, most, cutter.is_side_by_side)
-
-    def _units(self, config: TileConfig, tiles: Int32) -> TileWork:
-        """Return units of tiles [n, 8] over KV heads, longest first.
-
-        Programs take them back and forth, which approximates longest-processing-time scheduling
-        without a heap: measured within 2 % of it, and the cut into spans matters far more.
-        """
-        units = np.repeat(tiles, self.kv_heads, axis=0)
-        order = np.argsort(-units[:, 7], kind="stable")
-        units[:, 7] = np.tile(np.arange(self.kv_heads, dtype=np.int32), len(tiles))
-        return TileWork(config, units[order])
 
     def rows_per_tile(self, config: TileConfig) -> int:
         """Return how many rows a tile of the class holds."""
         assert self.padded_heads <= config.vectors, "a row has more heads than a tile has vectors"
         return config.vectors // self.padded_heads
+
+
+def _longest_first(config: TileConfig, tiles: Int32) -> TileWork:
+    """Return the tiles in order of cost.
+
+    Programs take their units back and forth, which approximates longest-processing-time scheduling
+    without a heap: measured within 2 % of it, and the cut into spans matters far more.
+    """
+    return TileWork(config, tiles[np.argsort(-tiles[:, 7], kind="stable")])
 
 
 class _Cutter(ABC):
@@ -178,15 +196,21 @@ class _Cutter(ABC):
     fields, and for causal spans (`keys` < 0) how many keys the span's first row sees before itself.
     """
 
-    def __init__(self, planner: WorkPlanner, slices: Slices) -> None:
+    def __init__(self, planner: WorkPlanner, slices: Slices, padded_rows: int) -> None:
         self.planner = planner
         self.slices = slices
         ends = np.cumsum(slices.rows)
+        self.total_rows = int(ends[-1]) if len(ends) else 0
+        self.padded_rows = max(1, padded_rows, self.total_rows)
         self.first_row = (ends - slices.rows).astype(np.int32)
         self.row_edges: list[int] = [0, *ends.tolist()]
         self.offsets: list[int] = slices.table_offsets.tolist()
         self.parts: Int32 = np.ones(len(slices.rows), np.int32)
         self.is_side_by_side = False
+        wide_rows = planner.multiprocessors * planner.rows_per_tile(WIDE) / planner.kv_heads
+        self.fills_wide_tiles = self.total_rows >= max(
+            planner.wide_rows_min, planner.wide_waves_min * wide_rows
+        )
         self._spans: dict[str, list[tuple[int, ...]]] = {}
         self._arrays: dict[str, list[Int32]] = {}
 
@@ -255,9 +279,10 @@ class _Cutter(ABC):
 
     def class_of(self, rows: int) -> TileConfig:
         """Return the tile class for a slice's own keys, by its number of rows."""
-        if rows <= self.planner.rows_per_tile(SMALL):
+        p = self.planner
+        if rows <= p.rows_per_tile(SMALL):
             return SMALL
-        return BIG if rows < 2 * self.planner.rows_per_tile(BIG) else WIDE
+        return WIDE if self.fills_wide_tiles and rows >= 2 * p.rows_per_tile(BIG) else BIG
 
     def tiles(self, config: TileConfig) -> Int32:
         """Return the spans of one class cut into row tiles: [n, 8], the last column the cost."""
@@ -285,7 +310,7 @@ class _SpanCutter(_Cutter):
     def cut(self, groups: Int32) -> None:
         p = self.planner
         own_block, base = np.zeros_like(self.slices.rows), np.zeros_like(self.slices.rows)
-        room = max(1, p.part_rows // max(1, self.row_edges[-1]))
+        room = max(1, p.part_rows // self.padded_rows)
         kept = [g for g in groups.tolist() if self._is_worth_a_unit(g)]
         self.is_side_by_side = self._should_overlap(kept)
         config = self._class_of_groups(kept)
@@ -329,7 +354,7 @@ class _SpanCutter(_Cutter):
         """Return the tile class of shared keys: wide, which reads keys once for twice the rows, if
         rows fill it and no small tiles run beside it; else big."""
         p = self.planner
-        if self.is_side_by_side:
+        if self.is_side_by_side or self.total_rows < p.wide_rows_min:
             return BIG
         tiles, keys = self._group_tiles(groups, WIDE)
         room = p.rows_per_tile(WIDE) * sum(t * k for t, k in zip(tiles, keys, strict=True))
@@ -361,9 +386,11 @@ class _SpanCutter(_Cutter):
         tiles, keys = self._group_tiles(groups, config)
         programs = p.multiprocessors * config.programs_per_sm
         load = sum(t * k for t, k in zip(tiles, keys, strict=True)) * p.kv_heads / programs
+        few = self.total_rows <= p.few_rows and bool((self.slices.rows > 1).any())
         least = p.span_keys_beside if self.is_side_by_side else p.span_keys_min
-        span = max(least, int(load))
-        return [min(p.parts_max - 1, max(1, round(k / span))) for k in keys]
+        span = max(p.span_keys_few if few else least, int(load))
+        most = p.parts_few if few else p.parts_max
+        return [min(most - 1, max(1, round(k / span))) for k in keys]
 
     def _own_spans(self, first_key: Int32, room: Int32) -> Int32:
         """Return spans of own keys per slice: several if units do not fill the grid or are very
@@ -379,10 +406,21 @@ class _SpanCutter(_Cutter):
         by_length = -(-total // (2 * load))
         spans = np.clip(np.maximum(by_fill, by_length), 1, np.clip(room, 1, 64))
         # A prefill slice is cut only before its start; the causal remainder is the last span.
-        before = slices.starts - first_key
-        spans = np.where(slices.rows > 1, np.where(before >= 2048, np.minimum(spans, 2), 1), spans)
+        spans = np.where(slices.rows > 1, self._prefill_spans(first_key, room), spans)
         width = _round_up(-(-total // np.maximum(spans, 1)), SMALL.keys)
         return np.where(slices.rows > 1, spans, -(-total // width)).astype(np.int32)
+
+    def _prefill_spans(self, first_key: Int32, room: Int32) -> Int32:
+        """Return spans of own keys per slice of several rows: as many as fill the grid, of at least
+        `prefill_span_keys_min` keys before the slice."""
+        p, rows = self.planner, self.slices.rows
+        several = rows[rows > 1]
+        step = p.rows_per_tile(WIDE if self.fills_wide_tiles else BIG)
+        units = max(1, int((-(-several // step)).sum()) * p.kv_heads)
+        programs = p.multiprocessors * BIG.programs_per_sm
+        by_keys = (self.slices.starts - first_key) // p.prefill_span_keys_min
+        most = np.clip(room, 1, max(1, programs // units))
+        return np.asarray(np.clip(by_keys, 1, most), np.int32)
 
 
 class _ChunkCutter(_Cutter):

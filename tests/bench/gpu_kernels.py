@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
-from kernels.gpu.work_list import BIG, SMALL, WIDE, Slices, WorkPlanner
+from kernels.gpu.work_list import CLASSES, Slices, WorkPlanner
 from kernels.reference import paged_attention
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 32, 8, 128, 16
@@ -142,7 +142,7 @@ def measure(
     groups = tensors.groups if grouped else tensors.groups[:0]
     plan = planner.plan(tensors.slices, groups)
     planned_us = (time.perf_counter() - started) * 1e6
-    work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 65536, tensors.q.device)
+    work = WorkList(CLASSES, planner.multiprocessors, rows, 65536, tensors.q.device)
     work.load(plan)
     parts = PartialOutputs(plan.parts_max, rows, HEADS, HEAD_DIM, tensors.q.device)
     used = plan.classes
@@ -161,7 +161,7 @@ def measure(
     torch.cuda.synchronize()
     error = tensors.error()
     median, low, high = (t / layers for t in time_graph(run))
-    units = [len(tile.units) for tile in plan.tiles]
+    tiles = [len(one.tiles) for one in plan.work]
     return {
         "case": name,
         "grouped": grouped,
@@ -172,7 +172,7 @@ def measure(
         "bytes": tensors.bytes,
         "gb_per_s": round(tensors.bytes / median / 1e3),
         "error": error,
-        "units": units,
+        "tiles": tiles,
         "parts": plan.parts_max,
         "plan_us": round(planned_us),
         "span_min": planner.span_keys_min,
@@ -196,7 +196,7 @@ def measure_prompt(tokens: int, cached: int, planner: WorkPlanner) -> dict[str, 
     block_ids = torch.from_numpy(table).cuda()
     one = (np.array([n], np.int32) for n in (tokens, cached, 0))
     plan = planner.plan(Slices(*one), np.zeros((0, 4), np.int32))
-    work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, tokens, 65536, q.device)
+    work = WorkList(CLASSES, planner.multiprocessors, tokens, 65536, q.device)
     work.load(plan)
     parts = PartialOutputs(plan.parts_max, tokens, HEADS, HEAD_DIM, q.device)
 

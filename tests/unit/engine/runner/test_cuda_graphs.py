@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.runner.cuda_graphs import CudaGraphs, GraphKey
+from engine.runner.cuda_graphs import CudaGraphs
 
-KEY: GraphKey = (8, (2,), False)
+KEY = (8, (2,), False)
 
 
 class FakeTorchCuda:

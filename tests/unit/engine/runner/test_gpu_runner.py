@@ -34,6 +34,7 @@ from engine.kv.storage import KvStorage
 from engine.model_store import ModelConfig
 from engine.models.gpu_layers import GpuOps
 from engine.models.llama import LlamaModel
+from engine.plan import BegunSequence, Group, Row, StepPlan
 from engine.runner.gpu_runner import GpuRunner
 from engine.runner.warmup import SAMPLINGS, WarmupLimits
 from engine.weights import random_weights
@@ -74,6 +75,7 @@ class Engine:
     def __init__(
         self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8,
         *, dtype: torch.dtype = torch.float32, head_dim: int = 16, step_tokens: int = 64,
+        graphs: bool = True,
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         self.config = config_of(*heads, head_dim)
@@ -81,7 +83,12 @@ class Engine:
         model = LlamaModel(self.config, dict(self.weights), GpuOps())  # removes tensors
         self.kv = KvStorage(kv_format(self.config, dtype, 16), blocks, DEVICE)
         self.runner = GpuRunner(
-            model, self.kv, context=CONTEXT, seats=seats, tokens_max=step_tokens + 64
+            model,
+            self.kv,
+            context=CONTEXT,
+            seats=seats,
+            tokens_max=step_tokens + 64,
+            graphs=graphs,
         )
         self.limits = WarmupLimits(
             block_size=16, blocks=blocks, context=CONTEXT, sequences=6, step_tokens=step_tokens,
@@ -262,6 +269,62 @@ def test_grammar_masks_only_its_own_rows(depth: int) -> None:
     assert engine.finished["constrained"].ending == "done"
 
 
+def mixed_step(vocab: int = VOCAB) -> StepPlan:
+    """Return a step of two decoding rows, two prompts (of which one forks) and a chunk that does
+    not sample; the first four rows share 32 tokens."""
+    lengths = [(40, 1, 1), (37, 1, 1), (32, 9, 3), (32, 2, 1), (0, 18, 0)]
+    rows, begun, free, name = [], [], 3, 0
+    for start, count, samples in lengths:
+        own = -(-(start + count) // 16) - (2 if start else 0)
+        table = [1, 2] * (start > 0) + list(range(free, free + own))
+        free += own
+        tokens = [(7 * name + i) % vocab for i in range(count)]
+        ids = tuple(range(name, name + max(1, samples)))
+        rows.append(Row(name, start, count, table, 0, tokens, ids[:samples]))
+        begun += [BegunSequence(i, GREEDY, [0] * (start + count), start + count) for i in ids]
+        name += len(ids)
+    return StepPlan(0, tuple(rows), (Group(0, 4, 0, 2),), tuple(begun))
+
+
+def test_padded_mixed_step_equals_exact_step() -> None:
+    """A graph's step is padded to its bucket, in rows and in draws. Padding writes no KV and no
+    seat's token, and changes no bit of the others."""
+    found = []
+    for graphs in (False, True):
+        engine = Engine(graphs=graphs)
+        engine.kv.data.copy_(torch.linspace(-1, 1, engine.kv.data.numel()).view_as(engine.kv.data))
+        engine.runner.last_tokens.fill_(11)
+        plan = mixed_step()
+        engine.runner.launch(plan)
+        first = engine.runner.collect()
+        decode = [
+            structs.replace(r, start=r.start + r.count, count=1, token_ids=None)
+            for r in plan.rows[:4]
+        ]
+        engine.runner.launch(structs.replace(plan, rows=tuple(decode), begun=()))
+        second = engine.runner.collect()
+        seats = engine.runner.last_tokens[:-1].clone()  # the last one is padding's
+        found.append((first.sampled, second.sampled, engine.kv.data.clone(), seats))
+
+    exact, padded = found
+    assert exact[0] == padded[0]
+    assert [one.sequence_id for one in padded[0]] == [0, 1, 2, 3, 4, 5]
+    assert exact[1] == padded[1]
+    assert torch.equal(exact[2], padded[2])
+    assert torch.equal(exact[3], padded[3])
+
+
+def test_step_with_more_draws_than_rows_has_graph() -> None:
+    """A short prompt that forks widely takes the bucket of its draws."""
+    engine = Engine(seats=40)
+    prompt = tokens_of(71, 3)
+
+    engine.run(request("a", prompt, count=2, samples=6))
+
+    expected = engine.expected(prompt, 2)
+    assert all(engine.output("a", i) == expected for i in range(6))
+
+
 def test_warm_up_leaves_no_kv_and_no_seat() -> None:
     """All blocks are zero, and all seats can be taken afterwards."""
     engine = Engine(2, seats=6)
@@ -285,7 +348,7 @@ def test_garbage_graph_survives_capture(
     engine = Engine(2)
     prompt, forward = tokens_of(70, 20), engine.runner.model.forward
     expected = engine.expected(prompt)
-    graphs = [captured_sum() for _ in range(3)]  # a prompt, a warm-up, a capture
+    graphs = [captured_sum() for _ in range(3)]  # of warm-ups and captures
 
     def leaving_garbage(*given: Any) -> torch.Tensor:
         cycle: list[Any] = [graphs.pop()] if graphs else []

@@ -22,7 +22,7 @@ from kernels.gpu.work_list import BIG, SMALL, WIDE, TileConfig
 
 POINTERS = {
     "q_ptr": "*bf16", "kv": "*bf16", "part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16",
-    "count": "*i32", "units": "*i32", "queue": "*i32", "block_ids": "*i32", "lengths_ptr": "*i32",
+    "count": "*i32", "tiles": "*i32", "queue": "*i32", "block_ids": "*i32", "lengths_ptr": "*i32",
 }  # fmt: skip
 
 

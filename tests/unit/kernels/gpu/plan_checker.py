@@ -8,8 +8,8 @@ from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner
 
 
 def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner) -> None:
-    """Assert that every (row, key) is in one unit per KV head, that parts are numbered 0..n-1, and
-    that a unit is direct exactly if its row has one part.
+    """Assert that every (row, key) is in one tile, that parts are numbered 0..n-1, and that a tile
+    is direct exactly if its row has one part.
 
     O(rows x keys). Raises AssertionError with the first wrong row.
     """
@@ -18,10 +18,10 @@ def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner) -> None:
         [s + 1 + np.arange(n) for s, n in zip(slices.starts, slices.rows, strict=True)]
     )
     offset_of_row = np.repeat(slices.table_offsets, slices.rows)
-    seen = [np.zeros((planner.kv_heads, int(n)), np.int32) for n in lengths]
+    seen = [np.zeros(int(n), np.int32) for n in lengths]
     parts: list[set[int]] = [set() for _ in lengths]
-    for work in plan.tiles:
-        for row, rows, offset, first, keys, part, direct, head in work.units.tolist():
+    for work in plan.work:
+        for row, rows, offset, first, keys, part, direct, _cost in work.tiles.tolist():
             assert 0 < rows <= planner.rows_per_tile(work.config)
             for r in range(row, row + rows):
                 end = int(lengths[r]) if keys < 0 else first + keys
@@ -30,7 +30,7 @@ def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner) -> None:
                 own = offset - int(offset_of_row[r]) == first // planner.block_size
                 assert own or keys >= 0, f"row {r} of slice {owner} reads own keys of another"
                 assert first % planner.block_size == 0
-                seen[r][head, first:end] += 1
+                seen[r][first:end] += 1
                 parts[r].add(part)
                 assert bool(direct) == (plan.parts_of_row[r] == 1), f"row {r} direct"
     for r, counts in enumerate(seen):

@@ -11,7 +11,7 @@ import torch
 
 import kernels.gpu.tree_attention
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
-from kernels.gpu.work_list import BIG, SMALL, WIDE, Slices, WorkPlanner
+from kernels.gpu.work_list import CLASSES, Slices, WorkPlanner
 from tests.unit.kernels.gpu.plan_checker import check_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,7 +134,7 @@ def attend(
     plan = planner.plan(case.slices, case.groups)
     check_plan(plan, case.slices, planner)
     rows, heads, d = case.q.shape
-    work = WorkList((WIDE, BIG, SMALL), planner.multiprocessors, rows, 4096, DEVICE)
+    work = WorkList(CLASSES, planner.multiprocessors, rows, 4096, DEVICE)
     work.load(plan)
     out = torch.full_like(case.q, float("nan"))
     parts = PartialOutputs(plan.parts_max, rows, heads, d, DEVICE)

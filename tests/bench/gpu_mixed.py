@@ -1,0 +1,479 @@
+"""Steps with prompts beside decoding rows on a GPU, at Llama-3.1-8B's shape.
+
+    python -m tests.bench.gpu_mixed [--only check,start,steps,...] [--seconds 12]
+
+Sections: `check` compares graphs with launches operation by operation; `start` captures all graphs;
+`steps` times mixed steps; `plans` times them with other planner settings; `host` and `kernels`
+profile one; `traffic` sends Poisson arrivals through the core, in process; `cold` lets cold prompts
+arrive beside decoding; `workloads` runs those of `tests.bench.gpu_workloads`. A section that fails
+prints its traceback, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import io
+import pstats
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from engine.api import CacheGrant, Request, Sampling, Tokens
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
+from engine.model_store import ModelConfig
+from engine.models.gpu_layers import GpuOps
+from engine.models.registry import build_model
+from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
+from engine.runner.gpu_runner import GpuRunner
+from engine.runner.warmup import WarmupLimits
+from engine.weights import random_weights
+from tests.bench.gpu_workloads import BLOCK, LLAMA_8B, WORKLOADS, Bench, print_line
+
+SHARED, OWN = 2048, 96
+"""Tokens of each tenant's prefix, and a decoding row's own."""
+
+GREEDY = Sampling(temperature=0)
+
+CASES = {
+    "8 + 64": (8, (64,), 0),
+    "32 + 64": (32, (64,), 0),
+    "64 + 64": (64, (64,), 0),
+    "96 + 64": (96, (64,), 0),
+    "200 + 64": (200, (64,), 0),
+    "32 + 4x64": (32, (64,) * 4, 0),
+    "96 + 8x64": (96, (64,) * 8, 0),
+    "200 + 16x64": (200, (64,) * 16, 0),
+    "64 + 384": (64, (384,), 0),
+    "64 + 384 after 6,144": (64, (384,), 6144),
+    "64 + 1,920 after 4,096": (64, (1920,), 4096),
+    "0 + 64": (0, (64,), 0),
+    "0 + 512": (0, (512,), 0),
+    "0 + 64 after 6,144": (0, (64,), 6144),
+}
+"""Decoding rows, the tokens of each prompt, and a prompt's own tokens before these; each row and
+prompt follows one of eight tenants' prefixes."""
+
+PLANS: dict[str, dict[str, Any]] = {
+    "present": {},
+    "as before": {
+        "wide_rows_min": 0, "wide_waves_min": 0.0, "few_rows": 0, "prefill_span_keys_min": 4096,
+    },
+    "no wide tiles": {"wide_rows_min": 1 << 20},
+    "wide from 0.5 waves": {"wide_waves_min": 0.5},
+    "few 64": {"few_rows": 64},
+    "few 256": {"few_rows": 256},
+    "few span 128": {"span_keys_few": 128, "parts_few": 17},
+    "few span 512": {"span_keys_few": 512},
+    "prefill span 128": {"prefill_span_keys_min": 128},
+    "prefill span 512": {"prefill_span_keys_min": 512},
+    "prefill span 1024": {"prefill_span_keys_min": 1024},
+}  # fmt: skip
+"""Fields of the planner, by name of the setting."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step of `decoding` rows and `prompts`, dealt to `tenants` prefixes.
+
+    `before`: a prompt's own tokens that are cached. `first_id`: the first sequence id. Blocks are
+    taken from 1 on.
+    """
+
+    decoding: int
+    prompts: Sequence[int]
+    before: int = 0
+    tenants: int = 8
+    sampling: Sampling = GREEDY
+    first_id: int = 0
+
+    def plan(self) -> StepPlan:
+        """Return the step, which begins its sequences."""
+        rng = random.Random(7)
+        rows: list[Row] = []
+        groups: list[Group] = []
+        begun: list[BegunSequence] = []
+        shared, free = SHARED // BLOCK, 1
+        for tenant in range(self.tenants):
+            prefix = list(range(free, free + shared))
+            free += shared
+            first = len(rows)
+            lengths = [0] * len(range(tenant, self.decoding, self.tenants))
+            for length in [*lengths, *self.prompts[tenant :: self.tenants]]:
+                start = SHARED + (self.before if length else OWN - rng.randrange(64))
+                count = length or 1
+                own = -(-(start + count) // BLOCK) + 1 - shared
+                table = prefix + list(range(free, free + own))
+                free += own
+                tokens = [rng.randrange(LLAMA_8B.vocab) for _ in range(count)]
+                name = self.first_id + len(rows)
+                rows.append(Row(name, start, count, table, 0, tokens, (name,)))
+                begun.append(
+                    BegunSequence(name, self.sampling, [0] * (start + count), start + count)
+                )
+            if len(rows) > first + 1:
+                groups.append(Group(first, len(rows), 0, shared))
+        return StepPlan(0, tuple(rows), tuple(groups), tuple(begun))
+
+
+def next_decode(plan: StepPlan) -> StepPlan:
+    """Return the step after a plan's, in which every row decodes the token it has sampled."""
+    rows = tuple(
+        msgspec.structs.replace(row, start=row.start + row.count, count=1, token_ids=None)
+        for row in plan.rows
+    )
+    return msgspec.structs.replace(plan, rows=rows, begun=())
+
+
+class Steps:
+    """Runs batches on a runner, one after the other, each with sequences of its own."""
+
+    def __init__(self, runner: GpuRunner) -> None:
+        self.runner = runner
+        self.ended: tuple[int, ...] = ()
+        self.first_id = 1_000_000
+
+    def begin(self, batch: Batch) -> StepPlan:
+        """Run a batch once; return the same step for running it again."""
+        batch = replace(batch, first_id=self.first_id)
+        plan = msgspec.structs.replace(batch.plan(), ended=self.ended)
+        self.ended = tuple(row.sequence_id for row in plan.rows)
+        self.first_id += len(plan.rows)
+        self.run(plan)
+        return msgspec.structs.replace(plan, begun=(), ended=())
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.runner.launch(plan)
+        return self.runner.collect()
+
+    def end(self) -> None:
+        """End the last batch's sequences."""
+        self.run(StepPlan(0, (), ended=self.ended))
+        self.ended = ()
+
+    def measure(self, batch: Batch, repeats: int = 10) -> dict[str, float]:
+        """Return the host's time of a launch, the time of a step alone, and per step of a pipeline
+        of depth 2, all in ms."""
+        plan = self.begin(batch)
+        for _ in range(2):
+            self.run(plan)
+        launches, walls = [], []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.runner.launch(plan)
+            launches.append(time.perf_counter() - started)
+            self.runner.collect()
+            walls.append(time.perf_counter() - started)
+        self.runner.launch(plan)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            self.runner.launch(plan)
+            self.runner.collect()
+        steady = (time.perf_counter() - started) / repeats
+        self.runner.collect()
+        return {
+            "launch": statistics.median(launches) * 1e3,
+            "alone": statistics.median(walls) * 1e3,
+            "steady": steady * 1e3,
+        }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile of seconds, in ms; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1e3 if ordered else 0.0
+
+
+def random_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(LLAMA_8B.vocab) for _ in range(count))
+
+
+def summary(
+    due: list[tuple[float, Request]], seen: dict[str, list[float]], running: list[str]
+) -> str:
+    """Return a line: first tokens of `due`, gaps of `running`, tokens per second of all."""
+    served = [(at, request.request_id) for at, request in due if seen[request.request_id]]
+    firsts = [seen[name][0] - at for at, name in served]
+    gaps = [b - a for name in running for a, b in zip(seen[name], seen[name][1:], strict=False)]
+    total = sum(map(len, seen.values()))
+    wall_s = max(times[-1] for times in seen.values() if times) - due[0][0]
+    return (
+        f"{percentile(firsts, 0.5):.1f} / {percentile(firsts, 0.99):.1f}, gap p50"
+        f" {percentile(gaps, 0.5):.1f} p99 {percentile(gaps, 0.99):.1f} max"
+        f" {percentile(gaps, 1.0):.0f}; {total / wall_s:.0f} tok/s; {len(served)} of {len(due)}"
+    )
+
+
+# -- sections ---------------------------------------------------------------------------------
+
+
+def check() -> None:
+    """Print how graphs differ from launches operation by operation, on two layers."""
+    config = msgspec.structs.replace(LLAMA_8B, layers=2)
+    device = torch.device("cuda")
+    model = build_model(config, random_weights(config, torch.bfloat16, 0, device), GpuOps())
+    form = kv_format(config, torch.bfloat16, BLOCK)
+    first = KvStorage(form, 4000, device)
+    first.data.normal_()
+    steps = []
+    for graphs in (False, True):
+        kv = KvStorage(form, 4000, device)
+        steps.append(
+            Steps(GpuRunner(model, kv, context=config.context, seats=288, tokens_max=8480,
+                            graphs=graphs))
+        )  # fmt: skip
+    print_line("check: equal tokens, logprobs' error, KV's error, other blocks changed")
+    shapes = [(8, (64,)), (30, (5, 200, 1)), (100, (64,) * 5), (0, (33,)), (2, (1500,))]
+    for decoding, prompts in shapes:
+        for sampling in (Sampling(temperature=0), Sampling(temperature=0, logprobs=1)):
+            results = []
+            for one in steps:
+                one.runner.kv.data.copy_(first.data)
+                again = one.begin(Batch(decoding, prompts, sampling=sampling))
+                results.append((one.run(again), one.run(next_decode(again))))
+            print_line(f"  {decoding} + {prompts} logprobs {sampling.logprobs}: "
+                       + compared(results, [one.runner for one in steps], first))  # fmt: skip
+
+
+def compared(
+    results: Sequence[tuple[StepResult, StepResult]], runners: list[GpuRunner], first: KvStorage
+) -> str:
+    """Return a line that compares two runs of two steps each, and the KV that they have left."""
+    out = []
+    for eager, graph in zip(*results, strict=True):
+        pairs = [
+            (a.tokens[0], b.tokens[0])
+            for a, b in zip(eager.sampled, graph.sampled, strict=True)
+        ]  # fmt: skip
+        equal = sum(a.token_id == b.token_id for a, b in pairs)
+        errors = [
+            abs(a.logprob - b.logprob)
+            for a, b in pairs
+            if a.logprob is not None and b.logprob is not None and a.token_id == b.token_id
+        ]
+        out.append(f"{equal}/{len(pairs)} {max(errors, default=0):.4f}")
+    a, b = (runner.kv.data for runner in runners)
+    changed = (a != first.data).flatten(1).any(1)
+    error = float((a[changed].float() - b[changed].float()).norm() / a[changed].float().norm())
+    others = int((b[~changed] != first.data[~changed]).sum())
+    return f"{out[0]}, then {out[1]}; KV {error:.1e}; others {others}"
+
+
+class MixedBench:
+    """The sections that need the whole model."""
+
+    def __init__(self, config: ModelConfig, blocks: int, seconds: float) -> None:
+        self.bench = Bench(config, blocks)
+        self.runner = self.bench.runner
+        self.seconds = seconds
+        self.limits = WarmupLimits(
+            block_size=BLOCK, blocks=blocks, context=config.context, sequences=256,
+            step_tokens=8192, vocab=config.vocab,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Warm up with an empty kernel cache, on a runner that is then dropped, and again."""
+        model, kv = self.runner.model, self.runner.kv
+        cold = GpuRunner(
+            model, kv, context=self.bench.config.context, seats=288, tokens_max=8192 + 288
+        )
+        for name, runner in (("kernels compiled", cold), ("kernels cached", self.runner)):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info()[0]
+            started = time.perf_counter()
+            shapes = runner.graph_shapes(256)
+            with torch.inference_mode():
+                runner.capture_all(256)
+                torch.cuda.synchronize()
+                captured = time.perf_counter() - started
+                torch.cuda.empty_cache()
+                used = (free - torch.cuda.mem_get_info()[0]) / 2**20
+                runner.warm_up(self.limits)
+            print_line(
+                f"start, {name}: {runner.graph_count} graphs of {len(shapes)} in {captured:.1f} s,"
+                f" {used:.0f} MiB; with warm-up {time.perf_counter() - started:.1f} s"
+            )
+            del runner
+        del cold
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def steps(self) -> None:
+        """Time every case with graphs and operation by operation."""
+        print_line("steps, ms: launch / alone / steady by graph; the same operation by operation")
+        steps = Steps(self.runner)
+        for name, (decoding, prompts, before) in CASES.items():
+            line = f"  {name:24}"
+            for graphs in (True, False):
+                self.runner.graphs_on = graphs
+                got = steps.measure(Batch(decoding, prompts, before))
+                line += "  | " + " ".join(f"{got[k]:6.2f}" for k in ("launch", "alone", "steady"))
+            self.runner.graphs_on = True
+            print_line(line)
+        for decoding in (8, 32, 64, 96, 200, 256):
+            got = steps.measure(Batch(decoding, ()))
+            print_line(f"  {decoding} decoding: " + " ".join(f"{v:6.2f}" for v in got.values()))
+        steps.end()
+
+    def plans(self) -> None:
+        """Time the steady step of every case with other settings of the planner."""
+        print_line("plans, steady ms: " + ", ".join(CASES))
+        steps, attention = Steps(self.runner), self.runner.attention
+        usual = attention.planner
+        for name, fields in PLANS.items():
+            attention.planner = replace(usual, **fields)
+            times = [
+                steps.measure(Batch(d, p, before), 6)["steady"] for d, p, before in CASES.values()
+            ]
+            print_line(f"  {name:20}" + " ".join(f"{ms:6.2f}" for ms in times))
+        attention.planner = usual
+        steps.end()
+
+    def host(self) -> None:
+        """Profile the host's work of launches."""
+        steps = Steps(self.runner)
+        for decoding, prompts in ((96, (64,)), (256, ())):
+            plan = steps.begin(Batch(decoding, prompts))
+            profiler = cProfile.Profile()
+            for _ in range(20):
+                torch.cuda.synchronize()
+                profiler.enable()
+                self.runner.launch(plan)
+                profiler.disable()
+                self.runner.collect()
+            text = io.StringIO()
+            pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(14)
+            lines = [line[:110] for line in text.getvalue().splitlines() if line.strip()]
+            print_line(f"host, 20 launches of {decoding} + {prompts}\n" + "\n".join(lines[2:]))
+        steps.end()
+
+    def kernels(self) -> None:
+        """Print where the GPU's time of a step goes."""
+        steps = Steps(self.runner)
+        for name in ("32 + 64", "96 + 8x64"):
+            plan = steps.begin(Batch(*CASES[name]))
+            steps.run(plan)
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                for _ in range(3):
+                    steps.run(plan)
+                torch.cuda.synchronize()
+            print_line(f"kernels of {name}, us a step: launches")
+            events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+            for event in events[:14]:
+                line = f"  {event.self_device_time_total / 3:8.0f}: {event.count // 3:4} "
+                print_line(line + event.key[:90])
+        steps.end()
+
+    def traffic(self) -> None:
+        """Poisson arrivals over eight warm prefixes: 64 own tokens, 128 out."""
+        print_line("traffic: first token p50 / p99, gap ms")
+        for rate in (20, 50, 100, 150):
+            rng = random.Random(rate)
+            grant = CacheGrant(b"traffic-%d" % rate)
+            prefixes = [random_tokens(rng, SHARED) for _ in range(8)]
+            for prefix in prefixes:
+                self.bench.run([prefix + random_tokens(rng, 8)], grant.namespace, 2)
+            due: list[tuple[float, Request]] = []
+            at = rng.expovariate(rate)
+            while at < self.seconds:
+                prompt = rng.choice(prefixes) + random_tokens(rng, 64)
+                due.append((at, Request(f"{len(due)}", prompt, 128, grant, GREEDY)))
+                at += rng.expovariate(rate)
+            seen = self._run_open_loop(due)
+            print_line(f"  {rate}/s: " + summary(due, seen, list(seen)))
+            self.bench.core.cache.erase(grant.namespace)
+
+    def cold(self) -> None:
+        """64 requests decode, and 8 cold prompts of 8,192 arrive, at intervals and together."""
+        print_line("8 cold prompts of 8,192 beside 64 decoding: first token p50 / p99, gap ms")
+        for beside, interval_s in ((64, 0.5), (64, 0.0), (0, 0.0)):
+            rng = random.Random(12)
+            grant = CacheGrant(b"cold-%d-%f" % (beside, interval_s))
+            due = [
+                (0.0, Request(f"b{i}", random_tokens(rng, 256), 600, grant, GREEDY))
+                for i in range(beside)
+            ]
+            for i in range(8):
+                request = Request(f"r{i}", random_tokens(rng, 8192), 16, grant, GREEDY)
+                due.append((1.0 + i * interval_s, request))
+            seen = self._run_open_loop(due)
+            known = [name for name in seen if name[0] == "b"] or list(seen)
+            line = summary([one for one in due if one[1].request_id[0] == "r"], seen, known)
+            print_line(f"  {beside} decoding, every {interval_s} s: {line}")
+            self.bench.core.cache.erase(grant.namespace)
+
+    def _run_open_loop(self, due: list[tuple[float, Request]]) -> dict[str, list[float]]:
+        """Submit each request when it is due; return the times of each request's tokens."""
+        core = self.bench.core
+        seen: dict[str, list[float]] = {request.request_id: [] for _, request in due}
+        waiting = due[::-1]
+        started = time.perf_counter()
+        while waiting or core.has_work():
+            now = time.perf_counter() - started
+            while waiting and waiting[-1][0] <= now:
+                core.submit(waiting.pop()[1])
+            if not core.has_work():
+                time.sleep(min(1e-3, max(0.0, waiting[-1][0] - now)))
+                continue
+            events = core.step()
+            now = time.perf_counter() - started
+            for event in events:
+                if isinstance(event, Tokens):
+                    seen[event.request_id].extend([now] * len(event.tokens))
+        return seen
+
+    def workloads(self) -> None:
+        """W1 to W6, warm and cold."""
+        for work in WORKLOADS:
+            got = self.bench.workload(work)
+            keys = ("step_ms", "step_ms_p95", "host_ms", "tok_s", "first_token_ms")
+            warm = " ".join(f"{key} {got['warm'][key]}" for key in keys)
+            print_line(f"{work.name}: floor {got['floor_ms']}, {warm}; cold {got['cold']['tok_s']}")
+        print_line(str(self.bench.sweep()["step_ms"]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    sections = "check,start,steps,plans,host,kernels,traffic,cold,workloads"
+    parser.add_argument("--only", default=sections)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=18_000)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    options = parser.parse_args()
+    began = time.perf_counter()
+    print_line(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+
+    def guarded(name: str, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception:
+            print_line(f"{name} failed:\n{traceback.format_exc(limit=-6)}")
+        print_line(f"[{name} ended at {time.perf_counter() - began:.0f} s]")
+
+    wanted = options.only.split(",")
+    if "check" in wanted:
+        guarded("check", check)
+        gc.collect()
+        torch.cuda.empty_cache()
+    rest = [name for name in wanted if name != "check"]
+    if rest:
+        config = msgspec.structs.replace(LLAMA_8B, layers=options.layers)
+        bench = MixedBench(config, options.blocks, options.seconds)
+        for name in rest:
+            guarded(name, getattr(bench, name))
+
+
+if __name__ == "__main__":
+    main()
