@@ -17,10 +17,10 @@ from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.tolerance import label_of
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
-from gateway.generation.rate_limits import NO_DEMAND, actual_usage
+from gateway.generation.rate_limits import actual_usage
 from gateway.generation.usage import sum_usage
 from gateway.http.request_context import RequestState
-from tenancy.limits import Reservation
+from tenancy.limits import NO_DEMAND, Reservation
 from tenancy.pricing.charges import is_charged
 
 

@@ -102,7 +102,8 @@ async def test_tiny_answer_stays_within_call_and_turn_budget(
 ) -> None:
     """With every kind of limit, the ledger, analytics, metrics and a log line; a resumed coroutine
     counts as a call. History: 633, then 428, then 405. Before the engine is asked: 145, then 149
-    with a place and room for the body, both taken before it is read."""
+    with a place and room for the body, both taken before it is read, and 159 with the tolerance
+    policy's hints."""
     limits = ("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute")
     change_tenant(gateway.store, "ada", dict.fromkeys((*limits, "requests_at_once"), NO_LIMIT))
     gateway.gateway.context.registry.refresh_now()
@@ -116,4 +117,4 @@ async def test_tiny_answer_stays_within_call_and_turn_budget(
     assert turns / COUNTED < 8.3
     # A request waits for these calls; all other work is done while the engine computes.
     assert calls[FIRST_BYTES] >= calls[SUBMIT] == COUNTED
-    assert sum(before.values()) / COUNTED < 152, before.most_common(12)
+    assert sum(before.values()) / COUNTED < 162, before.most_common(12)

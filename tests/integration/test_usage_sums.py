@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.retention_classes import CachingConfig
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 WORDS = ["trunk", "branch", "leaf", "root", "bark", "ring", "sap", "bud", "twig", "crown"]
@@ -179,6 +181,9 @@ DIALECTS: dict[str, tuple[str, Any, Any]] = {
 @pytest.fixture
 async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
     unopened_gateway.context_tokens = 2_048
+    # A clipped lease is read in full the second time, so each tenant may promise the pool.
+    caching = CachingConfig(promised_share_default=1.0)
+    unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, caching=caching)
     await unopened_gateway.open()
     yield unopened_gateway
     await unopened_gateway.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from gateway.background.storage_metering import StorageMetering
@@ -113,8 +114,7 @@ async def test_old_records_are_deleted(unopened_gateway: GatewayFixture) -> None
     context = gateway.gateway.context
     now_ms = context.wall()
     for days, left in ((399, 1), (401, 0)):
-        later_ms = now_ms + days * 86_400_000
-        context.wall = lambda later_ms=later_ms: later_ms
+        context.wall = partial(int, now_ms + days * 86_400_000)
         await StorageMetering(context).clear_expired()
         assert gateway.store.query("select count(*) from audit_log") == [(left,)]
     await gateway.close()
