@@ -144,12 +144,18 @@ def _key(options: argparse.Namespace, config: Config) -> CommandResult:
                 options.expires,
                 options.scopes,
                 changes(options, LIMITS),
+                options.tolerance,
             )
         case "list":
             return tenants.key_list(config, options.tenant)
         case "set":
             return tenants.key_set(
-                config, options.key, options.label, options.scopes, changes(options, LIMITS)
+                config,
+                options.key,
+                options.label,
+                options.scopes,
+                changes(options, LIMITS),
+                options.tolerance,
             )
         case "rotate":
             return tenants.key_rotate(config, options.key, options.grace)

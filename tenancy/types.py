@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, get_args
 
 from msgspec import Struct
 
@@ -29,6 +29,8 @@ Status = Literal["active", "suspended"]
 
 ToleranceMode = Literal["standard", "strict", "lenient"]
 """How the gateway treats request fields that it does not honour."""
+
+TOLERANCE_MODES: tuple[ToleranceMode, ...] = get_args(ToleranceMode)
 
 
 class Tenant(Struct, frozen=True, forbid_unknown_fields=True):

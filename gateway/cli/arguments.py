@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.model_store import DEFAULT_MODEL
+from tenancy.types import TOLERANCE_MODES
 
 Adder = Callable[[argparse.ArgumentParser], None]
 
@@ -208,6 +209,8 @@ def _add_key_actions(commands: Any, shared: Parser) -> None:
         "--expires", metavar="TIME", help="lifetime: 90d, 12h, 30m (default: unlimited)"
     )
     parser.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all)")
+    tolerance = "fields that are not honoured (default: as the server)"
+    parser.add_argument("--tolerance", choices=TOLERANCE_MODES, help=tolerance)
     _add_limits(parser)
     parser = add("list", "List keys by prefix.")
     parser.add_argument("--tenant", metavar="NAME")
@@ -215,6 +218,7 @@ def _add_key_actions(commands: Any, shared: Parser) -> None:
     parser.add_argument("key", help=which)
     parser.add_argument("--label", help="label shown in lists")
     parser.add_argument("--scopes", metavar="NAMES", help=scopes)
+    parser.add_argument("--tolerance", choices=(*TOLERANCE_MODES, "server"), help=tolerance)
     _add_limits(parser)
     parser = add(
         "rotate", "Create and print a replacement; the old key expires after a grace period."

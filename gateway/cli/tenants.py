@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from gateway.caching.floors import guaranteed_floors
 from gateway.cli.database import command_actor, open_database
@@ -47,7 +47,13 @@ from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.charges import format_dollars
 from tenancy.pricing.rate_cards import is_tier_free
 from tenancy.storage.interface import Store
-from tenancy.types import Limits, Status, TenantSettings
+from tenancy.types import (
+    TOLERANCE_MODES,
+    Limits,
+    Status,
+    TenantSettings,
+    ToleranceMode,
+)
 
 _UNITS_MS = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
 DAYS_MAX = 36_500
@@ -122,6 +128,7 @@ def key_create(
     expires: str | None,
     scopes: str | None,
     limits: Mapping[str, object],
+    tolerance: ToleranceMode | None = None,
 ) -> CommandResult:
     """Create a key. The text is the key alone, for `KEY=$(trunkline key create --tenant NAME)`.
 
@@ -150,6 +157,7 @@ def key_create(
             scopes=SCOPES if scopes is None else scopes.split(","),
             limits=_limits(Limits(), limits),
             by=command_actor(),
+            tolerance=tolerance,
         )
     return CommandResult(key, {"key": key, "tenant": tenant, "workspace": workspace})
 
@@ -173,15 +181,24 @@ def key_list(config: Config, tenant: str | None) -> CommandResult:
     )
 
 
+_KEY_TOLERANCES: Mapping[str | None, ToleranceMode | UnsetType | None] = {
+    None: UNSET,
+    "server": None,
+    **{mode: mode for mode in TOLERANCE_MODES},
+}
+"""The change of a key's tolerance by the option's value; no option changes nothing."""
+
+
 def key_set(
     config: Config,
     which: str,
     label: str | None,
     scopes: str | None,
     limits: Mapping[str, object],
+    tolerance: str | None = None,
 ) -> CommandResult:
-    """Change the given settings."""
-    if label is None and scopes is None and not limits:
+    """Change the given settings. The tolerance "server" removes the key's own."""
+    if label is None and scopes is None and tolerance is None and not limits:
         raise BadName("nothing_to_set", "nothing to change: see `trunkline key set --help`")
     with open_database(config) as store:
         old = find_key(store, which)
@@ -192,6 +209,7 @@ def key_set(
             scopes=None if scopes is None else scopes.split(","),
             limits=_limits(old.limits, limits) if limits else None,
             by=command_actor(),
+            tolerance=_KEY_TOLERANCES[tolerance],
         )
     return CommandResult(f"key {key.shown}… changed", _key_row(key))
 

@@ -98,6 +98,7 @@ class KeyAuthenticator:
             found.limits,
             facts.limits,
             self._scope_of(facts.tenant_id, facts.workspace),
+            facts.tolerance,
         )
 
     def authenticate_admin(self, key: str) -> Administrator:

@@ -17,14 +17,14 @@ import string
 from collections.abc import Iterable
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from tenancy.errors import BadName
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Row, Store, Transaction, Value
-from tenancy.types import Limits, WallClock
+from tenancy.types import TOLERANCE_MODES, Limits, ToleranceMode, WallClock
 
 PREFIX = "tl-"
 DIGEST_PREFIX = "sha256:"
@@ -58,7 +58,7 @@ class Key(Struct, frozen=True):
     `tenant` is None for an administrator's key, whose scopes are `admin` for all, or some of
     `ADMIN_SCOPES`. `shown`: the beginning of the key, never more.
     `replaced_by`: the id of the key it was rotated to. `is_declared`: the configuration file
-    declares the key.
+    declares the key. `tolerance`: None leaves it to the server.
     """
 
     key_id: int
@@ -73,6 +73,7 @@ class Key(Struct, frozen=True):
     limits: Limits = _FREE
     replaced_by: int | None = None
     is_declared: bool = False
+    tolerance: ToleranceMode | None = None
 
 
 def digest_of(key: str) -> bytes:
@@ -97,6 +98,7 @@ def create_key(
     lives_ms: int | None = None,
     scopes: Iterable[str] = SCOPES,
     limits: Limits = _FREE,
+    tolerance: ToleranceMode | None = None,
     by: Actor | None = None,
 ) -> str:
     """Create a tenant's key and return it; it cannot be shown again. `by`: for the audit log.
@@ -115,6 +117,7 @@ def create_key(
             raise BadName("tenant_unknown", f"unknown tenant id: {tenant_id}")
         check_not_deleted(names[0][0])
         key_id = _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
+        _set_tolerance(db, key_id, tolerance)
         _record(db, by, "key.create", key_id)
     return key
 
@@ -163,6 +166,7 @@ def rotate_key(
         text = ADMIN if tenant_id is None else " ".join(sorted(old.scopes))
         facts = (old.workspace, old.label, now_ms, expires_ms, text, old.limits)
         new_id = _insert(db, key, tenant_id, facts, line_id)
+        _set_tolerance(db, new_id, old.tolerance)
         if tenant_id is None:
             copied = "(select admin_scopes from keys where key_id = ?)"
             db.execute(
@@ -186,6 +190,7 @@ def change_key(
     label: str | None = None,
     scopes: Iterable[str] | None = None,
     limits: Limits | None = None,
+    tolerance: ToleranceMode | UnsetType | None = UNSET,
     by: Actor | None = None,
 ) -> Key:
     """Change the given fields of a key, from the next request. Raises BadName."""
@@ -212,6 +217,8 @@ def change_key(
                 old.key_id,
             ),
         )
+        if tolerance is not UNSET:
+            _set_tolerance(db, old.key_id, tolerance)
         _record(db, by, "key.change", old.key_id, old)
     return find_key(store, str(old.key_id))
 
@@ -335,16 +342,26 @@ def _insert(
     return int(made[0][0])
 
 
+def _set_tolerance(db: Transaction, key_id: int, tolerance: ToleranceMode | None) -> None:
+    """Set a key's tolerance. Raises BadName for an unknown mode."""
+    if tolerance not in (None, *TOLERANCE_MODES):
+        known = ", ".join(TOLERANCE_MODES)
+        raise BadName("bad_setting", f"invalid tolerance: {tolerance!r}; expected one of {known}")
+    db.execute("update keys set tolerance = ? where key_id = ?", (tolerance, key_id))
+
+
 _KEYS = (
     "select key_id, name, workspace, label, shown, keys.created_ms, expires_ms, revoked_ms,"
     " coalesce(admin_scopes, scopes), keys.limits, replaced_by,"
-    " keys.is_declared * tenants.is_declared from keys"
+    " keys.is_declared * tenants.is_declared, tolerance from keys"
     " left join tenants using (tenant_id)"
 )
 
 
 def _key_of(row: Row) -> Key:
-    return Key(*(*row[:8], tuple(row[8].split()), decode_limits(row[9]), row[10], bool(row[11])))
+    return Key(
+        *(*row[:8], tuple(row[8].split()), decode_limits(row[9]), row[10], bool(row[11]), row[12])
+    )
 
 
 def _record(

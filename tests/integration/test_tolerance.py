@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tenancy.accounts.keys import change_key, find_key
 from tests.unit.gateway.gateway_fixture import CONTEXT, GatewayFixture, parse_events
 
 HEADER = "X-Trunkline-Ignored"
@@ -37,6 +38,23 @@ async def test_ignored_fields_are_named_and_counted(gateway: GatewayFixture, str
     assert tenant["ignored_fields"] == {"reasoning_effort": 1, "history": 1}
     text = context.telemetry.exposition().decode()
     assert 'trunkline_ignored_fields_total{field="reasoning_effort"} 1' in text
+
+
+async def test_a_key_overrides_the_servers_tolerance(gateway: GatewayFixture) -> None:
+    """One application can be strict beside another that cannot be changed."""
+    body, context = second_turn(gateway, temprature=1), gateway.gateway.context
+    by_default, _, _ = await gateway.ask(body=body)
+    key = find_key(context.store, gateway.keys["ada"])
+    change_key(context.store, str(key.key_id), tolerance="lenient")
+    context.registry.refresh_now()
+    lenient, _, response = await gateway.ask(body=body)
+    change_key(context.store, str(key.key_id), tolerance="strict")
+    context.registry.refresh_now()
+    strict, answer, _ = await gateway.ask(body=second_turn(gateway))
+
+    assert (by_default, lenient, strict) == (400, 200, 400)
+    assert "temprature" in response.headers[HEADER]
+    assert answer["error"]["param"] == "reasoning_effort"
 
 
 async def test_counting_tokens_names_ignored_fields(gateway: GatewayFixture) -> None:

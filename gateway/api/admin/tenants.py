@@ -31,7 +31,7 @@ from tenancy.accounts import keys, tenants
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import Key
 from tenancy.accounts.tenants import TenantRecord, floor_blocks_of
-from tenancy.types import Limits, TenantSettings
+from tenancy.types import Limits, TenantSettings, ToleranceMode
 
 PAGE_MAX = 1_000
 """Most rows of one page."""
@@ -52,6 +52,7 @@ class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
     expires_in_s: int | None = None
     scopes: tuple[str, ...] = keys.SCOPES
     limits: Limits = Limits()
+    tolerance: ToleranceMode | None = None
 
 
 class NewAdminKey(Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +69,7 @@ class KeyUpdate(Struct, frozen=True, forbid_unknown_fields=True):
     label: str | UnsetType = UNSET
     scopes: tuple[str, ...] | UnsetType = UNSET
     limits: Limits | UnsetType = UNSET
+    tolerance: ToleranceMode | UnsetType | None = UNSET
 
 
 class Rotation(Struct, frozen=True, forbid_unknown_fields=True):
@@ -210,6 +212,7 @@ class _TenantHandlers:
             scopes=body.scopes,
             limits=body.limits,
             by=actor_of(self._gateway, request),
+            tolerance=body.tolerance,
         )
         return await self._made(request, secret)
 
@@ -369,6 +372,7 @@ def key_body(key: Key) -> dict[str, Any]:
         "label": key.label,
         "scopes": key.scopes,
         "limits": msgspec.to_builtins(key.limits),
+        "tolerance": key.tolerance,
         "replaced_by": key.replaced_by,
         "declared": key.is_declared,
         **instants,

@@ -226,6 +226,20 @@ def test_change_keeps_fields_not_named(store: Store, wall: Wall, tenant_id: int)
     assert KeyIndex(load_keys(store)).find(key, wall()).limits == Limits(requests_per_minute=2)
 
 
+def test_a_key_has_its_own_tolerance(store: Store, wall: Wall, tenant_id: int) -> None:
+    """One application can be strict beside another that cannot be changed. None: the server's."""
+    key = create_key(store, wall, tenant_id, tolerance="lenient")
+    other = create_key(store, wall, tenant_id)
+    ring = KeyIndex(load_keys(store))
+    found = ring.find(key, wall()).tolerance, ring.find(other, wall()).tolerance
+    kept = change_key(store, "1", label="b").tolerance
+    _, rotated, _ = rotate_key(store, wall, "1", 0)
+    cleared = change_key(store, str(rotated.key_id), tolerance=None).tolerance
+
+    assert found == ("lenient", None)
+    assert (kept, rotated.tolerance, cleared) == ("lenient", "lenient", None)
+
+
 # --- rotation ------------------------------------------------------------------------------------
 
 

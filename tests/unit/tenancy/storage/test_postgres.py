@@ -140,7 +140,7 @@ def test_migrates_database_of_an_older_version(
     version = second.query("select version from trunkline_schema")
     second.close()
 
-    assert (found, version) == ([("ada", "none")], [(2,)])
+    assert (found, version) == ([("ada", "none")], [(len(later),)])
 
 
 def test_concurrent_starts_make_one_schema(postgres_server: Server) -> None:

@@ -356,12 +356,14 @@ async def test_creates_limits_and_revokes_a_key(admin: AdminClient) -> None:
     )
     worked = await chat_status(gateway, made["key"])
     path = f"/admin/v1/keys/{made['key_id']}"
+    await admin.ask("PATCH", path, {"tolerance": "lenient"})
     _, shown = await admin.ask("GET", path)
     _, revoked = await admin.ask("POST", f"{path}/revoke")
 
     assert (status, worked) == (201, 200)
     assert (shown["tenant"], shown["workspace"], shown["label"]) == ("ada", "lab", "ci")
     assert shown["scopes"] == ["inference"]
+    assert (made["tolerance"], shown["tolerance"]) == (None, "lenient")
     assert revoked["revoked"] is not None
     assert await chat_status(gateway, made["key"]) == 401
 
