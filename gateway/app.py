@@ -52,9 +52,10 @@ from gateway.engine_supervisor import EngineSupervisor
 from gateway.errors import Refusal
 from gateway.gc_tuning import freeze_heap
 from gateway.generation import rate_limits
+from gateway.http.descriptors import connections_allowed, raise_descriptor_limit
 from gateway.http.middleware import Middleware
 from gateway.http.request_context import RequestIds
-from gateway.http.server import Listener
+from gateway.http.server import Listener, log_accept_errors
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import DeferredHolds
 from gateway.ledger.interface import InProcessLedger, LedgerClient
@@ -76,6 +77,8 @@ from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
 from tenancy.types import WallClock
 
+ADMIN_CONNECTIONS_MAX = 100
+"""Open connections of the admin listener."""
 KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
 GATEWAY_ID_FILE = "gateway.id"
@@ -144,7 +147,7 @@ class Gateway:
         )
         self._reconciler = Reconciler(self.context)
         self._metering = StorageMetering(self.context)
-        self._listeners: list[Listener] = []
+        self.listeners: list[Listener] = []
         self.context.telemetry.ledger_epoch.set(ledger_epoch(store).number)
         if self.ledger.found_epoch is not None:
             facts = msgspec.structs.asdict(self.ledger.found_epoch)
@@ -162,15 +165,22 @@ class Gateway:
         await context.books.start()
         context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
         urls = []
-        for middleware, (host, port) in ((self.public(), public), (self.admin(), admin)):
+        configured = context.config.server.connections_max
+        allowed = await asyncio.to_thread(connections_allowed, configured)
+        if allowed < configured:
+            context.log("connections_limited", {"configured": configured, "allowed": allowed})
+        for middleware, (host, port), connections_max in (
+            (self.public(), public, allowed),
+            (self.admin(), admin, min(allowed, ADMIN_CONNECTIONS_MAX)),
+        ):
             listener = Listener(
                 middleware.handle,
-                self.context.config.server,
+                msgspec.structs.replace(context.config.server, connections_max=connections_max),
                 self.context.new_id,
                 on_unreadable=lambda: self.context.telemetry.unreadable.add(1),
                 shutdown_timeout_s=5.0,
             )
-            self._listeners.append(listener)
+            self.listeners.append(listener)
             bound_host, bound_port = await listener.open(host, port)
             urls.append(f"http://{bound_host}:{bound_port}")
         self._reconciler.start()
@@ -225,16 +235,27 @@ class Gateway:
         Then record the engine's final counts and let it end.
         """
         self.context.is_draining = True
+        for listener in self.listeners:
+            listener.begin_drain()
         began_s = self.context.clock()
         if await self.context.wait_idle(timeout_s):
             await self._reconciler.close()
         left_s = timeout_s - (self.context.clock() - began_s)
         await self.context.engine.drain(max(left_s, 0.0))
 
+    async def refuse_last(self) -> None:
+        """Stop accepting, and tell the clients that still ask why they are refused."""
+        await asyncio.gather(*(listener.end_drain() for listener in self.listeners))
+
+    @property
+    def open_connections(self) -> int:
+        """Connections of both listeners."""
+        return sum(listener.open_connections for listener in self.listeners)
+
     async def close(self) -> None:
         """Close the listeners, finish settling, close the ledger; the engine belongs to the
         caller."""
-        for listener in self._listeners:
+        for listener in self.listeners:
             await listener.close()
         await self.context.finish_background()
         await self._metering.close()
@@ -348,6 +369,8 @@ async def serve(
     A second signal exits at once. SIGHUP reloads the configuration.
     """
     log, stop = LogLines(sys.stderr.fileno(), wall_ms), asyncio.Event()
+    raise_descriptor_limit()
+    log_accept_errors(asyncio.get_running_loop(), log)
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log)
     gateway: Gateway | None = None
 
@@ -411,6 +434,12 @@ async def _serve(
     elif ready.done():
         ready.result()
     await stopped
-    timeout_s = config.engine.drain_timeout_s
+    context, timeout_s, began_s = gateway.context, config.engine.drain_timeout_s, time.monotonic()
+    running = sum(context.running.values())
+    connections = gateway.open_connections
+    context.log("stopping", {"running": running, "connections": connections})
     await gateway.drain(timeout_s)
-    await gateway.context.wait_idle(timeout_s + 1.0)
+    await context.wait_idle(timeout_s + 1.0)
+    await gateway.refuse_last()
+    seconds = round(time.monotonic() - began_s, 3)
+    context.log("stopped", {"seconds": seconds, "unfinished": sum(context.running.values())})

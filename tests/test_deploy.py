@@ -22,6 +22,8 @@ CASES = RULES.with_name("rules_test.yml")
 FILES = (RULES, DEPLOY / "grafana" / "trunkline.json")
 _METRIC = re.compile(r"\btrunkline[a-z0-9_]*_[a-z0-9_]+|\bvllm:[a-z_]+")
 
+ANALYZE = shutil.which("systemd-analyze")
+
 
 @pytest.fixture(scope="module")
 def existing() -> set[str]:
@@ -48,6 +50,17 @@ def test_the_systemd_unit_starts_the_command(tmp_path: Path) -> None:
     assert build_parser({}).parse_args([command]).command == "serve"
     assert str(config.data) == "/var/lib/trunkline"
     assert int(stop_s) > config.engine.drain_timeout_s
+
+
+@pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not here")
+def test_the_systemd_unit_may_do_little() -> None:
+    """systemd's own rating, from 0 (confined) to 10; 9.0 without the directives."""
+    unit = DEPLOY / "systemd" / "trunkline.service"
+    command = [str(ANALYZE), "security", "--offline=true", "--no-pager", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (exposure,) = re.findall(r"Overall exposure level for \S+: (\d+\.\d+)", done.stdout)
+
+    assert float(exposure) <= 3.0
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

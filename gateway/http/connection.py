@@ -6,7 +6,9 @@ not depend on aiohttp's internals. It knows no route and parses no HTTP. `gatewa
 passes `Connections` to the event loop as its protocol factory.
 
     event loop ── Connection ── aiohttp's protocol ── handler
-                  caps, head and write deadlines, bounded send buffer, fixed pages
+                  head and write deadlines, bounded send buffer, fixed pages, a close that is read
+
+`gateway.http.connection_places` decides which connections may stay.
 """
 
 from __future__ import annotations
@@ -14,19 +16,27 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 
 from gateway.config import ServerConfig
+from gateway.http.connection_places import ConnectionPlaces
 
 NewId = Callable[[], str]
 Data = bytes | bytearray | memoryview
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+REFUSED_LINGERING_MAX = 64
+"""Connections beyond the limit that may wait until their clients have read the refusal."""
+
+LINGER_S = 5.0
+"""How long a closed connection drops what its client still sends, in seconds: a socket that is
+closed with unread bytes is reset, and the client loses the answer. The bytes are bounded too, by
+`server.body_bytes_max`."""
 
 
 def fixed_page(status: HTTPStatus, kind: str, code: str, message: str, request_id: str) -> bytes:
@@ -50,25 +60,35 @@ class Connection(asyncio.Protocol, asyncio.Transport):
 
     The head deadline starts when the connection opens, and again at the first byte that arrives
     while no request is in progress; `begin_request` ends it. The write deadline runs while the
-    socket's send buffer is full. Between requests aiohttp writes only to report bytes that it could
-    not parse. Its page quotes these bytes, so the client gets a fixed page instead.
+    socket's send buffer is full; nothing is received meanwhile, so a client that pipelines requests
+    has to read its answers. Between requests aiohttp writes only to report bytes that it could not
+    parse. Its page quotes these bytes, so the client gets a fixed page instead.
+
+    `payer`: the tenant whose key the client has shown; None for a stranger. `has_place`: it counts
+    against the limits of `Connections`.
     """
 
     def __init__(self, owner: Connections) -> None:
         super().__init__()
-        self._owner = owner
+        self.owner = owner
+        self.payer: Hashable = None
+        self.address = ""
+        self.has_place = False
         self._loop = asyncio.get_running_loop()
         self._protocol: asyncio.Protocol | None = None
         self._stream: asyncio.Transport | None = None
-        self._address: str | None = None
         self._head_began_s: float | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._lingering_bytes = 0
+        self._wants_reading = True
         self._is_responding = False
         self._is_ending = False
         self._response_begins_at = 0
+        self.writable = asyncio.Event()
+        """Set while the send buffer has room."""
+        self.writable.set()
         self.bytes_written = 0
         """Bytes of responses handed to the socket's transport since the connection began."""
 
@@ -79,11 +99,20 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._is_responding = True
         self._head_began_s = None
         self._response_begins_at = self.bytes_written
+        self.owner.asked_at_s = self._loop.time()
+        self.owner.places.set_busy(self)
 
     def end_request(self, *, may_follow: bool) -> None:
         """Note that the response is complete. `may_follow`: the connection stays open."""
         self._is_responding = False
         self._is_ending |= not may_follow
+        self.owner.asked_at_s = self._loop.time()
+        if self.has_place:
+            self.owner.places.set_idle(self)
+
+    def identify(self, payer: Hashable) -> None:
+        """Note the tenant whose valid key came with the current request."""
+        self.owner.places.move(self, payer)
 
     @property
     def has_response_begun(self) -> bool:
@@ -103,7 +132,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
 
         Raises ConnectionError if the connection is lost; the write deadline bounds the wait.
         """
-        await self._writable.wait()
+        await self.writable.wait()
         if self.is_closing():
             raise ConnectionResetError(
                 "the client closed the connection before the response was complete"
@@ -123,59 +152,75 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         """Bound the kernel's and asyncio's send buffers; admit the connection or send a 503."""
         assert isinstance(transport, asyncio.Transport)
         self._stream = transport
-        settings = self._owner.settings
+        settings = self.owner.settings
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, settings.send_buffer_bytes)
         transport.set_write_buffer_limits(high=settings.send_buffer_bytes)
-        self._address = self._owner.admit(transport)
-        if self._address is None:
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) and peer else "local"
+        self.owner.opened.add(self)
+        self.has_place = self.owner.places.admit(self)
+        if not self.has_place:
             message = "Connection limit reached. Try again later."
             status = HTTPStatus.SERVICE_UNAVAILABLE
             self._end_with(status, "server_error", "too_many_connections", message)
             return
         self._start_head_timer()
-        self._protocol = self._owner.make_protocol()
+        self._protocol = self.owner.make_protocol()
         self._protocol.connection_made(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release the connection's place in the count. aiohttp then cancels the handler."""
         self._is_ending = True
         self._cancel_timers()
-        self._writable.set()
-        if self._address is not None:
-            self._owner.release(self._address)
-            self._address = None
+        self.writable.set()
+        self.owner.opened.discard(self)
+        if self.has_place:
+            self.has_place = False
+            self.owner.places.release(self)
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             protocol.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes to aiohttp; the first bytes after a response start a head deadline."""
+        """Pass bytes to aiohttp; the first bytes after a response start a head deadline. A closed
+        connection drops them."""
+        if self._linger_timer is not None:
+            self._lingering_bytes += len(data)
+            if self._lingering_bytes > self.owner.settings.body_bytes_max:
+                self.abort()
+            return
         if not self._is_responding and self._head_began_s is None and not self._is_ending:
             self._start_head_timer()
         if self._protocol is not None:
             self._protocol.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """Tell aiohttp that the client sends no more bytes."""
-        return None if self._protocol is None else self._protocol.eof_received()
+        """Tell aiohttp that the client sends no more bytes; a closed connection ends then."""
+        if self._protocol is None or self._linger_timer is not None:
+            return None
+        return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
-        """Start the write deadline: the client reads too slowly."""
-        self._writable.clear()
+        """Start the write deadline, and receive nothing: the client reads too slowly."""
+        self.writable.clear()
+        if self._stream is not None:
+            self._stream.pause_reading()
         self._start_write_timer()
         if self._protocol is not None:
             self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
         """Cancel the write deadline: the send buffer has room again."""
-        self._writable.set()
+        self.writable.set()
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
         if self.is_closing():
             self._start_write_timer()
+        if self._stream is not None and self._wants_reading:
+            self._stream.resume_reading()
         if self._protocol is not None:
             self._protocol.resume_writing()
 
@@ -197,12 +242,23 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def close(self) -> None:
-        """Close once the send buffer is empty, or at the write deadline."""
+        """Send what is left and the end of the connection; then wait for the client's end.
+
+        What it sends meanwhile is dropped, for `LINGER_S` and `server.body_bytes_max` at most. The
+        write deadline bounds the sending.
+        """
         self._is_ending = True
-        if self._stream is not None:
-            self._stream.close()
-            if self._stream.get_write_buffer_size():
-                self._start_write_timer()
+        stream = self._stream
+        if stream is None or self.is_closing():
+            return
+        if stream.can_write_eof() and self.owner.may_linger(self):
+            self._linger_timer = self._loop.call_later(LINGER_S, self._end_lingering)
+            stream.write_eof()
+            stream.resume_reading()
+        else:
+            stream.close()
+        if stream.get_write_buffer_size():
+            self._start_write_timer()
 
     def abort(self) -> None:
         """Reset the connection and drop unsent bytes; the client sees an incomplete response."""
@@ -212,7 +268,13 @@ class Connection(asyncio.Protocol, asyncio.Transport):
 
     def is_closing(self) -> bool:
         """Whether the connection is closing or closed."""
-        return self._stream is None or self._stream.is_closing()
+        stream = self._stream
+        return stream is None or self._linger_timer is not None or stream.is_closing()
+
+    @property
+    def is_lingering(self) -> bool:
+        """Whether the connection has ended and drops what the client still sends."""
+        return self._linger_timer is not None
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return the socket transport's extra info `name`."""
@@ -233,12 +295,14 @@ class Connection(asyncio.Protocol, asyncio.Transport):
 
     def pause_reading(self) -> None:
         """Stop receiving until `resume_reading`."""
+        self._wants_reading = False
         if self._stream is not None:
             self._stream.pause_reading()
 
     def resume_reading(self) -> None:
-        """Receive again."""
-        if self._stream is not None:
+        """Receive again, once the send buffer has room."""
+        self._wants_reading = True
+        if self._stream is not None and self.writable.is_set():
             self._stream.resume_reading()
 
     def can_write_eof(self) -> bool:
@@ -251,7 +315,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         """Record when a head began. One timer serves many requests: it reads this time."""
         self._head_began_s = self._loop.time()
         if self._head_timer is None:
-            self._schedule_head_check(self._owner.settings.header_timeout_s)
+            self._schedule_head_check(self.owner.settings.header_timeout_s)
 
     def _schedule_head_check(self, seconds: float) -> None:
         self._head_timer = self._loop.call_later(seconds, self._check_head_deadline)
@@ -260,39 +324,45 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._head_timer = None
         if self._head_began_s is None or self._is_ending:
             return
-        due_s = self._head_began_s + self._owner.settings.header_timeout_s
+        due_s = self._head_began_s + self.owner.settings.header_timeout_s
         left_s = due_s - self._loop.time()
         if left_s > 0:
             self._schedule_head_check(left_s)
             return
-        message = (
-            f"Request headers not received within {self._owner.settings.header_timeout_s:g} s."
-        )
+        message = f"Request headers not received within {self.owner.settings.header_timeout_s:g} s."
         status = HTTPStatus.REQUEST_TIMEOUT
         self._end_with(status, "invalid_request_error", "request_timeout", message)
 
     def _start_write_timer(self) -> None:
         if self._write_timer is None:
-            seconds = self._owner.settings.write_timeout_s
+            seconds = self.owner.settings.write_timeout_s
             self._write_timer = self._loop.call_later(seconds, self.abort)
 
     def _cancel_timers(self) -> None:
-        for timer in (self._head_timer, self._write_timer):
+        for timer in (self._head_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
+
+    def _end_lingering(self) -> None:
+        """Close, unless the client still reads its answer: then the write deadline closes."""
+        assert self._stream is not None, "a connection that is lost has no timers"
+        if self._stream.get_write_buffer_size():
+            self._linger_timer = self._loop.call_later(LINGER_S, self._end_lingering)
+        else:
+            self._stream.abort()
 
     def _refuse_unreadable(self) -> None:
         if self._is_ending:
             return
-        self._owner.on_unreadable()
+        self.owner.on_unreadable()
         message = "Not a valid HTTP/1.1 request."
         status = HTTPStatus.BAD_REQUEST
         self._end_with(status, "invalid_request_error", "bad_http", message)
 
     def _end_with(self, status: HTTPStatus, kind: str, code: str, message: str) -> None:
         """Send a fixed page and close."""
-        if self._stream is not None and not self._stream.is_closing():
-            page = fixed_page(status, kind, code, message, self._owner.new_id())
+        if self._stream is not None and not self.is_closing():
+            page = fixed_page(status, kind, code, message, self.owner.new_id())
             self._stream.write(page)
         self.close()
 
@@ -302,7 +372,11 @@ CONNECTION = web.RequestKey("connection", Connection)
 
 
 class Connections:
-    """Creates and counts connections: a protocol factory for `loop.create_server`."""
+    """Creates and keeps connections: a protocol factory for `loop.create_server`.
+
+    `opened`: all that are not lost yet. `asked_at_s`: when a request last began or ended, by the
+    loop's clock. `is_draining`: each answer is its connection's last.
+    """
 
     def __init__(
         self,
@@ -320,27 +394,20 @@ class Connections:
         self.settings = settings
         self.new_id = new_id
         self.on_unreadable = on_unreadable
-        self._open = 0
-        self._open_by_address: Counter[str] = Counter()
+        self.is_draining = False
+        self.asked_at_s = 0.0
+        self.opened: set[Connection] = set()
+        self.places: ConnectionPlaces[Connection] = ConnectionPlaces(
+            settings.connections_max, settings.connections_per_address_max
+        )
 
     def __call__(self) -> Connection:
         return Connection(self)
 
-    def admit(self, transport: asyncio.Transport) -> str | None:
-        """Count a new connection and return its address; None above a connection limit. O(1)."""
-        peer = transport.get_extra_info("peername")
-        address = str(peer[0]) if isinstance(peer, tuple) and peer else "local"
-        cap = self.settings.connections_per_address_max
-        is_crowded = cap and self._open_by_address[address] >= cap
-        if self._open >= self.settings.connections_max or is_crowded:
-            return None
-        self._open += 1
-        self._open_by_address[address] += 1
-        return address
+    def may_linger(self, connection: Connection) -> bool:
+        """Return whether a closed connection may wait for its client's end. O(1).
 
-    def release(self, address: str) -> None:
-        """Remove a closed connection from the counts. O(1)."""
-        self._open -= 1
-        self._open_by_address[address] -= 1
-        if not self._open_by_address[address]:
-            del self._open_by_address[address]
+        One that was refused for want of a place has a descriptor all the same; only
+        `REFUSED_LINGERING_MAX` of those may.
+        """
+        return connection.has_place or len(self.opened) - self.places.taken <= REFUSED_LINGERING_MAX

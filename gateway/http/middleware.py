@@ -34,6 +34,7 @@ from gateway.http.request_context import (
 )
 from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
 from gateway.http.route_table import RouteTable, canonical
+from gateway.observability.logging import RefusalLines
 from gateway.observability.metrics import cache_outcome
 from tenancy.accounts.keys import ADMIN
 from tenancy.errors import KeyRefused
@@ -51,6 +52,9 @@ Role = Literal[
     "admin:erase",
 ]
 """What a route requires of a key: a tenant's scope, an administrator's, or `open` for no key."""
+
+ADMINISTRATOR = 0
+"""What connections and bodies of the admin API count for; no tenant has this id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class Middleware:
         for route in routes:
             self._table.add(route.method, route.path, (route, canonical(route.path)))
         self._wrong_keys = WrongKeys(gateway.clock)
+        self._refusal_lines = RefusalLines(gateway.log, gateway.clock)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Process one request, from its id to its log line.
@@ -154,9 +159,12 @@ class Middleware:
         state.route = path
         if route.role != "open":
             self._authenticate(request, route.role, state)
-            tenant_id = None if state.identity is None else state.identity.tenant.tenant_id
-            request[BODY_SHARE] = BodyShare(self._bodies, tenant_id)
-            if tenant_id is not None:
+            identity, connection = state.identity, request[CONNECTION]
+            payer = ADMINISTRATOR if identity is None else identity.tenant.tenant_id
+            if connection.payer != payer:
+                connection.identify(payer)
+            request[BODY_SHARE] = BodyShare(self._bodies, payer)
+            if identity is not None:
                 self._take_place(self._gateway, state)
         return route.handler(request)
 
@@ -235,7 +243,12 @@ class Middleware:
             telemetry.first_token_s.add(state.first_token_s, cached)
         # Health probes come every second: log only requests with a key, and failures.
         has_key = state.identity is not None or state.admin_key_id is not None
-        if self._gateway.config.log.requests and (has_key or state.ending != "done"):
+        is_told = has_key or state.ending != "done"
+        if is_told and state.ending == "refused":
+            identity = state.identity
+            owner = state.admin_key_id if identity is None else identity.tenant.name
+            is_told = self._refusal_lines.admit(owner)
+        if self._gateway.config.log.requests and is_told:
             self._gateway.log("request", log_facts(state, request.method, status, total_s))
         tracer = self._gateway.tracer
         if tracer is not None and state.operation:
@@ -253,7 +266,7 @@ async def _finish(
         for name, value in state.response_headers({}).items():
             headers.setdefault(name, value)
         headers.update(state.headers)
-        if not request.content.is_eof():
+        if not request.content.is_eof() or request[CONNECTION].owner.is_draining:
             response.force_close()  # aiohttp would parse the rest of the body as a head
     await finish(request, response)
 

@@ -27,7 +27,10 @@ class ClientGone(Exception):
 
 def streamed(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
     """Return a response to be streamed. `begin` sends its head."""
-    return web.StreamResponse(headers=request[RESPONSE_HEADERS](headers))
+    response = web.StreamResponse(headers=request[RESPONSE_HEADERS](headers))
+    if request[CONNECTION].owner.is_draining:
+        response.force_close()
+    return response
 
 
 async def begin(request: web.BaseRequest, response: web.StreamResponse) -> None:
@@ -57,15 +60,20 @@ async def send(
 ) -> web.StreamResponse:
     """Send a whole response. Raises ClientGone if the client leaves during a long one."""
     merged = request[RESPONSE_HEADERS](headers)
-    if not request.keep_alive:
+    is_last = request[CONNECTION].owner.is_draining
+    if is_last or not request.keep_alive:
         merged["Connection"] = "close"  # aiohttp omits the header in HTTP/1.0
     if len(body) <= PIECE_BYTES:
         small = web.Response(status=status, body=body, headers=merged)
+        if is_last:
+            small.force_close()
         with suppress(ConnectionError):  # the middleware's `finish` raises it again
             await finish(request, small)
         return small
     response = web.StreamResponse(status=status, headers=merged)
     response.content_length = len(body)
+    if is_last:
+        response.force_close()
     try:
         await response.prepare(request)
         for start in range(0, len(body), PIECE_BYTES):

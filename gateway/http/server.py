@@ -5,14 +5,19 @@ hour, keeps working for a disconnected client, and quotes unparsable bytes in it
 listener sets a deadline, a bound or a fixed text for each of these. It knows no dialect, no tenant
 and no engine, and reads no body (`gateway.http.request_body` does). `gateway.app` opens listeners.
 
-    accept ── caps (all, per address) ── head: deadline ── handler ── response: deadline per write
+    accept ── places (all, per address, strangers) ── head: deadline ── earlier answers are read
+           ── handler ── response: deadline per write ── close: the client's rest is dropped
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -22,11 +27,19 @@ from gateway.http.connection import CONNECTION, Connection, Connections, NewId
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 """Handles one request: writes the whole response and returns it."""
 
-_BACKLOG = 4_096
-"""Connections that the kernel queues before they are accepted."""
+_BACKLOG = 1_024
+"""Connections that the kernel queues before they are accepted; it may have a smaller bound."""
 
-_LINGERING_S = 1.0
-"""How long aiohttp reads the rest of a refused body before it closes, in seconds."""
+_ACCEPTED_AT_ONCE = 64
+"""Connections accepted in one turn of the event loop, so that a flood of them does not stop it."""
+
+_QUIET_S = 0.25
+"""Without a request for this long, a draining listener closes what is still open, in seconds: a
+client that was answered just now asks again at once, and is to be told why it is refused."""
+_QUIET_WAIT_S = 2.0
+
+_NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of a process or a system that cannot accept a connection now."""
 
 _SILENT = logging.getLogger("trunkline.aiohttp")
 _SILENT.setLevel(logging.CRITICAL + 1)
@@ -57,6 +70,7 @@ class Listener:
         self._shutdown_timeout_s = shutdown_timeout_s
         self._runner: web.ServerRunner | None = None
         self._server: asyncio.Server | None = None
+        self._connections: Connections | None = None
 
     async def open(self, host: str, port: int) -> tuple[str, int]:
         """Bind, start accepting and return (host, port). Raises OSError if the port is taken."""
@@ -64,19 +78,50 @@ class Listener:
             self._handle,
             handler_cancellation=True,
             keepalive_timeout=self._settings.keep_alive_timeout_s,
-            lingering_time=_LINGERING_S,
+            lingering_time=0,  # `Connection.close` drops the rest of a refused body
             logger=_SILENT,
             access_log=None,
             auto_decompress=False,  # `request_body` decompresses, within a bound
         )
         self._runner = web.ServerRunner(make_protocol, shutdown_timeout=self._shutdown_timeout_s)
         await self._runner.setup()
-        connections = Connections(make_protocol, self._settings, self._new_id, self._on_unreadable)
-        self._server = await asyncio.get_running_loop().create_server(
-            connections, host, port, backlog=_BACKLOG, reuse_address=True
+        self._connections = Connections(
+            make_protocol, self._settings, self._new_id, self._on_unreadable
         )
+        self._server = await asyncio.get_running_loop().create_server(
+            self._connections, host, port, backlog=_ACCEPTED_AT_ONCE, reuse_address=True
+        )
+        for listening in self._server.sockets:
+            # asyncio's own backlog is also the number that it accepts at once.
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(_BACKLOG)
         bound = self._server.sockets[-1].getsockname()
         return str(bound[0]), int(bound[1])
+
+    @property
+    def open_connections(self) -> int:
+        """The number of connections that are not lost yet."""
+        return 0 if self._connections is None else len(self._connections.opened)
+
+    def begin_drain(self) -> None:
+        """Answer each request from now on with `Connection: close`; go on accepting."""
+        if self._connections is not None:
+            self._connections.is_draining = True
+
+    async def end_drain(self) -> None:
+        """Stop accepting, and answer those that still ask, until they have been quiet for
+        `_QUIET_S`; at most `_QUIET_WAIT_S`."""
+        if self._server is not None:
+            self._server.close()
+        connections, loop = self._connections, asyncio.get_running_loop()
+        if connections is None:
+            return
+        until_s = loop.time() + _QUIET_WAIT_S
+        while connections.opened and loop.time() < until_s:
+            quiet_at_s = min(until_s, connections.asked_at_s + _QUIET_S)
+            if loop.time() >= quiet_at_s:
+                return
+            await asyncio.sleep(quiet_at_s - loop.time())
 
     async def close(self) -> None:
         """Stop accepting, close idle connections, wait for running requests, cancel the rest."""
@@ -84,6 +129,10 @@ class Listener:
             self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._connections is not None:
+            for connection in tuple(self._connections.opened):
+                connection.abort()  # those that wait for their client's end
+            await asyncio.sleep(0)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Run the handler, and tell the connection where the response begins and ends."""
@@ -96,6 +145,8 @@ class Listener:
         may_follow = False
         connection.begin_request()
         try:
+            if not connection.writable.is_set():
+                await connection.drain()  # the client has not read its earlier answers
             response = await self._handler(request)
             may_follow = bool(response.keep_alive)
         except ConnectionError:
@@ -108,3 +159,25 @@ class Listener:
             return response
         finally:
             connection.end_request(may_follow=may_follow)
+
+
+def log_accept_errors(
+    loop: asyncio.AbstractEventLoop, log: Callable[[str, dict[str, object]], None]
+) -> None:
+    """Log at most one line a second when connections cannot be accepted.
+
+    asyncio reports each failed accept of a round and tries again after a second. Other errors of
+    the loop go to its default handler.
+    """
+    last_s = float("-inf")
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last_s
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _NO_RESOURCE:
+            loop.default_exception_handler(context)
+        elif loop.time() - last_s >= 1.0:
+            last_s = loop.time()
+            log("accept_failed", {"error": errno.errorcode[error.errno]})
+
+    loop.set_exception_handler(handle)

@@ -11,6 +11,8 @@ import asyncio
 import os
 import select
 import threading
+from collections import Counter
+from collections.abc import Callable, Hashable
 
 import msgspec
 
@@ -24,6 +26,8 @@ GATHER_S = 0.005
 """Seconds that a line waits for other lines, so that a client's next request does not wait for its
 write."""
 RETRY_S = 0.02
+REFUSALS_PER_SECOND_MAX = 20
+"""Lines of refused requests in a second, for each tenant and for all strangers together."""
 FINAL_WAIT_S = 1.0
 """Longest wait, in seconds, for the reader at close and outside of an event loop."""
 
@@ -101,3 +105,36 @@ class LogLines:
         """
         end = self._pending.rfind(b"\n", 0, WRITE_BYTES_MAX) + 1
         return self._pending[: end or WRITE_BYTES_MAX]
+
+
+class RefusalLines:
+    """Bounds the log lines of refused requests, which cost a client nothing and the disk 300 bytes.
+
+    Each owner has `REFUSALS_PER_SECOND_MAX` a second; the rest is counted in a line of its own. Not
+    thread-safe.
+    """
+
+    def __init__(
+        self, log: Callable[[str, dict[str, object]], None], clock: Callable[[], float]
+    ) -> None:
+        """`clock`: monotonic seconds."""
+        self._log = log
+        self._clock = clock
+        self._second = 0
+        self._lines: Counter[Hashable] = Counter()
+        self._dropped = 0
+
+    def admit(self, owner: Hashable) -> bool:
+        """Return whether a refused request of this owner gets its line now. O(1)."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second = second
+            self._lines.clear()
+            if self._dropped:
+                self._log("log_lines_dropped", {"lines": self._dropped, "of": "refused requests"})
+                self._dropped = 0
+        self._lines[owner] += 1
+        if self._lines[owner] > REFUSALS_PER_SECOND_MAX:
+            self._dropped += 1
+            return False
+        return True

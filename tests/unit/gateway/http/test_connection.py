@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
 from gateway.config import ServerConfig
+from gateway.http import connection
 from gateway.http.connection import Connections
 from tests.unit.gateway.gateway_fixture import (
     PATIENCE_S,
@@ -230,6 +232,15 @@ class UnreadTransport(asyncio.Transport):
     def is_closing(self) -> bool:
         return False
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """Do nothing: the buffer has to be empty first."""
+
+    def resume_reading(self) -> None:
+        """Do nothing: nothing comes."""
+
     def close(self) -> None:
         """Do nothing: asyncio's transport also stays open until its buffer is empty."""
 
@@ -241,9 +252,9 @@ async def test_unread_closing_connection_is_reset() -> None:
     """A26: asyncio waits forever for the last bytes, and the connection stays counted."""
     settings = ServerConfig(write_timeout_s=0.05)
     connections = Connections(asyncio.Protocol, settings, lambda: "id", lambda: None)
-    connection, unread = connections(), UnreadTransport()
-    connection.connection_made(unread)
-    connection.close()
+    made, unread = connections(), UnreadTransport()
+    made.connection_made(unread)
+    made.close()
 
     async with asyncio.timeout(PATIENCE_S):
         await unread.aborted.wait()
@@ -313,3 +324,188 @@ async def test_early_refusal_reaches_a_client_that_is_still_sending(
     assert status_of(answer) == 401
     assert rest == b""
     await gateway.check_quiet()
+
+
+# --- a close that the client can read ------------------------------------------------------------
+
+
+async def test_refusal_reaches_a_client_that_sends_all_before_it_reads(
+    gateway: GatewayFixture,
+) -> None:
+    """As most HTTP clients do, with a body of any size that the server would take."""
+    lines = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {8 * 2**20}"
+    async with gateway.connection() as (reader, writer):
+        writer.write(lines.encode() + b"\r\n\r\n")
+        for _ in range(8):
+            writer.write(b" " * 2**20)
+            await writer.drain()
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.read()
+
+    assert status_of(answer) == 401
+    assert b"connection: close" in answer.lower()
+    await gateway.check_quiet()
+
+
+async def test_refused_connection_reads_its_answer_after_sending(
+    unopened_gateway: GatewayFixture,
+) -> None:
+    """The 503 is written at once, and the client sends its request on top of it."""
+    unopened_gateway.set_server(connections_per_address_max=1)
+    await unopened_gateway.open()
+    async with unopened_gateway.connection() as (held, keeper):
+        keeper.write(head("GET /healthz HTTP/1.1"))
+        await read_answer(held)
+        async with unopened_gateway.connection() as (reader, writer):
+            writer.write(unopened_gateway.post("/v1/chat/completions", b" " * 2**20))
+            await writer.drain()
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await reader.read()
+
+    assert status_of(answer) == 503
+    assert b"too_many_connections" in answer
+    await unopened_gateway.close()
+
+
+async def test_endless_body_of_a_refused_request_is_cut(unopened_gateway: GatewayFixture) -> None:
+    """What is dropped after the answer is bounded like a body."""
+    unopened_gateway.set_server(body_bytes_max=100_000)
+    await unopened_gateway.open()
+    async with unopened_gateway.connection() as (reader, writer):
+        writer.write(head("POST /v1/models HTTP/1.1", f"Content-Length: {2**30}"))
+        answer = await read_answer(reader)
+        async with asyncio.timeout(PATIENCE_S):
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(b" " * 65_536)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+
+    assert status_of(answer) == 405
+    await unopened_gateway.close()
+
+
+async def test_closed_connection_whose_client_stays_is_dropped(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds a descriptor for `LINGER_S` and no longer."""
+    monkeypatch.setattr(connection, "LINGER_S", 0.05)
+    async with gateway.connection() as (reader, writer):
+        writer.write(head("GET /healthz HTTP/1.1", "Connection: close"))
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.read()
+            public, _ = gateway.gateway.listeners
+            await gateway.until(lambda: public.open_connections == 0)
+
+    assert status_of(answer) == 200
+
+
+# --- places --------------------------------------------------------------------------------------
+
+
+async def test_idle_strangers_leave_room_for_a_client_with_a_key(
+    unopened_gateway: GatewayFixture,
+) -> None:
+    """Strangers hold three quarters of the places at most, and the oldest one gives way."""
+    unopened_gateway.set_server(connections_max=8, connections_per_address_max=0)
+    await unopened_gateway.open()
+    body = json.dumps(unopened_gateway.chat()).encode()
+    ask = unopened_gateway.post("/v1/chat/completions", body)
+    async with AsyncExitStack() as held, unopened_gateway.connection() as (reader, writer):
+        writer.write(ask)
+        first = await read_answer(reader)
+        strangers = []
+        for _ in range(30):
+            stranger = await held.enter_async_context(unopened_gateway.connection())
+            stranger[1].write(head("GET /healthz HTTP/1.1"))
+            assert status_of(await read_answer(stranger[0])) == 200
+            strangers.append(stranger)
+        writer.write(ask)
+        again = await read_answer(reader)
+        late = await unopened_gateway.raw(ask)
+        async with asyncio.timeout(PATIENCE_S):
+            ends = [await reader.read() for reader, _ in strangers[:24]]
+
+    assert [status_of(answer) for answer in (first, again, late)] == [200] * 3
+    assert ends == [b""] * 24
+    await unopened_gateway.check_quiet()
+    await unopened_gateway.close()
+
+
+async def test_idle_connections_of_one_tenant_leave_room_for_others(
+    unopened_gateway: GatewayFixture,
+) -> None:
+    """A pool of kept connections is closed from its oldest end; its client opens another."""
+    unopened_gateway.set_server(connections_max=4, connections_per_address_max=0)
+    await unopened_gateway.open()
+    body = json.dumps(unopened_gateway.chat()).encode()
+    async with AsyncExitStack() as held:
+        pool = []
+        for _ in range(4):
+            kept = await held.enter_async_context(unopened_gateway.connection())
+            kept[1].write(unopened_gateway.post("/v1/chat/completions", body, who="bob"))
+            assert status_of(await read_answer(kept[0])) == 200
+            pool.append(kept)
+        answer = await unopened_gateway.raw(unopened_gateway.post("/v1/chat/completions", body))
+        async with asyncio.timeout(PATIENCE_S):
+            rest = await pool[0][0].read()
+
+    assert (status_of(answer), rest) == (200, b"")
+    await unopened_gateway.close()
+
+
+async def test_pipelined_requests_wait_for_their_reader(unopened_gateway: GatewayFixture) -> None:
+    """Answers that nobody reads are not computed; the write deadline ends the connection."""
+    unopened_gateway.set_server(write_timeout_s=0.3, send_buffer_bytes=4_096)
+    await unopened_gateway.open()
+    count = 5_000
+    one = head("GET /v1/models HTTP/1.1", f"Authorization: Bearer {unopened_gateway.keys['ada']}")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, ("127.0.0.1", unopened_gateway.port))
+    sending = asyncio.create_task(loop.sock_sendall(sock, one * count))
+    public, _ = unopened_gateway.gateway.listeners
+    await unopened_gateway.until(lambda: public.open_connections == 1)
+    await unopened_gateway.until(lambda: public.open_connections == 0)
+    await asyncio.wait([sending])
+    handled = sum(line["event"] == "request" for line in unopened_gateway.lines)
+
+    assert sending.exception() is None or isinstance(sending.exception(), ConnectionError)
+    assert 0 < handled < count // 4
+    sock.close()
+    await unopened_gateway.close()
+
+
+# --- draining ------------------------------------------------------------------------------------
+
+
+async def test_each_answer_closes_its_connection_while_draining(gateway: GatewayFixture) -> None:
+    """A client that keeps asking is told to go elsewhere, instead of being cut off at the end."""
+    chat = gateway.post("/v1/chat/completions", json.dumps(gateway.chat()).encode())
+    stream = json.dumps(gateway.chat(stream=True)).encode()
+    gateway.runner.hold_after(3)
+    async with gateway.connection() as (reader, writer), gateway.connection() as (idle, asker):
+        asker.write(head("GET /healthz HTTP/1.1"))
+        await read_answer(idle)
+        writer.write(gateway.post("/v1/chat/completions", stream))
+        begun = await reader.readuntil(b"data: ")
+        draining = asyncio.create_task(gateway.gateway.drain(PATIENCE_S))
+        await gateway.until(lambda: gateway.gateway.context.is_draining)
+        asker.write(chat)
+        late = await read_answer(idle)
+        fresh = await gateway.raw(head("GET /healthz HTTP/1.1"))
+        gateway.runner.release()
+        async with asyncio.timeout(PATIENCE_S):
+            await reader.readuntil(b"data: [DONE]")
+            await draining
+            writer.write(chat)
+            last = b"HTTP/" + (await reader.read()).partition(b"HTTP/")[2]
+        await gateway.gateway.refuse_last()
+
+    assert status_of(begun) == 200
+    assert [status_of(answer) for answer in (late, fresh, last)] == [503, 200, 503]
+    assert all(b"connection: close" in answer.lower() for answer in (late, fresh, last))
+    assert b"shutting_down" in late
+    assert b"shutting_down" in last

@@ -271,3 +271,18 @@ async def test_refused_request_is_freed_without_the_garbage_collector(
 
     assert statuses <= {400, 404}
     assert kept == []
+
+
+async def test_refused_strangers_fill_no_log(gateway: GatewayFixture) -> None:
+    """Twenty lines a second for all of them, and a count of the rest; a tenant has its own."""
+    gateway.gateway.context.clock = lambda: 1_000.0
+    for _ in range(50):
+        await gateway.ask(body=gateway.chat(), who=None)
+    for _ in range(25):
+        await gateway.ask(body=b"{", who="bob")
+    await gateway.ask(body=gateway.chat())
+    refused = [line for line in gateway.lines if line.get("ending") == "refused"]
+
+    assert sum(line["tenant_id"] is None for line in refused) == 20
+    assert sum(line["tenant_id"] == 2 for line in refused) == 20
+    assert any(line.get("ending") == "done" for line in gateway.lines)

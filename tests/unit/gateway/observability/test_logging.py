@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from gateway.observability.logging import PENDING_BYTES_MAX, WRITE_BYTES_MAX, LogLines
+from gateway.observability.logging import (
+    PENDING_BYTES_MAX,
+    WRITE_BYTES_MAX,
+    LogLines,
+    RefusalLines,
+)
+from tests.fakes import FakeClock
 
 
 class LogPipe:
@@ -136,3 +142,19 @@ async def test_close_writes_pending_lines(pipe: LogPipe) -> None:
     pipe.log.close()
 
     assert json.loads(pipe.read())["event"] == "a"
+
+
+def test_refusal_lines_are_bounded_by_owner_and_second() -> None:
+    """What was left out is counted in a line, once, in a later second."""
+    clock, lines = FakeClock(), list[tuple[str, dict[str, object]]]()
+    refusals = RefusalLines(lambda event, facts: lines.append((event, facts)), clock)
+    clock.advance(10.0)
+    strangers = sum(refusals.admit(None) for _ in range(1_000))
+    tenant = sum(refusals.admit("ada") for _ in range(3))
+    during = list(lines)
+    clock.advance(1.0)
+    later = [refusals.admit(None) for _ in range(2)]
+
+    assert (strangers, tenant, later) == (20, 3, [True, True])
+    assert during == []
+    assert lines == [("log_lines_dropped", {"lines": 980, "of": "refused requests"})]
