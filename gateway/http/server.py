@@ -91,10 +91,7 @@ class Listener:
         self._server = await asyncio.get_running_loop().create_server(
             self._connections, host, port, backlog=_ACCEPTED_AT_ONCE, reuse_address=True
         )
-        for listening in self._server.sockets:
-            # asyncio's own backlog is also the number that it accepts at once.
-            with socket.socket(fileno=os.dup(listening.fileno())) as same:
-                same.listen(_BACKLOG)
+        self._set_backlog(_BACKLOG)  # asyncio's own is also the number that it accepts at once
         bound = self._server.sockets[-1].getsockname()
         return str(bound[0]), int(bound[1])
 
@@ -111,11 +108,14 @@ class Listener:
     async def end_drain(self) -> None:
         """Stop accepting, and answer those that still ask, until they have been quiet for
         `_QUIET_S`; at most `_QUIET_WAIT_S`."""
-        if self._server is not None:
-            self._server.close()
-        connections, loop = self._connections, asyncio.get_running_loop()
-        if connections is None:
+        if self._server is None or self._connections is None:
             return
+        # Closing a listening socket resets the connections that it has queued: accept them first.
+        self._set_backlog(0)
+        for _ in range(_BACKLOG // _ACCEPTED_AT_ONCE):
+            await asyncio.sleep(0)
+        self._server.close()
+        connections, loop = self._connections, asyncio.get_running_loop()
         until_s = loop.time() + _QUIET_WAIT_S
         while connections.opened and loop.time() < until_s:
             quiet_at_s = min(until_s, connections.asked_at_s + _QUIET_S)
@@ -133,6 +133,12 @@ class Listener:
             for connection in tuple(self._connections.opened):
                 connection.abort()  # those that wait for their client's end
             await asyncio.sleep(0)
+
+    def _set_backlog(self, backlog: int) -> None:
+        assert self._server is not None, "the listener is not open"
+        for listening in self._server.sockets:
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(backlog)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Run the handler, and tell the connection where the response begins and ends."""

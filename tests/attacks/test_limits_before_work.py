@@ -1,0 +1,103 @@
+"""Work before any limit is asked: calls that no limit counted, and bodies that nobody asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.attacks.house import House, flood
+from tests.attacks.probe import Probe, check_undisturbed
+
+pytestmark = pytest.mark.slow
+
+WORDS = " ".join(f"w{number}" for number in range(900))[:4_000]
+CALLS: dict[str, tuple[str, str, dict[str, object] | None]] = {
+    "count": (
+        "POST",
+        "/v1/messages/count_tokens",
+        {"messages": [{"role": "user", "content": WORDS}]},
+    ),
+    "quote": (
+        "POST",
+        "/v1/cache/quote",
+        {"endpoint": "/v1/completions", "request": {"prompt": [[7] * 400] * 100}},
+    ),
+    "erasure": ("DELETE", "/v1/cache", None),
+    "malformed body": ("POST", "/v1/chat/completions", {"messages": [{}] * 1_000}),
+}
+BODY_BYTES = 10 * 2**20
+
+
+@contextlib.contextmanager
+def held(house: House, count: int) -> Iterator[list[socket.socket]]:
+    """Yield this many connections, closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(house.connect(f"127.0.0.{2 + n % 50}")) for n in range(count)]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_beyond_a_tenants_minute_leave_others_alone(house: House, call: str) -> None:
+    """One request a minute is one of any kind; all the others are refused unread."""
+    name = call.replace(" ", "-")
+    quiet = Probe(house, house.tenant(f"quiet-{name}"))
+    key = house.tenant(f"flood-{name}", requests_per_minute=1, requests_at_once=1)
+    method, path, body = CALLS[call]
+    quiet.observe(2)
+    alone = quiet.observe()
+    with flood(lambda: house.ask(key, path, body, method=method).status, 4) as done:
+        beside = quiet.observe()
+    seen = Counter(done)
+
+    check_undisturbed(alone, beside, pause_s=None)
+    assert seen.keys() <= {200, 400, 429}, seen
+    assert seen[200] + seen[400] <= 2
+    assert seen[429] > 10
+
+
+def test_bodies_of_one_tenant_fill_its_share_and_no_more(house: House) -> None:
+    """Sixty uploads that nearly end, of a tenant without limits: 64 MiB of them are taken, and the
+    others are told why not while they still send."""
+    quiet, key = Probe(house, house.tenant("quiet-bodies")), house.tenant("uploads")
+    quiet.observe(2)
+    alone, before_mib = quiet.observe(), house.resident_mib()
+    head = house.head(key, "/v1/chat/completions", f"Content-Length: {BODY_BYTES}")
+    piece, refused = b" " * (BODY_BYTES - 100), 0
+    with held(house, 60) as connections:
+        for connection in connections:
+            connection.sendall(head + piece)
+        beside, most_mib = quiet.observe(), house.resident_mib()
+        for connection in connections:
+            connection.settimeout(0.01)
+            with contextlib.suppress(TimeoutError):
+                refused += connection.recv(65_536).startswith(b"HTTP/1.1 429 ")
+
+    check_undisturbed(alone, beside, pause_s=None)
+    assert refused == 54
+    assert most_mib < before_mib + 160
+
+
+def test_pipelined_answers_that_nobody_reads_are_not_made(house: House) -> None:
+    """Answers of 60 kB, replayed again and again: a connection holds a few of them."""
+    quiet, key = Probe(house, house.tenant("quiet-pipeline")), house.tenant("pipeline")
+    asked = {"model": house.model, "prompt": [[7, 8, 9]] * 56, "max_tokens": 4, "logprobs": 5}
+    body = json.dumps({**asked, "temperature": 0, "ignore_eos": True, "echo": True}).encode()
+    first = house.ask(key, "/v1/completions", body, headers={"Idempotency-Key": "k"})
+    lines = ("Idempotency-Key: k", f"Content-Length: {len(body)}")
+    one = house.head(key, "/v1/completions", *lines) + body
+    quiet.observe(2)
+    alone, before_mib = quiet.observe(), house.resident_mib()
+    with held(house, 4) as connections:
+        for connection in connections:
+            connection.settimeout(2.0)
+            with contextlib.suppress(OSError):  # the server receives no more
+                connection.sendall(one * 4_000)
+        beside, most_mib = quiet.observe(), house.resident_mib()
+
+    assert (first.status, len(first.body) > 20_000) == (200, True)
+    check_undisturbed(alone, beside, pause_s=None)
+    assert most_mib < before_mib + 40
