@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""

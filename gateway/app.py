@@ -66,6 +66,7 @@ from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
+from gateway.waiting_requests import WaitingBounds, WaitingRequests
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.tenants import bootstrap, bootstrap_admin
 from tenancy.ledger.epochs import has_history, ledger_epoch
@@ -141,6 +142,9 @@ class Gateway:
             wall=wall,
             new_id=RequestIds(wall),
             log=log,
+            waiting=WaitingRequests(
+                WaitingBounds(config.engine.queue_requests_max, config.engine.queue_tokens_max)
+            ),
             token_bytes_max=max(map(len, map(renderer.token_bytes, range(vocab)))),
             read_config=read_config or (lambda: config),
             engine_restarts=engine_restarts,

@@ -29,6 +29,7 @@ from gateway.ledger.query_pool import QueryPool
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
+from gateway.waiting_requests import WaitingRequests
 from tenancy.accounts.authentication import Administrator
 from tenancy.accounts.tenants import TenantRecord
 from tenancy.limits import Limiter
@@ -76,7 +77,8 @@ class Obstacle(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Context:
-    """A running gateway. `running`: admitted, unfinished requests by tenant id.
+    """A running gateway. `running`: admitted, unfinished requests by tenant id; each prompt is one.
+    `waiting`: those of them that the engine has not started.
     `read_config`: reads the configuration file again; raises ConfigError.
     `token_bytes_max`: bytes of the vocabulary's longest token.
     `books`: the promises in the database. `journal`: progress of the running streams.
@@ -103,6 +105,7 @@ class Context:
     new_id: Callable[[], str]
     log: Log
     token_bytes_max: int
+    waiting: WaitingRequests
     read_config: Callable[[], Config]
     engine_restarts: Callable[[], int] = lambda: 0
     tracer: Tracer | None = None
@@ -142,14 +145,14 @@ class Context:
             return None
         return promised_blocks_default(info, self.config.caching, self.registry.active_tenants)
 
-    def enter(self, tenant_id: int) -> None:
-        """Count an admitted request of this tenant."""
-        self.running[tenant_id] += 1
+    def enter(self, tenant_id: int, requests: int = 1) -> None:
+        """Count admitted requests of this tenant."""
+        self.running[tenant_id] += requests
         self.idle.clear()
 
-    def leave(self, tenant_id: int) -> None:
-        """Count a finished request of this tenant."""
-        self.running[tenant_id] -= 1
+    def leave(self, tenant_id: int, requests: int = 1) -> None:
+        """Count finished requests of this tenant."""
+        self.running[tenant_id] -= requests
         if not self.running[tenant_id]:
             del self.running[tenant_id]
         if not self.running:

@@ -14,7 +14,7 @@ steps in order, so the next owner of a block writes it later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.api import (
     Clock,
@@ -61,7 +61,10 @@ FAILURES = {
 
 
 class Core:
-    """The engine without its process, its socket and its device."""
+    """The engine without its process, its socket and its device.
+
+    `on_step_failed` is called with the number of a step that failed and its error.
+    """
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class Core:
         self.engine_stats = EngineStats(step_cost)
         self.requests = RequestTable()
         self._bounds = QueueBounds(config.queue_requests_max, config.queue_tokens_max)
+        self.on_step_failed: Callable[[int, Exception], None] = lambda step, error: None
         self._events: list[Event] = []
         self._pending_steps: deque[InFlightStep] = deque()
         self._timeouts = Timeouts()
@@ -415,6 +419,7 @@ class Core:
         continues.
         """
         self.engine_stats.failed_steps += 1
+        self.on_step_failed(pending.step, error)
         for drawer in pending.sampling.values():
             drawer.in_flight -= 1
         message = f"The step that computed this request failed ({type(error).__name__})."

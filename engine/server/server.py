@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +45,8 @@ from engine.server.service import EngineService, core_of_model
 from engine.signals import handle_signals
 
 READ_BYTES = 1 << 18
+CAUSES_MAX, FRAMES_MAX = 4, 8
+"""Errors in a chain, and frames of each, that the log names for a failed step."""
 FLUSH_S = 1.0
 OUTBOX_BYTES_MAX = 8 * 2**20
 """Bytes. A gateway that is so far behind in reading stops the engine until it catches up."""
@@ -200,6 +203,22 @@ def log(event: str, **facts: object) -> None:
         sys.stderr.buffer.flush()
 
 
+def log_failed_step(step: int, error: Exception) -> None:
+    """Log the error of a step, its causes and where each was raised, innermost frame last.
+
+    Messages are left out: they may quote a prompt.
+    """
+    causes: list[str] = []
+    at: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(causes) < CAUSES_MAX:
+        causes.append(type(cause).__name__)
+        frames = traceback.extract_tb(cause.__traceback__)[-FRAMES_MAX:]
+        at += [f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in frames]
+        cause = cause.__cause__ or cause.__context__
+    log("step_failed", step=step, error=causes[0], causes=causes[1:], at=at)
+
+
 async def run(
     wire: socket.socket, make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
 ) -> int:
@@ -286,6 +305,7 @@ def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
 
     def make(settings: ServerSettings) -> tuple[Core, EngineInfo]:
         made = make_core(settings)
+        made[0].on_step_failed = log_failed_step
         FrozenHeap().settle()  # libraries and weights live as long as the process
         return made
 

@@ -6,7 +6,8 @@ The engine is asked for the cached prefix; nothing is run, retained, renewed or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from aiohttp import web
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import Peeked, Stats
+from engine.api import Peeked
 from gateway.api.routes import find_endpoint
 from gateway.background.erasure import list_holdings
 from gateway.context import Context
@@ -77,9 +78,8 @@ def _quote_handler(gateway: Context) -> Handler:
             ),
             tenant.tenant_id,
         )
-        answer = quote(
-            made, peeks, gateway.engine.stats, card, is_in_other_namespace=is_in_other_namespace
-        )
+        wait_s = partial(_wait_s, gateway, state.identity)
+        answer = quote(made, peeks, wait_s, card, is_in_other_namespace=is_in_other_namespace)
         data = msgspec.json.encode(answer)
         return await send(request, 200, data, {"Content-Type": "application/json"})
 
@@ -123,7 +123,7 @@ def _parse(body: bytes) -> QuoteBody:
 def quote(
     made: Prepared,
     peeks: Sequence[Peeked],
-    stats: Stats,
+    wait_s: Callable[[int], float],
     card: RateCard,
     *,
     is_in_other_namespace: bool = False,
@@ -131,7 +131,8 @@ def quote(
     """Return the body of a quote: logical counts by contract, physical counts by the engine now.
 
     The price is that of the prompt. `is_in_other_namespace`: another namespace of the tenant has
-    more of the prompt cached.
+    more of the prompt cached. `wait_s`: the seconds until so many more tokens of the tenant are
+    computed, by its own place in the queue; 0 where that is not known.
     """
     pairs = list(zip(made.contracts, peeks, strict=True))
     record = sum_usage([contract.expect(peek.cached_tokens) for contract, peek in pairs])
@@ -159,7 +160,7 @@ def quote(
             len(made.rendered[0].token_ids),
             cause,
         ),
-        "first_token_s": _first_token_s(record, stats),
+        "first_token_s": _first_token_s(record, wait_s),
         "price": _price(record, card),
     }
 
@@ -190,13 +191,18 @@ def _price(record: UsageRecord, card: RateCard) -> dict[str, Any]:
     }
 
 
-def _first_token_s(record: UsageRecord, stats: Stats) -> float | None:
-    """Estimate the time to first token from waiting and missing tokens, at the recent prefill rate.
+def _first_token_s(record: UsageRecord, wait_s: Callable[[int], float]) -> float | None:
+    """Estimate the time to first token from the tenant's waiting tokens and the missing ones.
 
-    None before the engine has measured a rate.
+    Two digits: more of them would tell how many tokens others have waiting. None before the engine
+    has measured a rate.
     """
-    rate = stats.prefill_tokens_per_s
-    if rate <= 0:
-        return None
     missing = max(1, record.total_in - record.physical_cached)
-    return round((stats.waiting_tokens + missing) / rate, 4)
+    estimate = wait_s(missing)
+    return float(f"{estimate:.1e}") if estimate > 0 else None
+
+
+def _wait_s(gateway: Context, identity: Identity, more: int) -> float:
+    rate = gateway.engine.stats.prefill_tokens_per_s
+    tenant_id, weight = identity.tenant.tenant_id, identity.policy.weight
+    return gateway.waiting.wait_s(tenant_id, weight, rate, more)

@@ -25,6 +25,7 @@ from gateway.caching.namespaces import payer_of, quota_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
 from gateway.errors import TOO_LONG, Kind, Refusal
+from gateway.waiting_requests import WaitingRequests
 from tenancy.types import Identity
 
 SEQUENCES_PER_CALL_MAX = 128
@@ -33,7 +34,10 @@ RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
 
 
 class AdmissionContext(Struct, frozen=True):
-    """The state that admission checks a call against. `running`: the tenant's running requests.
+    """The state that admission checks a call against.
+
+    `running`: the tenant's running requests, each prompt one. `waiting`: all tenants' requests that
+    have not started.
     `promised_blocks_default`: see `gateway.caching.namespaces`."""
 
     info: EngineInfo
@@ -42,6 +46,7 @@ class AdmissionContext(Struct, frozen=True):
     template_digest: str
     model_stop_token_ids: tuple[int, ...]
     running: int
+    waiting: WaitingRequests
     promised_blocks_default: int | None = None
 
 
@@ -61,8 +66,8 @@ def admit(
     """
     generation = call.generation
     budgets = output_tokens(call, rendered, identity, now)
-    _check_tenant(now)
-    _check_queue(rendered, now)
+    _check_tenant(rendered, identity, now)
+    _check_queue(rendered, identity, now)
     kept = leases or [()] * len(rendered)
     quota = quota_of(identity.blocks_policy, payer_of(identity), now.promised_blocks_default)
     requests = [
@@ -76,7 +81,8 @@ def admit(
             stop_token_ids=_stops(generation, now),
             min_tokens=min(generation.min_tokens, budget),
             priority=identity.policy.priority + call.priority,
-            weight=identity.blocks_policy.weight,
+            turn=b"" if identity.scope is None else str(identity.tenant.tenant_id).encode(),
+            weight=identity.policy.weight,
             deadline_s=now.limits.queue_timeout_s,
             prompt_logprobs=generation.prompt_logprobs,
             grammar=prompt.grammar,
@@ -102,11 +108,9 @@ def output_tokens(
     return [_output_tokens(prompt, call, identity, now) for prompt in rendered]
 
 
-def retry_after_s(stats: Stats) -> float:
-    """Estimate when the queue will be empty, from the engine's prefill rate, in seconds."""
-    rate = stats.prefill_tokens_per_s
-    estimate = stats.waiting_tokens / rate if rate > 0 else RETRY_AFTER_MIN_S
-    return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, estimate))
+def retry_after_s(wait_s: float) -> float:
+    """Return a wait as a retry time within its bounds, in seconds."""
+    return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, wait_s))
 
 
 # --- calls that can never run --------------------------------------------------------------------
@@ -187,32 +191,48 @@ def _too_long(what: str, reason: str, call: Call, size: tuple[int, int]) -> Refu
 # --- calls that cannot run now -------------------------------------------------------------------
 
 
-def _check_tenant(now: AdmissionContext) -> None:
+def _check_tenant(rendered: Sequence[Rendered], identity: Identity, now: AdmissionContext) -> None:
+    """Refuse a call whose prompts exceed the tenant's requests at once; one call alone may."""
     limit = now.limits.requests_per_tenant_max
-    if now.running >= limit:
+    if now.running and now.running + len(rendered) > limit:
         raise Refusal(
             Kind.RATE,
             "rate_limit_exceeded",
             f"Rate limit reached for requests at once: {now.running} running, limit {limit}.",
-            retry_after_s=retry_after_s(now.stats),
+            retry_after_s=retry_after_s(_wait_s(identity, now)),
         )
 
 
-def _check_queue(rendered: Sequence[Rendered], now: AdmissionContext) -> None:
-    """Refuse a request that would time out in the queue, instead of letting it wait."""
-    rate = now.stats.prefill_tokens_per_s
-    if rate <= 0 or not now.stats.waiting_tokens:
-        return
-    wait_s = now.stats.waiting_tokens / rate
+def _check_queue(rendered: Sequence[Rendered], identity: Identity, now: AdmissionContext) -> None:
+    """Refuse a call that would time out in the queue, or for which a full queue has no room.
+
+    The wait and the counts are those of the tenant's own requests: another tenant's requests delay
+    it only by their share.
+    """
+    tenant_id, wait_s = identity.tenant.tenant_id, _wait_s(identity, now)
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
+    reason = ""
     if wait_s > now.limits.queue_timeout_s:
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
+        reason = (
+            f"estimated wait of this tenant's requests {wait_s:.0f} s, limit"
+            f" {now.limits.queue_timeout_s:g} s; this request has {prompt_tokens} prompt tokens"
+        )
+    elif now.waiting.is_full_for(tenant_id, identity.policy.weight, len(rendered), prompt_tokens):
+        waiting = now.waiting.requests_of(tenant_id)
+        reason = f"the queue is full, and {waiting} requests of this tenant are waiting"
+    if reason:
         raise Refusal(
             Kind.BUSY,
             "overloaded",
-            f"The server is overloaded: estimated queue wait {wait_s:.0f} s, limit"
-            f" {now.limits.queue_timeout_s:g} s; this request has {prompt_tokens} prompt tokens.",
-            retry_after_s=retry_after_s(now.stats),
+            f"The server is overloaded: {reason}.",
+            retry_after_s=retry_after_s(wait_s),
         )
+
+
+def _wait_s(identity: Identity, now: AdmissionContext) -> float:
+    return now.waiting.wait_s(
+        identity.tenant.tenant_id, identity.policy.weight, now.stats.prefill_tokens_per_s
+    )
 
 
 def _stops(generation: GenerationParameters, now: AdmissionContext) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from gateway.http.request_context import STATE, RequestState, request_metadata
 from gateway.http.response import ClientGone, begin, send, streamed, write
 from gateway.ledger.metering import LedgerReservation
 from gateway.observability.tracing import operation_name
+from gateway.waiting_requests import WaitingPlace
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
 from tenancy.ledger.idempotency import ReplayRecord, StoredResponse
 from tenancy.limits import NO_DEMAND, Demand, LimitState, Meter, Reservation
@@ -164,7 +165,7 @@ class Generation:
                 limit_reservation.correct(rate_limits.estimate(requests, found))
 
         self._on_started = on_started
-        gateway.enter(tenant_id)
+        place = _enter(gateway, identity, requests)
         output = OutputStream(call, rendered, gateway.renderer, self._contracts)
         ending = "failed"
         try:
@@ -178,7 +179,7 @@ class Generation:
             finally:
                 # After submitting, while the engine works.
                 self._set_limit_headers(limit_reservation.status())
-            output.follow(streams)
+            output.follow(streams, place.start)
             self._state.submitted_s = gateway.clock()
             respond = self._stream if call.stream else self._unary
             response = await respond(output, encoder, hold, outcome)
@@ -192,7 +193,8 @@ class Generation:
         else:
             return response
         finally:
-            gateway.leave(tenant_id)
+            place.leave()
+            gateway.leave(tenant_id, len(requests))
             if output.is_over and not hold.is_open:
                 outcome.record_ending(output, ending)  # the request is settled
             else:
@@ -392,6 +394,13 @@ class Generation:
         self._state.operation, self._state.ending = "", "replayed"
         ids = self._dialect.headers(self._state.request_id)
         return await replay(self._request, stored, ids, is_stream=self._state.is_stream)
+
+
+def _enter(gateway: Context, identity: Identity, requests: Sequence[Request]) -> WaitingPlace:
+    """Count the requests of a call among the running and the waiting ones."""
+    tenant_id, tokens = identity.tenant.tenant_id, [len(request.tokens) for request in requests]
+    gateway.enter(tenant_id, len(requests))
+    return gateway.waiting.enter(tenant_id, identity.policy.weight, tokens)
 
 
 def _shutting_down() -> Refusal:

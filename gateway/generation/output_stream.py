@@ -69,6 +69,7 @@ class OutputStream:
         self._renderer = renderer
         self._is_ranked = call.generation.samples > call.generation.choices
         self._streams: Sequence[RequestStream] = ()
+        self._on_started: Callable[[int], None] = lambda prompt: None
         self._choices: list[list[Choice]] = []
         self._buffered: list[list[list[Delta]]] = []
         self._started: list[Started | None] = []
@@ -81,9 +82,15 @@ class OutputStream:
         self.first_token_s: float | None = None
         self.ending = "cancelled"
 
-    def follow(self, streams: Sequence[RequestStream]) -> None:
-        """Read these engine streams, one per prompt."""
-        self._streams = streams
+    def follow(
+        self,
+        streams: Sequence[RequestStream],
+        on_started: Callable[[int], None] = lambda prompt: None,
+    ) -> None:
+        """Read these engine streams, one per prompt; `on_started` is called with the index of each
+        prompt that starts.
+        """
+        self._streams, self._on_started = streams, on_started
         samples, choices = self._call.generation.samples, self._call.generation.choices
         for prompt, stream in enumerate(streams):
             first = prompt * choices
@@ -222,7 +229,7 @@ class OutputStream:
         if event.ending != "done":
             self.ending = event.code or event.ending
             field = schema_field(self._call.prompts[prompt])
-            raise engine_refusal(event.code, event.message, schema_field=field)
+            raise engine_refusal(event.code, event.message, event.retry_after_s, schema_field=field)
         self._contracts[prompt].written()
         # The engine may run past a stop string, even to the end, before it is told. The charge must
         # not depend on that race.
@@ -233,6 +240,7 @@ class OutputStream:
 
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
         self._started[prompt] = event
+        self._on_started(prompt)
         self._contracts[prompt].begin(event.cached_tokens, event.leases)
         found: list[Delta] = []
         if None not in self._started:

@@ -120,6 +120,7 @@ def admission_context(gateway: Context, tenant_id: int) -> AdmissionContext:
         template_digest=gateway.renderer.template_digest,
         model_stop_token_ids=gateway.renderer.stop_token_ids,
         running=gateway.running[tenant_id],
+        waiting=gateway.waiting,
         promised_blocks_default=gateway.promised_blocks_default(),
     )
 

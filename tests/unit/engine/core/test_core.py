@@ -311,12 +311,15 @@ def test_a_broken_step_fails_only_its_requests(world: World, where: str, step: i
     """Nothing of it is committed, the blocks are released, and the engine continues."""
     broken = world.runner.fail_launch if where == "launch" else world.runner.fail_collect
     broken.add(step)
+    told: list[tuple[int, str]] = []
+    world.core.on_step_failed = lambda number, error: told.append((number, str(error)))
     (first,) = run(world, ask("a", max_tokens=8))
 
     (second,) = run(world, ask("b", max_tokens=8))
 
     assert (first.ending, first.code) == ("failed", "step_failed")
     assert "RuntimeError" in first.message
+    assert told == [(step, f"planted: {where}")]
     assert second.ending == "done"
 
 

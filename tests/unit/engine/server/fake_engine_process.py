@@ -4,8 +4,8 @@ Run as `python -m tests.unit.engine.server.fake_engine_process`.
 
 The same program as `python -m engine.server.server`, with another core. A model folder's name
 selects a fault: `hang` never ends its first step after the smoke test, `missing` is a missing
-model, `deadly` kills the process in the step that begins a prompt with token 13,
-`compiling` never compiles a grammar.
+model, `deadly` kills the process in the step that begins a prompt with token 13, `broken` raises
+in a step that computes token 13, `compiling` never compiles a grammar.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class FaultyRunner(FakeRunner):
         prompts = [row.token_ids or () for row in plan.rows if row.start == 0]
         if self.fault == "deadly" and any(13 in prompt for prompt in prompts):
             os._exit(9)
+        if self.fault == "broken" and any(13 in (row.token_ids or ()) for row in plan.rows):
+            raise ValueError("a list of 13 units has no room for 14")
         super().launch(plan)
 
 

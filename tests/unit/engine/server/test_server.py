@@ -279,6 +279,21 @@ async def test_survives_a_closed_log() -> None:
         await client.close()
 
 
+async def test_a_failed_step_is_logged_with_its_cause() -> None:
+    """Where it was raised, and no message, which may quote a prompt. The engine continues."""
+    async with child("broken") as engine:
+        client = await engine.connect()
+
+        await first(client, request("a", prompt=(1, 13)), Finished)
+        failed = await engine.event("step_failed")
+        await first(client, request("b"), Finished)
+
+        assert failed["error"] == "ValueError"
+        assert failed["at"][-1].startswith("fake_engine_process.py:")
+        assert "units" not in json.dumps(failed)
+        await client.close()
+
+
 def _resident_bytes(pid: int) -> int:
     pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")

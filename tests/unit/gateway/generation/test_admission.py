@@ -13,7 +13,8 @@ from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rendered
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import AdmissionContext, admit, retry_after_s
-from tenancy.types import CachePolicy, Identity, Tenant
+from gateway.waiting_requests import WaitingBounds, WaitingRequests
+from tenancy.types import CachePolicy, Identity, SharedScope, Tenant
 
 INFO = EngineInfo(
     epoch="1",
@@ -37,7 +38,16 @@ NOW = AdmissionContext(
     template_digest="t",
     model_stop_token_ids=(2,),
     running=0,
+    waiting=WaitingRequests(WaitingBounds(8, 1_000_000)),
 )
+
+
+def waiting(*calls: tuple[int, float, list[int]], requests_max: int = 8) -> WaitingRequests:
+    """Return the waiting requests of calls, each (tenant id, weight, tokens of its prompts)."""
+    found = WaitingRequests(WaitingBounds(requests_max, 1_000_000))
+    for tenant_id, weight, tokens in calls:
+        found.enter(tenant_id, weight, tokens)
+    return found
 
 
 def identity(tenant_id: int = 1, workspace: str = "default", **policy: object) -> Identity:
@@ -163,14 +173,44 @@ def test_refuses_too_many_choices() -> None:
 def test_tenant_limit_is_429_and_server_limit_503_with_retry_after() -> None:
     """Clients back off by status and retry-after."""
     full = msgspec.structs.replace(NOW, running=3)
-    stats = Stats(waiting_tokens=100_000, prefill_tokens_per_s=100.0)
-    slow = msgspec.structs.replace(NOW, stats=stats)
+    stats = Stats(prefill_tokens_per_s=100.0)
+    slow = msgspec.structs.replace(NOW, stats=stats, waiting=waiting((1, 1.0, [100_000])))
     own, ours = refused(now=full), refused(now=slow)
 
     assert (own.kind, own.code) == (Kind.RATE, "rate_limit_exceeded")
     assert (ours.kind, ours.code) == (Kind.BUSY, "overloaded")
     assert own.retry_after_s == 1.0
     assert ours.retry_after_s == 60.0
+
+
+def test_a_call_counts_as_many_requests_as_it_has_prompts() -> None:
+    """A hundred prompts in one call take a hundred of the tenant's places; alone it may run."""
+    assert len(ask(prompts=5)) == 5
+    assert len(ask(prompts=2, now=msgspec.structs.replace(NOW, running=1))) == 2
+    assert refused(prompts=3, now=msgspec.structs.replace(NOW, running=1)).kind is Kind.RATE
+
+
+def test_others_waiting_tokens_neither_refuse_nor_show() -> None:
+    """A flood of 971,700 tokens told a quiet tenant that its own wait was 773 s."""
+    stats = Stats(waiting_tokens=971_700, prefill_tokens_per_s=1_257.0)
+    beside = msgspec.structs.replace(NOW, stats=stats, waiting=waiting((2, 1.0, [971_700])))
+    flood = msgspec.structs.replace(NOW, stats=stats, waiting=waiting((1, 1.0, [971_700])))
+
+    assert ask(now=beside)
+    assert refused(now=flood).code == "overloaded"
+
+
+def test_a_full_queue_refuses_the_tenant_with_most_waiting_alone() -> None:
+    """And at once: the engine would answer between two steps. No word counts others' requests."""
+    calls = waiting((1, 1.0, [9] * 2), (2, 1.0, [9] * 6))
+    now = msgspec.structs.replace(NOW, waiting=calls)
+    refusal = refused(now=now, who=identity(2))
+
+    assert ask(now=now, who=identity(1))
+    assert ask(now=now, who=identity(3))
+    assert ask(now=now, who=identity(2, weight=9.0))
+    assert (refusal.kind, refusal.code) == (Kind.BUSY, "overloaded")
+    assert "6 requests of this tenant are waiting" in refusal.message
 
 
 def test_adds_model_stop_tokens_unless_ignore_eos() -> None:
@@ -237,6 +277,18 @@ def test_tenant_has_one_payer_in_all_its_namespaces() -> None:
 
 def test_retry_after_is_bounded() -> None:
     """Above two minutes SDKs do not retry at all."""
-    assert retry_after_s(Stats()) == 1.0
-    assert retry_after_s(Stats(waiting_tokens=500, prefill_tokens_per_s=50)) == 10.0
-    assert retry_after_s(Stats(waiting_tokens=10**9, prefill_tokens_per_s=1)) == 60.0
+    assert retry_after_s(0.0) == 1.0
+    assert retry_after_s(10.0) == 10.0
+    assert retry_after_s(1e9) == 60.0
+
+
+def test_a_member_of_a_shared_scope_takes_its_own_turn() -> None:
+    """The owner's blocks, and the member's own slots, time and weight."""
+    scope = SharedScope(1, "shared", 7, CachePolicy(weight=9.0, floor_blocks=2))
+    who = msgspec.structs.replace(identity(1, weight=2.0), scope=scope)
+    (request,) = ask(who=who)
+    (alone,) = ask(who=identity(1, weight=2.0))
+
+    assert (request.grant.payer, request.turn, request.weight) == (b"7", b"1", 2.0)
+    assert request.grant.quota.weight == 9.0
+    assert (alone.grant.payer, alone.turn) == (b"1", b"")
