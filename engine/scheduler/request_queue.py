@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from sortedcontainers import SortedList
 
@@ -21,6 +21,7 @@ from engine.errors import InvariantViolation
 from engine.scheduler.sequence import Sequence
 
 QueueKey = tuple[int, int, float, int, int]
+QueueEntry = tuple[QueueKey, Sequence]
 
 
 def queue_key(sequence: Sequence) -> QueueKey:
@@ -137,10 +138,14 @@ class RequestQueue:
         return -key[0]
 
     def in_order(
-        self, running: Iterable[Sequence] = (), *, only: bool = False
+        self,
+        running: Iterable[Sequence] = (),
+        *,
+        only: bool = False,
+        arrange: Callable[[list[QueueEntry]], None] | None = None,
     ) -> Iterator[Sequence]:
         """Iterate over the waiting sequences and `running`, best first; `only`: over `running`
-        alone.
+        alone. `arrange` may change the order of one payer's entries.
 
         Counters are read during the iteration, so charging a yielded sequence changes the order. A
         sequence that leaves the queue meanwhile is skipped. O(n) to start, O(log payers) each.
@@ -153,6 +158,9 @@ class RequestQueue:
             joined.add(payer)
         for payer in joined:
             queues[payer].sort()  # keys are unique
+        if arrange is not None:
+            for entries in queues.values():
+                arrange(entries)
 
         def heap_entry(payer: Payer, at: int) -> tuple[int, float, QueueKey, int, Payer]:
             key: QueueKey = queues[payer][at][0]

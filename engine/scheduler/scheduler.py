@@ -12,6 +12,7 @@ always get room; the others run as room allows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from engine.api import Payer
@@ -23,6 +24,7 @@ from engine.scheduler.prefix_sharing import PrefixSharing
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import ActiveRequest, Sequence
+from engine.scheduler.short_prompts import advance_short
 from engine.scheduler.step_cost import PromptBudget, StepCost, StepWork
 
 BlockedBy = Literal["", "batch_slots", "blocks", "ceiling", "others"]
@@ -138,7 +140,8 @@ class Scheduler:
         left = len(prefilling)
         full: set[Payer] = set()
         is_full = self._batch_is_full(ranked)
-        for sequence in self.queue.in_order(prefilling, only=is_full):
+        arrange = partial(advance_short, count_missing=partial(self._count_missing, now_s=now_s))
+        for sequence in self.queue.in_order(prefilling, only=is_full, arrange=arrange):
             if budget.is_spent or (is_full and not left):
                 break
             if not self.isolation.allows(sequence, turn):
@@ -167,6 +170,16 @@ class Scheduler:
         if found is not None and self.prefix_sharing.wait_for_leader(sequence, found, self.running):
             return "others"
         return self._admit(sequence, found, slices, now_s)
+
+    def _count_missing(self, sequence: Sequence, now_s: float) -> int:
+        """Return the tokens that a prompt has to compute; a waiting one is looked up once."""
+        if sequence.table is not None:
+            return sequence.tokens_to_compute
+        if sequence.missing_tokens is None:
+            found = self._find_prefix(sequence, now_s)
+            cached = 0 if found is None else found.cached_tokens
+            sequence.missing_tokens = len(sequence.tokens) - cached
+        return sequence.missing_tokens
 
     def preempt(self, sequence: Sequence, now_s: float, *, is_claimed: bool = False) -> None:
         """Release a running sequence's blocks and queue it again; it recomputes the evicted part.

@@ -33,6 +33,7 @@ class Sequence:
         "computed_before",
         "cumulative_logprob",
         "followers",
+        "has_passed",
         "has_slow_mask",
         "in_flight",
         "index",
@@ -42,10 +43,12 @@ class Sequence:
         "mask",
         "matcher",
         "may_wait",
+        "missing_tokens",
         "order_key",
         "order_version",
         "output_tokens",
         "parent",
+        "passes",
         "preemptions",
         "sequence_id",
         "stalled_steps",
@@ -66,6 +69,9 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.preemptions = 0
         self.claims = 0
+        self.passes = 0  # shorter prompts that went first
+        self.has_passed = False
+        self.missing_tokens: int | None = None  # of a waiting prompt that was looked up
         self.is_ended = False
         self.is_known_to_runner = False
         self.followers: list[tuple[int, Sequence]] = []

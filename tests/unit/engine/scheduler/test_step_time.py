@@ -93,6 +93,55 @@ def test_a_request_that_arrives_waits_for_one_bounded_step() -> None:
     assert world.first_token_s("quiet") <= 4.4 * TARGET_S
 
 
+def documents_and_questions(questions: int, payer_of: bytes = b"n") -> TimedWorld:
+    """Run three long prompts, then short ones that arrive while the first is computed."""
+    world = TimedWorld(slow)
+    for index in range(3):
+        world.ask(f"long{index}", prompt(900, index), max_tokens=1)
+    world.step()
+    for index in range(questions):
+        world.ask(f"short{index}", prompt(40, 50 + index), max_tokens=1, namespace=payer_of)
+    world.settle()
+    return world
+
+
+def test_short_prompts_pass_long_ones_of_their_payer() -> None:
+    """The mean first token is earlier, and the long prompts wait for little more."""
+    world = documents_and_questions(3)
+    shorts = [world.first_token_s(f"short{index}") for index in range(3)]
+
+    assert max(shorts) < world.first_token_s("long0")
+
+
+def test_a_long_prompt_is_passed_a_bounded_number_of_times() -> None:
+    """However many short prompts its payer sends, it is late by four of them."""
+    alone, beside = documents_and_questions(0), documents_and_questions(40)
+
+    assert beside.first_token_s("long0") <= 2 * alone.first_token_s("long0")
+    order = sorted(beside.streams, key=lambda name: first_done(beside, name))
+    assert order.index("long0") <= 4
+
+
+def first_done(world: TimedWorld, name: str) -> float:
+    stream = world.streams[name]
+    return stream.submitted_s + world.first_token_s(name)
+
+
+def test_a_warm_long_prompt_counts_by_its_missing_tokens() -> None:
+    """A conversation of 900 tokens of which 880 are cached is short."""
+    world = TimedWorld(slow)
+    said = prompt(900, 9)
+    world.ask("before", said, max_tokens=1)
+    world.settle()
+    for index in range(2):
+        world.ask(f"long{index}", prompt(900, index), max_tokens=1)
+    world.step()
+    world.ask("turn", (*said, 1, 0, 1), max_tokens=1)
+    world.settle()
+
+    assert first_done(world, "turn") < first_done(world, "long0")
+
+
 def test_no_time_is_left_and_prompts_progress() -> None:
     """Streams alone take longer than the target: prompts get a few tokens in each step."""
     world = TimedWorld(lambda work: 0.2 + slow(work))

@@ -1,0 +1,54 @@
+"""Long answers of one tenant in every batch slot: a quiet tenant gets its share at once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+import pytest
+
+from tests.attacks.conftest import MakeHouse
+from tests.attacks.house import House, flood
+from tests.attacks.probe import Probe, check_undisturbed
+
+SLOTS = 16
+SETTINGS = f"""
+[engine]
+device = "cpu"
+threads = 1
+kv_memory_mib = 64
+sequences_max = {SLOTS}
+"""
+
+
+def hold(house: House, key: str, samples: int) -> int:
+    """Stream one long answer of several samples to its end; return its status."""
+    connection = http.client.HTTPConnection("127.0.0.1", house.port, timeout=60)
+    body = house.chat("count up for ever", max_tokens=400, n=samples, stream=True, temperature=1)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [1, 16], ids=["one sample", "n = 16"])
+def test_long_answers_leave_a_slot_to_the_quiet_tenant(make_house: MakeHouse, samples: int) -> None:
+    """Before, the quiet tenant waited until an answer ended: 39 s, or for ever. The bound is wider
+    than elsewhere: its token is computed in one step with the attacker's, and a step takes longer
+    with sixteen rows than with one.
+    """
+    house = make_house(SETTINGS)
+    quiet = Probe(house, house.tenant("quiet"))
+    key = house.tenant("attacker")
+    quiet.observe(2)
+    alone = quiet.observe()
+    with flood(lambda: hold(house, key, samples), threads=2 * SLOTS // samples + 2) as answers:
+        beside = quiet.observe()
+
+    assert answers
+    check_undisturbed(alone, beside, first_token_times=8.0, pause_s=None)

@@ -1,0 +1,61 @@
+"""One tenant fills the queue: others are served, and told nothing of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.api import Stats
+from tests.attacks.conftest import MakeHouse
+from tests.attacks.house import Answer, flood
+from tests.attacks.probe import Probe, check_undisturbed
+from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+SETTINGS = """
+[limits]
+requests_per_tenant_max = 4096
+
+[engine]
+device = "cpu"
+threads = 1
+kv_memory_mib = 64
+sequences_max = 8
+queue_requests_max = 24
+"""
+
+
+@pytest.mark.slow
+def test_a_full_queue_refuses_the_tenant_that_fills_it(make_house: MakeHouse) -> None:
+    """Calls of many prompts count as many; each refusal comes at once and has a retry time."""
+    house = make_house(SETTINGS)
+    quiet = Probe(house, house.tenant("quiet"))
+    key = house.tenant("attacker")
+    body = {"model": house.model, "prompt": ["count on"] * 8, "max_tokens": 40, "ignore_eos": True}
+    quiet.observe(2)
+    alone = quiet.observe()
+    with flood(lambda: house.ask(key, "/v1/completions", body), threads=12) as answers:
+        beside = quiet.observe()
+    refused = [a for a in answers if isinstance(a, Answer) and a.status == 503]
+
+    assert refused
+    assert {a.code for a in refused} == {"overloaded"}
+    assert all(int(a.headers["Retry-After"]) >= 1 for a in refused)
+    check_undisturbed(alone, beside, first_token_times=12.0, pause_s=None)
+
+
+async def test_a_quote_tells_nothing_of_others_waiting_tokens(gateway: GatewayFixture) -> None:
+    """The quiet tenant's estimate is the same whatever number of tokens others have waiting."""
+    request = {"endpoint": "/v1/chat/completions", "request": gateway.chat()}
+    context = gateway.gateway.context
+    await gateway.ask(body=gateway.chat())  # from here on there is a rate
+    gateway.engine.stats = Stats(prefill_tokens_per_s=100.0)
+    told = []
+    for tokens in (1_000, 971_700):
+        place = context.waiting.enter(99, 1.0, [tokens])
+        status, found, _ = await gateway.ask("/v1/cache/quote", request)
+        assert status == 200, json.dumps(found)
+        told.append(found["first_token_s"])
+        place.leave()
+
+    assert told[0] == told[1] is not None
