@@ -1,11 +1,10 @@
 """Requests that may have ended the engine's process: suspected, tried alone, cleared or refused.
 
 A request whose tokens were in a step at two deaths in a row is suspected. Chance is enough for
-that, so its next tries run isolated: in steps without any other request, until they have more
-output than at the deaths. If the engine dies in such a step, the request is the cause, and is
-refused for ten minutes. If a try is done, the request is cleared. The module knows no process.
-`gateway.engine_supervisor` has one.
-"""
+that, so its next tries run isolated: in steps without any other request, for a few output tokens,
+and for more after each further death. If the engine dies in such a step, the request is the cause,
+and is refused for ten minutes. If a try is done, the request is cleared. The module knows no
+process. `gateway.engine_supervisor` has one."""
 
 from __future__ import annotations
 
@@ -23,8 +22,12 @@ REMEMBER_S = 600.0
 """Seconds for which a request is suspected, and for which it is refused."""
 REQUESTS_MAX = 1_024
 """Requests that are suspected, and refused; the oldest are forgotten."""
+TRY_TOKENS, TRY_GROWTH = 16, 4
+"""Output tokens for which a request is isolated after two deaths, and how many times as many after
+each further one. Most causes show in the prompt; a full batch, suspected by chance, is soon whole
+again."""
 MORE_TOKENS = 8
-"""Output tokens of a try beyond those seen at the deaths: the engine was ahead of what was seen."""
+"""Output tokens beyond those seen at the deaths, which are enough: the engine was a bit ahead."""
 
 
 class CrashSuspects:
@@ -32,8 +35,8 @@ class CrashSuspects:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # the output tokens, for each sample, of each request in a step at the latest death
-        self._latest: dict[str, int] = {}
+        # for each request in a step at the latest death: deaths in a row, output tokens of a sample
+        self._latest: dict[str, tuple[int, int]] = {}
         # by digest, (forgotten at, isolated tokens)
         self._suspected: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, int]] = OrderedDict()
@@ -53,10 +56,12 @@ class CrashSuspects:
         before, self._latest = self._latest, {}
         for lost in in_step:
             digest = _digest(lost.request)
-            reached = max(-(-lost.output_tokens // lost.request.samples), before.get(digest, 0))
-            self._latest[digest] = reached
-            if digest in before:
-                self._remember(self._suspected, digest, reached + MORE_TOKENS)
+            deaths, reached = before.get(digest, (0, 0))
+            reached = max(reached, -(-lost.output_tokens // lost.request.samples))
+            self._latest[digest] = deaths + 1, reached
+            if deaths:
+                tokens = TRY_TOKENS * TRY_GROWTH ** (deaths - 1)
+                self._remember(self._suspected, digest, min(tokens, reached + MORE_TOKENS))
         return []
 
     def clear(self, done: Iterable[Request]) -> None:

@@ -42,10 +42,22 @@ class Deaths:
 def test_a_request_in_a_step_at_two_deaths_is_tried_alone() -> None:
     """Beyond the output that it had; the requests beside it are not suspected."""
     deaths = Deaths()
-    deaths.suspect(7, 20)
+    deaths.suspect(7, 5)
 
-    assert deaths.isolated(7) == 20 + MORE_TOKENS
+    assert deaths.isolated(7) == 5 + MORE_TOKENS
     assert [deaths.isolated(token) for token in (1_000, 2_000, 8)] == [0, 0, 0]
+
+
+def test_a_try_alone_is_longer_after_each_death() -> None:
+    """A batch that was long under way at two deaths shall not be alone, one by one, as long."""
+    deaths = Deaths()
+    deaths.suspect(7, 200)
+    tries = [deaths.isolated(7)]
+    for _ in range(3):
+        deaths.suspects.record_death([lost("a", 7, 190), lost("b", 1)])
+        tries.append(deaths.isolated(7))
+
+    assert tries == [16, 64, 200 + MORE_TOKENS, 200 + MORE_TOKENS]
 
 
 def test_one_death_makes_no_suspect() -> None:
@@ -84,11 +96,11 @@ def test_a_death_alone_is_proof_for_ten_minutes() -> None:
 def test_a_death_beside_others_is_no_proof() -> None:
     """The isolated request waited, or was past its isolated tokens."""
     deaths = Deaths()
-    deaths.suspect(7, 20)
+    deaths.suspect(7, 5)
     tried = deaths.suspects.isolate(request("tried", 7))
 
     assert deaths.suspects.record_death([lost("other", 8)]) == []
-    assert deaths.suspects.record_death([LostRequest(tried, 20 + MORE_TOKENS)]) == []
+    assert deaths.suspects.record_death([LostRequest(tried, 5 + MORE_TOKENS)]) == []
     assert deaths.isolated(7) > 0
 
 
