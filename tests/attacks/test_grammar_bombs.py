@@ -20,7 +20,7 @@ def constrained(house: House, schema: object, **more: object) -> dict[str, objec
     """Return a chat whose answer follows a schema."""
     wanted = {"name": "n", "schema": schema, "strict": True}
     response_format = {"type": "json_schema", "json_schema": wanted}
-    return house.chat(max_tokens=4, response_format=response_format, **more)
+    return {**house.chat(max_tokens=4, response_format=response_format), **more}
 
 
 def bomb(number: int) -> dict[str, object]:
