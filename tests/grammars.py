@@ -95,6 +95,7 @@ class PolledGrammars:
         self.polls = polls
         self.vocabulary = vocabulary or letters()
         self.asked: list[tuple[str, Namespace, Grammar]] = []
+        self.turns: list[Payer] = []
         self.dropped: list[tuple[Namespace, Grammar]] = []
         self.erased: list[Namespace] = []
         self._waiting: list[tuple[str, Outcome, int]] = []
@@ -102,6 +103,7 @@ class PolledGrammars:
     def submit(self, request_id: str, payer: Payer, namespace: Namespace, grammar: Grammar) -> None:
         """Queue a grammar; a refusal comes with `take_ready`, like a success."""
         self.asked.append((request_id, namespace, grammar))
+        self.turns.append(payer)
         outcome: Outcome
         try:
             outcome = compiled(grammar, self.vocabulary)

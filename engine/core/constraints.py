@@ -57,7 +57,8 @@ class Constraints:
         if self._source is None:
             raise RequestRefused("grammar_unsupported", "This model does not support grammars.")
         grant = request.grant
-        self._source.submit(request.request_id, grant.payer, grant.namespace, request.grammar)
+        turn = request.turn or grant.payer
+        self._source.submit(request.request_id, turn, grant.namespace, request.grammar)
 
     def release(self, request: Request) -> None:
         """Release the grammar of a request that has ended."""

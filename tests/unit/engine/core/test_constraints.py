@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.api import CacheGrant, Erase, Finished, Grammar, Request, Sampling
+from engine.api import CacheGrant, Erase, Finished, Grammar, Quota, Request, Sampling
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.grammar.compiler import Outcome
@@ -69,6 +69,18 @@ def final(world: World, name: str) -> Finished:
     event = world.streams[name].finished
     assert event is not None
     return event
+
+
+def test_a_grammar_takes_the_turn_of_its_request() -> None:
+    """A member of a shared scope delays neither the other members nor the scope's owner."""
+    source = PolledGrammars()
+    constraints = Constraints(source)
+    grant = CacheGrant(b"n", Quota(payer=b"owner"))
+    constraints.submit(ask("own", PAIRS))
+    constraints.submit(ask("payer", PAIRS, grant=grant))
+    constraints.submit(ask("member", PAIRS, grant=grant, turn=b"member"))
+
+    assert source.turns == [b"n", b"owner", b"member"]
 
 
 def test_a_sample_with_a_complete_text_ends_as_stop(depth: int) -> None:
