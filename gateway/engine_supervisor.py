@@ -36,6 +36,7 @@ from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError
 from engine.protocol import Hello
+from gateway.caching.namespaces import owner_of
 from gateway.child_process import ChildProcess, Report, RestartPolicy, StartLimit
 from gateway.crash_suspects import CrashSuspects
 
@@ -181,6 +182,7 @@ class EngineSupervisor:
             if error.code == "engine_died":
                 return error.message
             raise ModelError(error.code, error.message) from error
+        engine.cache_events.group_by(owner_of)
         self._engine = engine
         self._child.set_ready()
         lost = asyncio.create_task(engine.wait_lost())

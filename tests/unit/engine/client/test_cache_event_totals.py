@@ -43,3 +43,18 @@ def test_forgets_the_namespace_that_lost_blocks_longest_ago() -> None:
 
     assert totals.losses_of(b"b") == {}
     assert totals.losses_of(b"a") == {"expired": 2}
+
+
+def test_group_with_many_namespaces_forgets_its_own() -> None:
+    """A client that invents partitions pushes out what explains its own misses, not others'."""
+    totals = CacheEventTotals(namespaces_max=4)
+    totals.group_by(lambda namespace: namespace[:1])
+    totals.add(CacheNews((Loss(b"quiet", "evicted_pressure", b"x", 3),)))
+    for number in range(100):
+        totals.add(CacheNews((Loss(b"x%d" % number, "evicted_pressure", b"quiet", 1),)))
+
+    assert totals.losses_of(b"quiet") == {"evicted_pressure": 3}
+    assert totals.losses_of(b"x99") == {"evicted_pressure": 1}
+    assert totals.losses_of(b"x0") == {}
+    assert len(totals.evictions_by_taker()) == 4
+    assert (b"quiet", b"x") in totals.evictions_by_taker()
