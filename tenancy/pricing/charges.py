@@ -67,6 +67,7 @@ PAYERS: Mapping[str, Payer] = {
     "draining": "operator",
     "shutting_down": "operator",
     # the server failed
+    "answer_lost": "operator",
     "engine_died": "operator",
     "engine_restarting": "operator",
     "failed": "operator",
