@@ -281,6 +281,7 @@ def _contracts(config: Config, engine: Engine, store: Store, clock: Clock) -> Co
         lambda: "" if engine.info is None else engine.info.epoch,
         engine.is_alive,
         has_past=has_history(store),
+        tells_leases=config.server.tolerance != "strict",
     )
 
 

@@ -62,16 +62,19 @@ class ContractManager:
         is_alive: Callable[[str], bool],
         *,
         has_past: bool = False,
+        tells_leases: bool = True,
     ) -> None:
         """`losses`: blocks that a namespace lost, by cause, as of the engine's latest heartbeat.
         `epoch`: the engine epoch that new prefixes are written in. `is_alive`: whether the engine
         of an epoch still holds its cache. `has_past`: an earlier gateway process may have written
-        prefixes that this index does not contain."""
+        prefixes that this index does not contain. `tells_leases`: whether usage says which lease
+        was not granted whole, which the hosted APIs' usage cannot."""
         self.config = config
         self.clock = clock
         self.losses = losses
         self.epoch = epoch
         self.is_alive = is_alive
+        self.tells_leases = tells_leases
         self._began_s = clock() if has_past else -math.inf
         self.entries = PrefixIndex(config.entries_max, config.entries_per_tenant_max)
         self.promises = PromiseTally(self.entries, is_alive)
@@ -247,7 +250,7 @@ class Contract:
         self.grants = tuple(grants)
         self._record, self._read_entry = terms.split(cached_tokens, self._granted, now_s)
         short = _short_lease(terms.writes, grants)
-        if short is not None:
+        if short is not None and self._manager.tells_leases:
             self._record = replace(self._record, short_lease=short)
         read = self._record.read_tokens()
         self._missed = self._why_missed(read, cached_tokens, now_s)

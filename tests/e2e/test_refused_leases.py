@@ -99,3 +99,18 @@ async def test_google_sdk_takes_a_refused_lease(gateway: GatewayFixture) -> None
 
     assert answer.usage_metadata.prompt_token_count > 0
     assert is_told(raw["usageMetadata"], "resource")
+
+
+async def test_strict_server_leaves_it_out(unopened_gateway: GatewayFixture) -> None:
+    """Its answers have the fields that the hosted APIs have, and no others."""
+    gateway = unopened_gateway
+    gateway.set_server(tolerance="strict")
+    await gateway.open()
+    may_promise_nothing(gateway)
+    cache = {"mode": "implicit", "ttl": "30m"}
+    body = {"messages": [{"role": "user", "content": LONG}], "prompt_cache_options": cache}
+    status, answer, response = await gateway.ask(body={**body, "model": gateway.model})
+    await gateway.close()
+
+    assert (status, "trunkline" in answer["usage"]) == (200, False)
+    assert "lease=refused" in response.headers["X-Trunkline-Cache"]
