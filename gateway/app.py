@@ -65,6 +65,7 @@ from gateway.ledger.query_pool import QueryPool
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
+from gateway.preparation_pool import PreparationPool
 from gateway.prompt import Renderer
 from gateway.waiting_requests import WaitingBounds, WaitingRequests
 from tenancy.accounts.authentication import KeyAuthenticator
@@ -147,6 +148,7 @@ class Gateway:
             ),
             token_bytes_max=max(map(len, map(renderer.token_bytes, range(vocab)))),
             read_config=read_config or (lambda: config),
+            preparations=PreparationPool(),
             engine_restarts=engine_restarts,
         )
         self._reconciler = Reconciler(self.context)
@@ -262,6 +264,7 @@ class Gateway:
         for listener in self.listeners:
             await listener.close()
         await self.context.finish_background()
+        await self.context.preparations.close()
         await self._metering.close()
         await self.context.books.close()
         await self._reconciler.close()

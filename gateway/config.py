@@ -53,9 +53,10 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `header_timeout_s`: for the head of a request. `body_timeout_s`: for its body, which must then
     arrive at `body_rate_min_bytes_per_s` or faster. `write_timeout_s`: for a client to read written
     bytes. `body_bytes_in_flight_max`: bodies that are received or parsed at a time, of all clients;
-    one tenant may hold a quarter of what the others leave. `connections_per_address_max`: 0 is no
-    limit. `tolerance`: how requests with fields that the server does not honour are treated, unless
-    their key says otherwise (docs/dialects.md).
+    one tenant may hold a quarter of what the others leave. `body_values_max`: values in a JSON
+    body, counted by its braces, brackets and commas. `connections_per_address_max`: 0 is no limit.
+    `tolerance`: how requests with fields that the server does not honour are treated, unless their
+    key says otherwise (docs/dialects.md).
     """
 
     listen: str = "127.0.0.1:8080"
@@ -68,6 +69,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     send_buffer_bytes: PositiveInt = 65_536
     body_bytes_max: PositiveInt = 10 * 2**20
     body_bytes_in_flight_max: PositiveInt = 256 * 2**20
+    body_values_max: PositiveInt = 200_000
     connections_max: PositiveInt = 4_096
     connections_per_address_max: Annotated[int, Meta(ge=0)] = 512
     stream_keep_alive_s: Seconds = 15.0

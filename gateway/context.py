@@ -28,6 +28,7 @@ from gateway.ledger.progress import ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
+from gateway.preparation_pool import PreparationPool
 from gateway.prompt import Renderer
 from gateway.waiting_requests import WaitingRequests
 from tenancy.accounts.authentication import Administrator
@@ -107,6 +108,7 @@ class Context:
     token_bytes_max: int
     waiting: WaitingRequests
     read_config: Callable[[], Config]
+    preparations: PreparationPool
     engine_restarts: Callable[[], int] = lambda: 0
     tracer: Tracer | None = None
     is_draining: bool = False

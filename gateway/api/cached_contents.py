@@ -37,9 +37,9 @@ from gateway.generation.cached_contents import (
     with_breakpoint,
 )
 from gateway.generation.generation import Generation
-from gateway.generation.preparation import Prepared, check_model, prepare
+from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
 from gateway.http.middleware import Handler, Route
-from gateway.http.request_body import read_body
+from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
 from gateway.http.request_context import STATE
 from gateway.http.response import send
 from gateway.retention_classes import RESOURCE
@@ -108,7 +108,8 @@ async def _create(
     """Render, store and compute; a request repeated under its idempotency key creates nothing."""
     now_ms, generation = gateway.wall(), Generation(gateway, SHAPE, request)
     body = await read_body(request, gateway.config.server)
-    creation = gemini_cached.parse_create(body, now_ms)
+    tenant_id = identity.tenant.tenant_id
+    creation = await parse_body(gateway, tenant_id, gemini_cached.parse_create, body, now_ms)
     call = Call(
         creation.model,
         (with_breakpoint(creation.prompt),),
@@ -255,6 +256,7 @@ async def _change(
     now_ms = gateway.wall()
     mask = request.query.get("updateMask", request.query.get("update_mask", ""))
     body = await read_body(request, gateway.config.server)
+    check_values(body, SMALL_VALUES_MAX)
     change = gemini_cached.parse_update(body, mask, now_ms)
     name = request[STATE].parameters["name"]
     kept, _ = await load_cached_content(gateway, name, identity)

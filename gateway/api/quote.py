@@ -22,7 +22,7 @@ from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens
-from gateway.generation.preparation import Prepared, check_model, prepare
+from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
 from gateway.generation.usage import sum_usage
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
@@ -52,7 +52,9 @@ def _quote_handler(gateway: Context) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         state = request[STATE]
         assert state.identity is not None, "this route requires a key"
-        body = _parse(await read_body(request, gateway.config.server))
+        tenant = state.identity.tenant
+        data = await read_body(request, gateway.config.server)
+        body = await parse_body(gateway, tenant.tenant_id, _parse, data)
         found = find_endpoint(body.endpoint)
         if found is None:
             message = (
@@ -62,7 +64,9 @@ def _quote_handler(gateway: Context) -> Handler:
         endpoint, metadata = found
         tolerance = request_metadata(request, gateway.config.server.tolerance).tolerance
         metadata = replace(metadata, tolerance=tolerance)
-        call = endpoint.dialect.parse(bytes(body.request), metadata)
+        call = await parse_body(
+            gateway, tenant.tenant_id, endpoint.dialect.parse, bytes(body.request), metadata
+        )
         check_model(gateway, call)
         made = await prepare(gateway, call, state.identity)
         output_tokens(made.call, made.rendered, state.identity, made.now)
@@ -71,7 +75,6 @@ def _quote_handler(gateway: Context) -> Handler:
         is_in_other_namespace = await _is_in_other_namespace(
             gateway, made, peeks[0].cached_tokens, state.identity
         )
-        tenant = state.identity.tenant
         card = await gateway.reports.ask(
             lambda store: RateCards(load_cards(store)).in_force(
                 gateway.model, tenant.tier, gateway.wall()

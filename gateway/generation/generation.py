@@ -32,7 +32,13 @@ from gateway.generation.idempotency import (
 )
 from gateway.generation.outcome import Outcome
 from gateway.generation.output_stream import OutputStream
-from gateway.generation.preparation import Prepared, admission_context, check_model, prepare
+from gateway.generation.preparation import (
+    Prepared,
+    admission_context,
+    check_model,
+    parse_body,
+    prepare,
+)
 from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER, cache_header
 from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of
@@ -79,7 +85,9 @@ class Generation:
             raise _shutting_down()
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
-        call = self._dialect.parse(body, metadata)
+        call = await parse_body(
+            gateway, identity.tenant.tenant_id, self._dialect.parse, body, metadata
+        )
         self._ignored = call.ignored
         state.model, state.is_stream = gateway.model, call.stream
         check_model(gateway, call)

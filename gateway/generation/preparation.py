@@ -6,8 +6,10 @@ Requests that run and requests that are only quoted share this path. Preparation
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,11 +23,27 @@ from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.generation.admission import AdmissionContext
 from gateway.generation.cached_contents import expand_cached_content
+from gateway.http.request_body import check_values
+from gateway.prompt import Renderer
+from gateway.prompt.token_budget import TokenBudget, TooManyTokensError
 from tenancy.types import Identity
 
+PARSED_BYTES_MAX = 65_536
+"""Bodies up to this many bytes are parsed on the event loop, longer ones in a thread."""
+
 INLINE_CHARS_MAX = 4_096
-"""Prompts up to this many characters are tokenized on the event loop. Longer ones are tokenized in
-a thread, and so are prompts with tools, each of which may need a rendering."""
+"""Calls up to this many characters are tokenized on the event loop. Longer ones are tokenized in a
+thread, and so are calls with tools, each of which may need a rendering."""
+
+SEGMENT_CHARS, PROMPT_CHARS = 32, 128
+"""How many characters a segment and a prompt count as, however short they are."""
+
+GROUP_CHARS = 65_536
+"""Short prompts of one call are tokenized together, up to this many characters in one turn."""
+
+CONTEXTS_MAX = 2
+"""A prompt is tokenized up to this many times the model's context, so that the refusal of a prompt
+that is somewhat too long, and a count, can name its exact length."""
 
 CACHED_CHARS_MAX = 65_536
 """Of a chat up to this many characters only the text that is not in the tokenizer's cache counts:
@@ -34,6 +52,10 @@ cached text is returned at once, and a thread costs more."""
 JOINED_CHARS_MAX = 4
 """Maximum number of characters that a tokenizer's normalizer joins into one (a letter and its
 combining marks)."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Prepared(Struct, frozen=True):
@@ -83,7 +105,7 @@ async def prepare(
             held.add(retention.name)
         prompts.append(prompt)
     call = replace(call, prompts=tuple(prompts)) if held else call
-    rendered = [await render(gateway, prompt) for prompt in prompts]
+    rendered = await render(gateway, prompts, identity.tenant.tenant_id)
     # No await below: the counts read here are still valid when the call is admitted.
     now = admission_context(gateway, identity.tenant.tenant_id)
     scope = scope_of(call, identity, now)
@@ -125,25 +147,117 @@ def admission_context(gateway: Context, tenant_id: int) -> AdmissionContext:
     )
 
 
-async def render(gateway: Context, prompt: Prompt) -> Rendered:
-    """Tokenize a prompt; a long one in a thread, so the event loop keeps serving."""
-    chars = len(prompt.text or "")
-    for segment in prompt.segments:
-        chars += len(segment.text)
-        if segment.call is not None:
-            chars += len(segment.call.arguments)
-    for tool in prompt.tools:
-        chars += len(tool.description) + len(tool.parameters)
-    _check_size(gateway, chars, prompt)
-    if INLINE_CHARS_MAX < chars <= CACHED_CHARS_MAX and prompt.segments and not prompt.tools:
-        chars = gateway.renderer.uncached_chars(prompt)
-    if chars <= INLINE_CHARS_MAX and not prompt.tools:
-        return gateway.renderer.render(prompt)
-    return await asyncio.to_thread(gateway.renderer.render, prompt)
+async def parse_body(
+    gateway: Context,
+    tenant_id: int,
+    parse: Callable[Concatenate[bytes, P], T],
+    body: bytes,
+    *more: P.args,
+    **named: P.kwargs,
+) -> T:
+    """Return `parse(body, …)`; a long body is parsed in a thread.
+
+    Raises Refusal for a body of more than `server.body_values_max` values, before it is decoded,
+    and what `parse` raises.
+    """
+    values_max = gateway.config.server.body_values_max
+    if len(body) <= PARSED_BYTES_MAX:
+        if len(body) > values_max:
+            check_values(body, values_max)
+        return parse(body, *more, **named)
+
+    def work(_is_abandoned: Callable[[], bool]) -> T:
+        check_values(body, values_max)
+        return parse(body, *more, **named)
+
+    return await gateway.preparations.run(tenant_id, work)
+
+
+async def render(gateway: Context, prompts: Sequence[Prompt], tenant_id: int) -> list[Rendered]:
+    """Tokenize the prompts of a call; long ones in threads, so the event loop keeps serving.
+
+    Raises Refusal, also for a prompt of more than `CONTEXTS_MAX` contexts.
+    """
+    renderer = gateway.renderer
+    sizes, overhead = _measure(gateway, prompts)
+    new_chars = sum(sizes)
+    if overhead <= INLINE_CHARS_MAX and new_chars <= CACHED_CHARS_MAX:
+        if new_chars > INLINE_CHARS_MAX and all(prompt.segments for prompt in prompts):
+            new_chars = sum(map(renderer.uncached_chars, prompts, repeat(tenant_id)))
+        if new_chars <= INLINE_CHARS_MAX:
+            return list(map(renderer.render, prompts, repeat(tenant_id)))
+    info = gateway.engine.info
+    context_tokens = None if info is None else info.context_tokens
+    make = partial(_render_group, renderer, tenant_id, context_tokens)
+    found: list[Rendered] = []
+    for group in _groups(prompts, sizes):
+        found += await gateway.preparations.run(tenant_id, partial(make, group))
+    return found
+
+
+def _measure(gateway: Context, prompts: Sequence[Prompt]) -> tuple[list[int], int]:
+    """Return the characters of each prompt that are tokenized, and how many characters would take
+    as long as everything else: segments, schemas, tools. Raises Refusal for too long a prompt."""
+    sizes, overhead = [], 0
+    for prompt in prompts:
+        chars = len(prompt.text or "")
+        overhead += PROMPT_CHARS + len(prompt.output_format.schema)
+        for segment in prompt.segments:
+            chars += len(segment.text)
+            overhead += SEGMENT_CHARS
+            if segment.call is not None:
+                chars += len(segment.call.arguments)
+        for tool in prompt.tools:
+            chars += len(tool.description) + len(tool.parameters)
+            overhead += INLINE_CHARS_MAX  # each tool may need a rendering
+        if chars > INLINE_CHARS_MAX:
+            _check_size(gateway, chars, prompt)
+        sizes.append(chars)
+    return sizes, overhead
+
+
+def _groups(prompts: Sequence[Prompt], sizes: Sequence[int]) -> Iterator[list[Prompt]]:
+    """Divide the prompts into groups of at most `GROUP_CHARS`, or of one prompt."""
+    group: list[Prompt] = []
+    chars = 0
+    for prompt, size in zip(prompts, sizes, strict=True):
+        if group and chars + size > GROUP_CHARS:
+            yield group
+            group, chars = [], 0
+        group.append(prompt)
+        chars += size
+    yield group
+
+
+def _render_group(
+    renderer: Renderer,
+    tenant_id: int,
+    context_tokens: int | None,
+    prompts: Sequence[Prompt],
+    is_abandoned: Callable[[], bool],
+) -> list[Rendered]:
+    """Render prompts one after another, until the client leaves."""
+    found = []
+    for prompt in prompts:
+        if context_tokens is None:
+            budget = TokenBudget(is_abandoned=is_abandoned)
+        else:
+            budget = TokenBudget(CONTEXTS_MAX * context_tokens, is_abandoned)
+        try:
+            found.append(renderer.render(prompt, tenant_id, budget))
+        except TooManyTokensError as error:
+            raise Refusal(
+                Kind.BAD,
+                "context_length_exceeded",
+                f"The request is too long: this model's context is {context_tokens} tokens, and the"
+                f" prompt has more than {error.tokens - 1} tokens.",
+                param=prompt.field,
+            ) from None
+    return found
 
 
 def _check_size(gateway: Context, chars: int, prompt: Prompt) -> None:
-    """Refuse a prompt that cannot fit however it is tokenized: tokenizing 9 MB takes half a minute.
+    """Refuse a prompt that cannot fit however it is tokenized, before it reaches a thread.
 
     A token stands for at most as many characters as the longest token has bytes; normalization may
     join a few characters into one.

@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.config import ServerConfig
 from gateway.dialects.validation import convert, find_duplicate_key
 from gateway.errors import Kind, Refusal
-from gateway.http.request_body import read_body
+from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
 
 T = TypeVar("T")
 
@@ -79,7 +79,9 @@ async def read_object(request: web.BaseRequest, settings: ServerConfig) -> dict[
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Decode JSON as a `kind`. Raises Refusal with the invalid or duplicate field's path."""
+    """Decode JSON as a `kind`. Raises Refusal with the invalid or duplicate field's path, and for a
+    body of more than `SMALL_VALUES_MAX` values."""
+    check_values(body, SMALL_VALUES_MAX)
     try:
         tree = msgspec.json.decode(body)
         duplicate = find_duplicate_key(body)

@@ -22,6 +22,7 @@ from msgspec import Struct
 from gateway.config import ServerConfig
 from gateway.errors import Kind, Refusal
 from gateway.http.connection import CONNECTION
+from gateway.structured_output.json_text import count_values
 
 PIECE_BYTES = 262_144
 """Bytes decompressed before the event loop runs other tasks; one piece takes some 0.2 ms."""
@@ -85,6 +86,8 @@ class BodyShare(Struct):
 
 BODY_SHARE = web.RequestKey("body_share", BodyShare)
 """A request's share of its listener's budget, which the middleware sets and releases."""
+SMALL_VALUES_MAX = 10_000
+"""Maximum number of values in the body of a call that generates nothing."""
 
 PLAIN, GZIP = ("", "identity"), ("gzip", "x-gzip")
 
@@ -196,6 +199,22 @@ def _check_head(request: web.BaseRequest, settings: ServerConfig) -> str:
     if (request.content_length or 0) > settings.body_bytes_max:
         raise _too_big(settings)
     return coding
+
+
+def check_values(body: bytes, values_max: int) -> None:
+    """Refuse a body of too many JSON values: each becomes an object, whatever its bytes. O(bytes).
+
+    Raises Refusal, TOO_BIG.
+    """
+    if len(body) <= values_max:
+        return
+    count = count_values(body, values_max)
+    if count > values_max:
+        raise Refusal(
+            Kind.TOO_BIG,
+            "request_too_large",
+            f"Request body too large: about {count} JSON values; limit {values_max}.",
+        )
 
 
 def _too_big(settings: ServerConfig) -> Refusal:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
@@ -29,6 +27,7 @@ from gateway.dialects.canonical import Tool, ToolCall
 from gateway.errors import Refusal
 from gateway.prompt.messages import TemplateInput, TemplatePart, TemplateTool, template_tool
 from gateway.prompt.opaque_text import TRIMMED
+from gateway.prompt.owner_cache import OwnerCache
 from gateway.structured_output.json_text import parse_arguments
 
 PLACEHOLDER_CHARS = ("\ue0f0", "\ue0f1")
@@ -37,10 +36,13 @@ _OPAQUE = re.compile(f"\ue0f0(\\d+)({TRIMMED}?)\ue0f1")
 END_PLACEHOLDER = "\ue0f0\ue0f1"
 """An empty placeholder: appended to a text, it shows where the text ends in a rendering."""
 
-CACHED_TOOL_SETS_MAX = 256
-"""Number of tool sets whose offsets are cached."""
+CACHED_CHARS_MAX = 32 * 2**20
+"""How many characters of renderings with tools are cached together."""
 SEPARATE_TOOLS_MAX = 512
 """With more tools than this, only the end of the last tool is located."""
+PROBE_CHARS_MAX = 4_000_000
+"""Characters that may be rendered to locate the tools or the calls of one prompt; the parts that
+remain end with the part before them, or all tools with the last one."""
 
 _PROBE_TOOL = template_tool(Tool("another_function"))
 _PAST_END = 2**62
@@ -127,7 +129,11 @@ def _split_placeholders(
     start = 0
     for match in _PLACEHOLDER.finditer(marked):
         part, end, after = int(match[1]), match.start(), match.end()
-        if parts[part].is_call and marked[start:end].endswith('"') and marked[after:][:1] == '"':
+        if (
+            parts[part].is_call
+            and marked.endswith('"', start, end)
+            and marked.startswith('"', after)
+        ):
             # A template that expects an arguments object writes a placeholder as a quoted string.
             end, after = end - 1, after + 1
         yield marked[start:end], start, part
@@ -196,13 +202,15 @@ class ToolOffsets:
     def __init__(self, run: TemplateRun, words: Collection[str]) -> None:
         self._run_template = run
         self._words = words
-        self._known: OrderedDict[bytes, tuple[tuple[int, ...], str]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known: OwnerCache[bytes, tuple[tuple[int, ...], str]] = OwnerCache(CACHED_CHARS_MAX)
 
-    def tool_ends(self, template_input: TemplateInput, marked: str) -> dict[int, int]:
+    def tool_ends(
+        self, template_input: TemplateInput, marked: str, owner: int = 0
+    ) -> dict[int, int]:
         """Return the offset in `marked` at which each tool ends, by part.
 
-        Cost: two short renderings for each new tool; a cached set of tools costs one hash.
+        Cost: two short renderings for each new tool, at most `PROBE_CHARS_MAX` characters; a set of
+        tools that is cached for `owner` costs one hash.
         """
         if not template_input.tools:
             return {}
@@ -211,29 +219,25 @@ class ToolOffsets:
             len(template_input.messages),
         )
         head = replace(template_input, messages=template_input.messages[:count])
-        ends, beginning = self._cached_ends(head)
+        ends, beginning = self._cached_ends(head, owner)
         if not marked.startswith(beginning):
             # The template writes its tools elsewhere, perhaps before the latest user message.
             ends = (self._last_end(template_input)[0],) * len(template_input.tools)
         return dict(enumerate(ends))
 
-    def _cached_ends(self, head: TemplateInput) -> tuple[tuple[int, ...], str]:
+    def _cached_ends(self, head: TemplateInput, owner: int) -> tuple[tuple[int, ...], str]:
         """Return the tools' end offsets and the text up to the last of them."""
         key = hashlib.sha256(msgspec.msgpack.encode((head.tools, head.messages))).digest()
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
+        known = self._known.get(owner, key)
+        if known is not None:
+            return known
         last, text = self._last_end(head)
         if last == _PAST_END:
             # The end of the last tool is unknown but lies within this text: use its length.
             found = (len(text),) * len(head.tools), text
         else:
             found = self._ends(head, last, text), text[:last]
-        with self._lock:
-            self._known[key] = found
-            if len(self._known) > CACHED_TOOL_SETS_MAX:
-                self._known.popitem(last=False)
+        self._known.put(owner, key, found, len(found[1]) + 8 * len(found[0]))
         return found
 
     def _ends(self, head: TemplateInput, last: int, text: str) -> tuple[int, ...]:
@@ -246,7 +250,9 @@ class ToolOffsets:
             return shared
         try:
             ends = [self._common(head, head.tools[:1])[0]]
-            before = self._common(head, (_PROBE_TOOL,))[0]
+            before, probed = self._common(head, (_PROBE_TOOL,))
+            if 4 * (len(head.tools) * len(probed) + len(text)) > PROBE_CHARS_MAX:
+                return shared
             for tool in head.tools[1:]:
                 end, alone = self._common(head, (_PROBE_TOOL, tool))
                 added = alone[before:end]
@@ -288,17 +294,24 @@ class ToolOffsets:
         """Return the offset in `marked` at which each call ends, by part.
 
         `marked` has no placeholders for calls, so a call ends with its message. Cost: one rendering
-        per message with calls.
+        per message with calls, at most `PROBE_CHARS_MAX` characters: the latest messages come
+        first, and the calls of those that remain are left out.
         """
-        found = {}
-        for number, message in enumerate(template_input.messages):
+        found: dict[int, int] = {}
+        budget = PROBE_CHARS_MAX
+        for number in reversed(range(len(template_input.messages))):
+            message = template_input.messages[number]
             if not message.calls:
                 continue
+            # Without room for another, only the latest message is located.
+            if found and budget < len(marked):
+                break
             upto = replace(template_input, messages=template_input.messages[: number + 1])
             try:
                 shorter = self._run_template(upto, placeholder, arguments_object, opens_turn=False)
                 end = snap_to_word_start(marked, common_prefix_chars(marked, shorter), self._words)
             except Refusal:
                 end = _PAST_END
+            budget -= len(marked)
             found.update({part: end for part, _ in message.calls})
         return found

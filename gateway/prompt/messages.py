@@ -115,9 +115,7 @@ def build_template_input(prompt: Prompt, style: ToolStyle) -> TemplateInput:
     maker.tools(prompt.tools, tools)
     for turn in groupby(enumerate(prompt.segments), key=_message_key):
         maker.turn(list(turn[1]))
-    return TemplateInput(
-        tuple(maker.parts), tuple(maker.messages), tools if style.is_native else ()
-    )
+    return TemplateInput(tuple(maker.parts), maker.finished(), tools if style.is_native else ())
 
 
 def _message_key(numbered: tuple[int, Segment]) -> tuple[int, str, str | None]:
@@ -140,6 +138,10 @@ class _InputBuilder:
         """Add a part and return its index."""
         self.parts.append(TemplatePart(text, boundary, is_call))
         return len(self.parts) - 1
+
+    def finished(self) -> tuple[TemplateMessage, ...]:
+        """Return the messages; no turn follows."""
+        return tuple(self.messages)
 
     def boundary(self, number: int) -> Boundary:
         """Return where segment `number` ends, tokens not yet set."""
@@ -189,8 +191,12 @@ class _NativeToolBuilder(_InputBuilder):
 class _TextToolBuilder(_InputBuilder):
     """Builds the input of templates that support no tools: everything is text in messages."""
 
-    _after_result = False
-    _has_turns = False
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self._after_result = False
+        self._has_turns = False
+        self._parts: list[list[int]] = []
+        """The parts of each message; those of the last one may still grow."""
 
     def tools(self, tools: Sequence[Tool], objects: Sequence[TemplateTool]) -> None:
         """Add a system message that lists the tools, one per line."""
@@ -201,7 +207,7 @@ class _TextToolBuilder(_InputBuilder):
             line = "\n" + json.dumps(written, ensure_ascii=False)
             parts.append(self.part(line, _tool_boundary(tool)))
         parts.append(self.part(_TOOLS_RULES))
-        self.messages.append(TemplateMessage("system", tuple(parts)))
+        self._append(TemplateMessage("system"), parts)
 
     def turn(self, segments: Sequence[tuple[int, Segment]]) -> None:
         """Add a message, or extend the last one: a tool result and the user text after it share
@@ -228,14 +234,23 @@ class _TextToolBuilder(_InputBuilder):
             self._join("\n\n", parts)
         else:
             name = None if is_result else first.name
-            self.messages.append(TemplateMessage(role, tuple(parts), (), name))
+            self._append(TemplateMessage(role, name=name), parts)
         self._after_result, self._has_turns = is_result, True
 
-    def _join(self, between: str, parts: Sequence[int]) -> None:
-        last = self.messages[-1]
-        self.messages[-1] = TemplateMessage(
-            last.role, (*last.parts, self.part(between), *parts), (), last.name
+    def finished(self) -> tuple[TemplateMessage, ...]:
+        """Return the messages with their parts; no turn follows."""
+        return tuple(
+            TemplateMessage(message.role, tuple(parts), (), message.name)
+            for message, parts in zip(self.messages, self._parts, strict=True)
         )
+
+    def _append(self, message: TemplateMessage, parts: list[int]) -> None:
+        self.messages.append(message)
+        self._parts.append(parts)
+
+    def _join(self, between: str, parts: Sequence[int]) -> None:
+        """Add parts to the last message. O(parts): a thousand results in a row are one message."""
+        self._parts[-1] += (self.part(between), *parts)
 
 
 def _tool_boundary(tool: Tool) -> Boundary:

@@ -12,10 +12,11 @@ itself. Preparation (`gateway.generation.preparation`) calls it.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -38,19 +39,30 @@ from gateway.prompt.layout import (
 )
 from gateway.prompt.messages import TemplateInput, TemplateTool, build_template_input
 from gateway.prompt.opaque_text import OpaqueText, ReadRecorder
+from gateway.prompt.owner_cache import OwnerCache
 from gateway.prompt.template import ChatTemplate
+from gateway.prompt.token_budget import TokenBudget
 from gateway.prompt.tokenizer import PieceTokenizer
 from gateway.structured_output.grammars import build_grammar
 from gateway.structured_output.json_text import collect_strings, parse_json
 from gateway.structured_output.tool_styles import ToolStyle, detect_style
 
-SHAPES_MAX, SHAPE_MESSAGES_MAX = 256, 128
-"""How many chat shapes are cached, and the largest number of segments of a cached shape."""
+SHAPES_STEPS_MAX, SHAPE_MESSAGES_MAX = 65_536, 128
+"""How many steps the cached chat shapes have together, and the largest number of segments of a
+cached shape."""
 
 
 Laid = TypeVar("Laid", Piece, ShapeStep)
 SegmentShape = tuple[Role, str, str | None, int, str | None]
 """A segment without its text: (role, path, name, message, retention)."""
+_ShapeKey = tuple[tuple[SegmentShape, ...], bool, bool]
+
+
+class Encode(Protocol):
+    """Tokenizes a piece of one prompt: `PieceTokenizer.encode` for its owner and budget."""
+
+    def __call__(self, text: str, *, specials: bool, is_first: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a piece."""
 
 
 class ChatShape(Struct, frozen=True):
@@ -76,7 +88,7 @@ class Renderer:
         words = [text for text in self._token_texts.values() if text]
         self._special_words = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self._offsets = ToolOffsets(self._run_template, frozenset(self._token_texts.values()))
-        self._shapes = lru_cache(SHAPES_MAX)(self._shape)
+        self._shapes: OwnerCache[_ShapeKey, tuple[ChatShape | None]] = OwnerCache(SHAPES_STEPS_MAX)
         markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
         self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
         # Each output token is looked up here: a list access instead of a Python call.
@@ -114,11 +126,13 @@ class Renderer:
         """Return the bytes of one token."""
         return self.tokenizer.token_bytes(token_id)
 
-    def render(self, prompt: Prompt) -> Rendered:
+    def render(self, prompt: Prompt, owner: int = 0, budget: TokenBudget | None = None) -> Rendered:
         """Return token ids, boundaries and grammar. CPU-bound: about 1 ms per 1,000 new words.
 
-        Raises Refusal if the prompt cannot be rendered.
+        `owner`: whose cached pieces, shapes and tools may be found. Raises Refusal if the prompt
+        cannot be rendered, and what `budget` raises.
         """
+        encode: Encode = partial(self.tokenizer.encode, owner=owner, budget=budget)
         grammar = build_grammar(prompt, self.tool_style, self._marker_ids())
         start: tuple[int, ...] = ()
         if self.card.add_bos and self.card.bos_token_id is not None:
@@ -127,24 +141,27 @@ class Renderer:
             return Rendered(prompt.token_ids, grammar=grammar)
         if prompt.text is not None:
             _check_text(prompt.text, "prompt")
-            ids = start + self.tokenizer.encode(prompt.text, specials=True)
+            ids = start + encode(prompt.text, specials=True)
             return Rendered(ids, grammar=grammar)
         for segment in prompt.segments:
             _check_text(segment.text, segment.path)
             if not _is_plain(segment) or segment.name is not None:
                 self._check_names(segment)
-        shape = self._shape_of(prompt)
-        rendered = self._render_full(prompt) if shape is None else self._render_shape(prompt, shape)
+        shape = self._shape_of(prompt, owner, encode)
+        if shape is None:
+            rendered = self._render_full(prompt, owner, encode)
+        else:
+            rendered = _render_shape(prompt, shape, encode)
         return rendered if grammar is None else replace(rendered, grammar=grammar)
 
-    def uncached_chars(self, prompt: Prompt) -> int:
-        """Return how many characters of a chat's texts and calls are not cached by the tokenizer.
+    def uncached_chars(self, prompt: Prompt, owner: int = 0) -> int:
+        """Return how many characters of a chat's texts and calls are not cached for the owner.
 
         Hashes the texts: O(characters), about 1 ns each.
         """
         new = 0
         for segment in prompt.segments:
-            if not self.tokenizer.is_cached(segment.text, specials=False):
+            if not self.tokenizer.is_cached(segment.text, specials=False, owner=owner):
                 new += len(segment.text)
             if segment.call is not None:
                 new += len(segment.call.arguments)
@@ -183,7 +200,7 @@ class Renderer:
 
     # -- chats of a cached shape ----------------------------------------------------------------
 
-    def _shape_of(self, prompt: Prompt) -> ChatShape | None:
+    def _shape_of(self, prompt: Prompt, owner: int, encode: Encode) -> ChatShape | None:
         """Return the chat's shape; None if the template's output depends on its contents."""
         segments = prompt.segments
         if prompt.tools or len(segments) > SHAPE_MESSAGES_MAX or self._template.has_captures:
@@ -191,10 +208,19 @@ class Renderer:
         if not all(map(_is_plain, segments)):
             return None
         bare = tuple([(s.role, s.path, s.name, s.message, s.retention) for s in segments])
-        return self._shapes(bare, prompt.add_generation_prompt, prompt.continues)
+        key = (bare, prompt.add_generation_prompt, prompt.continues)
+        known = self._shapes.get(owner, key)
+        if known is None:
+            known = (self._shape(*key, encode),)
+            self._shapes.put(owner, key, known, 1 + len(known[0].steps) if known[0] else 1)
+        return known[0]
 
     def _shape(
-        self, bare: tuple[SegmentShape, ...], opens_turn: bool, continues: bool
+        self,
+        bare: tuple[SegmentShape, ...],
+        opens_turn: bool,
+        continues: bool,
+        encode: Encode,
     ) -> ChatShape | None:
         """Render opaque texts; None if the template reads them or refuses."""
         segments = tuple(
@@ -216,32 +242,12 @@ class Renderer:
             return None
         if _is_open_ended(prompt):
             steps = _drop_after(steps, len(segments) - 1)
-        encode = self.tokenizer.encode
         inner = [encode(step.text, specials=True, is_first=False) for step in steps]
         return ChatShape(steps, tuple(inner), _boundaries_at(template_input, {}))
 
-    def _render_shape(self, prompt: Prompt, shape: ChatShape) -> Rendered:
-        ids: list[int] = []
-        ends = [0] * len(prompt.segments)
-        encode = self.tokenizer.encode
-        for step, known in zip(shape.steps, shape.inner, strict=True):
-            if step.part is None:
-                ids += known if ids else encode(step.text, specials=True)
-                continue
-            text = prompt.segments[step.part].text
-            ids += encode(
-                text.strip() if step.is_trimmed else text, specials=False, is_first=not ids
-            )
-            ends[step.part] = len(ids)
-        furthest, found = 0, []
-        for boundary, end in zip(shape.boundaries, ends, strict=True):
-            furthest = max(furthest, end)
-            found.append(replace(boundary, tokens=furthest))
-        return Rendered(tuple(ids), tuple(found))
-
     # -- all other prompts ----------------------------------------------------------------------
 
-    def _render_full(self, prompt: Prompt) -> Rendered:
+    def _render_full(self, prompt: Prompt, owner: int, encode: Encode) -> Rendered:
         template_input = build_template_input(prompt, self.tool_style)
         self._check_tools(prompt, template_input)
         texts = [part.text or "" for part in template_input.parts]
@@ -259,13 +265,13 @@ class Renderer:
             )
             pieces = split_rendering(marked, whole, template_input.parts)
             if pieces is None:
-                return self._render_unsplit(prompt, template_input, whole)
+                return self._render_unsplit(prompt, template_input, whole, encode)
             self._check_all(prompt, template_input, calls_only=True)
             unmarked = self._offsets.call_ends(template_input, marked)
-        offsets = {**self._offsets.tool_ends(template_input, marked), **unmarked}
+        offsets = {**self._offsets.tool_ends(template_input, marked, owner), **unmarked}
         if _is_open_ended(prompt):
             pieces = _drop_after(pieces, len(template_input.parts) - 1)
-        return self._tokens(template_input, pieces, offsets, len(marked))
+        return _tokens(template_input, pieces, offsets, len(marked), encode)
 
     def _split_with_call_placeholders(
         self, template_input: TemplateInput, whole: str, *, opens_turn: bool
@@ -279,37 +285,8 @@ class Renderer:
             return "", None
         return marked, split_rendering(marked, whole, template_input.parts)
 
-    def _tokens(
-        self,
-        template_input: TemplateInput,
-        pieces: Sequence[Piece],
-        offsets: dict[int, int],
-        length: int,
-    ) -> Rendered:
-        """Tokenize piece by piece; cut template text at `offsets` (by part) too."""
-        ids: list[int] = []
-        ends: dict[int, int] = {}
-        cuts = sorted((offset, part) for part, offset in offsets.items() if offset < length)
-        for piece in pieces:
-            if piece.part is not None:
-                ids.extend(self.tokenizer.encode(piece.text, specials=False, is_first=not ids))
-                ends[piece.part] = len(ids)
-                continue
-            at = 0
-            while cuts and cuts[0][0] <= piece.start + len(piece.text):
-                offset, part = cuts.pop(0)
-                upto = max(at, offset - piece.start)
-                text = piece.text[at:upto]
-                ids.extend(self.tokenizer.encode(text, specials=True, is_first=not ids))
-                at, ends[part] = upto, len(ids)
-            text = piece.text[at:]
-            ids.extend(self.tokenizer.encode(text, specials=True, is_first=not ids))
-        # A part without an end so far ends with the prompt.
-        ends.update({part: len(ids) for part in offsets if part not in ends})
-        return Rendered(tuple(ids), _boundaries_at(template_input, ends))
-
     def _render_unsplit(
-        self, prompt: Prompt, template_input: TemplateInput, whole: str
+        self, prompt: Prompt, template_input: TemplateInput, whole: str, encode: Encode
     ) -> Rendered:
         self._check_all(prompt, template_input)
         if _is_open_ended(prompt):
@@ -320,7 +297,7 @@ class Renderer:
                 template_input, texts.__getitem__, arguments_object, opens_turn=False
             )
             whole = whole.partition(END_PLACEHOLDER)[0]
-        ids = self.tokenizer.encode(whole, specials=True)
+        ids = encode(whole, specials=True)
         last_mark = next(
             (part.boundary for part in reversed(template_input.parts) if part.boundary), None
         )
@@ -374,6 +351,51 @@ class Renderer:
 
     def _text_of(self, token_id: int | None) -> str:
         return self._token_texts.get(token_id, "") if token_id is not None else ""
+
+
+def _render_shape(prompt: Prompt, shape: ChatShape, encode: Encode) -> Rendered:
+    ids: list[int] = []
+    ends = [0] * len(prompt.segments)
+    for step, known in zip(shape.steps, shape.inner, strict=True):
+        if step.part is None:
+            ids += known if ids else encode(step.text, specials=True)
+            continue
+        text = prompt.segments[step.part].text
+        ids += encode(text.strip() if step.is_trimmed else text, specials=False, is_first=not ids)
+        ends[step.part] = len(ids)
+    furthest, found = 0, []
+    for boundary, end in zip(shape.boundaries, ends, strict=True):
+        furthest = max(furthest, end)
+        found.append(replace(boundary, tokens=furthest))
+    return Rendered(tuple(ids), tuple(found))
+
+
+def _tokens(
+    template_input: TemplateInput,
+    pieces: Sequence[Piece],
+    offsets: dict[int, int],
+    length: int,
+    encode: Encode,
+) -> Rendered:
+    """Tokenize piece by piece; cut template text at `offsets` (by part) too."""
+    ids: list[int] = []
+    ends: dict[int, int] = {}
+    cuts = deque(sorted((offset, part) for part, offset in offsets.items() if offset < length))
+    for piece in pieces:
+        if piece.part is not None:
+            ids.extend(encode(piece.text, specials=False, is_first=not ids))
+            ends[piece.part] = len(ids)
+            continue
+        at = 0
+        while cuts and cuts[0][0] <= piece.start + len(piece.text):
+            offset, part = cuts.popleft()
+            upto = max(at, offset - piece.start)
+            ids.extend(encode(piece.text[at:upto], specials=True, is_first=not ids))
+            at, ends[part] = upto, len(ids)
+        ids.extend(encode(piece.text[at:], specials=True, is_first=not ids))
+    # A part without an end so far ends with the prompt.
+    ends.update({part: len(ids) for part in offsets if part not in ends})
+    return Rendered(tuple(ids), _boundaries_at(template_input, ends))
 
 
 def _is_open_ended(prompt: Prompt) -> bool:

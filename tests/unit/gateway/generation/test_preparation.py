@@ -10,6 +10,7 @@ import pytest
 from gateway.dialects.canonical import Prompt, Rendered
 from gateway.generation import preparation
 from gateway.prompt import Renderer
+from gateway.prompt.token_budget import TokenBudget
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LONG = "word " * (preparation.INLINE_CHARS_MAX // 4)
@@ -20,10 +21,10 @@ TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {}}}
 class WatchedRenderer(Renderer):
     """A renderer that records whether it runs on the event loop's thread."""
 
-    def render(self, prompt: Prompt) -> Rendered:
+    def render(self, prompt: Prompt, owner: int = 0, budget: TokenBudget | None = None) -> Rendered:
         """Render like a renderer."""
         self.seen.append(threading.get_ident() == self.loop_thread)
-        return super().render(prompt)
+        return super().render(prompt, owner, budget)
 
     loop_thread: int
     seen: list[bool]

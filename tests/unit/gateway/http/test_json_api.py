@@ -91,7 +91,7 @@ def test_error_body_has_code_message_and_param() -> None:
     assert json_api.SHAPE.headers("id") == {}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"a": 1} x', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b'{"a": 1} x', b"\xff", b"[" * 9_000])
 def test_invalid_json_is_refused_as_invalid_json(body: bytes) -> None:
     """Syntax, encoding, trailing bytes and nesting all give the same code."""
     with pytest.raises(Refusal) as caught:

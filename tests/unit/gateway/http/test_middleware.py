@@ -224,7 +224,7 @@ async def test_unexpected_error_is_a_500_and_its_message_is_not_logged(
 ) -> None:
     """The exception's message holds a prompt, as a real one may."""
 
-    def broken(prompt: object) -> object:
+    def broken(*_: object) -> object:
         raise ValueError("the planted prompt")
 
     monkeypatch.setattr(gateway.renderer, "render", broken)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from string import ascii_lowercase
 from typing import Any
 
-from gateway.dialects.canonical import Prompt, Segment, Tool
+import pytest
+
+from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall
 from gateway.errors import Kind, Refusal
 from gateway.prompt.layout import ToolOffsets, placeholder
 from gateway.prompt.messages import TemplateInput, build_template_input
@@ -32,7 +34,7 @@ class Written:
         messages = template_input.for_template(HERMES, text_of, arguments)
         return self._write(list(template_input.tools), [str(m["content"]) for m in messages])
 
-    def check(self, *texts: str, tools: int = 2) -> list[str]:
+    def check(self, *texts: str, tools: int = 2, owner: int = 0) -> list[str]:
         """Return the marked text before the end of each tool."""
         made = tuple(Tool(name, path=name) for name in ascii_lowercase[:tools])
         segments = tuple(
@@ -41,7 +43,7 @@ class Written:
         )
         template_input = build_template_input(Prompt(segments=segments, tools=made), HERMES)
         marked = self.run(template_input, placeholder, None, opens_turn=False)
-        found = self.offsets.tool_ends(template_input, marked)
+        found = self.offsets.tool_ends(template_input, marked, owner)
         return [marked[: found[part]] for part in sorted(found)]
 
 
@@ -125,3 +127,51 @@ def test_tools_end_with_first_question_if_template_refuses_more() -> None:
 
     assert len(set(found)) == 1
     assert found[0].endswith(placeholder(3))
+
+
+def test_another_owner_locates_its_tools_itself() -> None:
+    """A cached set would take less time, and so tell that another tenant has sent it."""
+    written = Written(listed)
+    written.check("S", "Hi", owner=1)
+    before = written.runs
+    written.check("S", "Hi", owner=2)
+    assert written.runs > before + 1
+
+
+def test_many_tools_beside_many_messages_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locating each tool renders the messages again, which a bound of characters ends."""
+    monkeypatch.setattr("gateway.prompt.layout.PROBE_CHARS_MAX", 1_000)
+    written = Written(listed)
+    found = written.check("S", "Hi", tools=20)
+
+    assert len(set(found)) == 1
+    assert written.runs < 10
+
+
+@pytest.mark.parametrize(("chars_max", "expected"), [(10_000, 30), (1_000, 4), (1, 1)])
+def test_calls_of_the_latest_messages_are_located(
+    monkeypatch: pytest.MonkeyPatch, chars_max: int, expected: int
+) -> None:
+    """Each message with calls needs a rendering; a bound of characters ends them, latest first."""
+    monkeypatch.setattr("gateway.prompt.layout.PROBE_CHARS_MAX", chars_max)
+    calls = [ToolCall(f"call_{n}", "f", "{}") for n in range(30)]
+    segments = tuple(
+        Segment("assistant", "", f"m[{n}]", None, n, call=call) for n, call in enumerate(calls)
+    )
+    template_input = build_template_input(Prompt(segments=segments), HERMES)
+    runs = 0
+
+    def run(
+        template_input: TemplateInput, text_of: object, arguments: object, *, opens_turn: bool
+    ) -> str:
+        nonlocal runs
+        runs += 1
+        return "".join(f"{message.calls[0][1].call_id:>6};" for message in template_input.messages)
+
+    marked = run(template_input, None, None, opens_turn=False)
+    runs = 0
+    found = ToolOffsets(run, []).call_ends(template_input, marked)
+
+    assert runs == len(found) == expected
+    assert all(marked[:end].endswith(f"call_{part};") for part, end in found.items())
+    assert sorted(found) == list(range(30 - expected, 30))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from engine.model_store import ModelCard
+from gateway.prompt.token_budget import TokenBudget, TooManyTokensError
 from gateway.prompt.tokenizer import PieceTokenizer
 from tests.models import SPECIALS, tokenizer_document
 
@@ -170,3 +174,109 @@ def test_text_is_cached_after_encoding(card: ModelCard, sentence_piece: PieceTok
     assert (before, fresh.is_cached("known", specials=False)) == (False, True)
     assert not fresh.is_cached("known", specials=True)
     assert not sentence_piece.is_cached("abba", specials=False)
+
+
+def test_an_owner_finds_only_its_own_pieces(card: ModelCard) -> None:
+    """Otherwise the time of a text would tell what another tenant has sent."""
+    fresh = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
+    first = fresh.encode("a secret", specials=False, owner=1)
+
+    assert not fresh.is_cached("a secret", specials=False, owner=2)
+    second = fresh.encode("a secret", specials=False, owner=2)
+    assert second == first
+    assert second is not first
+    assert fresh.encode("a secret", specials=False, owner=1) is first
+
+
+CUT_PIECES = (
+    *("a b", "x ", " y", "the cat", "don't", "  ", "\n", "\t z", ".", "1 2", "9a b8"),
+    *("\u00e9", "\u6f22\u5b57", "\U0001f600", " \u0301a", *SPECIALS),
+)
+CUT_TEXT = st.lists(st.sampled_from(CUT_PIECES), max_size=60).map("".join)
+
+
+@pytest.mark.parametrize("specials", [False, True])
+@given(text=CUT_TEXT)
+def test_a_text_that_is_cut_has_the_tokens_of_the_whole(
+    byte_level: PieceTokenizer, sentence_piece: PieceTokenizer, specials: bool, text: str
+) -> None:
+    """The cut changes when work can stop, and nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        for tokenizer in (byte_level, sentence_piece):
+            whole = tokenizer.encode(text, specials=specials, owner=1)
+            patch.setattr("gateway.prompt.tokenizer.CUT_CHARS", 4)
+            cut = tokenizer.encode(text, specials=specials, owner=2, budget=TokenBudget())
+            patch.undo()
+
+            assert cut == whole
+
+
+def test_a_vocabulary_with_a_word_over_the_cut_is_never_cut(tmp_path: Path) -> None:
+    """A token may hold a letter and the space after it; then the whole text is one call."""
+    settings = tokenizer_document()
+    settings["model"]["vocab"]["a\u0120"] = len(settings["model"]["vocab"])
+    settings["pre_tokenizer"] = {**settings["pre_tokenizer"], "use_regex": False}
+    settings["model"]["merges"] = [*settings["model"]["merges"], ["a", "\u0120"]]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(settings))
+    tokenizer = PieceTokenizer(path, SPECIAL_IDS)
+    text = "a b" * 9_000
+
+    assert tokenizer.encode(text, specials=False, budget=TokenBudget()) == tokenizer.encode(
+        text, specials=False, owner=1
+    )
+
+
+def test_a_long_text_stops_when_its_budget_is_spent(byte_level: PieceTokenizer) -> None:
+    """Some parts are tokenized, and no more."""
+    asked = []
+
+    def ask() -> bool:
+        asked.append(True)
+        return False
+
+    with pytest.raises(TooManyTokensError):
+        byte_level.encode("some words " * 50_000, specials=False, budget=TokenBudget(9_000, ask))
+    assert len(asked) <= 3
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(byte_level: PieceTokenizer) -> None:
+    """A text of one word cannot be cut; the longest tokens bound its tokens from below."""
+    text = "x" * 1_000_000
+    least = byte_level.least_tokens(text)
+
+    with pytest.raises(TooManyTokensError) as raised:
+        byte_level.encode(text, specials=False, budget=TokenBudget(least - 1))
+    assert raised.value.tokens == least
+
+
+@given(st.text(max_size=40) | st.text(st.sampled_from("ab  \n\u0301#1"), max_size=40))
+def test_the_lower_bound_of_tokens_holds(
+    byte_level: PieceTokenizer, sentence_piece: PieceTokenizer, text: str
+) -> None:
+    for tokenizer in (byte_level, sentence_piece):
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, specials=False))
+
+
+def test_other_threads_run_while_a_text_is_tokenized(byte_level: PieceTokenizer) -> None:
+    """`Tokenizer.encode` holds the interpreter for as long as it runs: then the longest pause of
+    another thread is the whole time."""
+    text = "".join(f"word{n} " for n in range(60_000))
+    is_over = threading.Event()
+    beats: list[float] = []
+
+    def beat() -> None:
+        while not is_over.is_set():
+            beats.append(perf_counter())
+            sleep(0)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    began = perf_counter()
+    byte_level.encode(text, specials=False)
+    took = perf_counter() - began
+    is_over.set()
+    thread.join()
+
+    inside = [at for at in beats if began <= at <= began + took]
+    assert len(inside) > 100

@@ -1,0 +1,128 @@
+"""Threads that parse, render and tokenize, with a turn for each tenant.
+
+Work of one request that takes long must neither hold the event loop nor the work of other tenants.
+Tenants take turns, a tenant never holds the last thread, and its waiting work is bounded. Work
+whose client has left is dropped before it begins, and can ask whether it still matters. The pool
+knows no prompts; `gateway.generation.preparation` submits to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from gateway.errors import Kind, Refusal
+
+T = TypeVar("T")
+
+WAITING_PER_TENANT_MAX = 512
+"""Maximum number of a tenant's waiting pieces of work."""
+
+Work = Callable[[Callable[[], bool]], T]
+"""Work for a thread. Its argument returns whether the result is not needed any more."""
+
+
+def threads_default() -> int:
+    """Return the number of threads for this machine: half of its processors, 2 to 8."""
+    return max(2, min(8, (os.cpu_count() or 2) // 2))
+
+
+class _Job(Generic[T]):
+    """One piece of a tenant's work and the future that its caller awaits."""
+
+    def __init__(self, tenant_id: int, work: Work[T], future: asyncio.Future[T]) -> None:
+        self.tenant_id = tenant_id
+        self.future = future
+        self._work = work
+
+    def run(self) -> T:
+        """Run in a thread."""
+        return self._work(self.future.cancelled)
+
+    def finish(self, done: asyncio.Future[T]) -> None:
+        """Pass the result on to a caller that still waits."""
+        error = done.exception()
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(done.result())
+        else:
+            self.future.set_exception(error)
+
+
+class PreparationPool:
+    """Runs work of tenants in `threads` threads. All calls come from one event loop's thread."""
+
+    def __init__(self, threads: int = 0) -> None:
+        self._threads_max = threads or threads_default()
+        self._threads = ThreadPoolExecutor(self._threads_max, "prepare")
+        self._waiting: OrderedDict[int, deque[_Job[Any]]] = OrderedDict()
+        """Waiting work by tenant; the tenants in the order of their turns."""
+        self._running: Counter[int] = Counter()
+
+    async def run(self, tenant_id: int, work: Work[T]) -> T:
+        """Run `work` when it is the tenant's turn, and return its result.
+
+        A cancelled caller leaves at once: waiting work is dropped, running work is told. Raises
+        what `work` raises, and Refusal if too much of the tenant's work is waiting.
+        """
+        queue = self._waiting.setdefault(tenant_id, deque())
+        if len(queue) >= WAITING_PER_TENANT_MAX:
+            message = (
+                f"Too many requests wait to be prepared: limit {WAITING_PER_TENANT_MAX}; wait for"
+                " answers before you send more."
+            )
+            raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=1.0)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = _Job(tenant_id, work, future)
+        queue.append(job)
+        self._start_waiting()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if job in queue:
+                queue.remove(job)
+            raise
+
+    def _start_waiting(self) -> None:
+        while self._running.total() < self._threads_max:
+            job = self._take_next()
+            if job is None:
+                return
+            self._running[job.tenant_id] += 1
+            running = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
+            running.add_done_callback(partial(self._finish, job))
+
+    def _take_next(self) -> _Job[Any] | None:
+        """Take the next work from the tenants whose turn it is; None if no tenant may start."""
+        most = max(1, self._threads_max - 1)
+        for tenant_id in list(self._waiting):
+            queue = self._waiting[tenant_id]
+            while queue and queue[0].future.cancelled():
+                queue.popleft()
+            if not queue:
+                del self._waiting[tenant_id]
+            elif self._running[tenant_id] < most:
+                self._waiting.move_to_end(tenant_id)
+                return queue.popleft()
+        return None
+
+    def _finish(self, job: _Job[Any], done: asyncio.Future[Any]) -> None:
+        self._running[job.tenant_id] -= 1
+        if not self._running[job.tenant_id]:
+            del self._running[job.tenant_id]
+        job.finish(done)
+        self._start_waiting()
+
+    async def close(self) -> None:
+        """Wait for the running work; waiting work is cancelled."""
+        for queue in self._waiting.values():
+            for job in queue:
+                job.future.cancel()
+        self._waiting.clear()
+        await asyncio.to_thread(self._threads.shutdown)
