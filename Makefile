@@ -63,12 +63,13 @@ bench: setup           ## the benchmark table against a server it starts
 	$(BIN)/trunkline bench --serve
 
 GPU_TESTS := tests/unit/kernels tests/unit/engine/runner/test_gpu_build.py tests/unit/engine/runner/test_cuda_graphs.py tests/unit/engine/runner/test_gpu_runner.py \
-	tests/unit/engine/sampling/test_gpu_sampler.py tests/unit/engine/runner/test_warmup.py tests/unit/engine/sampling/test_token_masks.py tests/e2e/test_device_model.py
+	tests/unit/engine/sampling/test_gpu_sampler.py tests/unit/engine/runner/test_warmup.py tests/e2e/test_device_model.py
 
 gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m pytest $(GPU_TESTS)
 	$(BIN)/python -m tests.bench.gpu_kernels
 	$(BIN)/python -m tests.bench.gpu_workloads
+	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.gpu_mixed --only check,start,steps,traffic,cold
 	$(BIN)/python -m tests.bench.gpu_http
 

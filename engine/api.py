@@ -35,6 +35,9 @@ Payer = bytes
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+LOGIT_BIAS_MAX = 1024
+"""Most tokens that one request may bias."""
+
 FEW_IDS = 64
 """Token ids up to which `min` and `max` are faster than msgspec."""
 
@@ -157,7 +160,9 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
-    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=LOGIT_BIAS_MAX)
+    ] = {}
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 

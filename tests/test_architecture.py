@@ -25,7 +25,6 @@ FOLDER_FILES_MAX = 12
 
 LONGER_FUNCTIONS: dict[str, str] = {
     "kernels/gpu/hopper_attention.py:_consume": "one kernel, whose state lives in registers",
-    "kernels/gpu/sampling.py:_sample": "one kernel, whose passes share registers",
 }
 """Functions over `FUNCTION_LINES_MAX` lines, each with its reason."""
 

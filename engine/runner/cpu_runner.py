@@ -29,6 +29,7 @@ from engine.models.layers import TorchOps
 from engine.models.registry import build_cpu_model, build_model
 from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
 from engine.runner.loaded_model import LoadedModel
+from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import Sampler
 from engine.weights import load_weights
 
@@ -64,7 +65,7 @@ class CpuRunner:
         else:
             self.model = build_model(card.config, weights, TorchOps())
             self.attention = TorchAttention(card.config, self.kv, context)
-        self.sampler = Sampler(card.config.vocab, device)
+        self.sampler = Sampler(card.config.vocab)
         self._last: dict[int, int] = {}
         self._results: deque[StepResult] = deque()
 
@@ -159,7 +160,8 @@ class CpuRunner:
         if row.next_token_id is not None:
             following.append(row.next_token_id)
         top = row.prompt_logprobs or 0
-        return self.sampler.prompt_logprobs(logits[: len(following)], following, top)
+        known = logits[: len(following)]
+        return tuple(logprob_entries(known, following, [top] * len(following)))
 
 
 def _dtypes(config: EngineConfig, *, in_c: bool) -> tuple[torch.dtype, torch.dtype]:

@@ -6,11 +6,11 @@ fills them.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from msgspec import Struct
 
 from engine.attention.gpu_backend import GpuAttention
+from engine.sampling.gpu_sampler import DRAW_COLUMNS
 
 
 class StepShape(Struct, frozen=True):
@@ -31,20 +31,22 @@ class StepInputs:
     """A step's inputs: one pinned host buffer, one GPU buffer, one copy per step.
 
     Sections of `width` int32 each. Per row: token id (-1: the seat's last token), position, KV slot
-    (-1: padding row), length, seat. Per draw: the row whose logits it samples from, the seat that
-    keeps its token, and five sampling parameters, as fp32 bits.
+    (-1: padding row), length, seat. Per draw: the row whose logits it samples from, and the seat
+    that keeps its token. Then the GPU sampler's draw table, [draws, DRAW_COLUMNS] int32.
     """
 
     SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats", "draw_rows", "draw_seats")
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, width: int, draws: int, device: torch.device) -> None:
         self.width = width
-        shape = (len(self.SECTIONS) + 5, width)
-        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.host = self._host.numpy()
-        self.parameters = self.device[len(self.SECTIONS) :].view(torch.float32)
-        self.host_parameters = self.host[len(self.SECTIONS) :].view(np.float32)
+        sections = len(self.SECTIONS) * width
+        size = sections + draws * DRAW_COLUMNS
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._sections = self.device[:sections].view(-1, width)
+        self.draws = self.device[sections:].view(draws, DRAW_COLUMNS)
+        self.host = self._host.numpy()[:sections].reshape(-1, width)
+        self.host_draws = self._host.numpy()[sections:].reshape(draws, DRAW_COLUMNS)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def wait(self) -> None:
@@ -60,7 +62,7 @@ class StepInputs:
 
     def section(self, name: str, rows: int) -> torch.Tensor:
         """Return the first `rows` entries of a section on the GPU, as a view."""
-        return self.device[self.SECTIONS.index(name), :rows]
+        return self._sections[self.SECTIONS.index(name), :rows]
 
 
 class StepAttention:

@@ -2,7 +2,7 @@
 
 Each live sequence has a *seat*: a row of the block tables on the GPU and an entry for its last
 token. A step copies its inputs from one pinned buffer, replays the graph of its shape, sampling
-included, and copies the tokens back without waiting. `collect` waits for that copy alone, so that
+included, and copies the results back without waiting. `collect` waits for that copy alone, so that
 the host plans step N+1 while the GPU runs step N. Steps longer than the largest graph, and steps
 with prompt logprobs, are launched operation by operation.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,11 +25,11 @@ from engine.attention.gpu_backend import GpuAttention
 from engine.attention.interface import LayerAttention
 from engine.kv.storage import KvStorage
 from engine.models.interface import Model
-from engine.plan import Mask, Row, Sampled, StepPlan, StepResult
+from engine.plan import Row, Sampled, StepPlan, StepResult
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
 from engine.runner.warmup import WarmupLimits, warmup_plans
-from engine.sampling.gpu_sampler import GpuSampler
+from engine.sampling.gpu_sampler import Draws, GpuSampler
 
 BUCKETS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
@@ -57,20 +57,19 @@ of step would need graphs of its own."""
 SPARE_SEATS = 32
 """Seats beyond `sequences_max`, for sequences that begin in the step in which others end."""
 
-TOKEN_BUFFERS = 3
+RESULT_BUFFERS = 3
 """Pinned host buffers for sampled tokens: steps whose tokens may be in flight to the host."""
 
 
 @dataclass(slots=True)
 class _LaunchedStep:
-    """A launched step: the sequences that sample, and the host buffer for their tokens."""
+    """A launched step: its draws, and the host buffer for their results."""
 
     step: int
     started_s: float
-    drawing: list[int]
-    host_tokens: torch.Tensor | None = None
+    draws: Draws | None = None
+    results: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
-    tokens: list[SampledToken] | None = None
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
 
@@ -96,43 +95,39 @@ class GpuRunner:
         self.attention = GpuAttention(
             model.config, kv, context=context, seats=seats, tokens_max=width, chunk_keys=chunk_keys
         )
-        self.sampler = GpuSampler(model.config.vocab, device)
-        self.inputs = StepInputs(width, device)
+        sequences = seats - SPARE_SEATS if seats > SPARE_SEATS else seats
+        self._draws_max = _bucket(sequences, BUCKETS) or sequences
+        draws = max(self._draws_max, seats)
+        self.sampler = GpuSampler(model.config.vocab, device, slots=seats, rows=draws)
+        self.inputs = StepInputs(width, draws, device)
         # One entry more than seats: padding rows of a batch write their token there.
         self.last_tokens = torch.zeros(seats + 1, dtype=torch.int32, device=device)
         self._padding_seat = seats
         self._sampled = torch.zeros(width, dtype=torch.int32, device=device)
-        self._token_buffers = [
-            torch.zeros(width, dtype=torch.int32, pin_memory=self._is_cuda)
-            for _ in range(TOKEN_BUFFERS)
-        ]
+        self._result_buffers = [self.sampler.host_results() for _ in range(RESULT_BUFFERS)]
         self._seats: dict[int, int] = {}
         self._free_seats = list(range(seats - 1, -1, -1))
         self._tables: dict[int, tuple[int, int]] = {}
         self._graphs = CudaGraphs()
-        sequences = seats - SPARE_SEATS if seats > SPARE_SEATS else seats
-        self._draws_max = _bucket(sequences, BUCKETS) or sequences
         self._in_flight: deque[_LaunchedStep] = deque()
         self._buffer_index = 0
 
     # -- Runner -------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> None:
-        """Launch the step. Waits for the GPU only if a row needs the full sampler."""
+        """Launch the step. Waits for the GPU only if a row reports prompt logprobs."""
         with torch.inference_mode():
             self._in_flight.append(self._launch(plan))
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step's tokens and return its result."""
         launched = self._in_flight.popleft()
-        tokens = launched.tokens
-        if tokens is None:
-            assert launched.host_tokens is not None
+        pairs: list[tuple[int, SampledToken]] = []
+        if launched.draws is not None and launched.results is not None:
             if launched.copied is not None:
                 launched.copied.synchronize()
-            drawn = launched.host_tokens[: len(launched.drawing)].tolist()
-            tokens = [SampledToken(token_id) for token_id in drawn]
-        pairs = list(zip(launched.drawing, tokens, strict=True))
+            tokens = self.sampler.results(launched.draws, launched.results)
+            pairs = list(zip(launched.draws.drawing, tokens, strict=True))
         return StepResult(
             step=launched.step,
             sampled=tuple(Sampled(s, (token,)) for s, token in pairs if token.token_id >= 0),
@@ -189,7 +184,7 @@ class GpuRunner:
         self.kv.copy(plan.copies)
         rows = plan.rows
         if not rows:
-            return _LaunchedStep(plan.step, started_s, [], tokens=[])
+            return _LaunchedStep(plan.step, started_s)
         self._update_tables(rows)
         counts = np.fromiter((row.count for row in rows), np.int32, len(rows))
         starts = np.fromiter((row.start for row in rows), np.int32, len(rows))
@@ -207,18 +202,19 @@ class GpuRunner:
             shape = self._mixed_shape(bucket or total, 0 if bucket else max(1, len(drawing)))
         assert set(work.classes) <= set(shape.classes), "the step's graph lacks a tile class"
         self._fill_rows(rows, counts, starts, seats, shape.rows)
-        is_plain = not plan.masks and not is_scored and self.sampler.is_plain(drawing)
-        self._fill_draws(rows, counts, drawing, shape.draws or shape.rows, is_plain=is_plain)
+        self._fill_draws(rows, counts, drawing, shape.draws or shape.rows)
+        draws = self.sampler.fill(
+            self.inputs.host_draws, drawing, plan.masks, _logit_rows(rows) if is_scored else None
+        )
         self.inputs.send()
-        launched = _LaunchedStep(plan.step, started_s, drawing)
+        launched = _LaunchedStep(plan.step, started_s, draws)
         if is_scored:
-            self._sample_fully(launched, self._score(launched, rows, shape), plan.masks)
-            return launched
-        logits = self._run(shape, has_graph=bool(bucket) and self.attention.fits_scratch)
-        if is_plain:
-            self._start_token_copy(launched)
+            logits = self._score(launched, rows, shape)
         else:
-            self._sample_fully(launched, logits[: len(drawing)], plan.masks)
+            logits = self._run(shape, has_graph=bool(bucket) and self.attention.fits_scratch)
+        if draws.has_extras:
+            self._draw_extras(draws, logits)
+        self._start_copy(launched, draws)
         return launched
 
     def _bucket_of(self, total: int, draws: int, is_decoding: bool) -> int:
@@ -295,24 +291,19 @@ class GpuRunner:
         seat_of[total:width] = self._padding_seat
 
     def _fill_draws(
-        self, rows: Sequence[Row], counts: np.ndarray, drawing: list[int], width: int,
-        *, is_plain: bool,
-    ) -> None:  # fmt: skip
-        """Lay out the draws in the pinned buffer.
+        self, rows: Sequence[Row], counts: np.ndarray, drawing: list[int], width: int
+    ) -> None:
+        """Lay out in the pinned buffer which rows are sampled, and for which seats.
 
-        Padding draws up to `width` are greedy draws from the first row, for the spare seat. So are
-        all draws of a step that is not plain: the full sampler replaces their tokens.
+        Padding draws up to `width` read the first row for the spare seat; the sampler skips them.
         """
         draw_rows, draw_seats = self.inputs.host[5:7]
-        parameters, count = self.inputs.host_parameters, len(drawing)
+        count = len(drawing)
         samples = np.fromiter((len(row.samples) for row in rows), np.int32, len(rows))
         draw_rows[:count] = np.repeat(np.cumsum(counts) - 1, samples)
         draw_rows[count:width] = 0
         draw_seats[:count] = [self._seats[sequence_id] for sequence_id in drawing]
         draw_seats[count:width] = self._padding_seat
-        parameters[:, :width] = 0
-        if is_plain and drawing:
-            parameters[:, :count] = self.sampler.parameters(drawing)
 
     # -- the model ----------------------------------------------------------------------------
 
@@ -339,27 +330,36 @@ class GpuRunner:
             picked = self.inputs.section("draw_rows", draws)
         logits = self.model.logits(self._forward(shape, picked))
         out = self._sampled[:draws]
-        self.sampler.draw(logits, self.inputs.parameters[:, :draws], out)
+        self.sampler.draw(logits, self.inputs.draws[:draws], out)
         self.last_tokens[self.inputs.section(seats, draws)] = out
         return logits
+
+    def _draw_extras(self, draws: Draws, logits: torch.Tensor) -> None:
+        """Launch what the rows with masks, biases, penalties or logprobs need beyond the graph."""
+        count = len(draws.drawing)
+        out = self._sampled[:count]
+        self.sampler.draw_extras(draws, logits, self.inputs.draws[:count], out)
+        if draws.adjusted:
+            self.last_tokens[self.inputs.section("draw_seats", count)] = out
 
     def _capture(self, shape: StepShape) -> None:
         torch.cuda.synchronize()
         kept = self.inputs.device.clone()
-        self.inputs.device[self.inputs.SECTIONS.index("slots")] = -1  # a capture writes no KV
+        width = self.inputs.width
+        self.inputs.section("slots", width).fill_(-1)  # a capture writes no KV
         for name in ("seats", "draw_seats"):  # and no live seat's token
-            self.inputs.device[self.inputs.SECTIONS.index(name)] = self._padding_seat
+            self.inputs.section(name, width).fill_(self._padding_seat)
+        self.inputs.draws.zero_()  # and draws none
         self._graphs.capture(shape, lambda: self._compute(shape))
         self.inputs.device.copy_(kept)
 
     # -- tokens -------------------------------------------------------------------------------
 
-    def _start_token_copy(self, launched: _LaunchedStep) -> None:
-        """Start copying the sampled tokens to the host."""
-        count = len(launched.drawing)
-        self._buffer_index = (self._buffer_index + 1) % TOKEN_BUFFERS
-        launched.host_tokens = self._token_buffers[self._buffer_index]
-        launched.host_tokens[:count].copy_(self._sampled[:count], non_blocking=True)
+    def _start_copy(self, launched: _LaunchedStep, draws: Draws) -> None:
+        """Start copying the sampled tokens and their logprobs to the host."""
+        self._buffer_index = (self._buffer_index + 1) % RESULT_BUFFERS
+        launched.results = self._result_buffers[self._buffer_index]
+        self.sampler.copy_results(draws, self._sampled, launched.results)
         if self._is_cuda:
             launched.copied = torch.cuda.Event()
             launched.copied.record()
@@ -367,10 +367,12 @@ class GpuRunner:
     def _score(
         self, launched: _LaunchedStep, rows: Sequence[Row], shape: StepShape
     ) -> torch.Tensor:
-        """Compute a step with prompt logprobs, and keep these; return the logits of the draws."""
+        """Compute and sample a step with prompt logprobs, and keep these; return its logits.
+
+        Waits for the GPU.
+        """
         wanted: list[int] = []
         scored: list[tuple[Row, int]] = []
-        sources: list[int] = []
         end = 0
         for row in rows:
             end += row.count
@@ -379,27 +381,20 @@ class GpuRunner:
                 wanted.extend(range(end - row.count, end))
             elif row.samples:
                 wanted.append(end - 1)
-            sources += [len(wanted) - 1] * len(row.samples)
         logits = self.model.logits(self._forward(shape, self._indices(wanted)))
         for row, first in scored:
             assert row.prompt_logprobs is not None
             following = list((row.token_ids or ())[1:])
             following += [] if row.next_token_id is None else [row.next_token_id]
             launched.prompt_logprobs[row.sequence_id] = self.sampler.prompt_logprobs(
-                logits[first : first + len(following)], following, row.prompt_logprobs
+                logits, following, row.prompt_logprobs, first
             )
-        return logits[self._indices(sources)]
-
-    def _sample_fully(
-        self, launched: _LaunchedStep, logits: torch.Tensor, masks: Mapping[int, Mask]
-    ) -> None:
-        """Sample by the full sampler; waits for the GPU. logits [draws, vocab]."""
-        launched.tokens = []
-        if launched.drawing:
-            launched.tokens = self.sampler.draw_fully(logits, launched.drawing, masks)
-            drawn = self._indices([token.token_id for token in launched.tokens])
-            seats = self.inputs.section("draw_seats", len(launched.drawing))
-            self.last_tokens[seats] = drawn.int()
+        count = 0 if launched.draws is None else len(launched.draws.drawing)
+        if count:
+            out = self._sampled[:count]
+            self.sampler.draw(logits, self.inputs.draws[:count], out)
+            self.last_tokens[self.inputs.section("draw_seats", count)] = out
+        return logits
 
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -411,3 +406,13 @@ class GpuRunner:
 def _bucket(rows: int, buckets: Sequence[int]) -> int:
     """Return the smallest bucket that holds `rows`, or 0 if none does."""
     return next((bucket for bucket in buckets if bucket >= rows), 0)
+
+
+def _logit_rows(rows: Sequence[Row]) -> list[int]:
+    """Return the row of logits of each draw in a step with prompt logprobs: see `_score`."""
+    sources: list[int] = []
+    end = 0
+    for row in rows:
+        end += row.count if row.prompt_logprobs is not None else bool(row.samples)
+        sources += [end - 1] * len(row.samples)
+    return sources

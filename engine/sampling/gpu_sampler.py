@@ -1,110 +1,352 @@
-"""The GPU sampler: plain sequences by one kernel without waiting, others by the full sampler.
+"""The GPU sampler: all sampling of a batch by kernels, without waiting for the GPU.
 
-A sequence is plain if it uses only temperature, and top-k, top-p or min-p without a seed. One
-kernel samples a batch of plain sequences, and the tokens stay on the GPU for the next step. A batch
-with penalties, bias, logprobs or a grammar goes through `engine.sampling.sampler`, which waits for
-the GPU. `engine.runner.gpu_runner` calls it.
+Each live sequence has a slot: its parameters on the host, and on the GPU its token counts and
+biases. A step's draws are a table with one row each, which travels with the step's other inputs;
+masks follow in a copy of their own. Counts are updated by the kernel that draws, so the next step
+can be launched before the host has seen the token. Tokens and logprobs come back in one buffer.
+
+`engine.runner.gpu_runner` calls, in this order and once per step,
+
+    draws = sampler.fill(host_table, drawing, masks, source_rows)   before the inputs are sent
+    sampler.draw(logits, table, out)                                inside a graph or not
+    sampler.draw_extras(draws, logits, table, out)                  if `draws.has_extras`
+    sampler.copy_results(draws, out, host)                          on the same stream
+    tokens = sampler.results(draws, host)                           once the copy is complete
+
+so one graph serves steps with and without extras: rows with a mask, a bias or penalties are left
+out by `draw`, and reports come after it. The extra launches are queued while the GPU runs the
+model, which costs the host some tens of microseconds and the GPU no wait.
+It knows no graph, seat or step. `engine.sampling.sampler` is the specification.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.api import SampledToken
+from engine.api import LOGIT_BIAS_MAX, SampledToken
 from engine.plan import BegunSequence, Mask
-from engine.sampling.rng import uniform
-from engine.sampling.sampler import Sampler
-from kernels.gpu.sampling import sample
+from engine.sampling.logprobs import sampled_token
+from engine.sampling.sampler import inverse_temperature
+from kernels.gpu import sampling as kernels
+from kernels.gpu.sampling import COLUMNS, REPORT_COLUMNS, TOP
 
-Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+
+DRAW_COLUMNS: Final = COLUMNS
+"""int32 columns of the draw table."""
+
+ADJUSTED_ROWS: Final = 128
+"""Rows adjusted at once; more take further launches."""
+
+COUNT_MAX: Final = 16_382
+"""Output counts beyond this are taken to be this."""
 
 
-class _Draws:
-    """Parameters and position of one sequence."""
+@dataclass(slots=True)
+class Draws:
+    """The draws of one step: their sequences, and which of them report logprobs.
 
-    __slots__ = ("index", "is_plain", "parameters", "position", "seed")
+    `adjusted`: how many have a mask, a bias or penalties. `reporting`: per report, the index of its
+    draw and the alternatives asked.
+    """
 
-    def __init__(self, begun: BegunSequence, seed: int) -> None:
-        s = begun.sampling
-        # The kernel adds weights in vocabulary order, the full sampler by likelihood, so a seeded
-        # draw from a filtered row must use the same sampler in every batch.
-        filters = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-        self.is_plain = (
-            not (filters and s.seed is not None)
-            and not s.logit_bias
-            and s.logprobs is None
-            and s.repetition_penalty == 1
-            and s.presence_penalty == 0
-            and s.frequency_penalty == 0
-        )
-        self.parameters = (s.temperature, float(s.top_k), s.top_p, s.min_p)
-        self.seed = seed
-        self.index = begun.sample_index
-        self.position = len(begun.token_ids) - begun.prompt_tokens
+    drawing: Sequence[int]
+    adjusted: int = 0
+    reporting: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether a row needs more than `GpuSampler.draw`."""
+        return bool(self.adjusted or self.reporting)
 
 
 class GpuSampler:
-    """Samples by the kernel or by the full sampler, for the sequences begun here."""
+    """Samples for the sequences begun here. Not thread-safe.
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._sampler = Sampler(vocab_size, device)
-        self._draws: dict[int, _Draws] = {}
+    `slots`: sequences live at once. `rows`: most draws of a step, padding included. GPU memory:
+    for each token of the vocabulary 2 bytes per slot, an eighth per row, and 4 for each of 128
+    adjusted rows (150 MB for 288 slots and 256 rows of 128,256 tokens).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        slots: int,
+        rows: int,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`rng` gives a seed to each sequence that has none; by default the system's entropy."""
+
+        def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._vocab_size = vocab_size
+        self._is_cuda = device.type == "cuda"
+        self._rng = rng or random.SystemRandom()
+        self._slots: dict[int, int] = {}
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._parameters = np.zeros((slots, COLUMNS), np.int32)
+        self._report_tops: list[int | None] = [None] * slots
+        self._rows = rows
+        words = -(-vocab_size // 32)
+        self._host_masks = torch.zeros((rows, words), dtype=torch.int32, pin_memory=self._is_cuda)
+        self._masks = on_device(rows, words)
+        self._masks_copied = torch.cuda.Event() if self._is_cuda else None
+        self._counts = on_device(slots, vocab_size, dtype=torch.int16)
+        self._bias_ids = on_device(slots, LOGIT_BIAS_MAX)
+        self._bias_values = on_device(slots, LOGIT_BIAS_MAX, dtype=torch.float32)
+        at_once = min(rows, ADJUSTED_ROWS)
+        self._adjusted = on_device(at_once, vocab_size, dtype=torch.float32)
+        self._alive = on_device(at_once, kernels.adjust_splits(vocab_size))
+        self._candidates = on_device(rows, kernels.CANDIDATES)
+        splits = kernels.report_splits(vocab_size)
+        self._best = on_device(rows, splits, TOP, dtype=torch.int64)
+        self._sums = on_device(rows, splits, 2, dtype=torch.float32)
+        self._reports = on_device(rows, REPORT_COLUMNS)
+
+    # -- sequences ----------------------------------------------------------------------------
 
     def begin(self, begun: BegunSequence) -> None:
-        """Add a sequence with its history; see `Sampler.begin`."""
-        self._sampler.begin(begun)
-        seed = self._sampler.seed_of(begun.sequence_id)
-        self._draws[begun.sequence_id] = _Draws(begun, seed)
+        """Add a sequence with its history. O(1), or O(history + vocabulary) with penalties.
+
+        Starts copies to the GPU for biases and penalties, and waits for none. Replaces the state of
+        a sequence begun before.
+        """
+        sampling = begun.sampling
+        slot = self._slots.get(begun.sequence_id)
+        if slot is None:
+            slot = self._slots[begun.sequence_id] = self._free_slots.pop()
+        seed = sampling.seed
+        if seed is None:
+            seed = self._rng.getrandbits(64)
+        row = self._parameters[slot]
+        row[:] = _parameters(begun, seed, slot, self._vocab_size)
+        self._report_tops[slot] = sampling.logprobs
+        if row[kernels.FLAGS.value] & kernels.PENALISED.value:
+            counts = _counts(begun, self._vocab_size)
+            self._send(counts, self._counts[slot])
+        if sampling.logit_bias:
+            size = len(sampling.logit_bias)
+            ids = np.fromiter(sampling.logit_bias, np.int32, size)
+            values = np.fromiter(sampling.logit_bias.values(), np.float32, size)
+            self._send(ids, self._bias_ids[slot, :size])
+            self._send(values, self._bias_values[slot, :size])
 
     def end(self, sequence_id: int) -> None:
         """Remove a sequence; an unknown one is ignored."""
-        self._sampler.end(sequence_id)
-        self._draws.pop(sequence_id, None)
+        slot = self._slots.pop(sequence_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
 
-    def is_plain(self, sequence_ids: Sequence[int]) -> bool:
-        """Return whether the kernel can sample all of the sequences."""
-        return all(self._draws[s].is_plain for s in sequence_ids)
+    def _send(self, values: npt.NDArray[np.generic], target: torch.Tensor) -> None:
+        source = torch.from_numpy(values)
+        if self._is_cuda:
+            source = source.pin_memory()
+        target.copy_(source, non_blocking=True)
 
-    def parameters(self, sequence_ids: Sequence[int]) -> Float32:
-        """Return [5, rows]: temperature, top-k, top-p, min-p and the uniform number of this draw.
+    # -- a step -------------------------------------------------------------------------------
 
-        Advances each sequence's position by one.
-        """
-        table = np.empty((5, len(sequence_ids)), np.float32)
-        for row, sequence_id in enumerate(sequence_ids):
-            draws = self._draws[sequence_id]
-            table[:4, row] = draws.parameters
-            table[4, row] = 0.0
-            if draws.parameters[0] > 0:
-                table[4, row] = uniform(draws.seed, draws.index, draws.position)
-            draws.position += 1
-        return table
-
-    def draw(self, logits: torch.Tensor, parameters: torch.Tensor, out: torch.Tensor) -> None:
-        """Write one token per row to `out` [R] int32, by the kernel; -1 for a row without a
-        candidate, as in `Sampler.sample`."""
-        temperatures, top_ks, top_ps, min_ps, uniforms = parameters.unbind(0)
-        sample(logits, temperatures, top_ks, top_ps, min_ps, uniforms, out)
-
-    def draw_fully(
+    def fill(
         self,
-        logits: torch.Tensor,
-        sequence_ids: Sequence[int],
+        host_table: Int32,
+        drawing: Sequence[int],
         masks: Mapping[int, Mask] | None = None,
-    ) -> list[SampledToken]:
-        """Sample by the full sampler; waits for the GPU. See `Sampler.sample`."""
-        for sequence_id in sequence_ids:
-            draws = self._draws[sequence_id]
-            self._sampler.seek(sequence_id, draws.position)
-            draws.position += 1
-        return self._sampler.sample(logits.float(), sequence_ids, masks)
+        source_rows: Sequence[int] | Int32 | None = None,
+    ) -> Draws:
+        """Write the draw table of a step: row i draws for `drawing[i]`.
+
+        host_table [rows, COLUMNS] int32, written whole: rows without a draw become inactive.
+        `source_rows`: the row of logits of each draw, by default its own index. Advances each
+        sequence's position by one, and starts the copy of masks.
+        """
+        count = len(drawing)
+        slots = np.fromiter(map(self._slots.__getitem__, drawing), np.int64, count)
+        table = host_table[:count]
+        np.take(self._parameters, slots, axis=0, out=table)
+        host_table[count:] = 0
+        self._parameters[slots, kernels.POSITION.value] += 1
+        table[:, kernels.SOURCE.value] = np.arange(count) if source_rows is None else source_rows
+        if masks:
+            self._fill_masks(table, drawing, masks)
+        flags = table[:, kernels.FLAGS.value]
+        adjusted = np.flatnonzero(flags & kernels.ADJUSTED.value)
+        table[adjusted, kernels.ADJUSTED_ROW.value] = np.arange(len(adjusted))
+        reporting = np.flatnonzero(flags & kernels.REPORTS.value)
+        table[reporting, kernels.REPORT_ROW.value] = np.arange(len(reporting))
+        tops = [(i, self._report_tops[slots[i]] or 0) for i in reporting.tolist()]
+        return Draws(drawing, len(adjusted), tops)
+
+    def _fill_masks(self, table: Int32, drawing: Sequence[int], masks: Mapping[int, Mask]) -> None:
+        if self._masks_copied is not None:
+            self._masks_copied.synchronize()
+        host, used = self._host_masks.numpy(), 0
+        for row, sequence_id in enumerate(drawing):
+            mask = masks.get(sequence_id)
+            if mask is not None:
+                host[used] = mask
+                table[row, kernels.FLAGS.value] |= kernels.MASKED.value
+                table[row, kernels.MASK_ROW.value] = used
+                used += 1
+        self._masks[:used].copy_(self._host_masks[:used], non_blocking=True)
+        if self._masks_copied is not None:
+            self._masks_copied.record()
+
+    def draw(self, logits: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+        """Write a token to `out` [R] int32 for each active row without a mask, bias or penalties.
+
+        logits [S, vocab] fp32 or bf16, not written; table [R, COLUMNS] int32 on the device, as
+        `fill` made it. A row without a candidate gives -1, as in `Sampler.sample`. One launch, for
+        which a CUDA graph may hold R, the addresses and nothing else.
+        """
+        kernels.draw(logits, table, self._candidates, out)
+
+    def draw_extras(
+        self, draws: Draws, logits: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Write the tokens of the other rows, and the reports. Arguments as of `draw`, after it."""
+        for first in range(0, draws.adjusted, len(self._adjusted)):
+            kernels.adjust(
+                logits, table, self._masks, self._counts, self._bias_ids, self._bias_values,
+                self._adjusted, self._alive, first,
+            )  # fmt: skip
+            kernels.draw_adjusted(
+                self._adjusted, table, self._alive, self._candidates, self._counts, out, first
+            )
+        if draws.reporting:
+            kernels.report(logits, table, self._best, self._sums, out, self._reports)
+
+    def host_results(self) -> torch.Tensor:
+        """Return a pinned host buffer for the results of a step: tokens, then reports."""
+        size = self._rows * (1 + REPORT_COLUMNS)
+        return torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda)
+
+    def copy_results(self, draws: Draws, out: torch.Tensor, host: torch.Tensor) -> None:
+        """Start copying the tokens, and the reports if there are any, to the host."""
+        count, reports = len(draws.drawing), len(draws.reporting)
+        host[:count].copy_(out[:count], non_blocking=True)
+        if reports:
+            target = host[self._rows :].view(self._rows, REPORT_COLUMNS)
+            target[:reports].copy_(self._reports[:reports], non_blocking=True)
+
+    def results(self, draws: Draws, host: torch.Tensor) -> list[SampledToken]:
+        """Return the tokens that `copy_results` has copied, one per draw."""
+        drawn = host[: len(draws.drawing)].tolist()
+        tokens = [SampledToken(token_id) for token_id in drawn]
+        if draws.reporting:
+            reported = [(drawn[i], top) for i, top in draws.reporting]
+            reports = host[self._rows :].view(self._rows, REPORT_COLUMNS)
+            entries = _entries(reported, reports, self._vocab_size)
+            for (i, _), entry in zip(draws.reporting, entries, strict=True):
+                if entry.token_id >= 0:
+                    tokens[i] = entry
+        return tokens
 
     def prompt_logprobs(
-        self, logits: torch.Tensor, next_token_ids: Sequence[int], top: int
+        self, logits: torch.Tensor, next_token_ids: Sequence[int], top: int, first_row: int = 0
     ) -> tuple[SampledToken, ...]:
-        """See `Sampler.prompt_logprobs`."""
-        return self._sampler.prompt_logprobs(logits.float(), next_token_ids, top)
+        """Return logprobs of known tokens: of `next_token_ids[i]` under row `first_row` + i.
+
+        logits: [rows, vocab], not written. `top`: alternatives to report. Waits for the GPU.
+        """
+        entries: list[SampledToken] = []
+        for start in range(0, len(next_token_ids), self._rows):
+            known = next_token_ids[start : start + self._rows]
+            table = np.zeros((len(known), COLUMNS), np.int32)
+            table[:, kernels.FLAGS.value] = kernels.REPORTS.value
+            table[:, kernels.SOURCE.value] = first_row + start + np.arange(len(known))
+            table[:, kernels.REPORT_ROW.value] = np.arange(len(known))
+            device = self._reports.device
+            kernels.report(
+                logits, torch.from_numpy(table).to(device), self._best, self._sums,
+                torch.tensor(known, dtype=torch.int32, device=device), self._reports,
+            )  # fmt: skip
+            reports = self._reports[: len(known)].cpu()
+            entries += _entries([(token_id, top) for token_id in known], reports, self._vocab_size)
+        return tuple(entries)
+
+
+def _entries(
+    reported: Sequence[tuple[int, int]], reports: torch.Tensor, vocab_size: int
+) -> list[SampledToken]:
+    """Return the tokens of some reports, each given by its id and the alternatives asked.
+
+    reports: [rows, REPORT_COLUMNS] int32 on the host.
+    """
+    table = reports[: len(reported)].numpy()
+    known = min(TOP, vocab_size)
+    logprobs = table[:, : 1 + known].view(np.float32).tolist()
+    ids = table[:, 1 + TOP : 1 + TOP + known].tolist()
+    return [
+        sampled_token(token_id, values[0], values[1:], likely, top)
+        for (token_id, top), values, likely in zip(reported, logprobs, ids, strict=True)
+    ]
+
+
+def _parameters(begun: BegunSequence, seed: int, slot: int, vocab_size: int) -> Int32:
+    """Return a sequence's row of the draw table, at its next output position."""
+    sampling = begun.sampling
+    row = np.zeros(COLUMNS, np.int32)
+    flags = kernels.ACTIVE.value
+    if sampling.temperature > 0:
+        flags |= kernels.DRAWS.value
+    if 0 < sampling.top_k < vocab_size or sampling.top_p < 1 or sampling.min_p > 0:
+        flags |= kernels.FILTERS.value
+    penalties = (
+        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    )  # fmt: skip
+    if penalties != (1, 0, 0):
+        flags |= kernels.PENALISED.value
+    if sampling.logit_bias:
+        flags |= kernels.BIASED.value
+    if sampling.logprobs is not None:
+        flags |= kernels.REPORTS.value
+    row[kernels.FLAGS.value] = flags
+    row[kernels.SLOT.value] = slot
+    row[kernels.POSITION.value] = len(begun.token_ids) - begun.prompt_tokens
+    floats = row.view(np.float32)
+    floats[kernels.INVERSE_TEMPERATURE.value] = inverse_temperature(sampling.temperature)
+    row[kernels.TOP_K.value] = min(sampling.top_k, vocab_size)
+    low = kernels.TOP_P_LOW.value
+    row[low : low + 2] = np.array([sampling.top_p], np.float64).view(np.int32)
+    row[kernels.FLOOR_KEY.value] = _floor_key(sampling.min_p)
+    low = kernels.SEED_LOW.value
+    row[low : low + 2] = np.array([seed % 2**64], np.uint64).view(np.int32)
+    row[kernels.SAMPLE_INDEX.value] = begun.sample_index
+    low = kernels.REPETITION.value
+    floats[low : low + 3] = penalties
+    row[kernels.BIAS_COUNT.value] = len(sampling.logit_bias)
+    return row
+
+
+def _floor_key(min_p: float) -> int:
+    """Return the highest key that min-p keeps: the bits of the distance from the best, in nats."""
+    if min_p <= 0:
+        return int(kernels.KEY_FINITE.value)
+    distance = max(0.0, -math.log(min_p))
+    nearest = np.float32(distance)
+    if float(nearest) > distance:
+        nearest = np.nextafter(nearest, np.float32(0))
+    return int(nearest.view(np.int32))
+
+
+def _counts(begun: BegunSequence, vocab_size: int) -> npt.NDArray[np.int16]:
+    """Return a sequence's token counts: bit 0 is set where the prompt has the token, above it is
+    the count of the output."""
+    token_ids = np.fromiter(begun.token_ids, np.int64, len(begun.token_ids))
+    counts = np.zeros(vocab_size, np.int16)
+    outputs = token_ids[begun.prompt_tokens :]
+    if len(outputs):
+        times = np.bincount(outputs, minlength=vocab_size)
+        counts[:] = np.minimum(times, COUNT_MAX) << 1
+    counts[token_ids[: begun.prompt_tokens]] |= 1
+    return counts

@@ -195,6 +195,31 @@ def test_output_and_prompt_logprobs_equal_dense(depth: int) -> None:
         assert entry.logprob == pytest.approx(float(known[at, entry.token_id]), abs=ERROR_MAX)
 
 
+def test_rows_with_extras_draw_same_tokens_in_any_batch() -> None:
+    """Penalties, biases, logprobs and seeds, beside plain rows and two steps deep: the next step is
+    launched before the host has seen the token that a penalty counts."""
+    kinds = {
+        "plain": GREEDY,
+        "penalties": Sampling(temperature=0, frequency_penalty=1.5, repetition_penalty=1.2),
+        "bias": Sampling(seed=3, logit_bias={5: 2.0, 9: -100.0}),
+        "seed": Sampling(seed=4, top_p=0.8, logprobs=2),
+    }
+    together, alone = Engine(2), Engine(1)
+    prompts = {name: tokens_of(80 + i, 8 + 5 * i) for i, name in enumerate(kinds)}
+    requests = [request(n, prompts[n], how, count=6) for n, how in kinds.items()]
+
+    together.run(*requests)
+    for single in requests:
+        alone.run(single)
+
+    for name in kinds:
+        assert together.output(name) == alone.output(name)
+    assert len(set(together.output("penalties"))) > 1
+    for one, other in zip(together.drawn["seed", 0], alone.drawn["seed", 0], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=ERROR_MAX)
+        assert len(one.top) == 2
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_sequence_resumes(depth: int) -> None:
     """Two sequences outgrow the pool: one of them waits, and its output stays right."""

@@ -1,4 +1,4 @@
-"""The gate that needs no GPU: tree attention, compiled for sm_90, is what it was measured as."""
+"""The gate that needs no GPU: kernels, compiled for sm_90, are what they were measured as."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[4]
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
+SAMPLING = "tests.unit.kernels.gpu.compile_sampling"
 PLAIN, BY_HAND = (
     "tests.unit.kernels.gpu.compile_for_hopper",
     "tests.unit.kernels.gpu.compile_hand_scheduled",
@@ -45,8 +46,8 @@ Every other class makes none."""
 
 
 @cache
-def compiled(module: str) -> dict[tuple[str, bool], dict[str, Any]]:
-    """What the compiler made, by (class, causal): a process without the interpreter's switch."""
+def reports_of(module: str) -> list[dict[str, Any]]:
+    """What the compiler made, in a process without the interpreter's switch."""
     missing = [tool for tool in ("ptxas", "cuobjdump") if not (TOOLS / tool).exists()]
     if missing:
         pytest.skip(f"this Triton brings no {' and no '.join(missing)}")
@@ -58,8 +59,12 @@ def compiled(module: str) -> dict[tuple[str, bool], dict[str, Any]]:
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(report["class"], report["causal"]): report for report in reports}
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compiled(module: str) -> dict[tuple[str, bool], dict[str, Any]]:
+    """The reports of tree attention, by (class, causal)."""
+    return {(report["class"], report["causal"]): report for report in reports_of(module)}
 
 
 def report_of(case: tuple[str, bool]) -> dict[str, Any]:
@@ -105,3 +110,17 @@ def test_every_class_is_compiled() -> None:
     )
 
     assert compiled(PLAIN).keys() | by_hand == CASES
+
+
+def test_sampling_kernels_compile_and_hardly_spill() -> None:
+    """For logits in bf16 and fp32, at Llama's vocabulary. The interpreter takes code that the
+    compiler refuses; and a pass over the vocabulary must not wait for its own registers."""
+    reports = reports_of(SAMPLING)
+
+    assert {(one["kernel"], one["logits"]) for one in reports} == {
+        ("_draw_adjusted", "*fp32"),
+        *((name, "*bf16") for name in ("_adjust", "_draw", "_report_parts", "_report")),
+        *((name, "*fp32") for name in ("_adjust", "_draw", "_report_parts", "_report")),
+    }
+    for one in reports:
+        assert one["spills"] <= (40 if str(one["kernel"]).startswith("_draw") else 0), one

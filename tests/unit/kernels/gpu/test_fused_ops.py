@@ -1,4 +1,4 @@
-"""The fused and sampling kernels against torch, in the interpreter or on a GPU."""
+"""The fused kernels against torch, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernels.gpu.fused_ops import copy_blocks, residual_rms_norm, rope_kv_write, silu_mul
-from kernels.gpu.sampling import sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -96,51 +95,3 @@ def test_kv_addresses_exceed_int32() -> None:
     assert torch.equal(kv[last, 0, :, :, 3], written)
     assert torch.equal(kv[last - 1, 0, :, :, 3], written)
     assert int(kv[: last - 1].count_nonzero()) == 0
-
-
-def draw(logits: torch.Tensor, u: float, t: float, k: int = 0, p: float = 1.0, m: float = 0) -> int:
-    def one(x: float) -> torch.Tensor:
-        return torch.tensor([x], dtype=torch.float32, device=DEVICE)
-
-    out = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
-    top_k = torch.tensor([k], dtype=torch.int32, device=DEVICE)
-    sample(logits[None], one(t), top_k, one(p), one(m), one(u), out)
-    return int(out[0])
-
-
-def drawn_by_sorting(logits: torch.Tensor, u: float, t: float, k: int, p: float, m: float) -> int:
-    """Return the specified draw: sort, filter, renormalise, inverse CDF in vocabulary order."""
-    weights = torch.exp((logits - logits.max()) / t).double()
-    keep = weights >= m
-    ordered = weights.sort(descending=True).values
-    if k:
-        keep &= weights >= ordered[min(k, len(ordered)) - 1]
-    if p < 1:
-        kept = torch.where(keep, weights, 0.0).sort(descending=True).values
-        running = kept.cumsum(0)
-        keep &= weights >= kept[int((running >= p * running[-1] * (1 - 1e-6)).nonzero()[0])]
-    weights = torch.where(keep, weights, 0.0)
-    running = weights.cumsum(0)
-    return int((running > u * running[-1]).nonzero()[0])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_draw_equals_draw_by_sorting(seed: int) -> None:
-    """Bisection keeps the same tokens as a sort, for random filters."""
-    rng = torch.Generator().manual_seed(seed)
-    logits = torch.randn(300, generator=rng).to(DEVICE) * 3
-    u, t, p, m = (float(torch.rand(1, generator=rng)) for _ in range(4))
-    k = [0, 1, 5, 40, 300][seed % 5]
-    t, p, m = 0.2 + t, [1.0, 0.05 + 0.9 * p][seed % 2], [0.0, m / 4][seed % 3 == 0]
-
-    got = draw(logits, u, t, k, p, m)
-
-    assert drawn_by_sorting(logits.double().cpu(), u, t, k, p, m) == got
-
-
-def test_temperature_zero_is_argmax_with_lowest_id_on_ties() -> None:
-    """Greedy sampling must not depend on how the kernel cuts the vocabulary."""
-    logits = torch.zeros(300, device=DEVICE)
-    logits[[7, 250]] = 2.0
-
-    assert draw(logits, 0.5, 0.0) == 7
