@@ -162,9 +162,11 @@ class RequestQueue:
             for entries in queues.values():
                 arrange(entries)
 
-        def heap_entry(payer: Payer, at: int) -> tuple[int, float, QueueKey, int, Payer]:
+        def heap_entry(payer: Payer, at: int) -> tuple[int, float, bool, QueueKey, int, Payer]:
+            # Of payers served alike, one that has just arrived goes before one with prompts under
+            # way: its counter was lifted to theirs.
             key: QueueKey = queues[payer][at][0]
-            return key[0], self.served[payer], key, at, payer
+            return key[0], self.served[payer], payer in joined, key, at, payer
 
         heap = [heap_entry(payer, 0) for payer in queues]
         heapq.heapify(heap)

@@ -34,9 +34,14 @@ BlockedBy = Literal["", "batch_slots", "blocks", "ceiling", "others"]
 it waits for, without blocking any other.
 """
 
-STEPS_WITHOUT_STREAMS: Final = 4
-"""How many gap targets a step may take in which no sequence decodes: then only a request that
-arrives meanwhile waits for its end.
+STEPS_WITHOUT_STREAMS: Final = 2
+"""How many gap targets a step may take in which no sequence decodes and one payer has all requests:
+then only a request that arrives meanwhile waits for its end.
+"""
+DECODES_OF_ONE_PAYER: Final = 6
+"""How many times its decodes a step may take where one payer has all requests, if that is longer
+than the gap target: its streams wait for its own prompts, and small slices would cost it a sixth of
+its throughput on a slow machine.
 """
 
 
@@ -221,10 +226,15 @@ class Scheduler:
         tokens = self.config.step_tokens_max - len(decodes)
         if not self.queue and len(decodes) == len(self.running):
             return PromptBudget(self.step_cost, tokens, target_s)  # no prompt: nothing to predict
+        is_alone = len(self.running.slots_of.keys() | self.queue.waiting_slots.keys()) == 1
         if not any(sequence.is_decoding for sequence in self.running):
-            return PromptBudget(self.step_cost, tokens, target_s * STEPS_WITHOUT_STREAMS)
+            targets = STEPS_WITHOUT_STREAMS if is_alone else 1
+            return PromptBudget(self.step_cost, tokens, target_s * targets)
         work = StepWork.of((piece.start, piece.count) for piece in decodes.values())
-        return PromptBudget(self.step_cost, tokens, target_s - self.step_cost.seconds(work))
+        decodes_s = self.step_cost.seconds(work)
+        if is_alone:
+            target_s = max(target_s, DECODES_OF_ONE_PAYER * decodes_s)
+        return PromptBudget(self.step_cost, tokens, target_s - decodes_s)
 
     def _decode(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> int:
         if sequence.sequence_id not in self.running:

@@ -89,8 +89,8 @@ def test_a_request_that_arrives_waits_for_one_bounded_step() -> None:
     world.ask("quiet", prompt(16, 99), max_tokens=1, namespace=b"quiet")
     world.settle()
 
-    assert max(world.took[2:]) <= 4.4 * TARGET_S
-    assert world.first_token_s("quiet") <= 4.4 * TARGET_S
+    assert max(world.took[2:]) <= 2.2 * TARGET_S
+    assert world.first_token_s("quiet") <= 2.2 * TARGET_S
 
 
 def documents_and_questions(questions: int, payer_of: bytes = b"n") -> TimedWorld:
@@ -140,6 +140,29 @@ def test_a_warm_long_prompt_counts_by_its_missing_tokens() -> None:
     world.settle()
 
     assert first_done(world, "turn") < first_done(world, "long0")
+
+
+def test_a_payer_alone_may_wait_longer_for_its_own_prompts() -> None:
+    """Beside sixteen streams that take 20 ms a step, slices of 30 ms would cost throughput; with
+    another payer's stream among them the target holds.
+    """
+    longest = []
+    for payer in (b"n", b"other"):
+        world = TimedWorld(lambda work: 0.02 * (work.rows > 1) + slow(work), sequences_max=24)
+        for index in range(16):
+            name = payer if index == 0 else b"n"
+            world.ask(f"s{index}", prompt(8, index), max_tokens=600, namespace=name)
+        for _ in range(60):
+            world.step()
+        for index in range(4):
+            world.ask(f"p{index}", prompt(900, 20 + index), max_tokens=1)
+        begun = len(world.took) + 4
+        while any(name.startswith("p") for name in world.live):
+            world.step()
+        longest.append(max(world.took[begun:]))
+
+    assert 0.1 < longest[0] < 0.25
+    assert longest[1] <= 1.2 * TARGET_S
 
 
 def test_no_time_is_left_and_prompts_progress() -> None:
