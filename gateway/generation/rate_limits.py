@@ -34,7 +34,7 @@ def take_place(gateway: Context, state: RequestState) -> None:
     limit = gateway.config.limits.requests_per_tenant_max
     running = limiter.running_of(identity.tenant.tenant_id)
     if running >= limit:
-        message = f"Concurrency limit reached: {running} requests running, limit {limit}."
+        message = f"Rate limit reached for requests at once: {running} running, limit {limit}."
         after_s = CONCURRENCY_RETRY_S
         raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=after_s)
     try:

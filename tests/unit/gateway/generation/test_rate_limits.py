@@ -166,7 +166,7 @@ async def test_body_that_is_still_sent_holds_a_place(
     later, _, _ = await gateway.ask(body=gateway.chat())
 
     assert (during, other, later) == (429, 200, 200)
-    assert "Concurrency limit reached: 1" in error["error"]["message"]
+    assert "Rate limit reached for requests at once: 1" in error["error"]["message"]
     assert response.headers["retry-after"] == "1"
     await gateway.check_quiet()
     await gateway.close()
