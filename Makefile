@@ -70,6 +70,7 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m tests.bench.gpu_kernels
 	$(BIN)/python -m tests.bench.gpu_workloads
 	$(BIN)/python -m tests.bench.sampling
+	$(BIN)/python -m tests.bench.gpu_trees
 	$(BIN)/python -m tests.bench.gpu_mixed --only check,start,steps,traffic,cold
 	$(BIN)/python -m tests.bench.gpu_http
 

@@ -30,9 +30,6 @@ REPLAN_EVERY = 64
 PART_ROWS = 65_536
 """Rows times parts that the scratch memory holds."""
 
-TILES_MAX = 65_536
-"""Tiles of a plan, all classes together."""
-
 TABLE_PADDING = 8
 """Block ids that the kernels may read behind a table's end; each is a valid block."""
 
@@ -74,7 +71,10 @@ class GpuAttention:
             chunk_keys=chunk_keys,
             part_rows=rows,
         )
-        self.work = WorkList(CLASSES, multiprocessors, tokens_max, TILES_MAX, device)
+        self.list = WorkList(
+            CLASSES, multiprocessors, tokens_max, self.planner.tiles_max(tokens_max), device
+        )
+        self.work = self.list
         self.parts = PartialOutputs(1, rows, spec.heads, spec.head_dim, device)
         self.part_rows = rows
         self.scratch = self.parts
@@ -106,24 +106,28 @@ class GpuAttention:
         flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in groups]
         slices = Slices(rows, starts, (seats * self.stride).astype(np.int32))
         self.plan = self.planner.plan(slices, np.array(flat, np.int32).reshape(-1, 4), padded_rows)
-        self.scratch = self.parts
-        if self.plan.parts_max > 1 and self.plan.parts_max * padded_rows > self.part_rows:
-            assert self.planner.chunk_keys, "spans are cut to fit the scratch; only chunks are not"
-            self.scratch = PartialOutputs(
-                self.plan.parts_max,
-                padded_rows,
-                self.spec.heads,
-                self.spec.head_dim,
-                self.kv.device,
-            )
+        self._take_memory(self.plan, padded_rows)
         self.work.load(self.plan)
         self._key, self._age = key, 0
         return self.plan
 
+    def _take_memory(self, plan: HostPlan, rows: int) -> None:
+        """Choose the step's list and scratch. Spans always fit those made at the start; chunks,
+        whose cuts do not depend on the room, get memory of their own where they do not."""
+        tiles, part_rows = plan.tile_count, plan.parts_max * rows
+        device, known = self.kv.device, self.list
+        self.work, self.scratch = known, self.parts
+        if tiles <= known.capacity_tiles and (plan.parts_max == 1 or part_rows <= self.part_rows):
+            return
+        assert self.planner.chunk_keys, "spans are cut to fit the memory; only chunks are not"
+        self.work = WorkList(CLASSES, known.multiprocessors, known.rows_max, tiles, device)
+        spec = self.spec
+        self.scratch = PartialOutputs(plan.parts_max, rows, spec.heads, spec.head_dim, device)
+
     @property
-    def fits_scratch(self) -> bool:
-        """Whether the step uses the scratch memory whose addresses graphs have recorded."""
-        return self.scratch is self.parts
+    def is_at_known_addresses(self) -> bool:
+        """Whether the step uses the list and the scratch whose addresses graphs have recorded."""
+        return self.work is self.list
 
     def update_tables(self, indices: torch.Tensor, blocks: torch.Tensor) -> None:
         """Write block ids into the flat tables, at `indices` (seat * stride + table entry)."""

@@ -289,7 +289,7 @@ class WorkList:
         Waits until the copy before has read the host buffer, which in practice it has. Raises
         ValueError for a plan with more than `capacity_tiles` tiles.
         """
-        total = sum(len(work.tiles) for work in plan.work)
+        total = plan.tile_count
         if total > self.capacity_tiles:
             raise ValueError(f"too many tiles: {total}; limit {self.capacity_tiles}")
         if self._copied is not None:

@@ -109,6 +109,11 @@ class HostPlan:
     side_by_side: bool = False
 
     @property
+    def tile_count(self) -> int:
+        """Tiles of all classes."""
+        return sum(len(work.tiles) for work in self.work)
+
+    @property
     def classes(self) -> tuple[int, ...]:
         """Tile classes that have units, in launch order."""
         used = tuple(i for i, work in enumerate(self.work) if len(work.tiles))
@@ -125,9 +130,10 @@ class WorkPlanner:
     time. `parts_max`: most parts of a node. `chunk_keys` > 0: batch-invariant mode.
     `group_keys_min`: rows read the keys of a shorter group themselves. `wide_fill_min`: fill from
     which shared keys take wide tiles. `own_span_keys_*`: smallest and usual span of own keys.
-    `part_rows`: rows times parts that the scratch memory holds; without chunks no cut exceeds it.
-    `wide_rows_min`: no step of fewer rows takes wide tiles; prompts take them where they make at
-    least `wide_waves_min` waves of the grid. Steps with prompts of at most `few_rows` rows cut
+    `part_rows`: rows times parts that the scratch memory holds; without chunks no cut exceeds it,
+    however deep the tree: the deepest levels that have no room are read by each row itself.
+    `wide_rows_min`, `wide_rows_min_prompts`: no step of fewer rows takes wide tiles, in decoding
+    and in steps with prompts. Steps with prompts of at most `few_rows` rows cut
     shared keys into spans of `span_keys_few`, at most `parts_few` parts. `prefill_span_keys_min`:
     smallest span of the keys before a prompt's rows.
     """
@@ -147,8 +153,8 @@ class WorkPlanner:
     own_span_keys_target: int = 2048
     parts_max: int = 5
     wide_rows_min: int = 65
-    wide_waves_min: float = 1.0
-    few_rows: int = 128
+    wide_rows_min_prompts: int = 2_049
+    few_rows: int = 64
     span_keys_few: int = 256
     parts_few: int = 9
     prefill_span_keys_min: int = 256
@@ -173,6 +179,13 @@ class WorkPlanner:
         work = tuple(_longest_first(config, cutter.tiles(config)) for config in CLASSES)
         most = int(cutter.parts.max(initial=1))
         return HostPlan(work, parts_of_row, most, cutter.is_side_by_side)
+
+    def tiles_max(self, rows: int) -> int:
+        """Return the most tiles of any plan of at most `rows` rows, without chunks.
+
+        Each tile is a part of at least one row, and rows times parts fit the scratch memory.
+        """
+        return max(self.part_rows, rows)
 
     def rows_per_tile(self, config: TileConfig) -> int:
         """Return how many rows a tile of the class holds."""
@@ -207,9 +220,9 @@ class _Cutter(ABC):
         self.offsets: list[int] = slices.table_offsets.tolist()
         self.parts: Int32 = np.ones(len(slices.rows), np.int32)
         self.is_side_by_side = False
-        wide_rows = planner.multiprocessors * planner.rows_per_tile(WIDE) / planner.kv_heads
-        self.fills_wide_tiles = self.total_rows >= max(
-            planner.wide_rows_min, planner.wide_waves_min * wide_rows
+        self.has_prompts = bool((slices.rows > 1).any())
+        self.takes_wide_tiles = self.total_rows >= (
+            planner.wide_rows_min_prompts if self.has_prompts else planner.wide_rows_min
         )
         self._spans: dict[str, list[tuple[int, ...]]] = {}
         self._arrays: dict[str, list[Int32]] = {}
@@ -268,7 +281,7 @@ class _Cutter(ABC):
     def _own_slice(self, i: int, first: int, spans: int, base: int) -> None:
         start, rows = int(self.slices.starts[i]), int(self.slices.rows[i])
         config = self.class_of(rows)
-        width = int(_round_up(-(-(start - first) // spans), config.keys)) if spans > 1 else 0
+        width = int(_prefill_width(start - first, spans)) if spans > 1 else 0
         for k in range(spans):
             begin = first + k * width
             keys = -1 if k == spans - 1 else min(width, start - begin)
@@ -282,7 +295,7 @@ class _Cutter(ABC):
         p = self.planner
         if rows <= p.rows_per_tile(SMALL):
             return SMALL
-        return WIDE if self.fills_wide_tiles and rows >= 2 * p.rows_per_tile(BIG) else BIG
+        return WIDE if self.takes_wide_tiles and rows >= 2 * p.rows_per_tile(BIG) else BIG
 
     def tiles(self, config: TileConfig) -> Int32:
         """Return the spans of one class cut into row tiles: [n, 8], the last column the cost."""
@@ -298,6 +311,11 @@ class _Cutter(ABC):
         seen = np.where(tiles[:, 4] >= 0, tiles[:, 4], tiles[:, 7] + done + tiles[:, 1])
         tiles[:, 7] = seen + int(config.overhead_blocks * config.keys)
         return tiles
+
+
+def _prefill_width(before: Int32 | int, spans: Int32 | int) -> Int32:
+    """Return the keys per span of the `before` keys that precede a prompt's rows."""
+    return _round_up(np.asarray(-(-np.asarray(before) // spans), np.int32), BIG.keys)
 
 
 def _round_up(x: Int32 | int, to: int) -> Int32:
@@ -341,7 +359,7 @@ class _SpanCutter(_Cutter):
         multiprocessor.
         """
         p, slices = self.planner, self.slices
-        if not groups or (slices.rows > 1).any():
+        if not groups or self.has_prompts:
             return False
         tiles, keys = self._group_tiles(groups, BIG)
         shared = sum(t * k for t, k in zip(tiles, keys, strict=True))
@@ -354,7 +372,7 @@ class _SpanCutter(_Cutter):
         """Return the tile class of shared keys: wide, which reads keys once for twice the rows, if
         rows fill it and no small tiles run beside it; else big."""
         p = self.planner
-        if self.is_side_by_side or self.total_rows < p.wide_rows_min:
+        if self.is_side_by_side or not self.takes_wide_tiles:
             return BIG
         tiles, keys = self._group_tiles(groups, WIDE)
         room = p.rows_per_tile(WIDE) * sum(t * k for t, k in zip(tiles, keys, strict=True))
@@ -386,7 +404,7 @@ class _SpanCutter(_Cutter):
         tiles, keys = self._group_tiles(groups, config)
         programs = p.multiprocessors * config.programs_per_sm
         load = sum(t * k for t, k in zip(tiles, keys, strict=True)) * p.kv_heads / programs
-        few = self.total_rows <= p.few_rows and bool((self.slices.rows > 1).any())
+        few = self.total_rows <= p.few_rows and self.has_prompts
         least = p.span_keys_beside if self.is_side_by_side else p.span_keys_min
         span = max(p.span_keys_few if few else least, int(load))
         most = p.parts_few if few else p.parts_max
@@ -415,12 +433,15 @@ class _SpanCutter(_Cutter):
         `prefill_span_keys_min` keys before the slice."""
         p, rows = self.planner, self.slices.rows
         several = rows[rows > 1]
-        step = p.rows_per_tile(WIDE if self.fills_wide_tiles else BIG)
+        step = p.rows_per_tile(WIDE if self.takes_wide_tiles else BIG)
         units = max(1, int((-(-several // step)).sum()) * p.kv_heads)
         programs = p.multiprocessors * BIG.programs_per_sm
-        by_keys = (self.slices.starts - first_key) // p.prefill_span_keys_min
+        before = self.slices.starts - first_key
         most = np.clip(room, 1, max(1, programs // units))
-        return np.asarray(np.clip(by_keys, 1, most), np.int32)
+        spans = np.clip(before // p.prefill_span_keys_min, 1, most)
+        # Widths are rounded up, so fewer spans may have all keys; the last begins before the rows.
+        width = np.maximum(BIG.keys, _prefill_width(before, spans))
+        return np.asarray(np.maximum(1, -(-before // width)), np.int32)
 
 
 class _ChunkCutter(_Cutter):

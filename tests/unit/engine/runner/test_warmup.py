@@ -14,7 +14,7 @@ from kernels.gpu.fused_ops import DEPENDENT_ROWS_MAX
 from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner
 
 LIMITS = WarmupLimits(
-    block_size=16, blocks=900, context=8_192, sequences=64, step_tokens=2_048, vocab=99
+    block_size=16, blocks=900, context=8_192, sequences=64, step_tokens=4_096, vocab=99
 )
 HEADS = {"mha": (8, 1), "gqa": (8, 4), "mqa": (1, 8)}
 

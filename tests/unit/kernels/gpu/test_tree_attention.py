@@ -132,7 +132,7 @@ def attend(
     """Plan, check and run a case. `side_by_side`: shared keys from a queue beside small tiles, as
     in decoding steps."""
     plan = planner.plan(case.slices, case.groups)
-    check_plan(plan, case.slices, planner)
+    check_plan(plan, case.slices, planner, case.groups)
     rows, heads, d = case.q.shape
     work = WorkList(CLASSES, planner.multiprocessors, rows, 4096, DEVICE)
     work.load(plan)
@@ -318,7 +318,7 @@ def test_plan_has_every_key_of_every_row_once(seed: int, chunk: int) -> None:
         own_span_keys_target=256,
     )
 
-    check_plan(planner.plan(slices, groups), slices, planner)
+    check_plan(planner.plan(slices, groups), slices, planner, groups)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_parts_fit_scratch_memory(seed: int, part_rows: int) -> None:
 
     plan = planner.plan(slices, groups)
 
-    check_plan(plan, slices, planner)
+    check_plan(plan, slices, planner, groups)
     assert plan.parts_max == 1 or plan.parts_max * len(plan.parts_of_row) <= part_rows
 
 
