@@ -1,9 +1,13 @@
-"""The same workloads over HTTP: python -m tests.bench.gpu_http [--only W1,W2] [--json FILE]
+"""The same workloads over HTTP, and requests that arrive at random.
+
+    python -m tests.bench.gpu_http [--only W1,W2] [--json FILE]
+    python -m tests.bench.gpu_http --only "" --rates 20,50,100,150 --mixture 40,80 --cold
 
 Starts the gateway and its engine process on this machine's GPU, with random weights of
 Llama-3.1-8B's shape, and sends streaming completions of token ids from several client processes,
 because one process reads events no faster than the gateway writes them. Tokens are counted from the
-usage in the responses.
+usage in the responses. `tests.bench.open_loop` has the arrivals; each line ends in the figures of
+vLLM. A rate runs for `--seconds`.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ from engine.config import EngineConfig
 from engine.model_store import ModelCard, load_card
 from gateway import app
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
+from tests.bench import open_loop
 from tests.bench.gpu_workloads import LLAMA_8B, OUTPUT, WORKLOADS, Workload, print_line
 
 NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
@@ -62,8 +68,8 @@ def write_model(folder: Path) -> ModelCard:
     return card
 
 
-def config_of(data: Path) -> Config:
-    """Return a config for 256 requests of one tenant, with 40 GB of blocks."""
+def config_of(data: Path, sequences: int) -> Config:
+    """Return a config for `sequences` at once, of one tenant, with 40 GB of blocks."""
     return Config(
         data_dir=str(data),
         server=ServerConfig(listen=f"127.0.0.1:{PORT}"),
@@ -75,15 +81,15 @@ def config_of(data: Path) -> Config:
             kv_blocks=20_000,
             step_tokens_max=8_192,
             prefill_chunk_tokens_max=8_192,
-            sequences_max=256,
+            sequences_max=sequences,
             queue_tokens_max=10_000_000,
         ),
     )
 
 
-def serve(data: Path) -> int:
+def serve(data: Path, sequences: int) -> int:
     """Run the server, in its own process."""
-    config = config_of(data)
+    config = config_of(data, sequences)
     store, _ = app.open_store(config)
     card = load_card(data / "model")
     return asyncio.run(
@@ -124,8 +130,8 @@ async def complete(session: aiohttp.ClientSession, body: bytes) -> tuple[float, 
 async def serve_prompts() -> None:
     """Run a client process over stdin and stdout.
 
-    It reads a key, then for each run a line of prompts; it answers "ready", waits for a line, sends
-    all prompts and prints a line of results.
+    It reads a key, then for each run a line of prompts or arrivals; it answers "ready", waits for a
+    line, sends all prompts, or each arrival when due, and prints a line of results.
     """
     key = sys.stdin.readline().strip()
     url = f"http://127.0.0.1:{PORT}"
@@ -137,6 +143,13 @@ async def serve_prompts() -> None:
     ) as session:
         for line in iter(sys.stdin.readline, ""):
             work = json.loads(line)
+            if "arrivals" in work:
+                print_line("ready")
+                start_s = float(sys.stdin.readline())
+                sent = (open_loop.send(session, one, start_s) for one in work["arrivals"])
+                seen = await asyncio.gather(*sent)
+                print_line(json.dumps([asdict(one) for one in seen]))
+                continue
             bodies = [body_of(prompt, work["count"]) for prompt in work["prompts"]]
             print_line("ready")
             sys.stdin.readline()
@@ -184,6 +197,20 @@ class Clients:
             "cached_tokens": sum(cached for _, _, cached in answers),
         }
 
+    def run_arrivals(self, arrivals: list[open_loop.Arrival]) -> list[open_loop.Seen]:
+        """Send each request when it is due, dealt to the processes; return what they saw."""
+        used = self._processes[: len(arrivals)]
+        for i, process in enumerate(used):
+            dealt = [arrival.wire() for arrival in arrivals[i :: len(used)]]
+            self._write_line(process, json.dumps({"arrivals": dealt}))
+        for process in used:
+            assert self._read_line(process) == "ready"
+        start_s = time.monotonic() + 0.2
+        for process in used:
+            self._write_line(process, str(start_s))
+        answers = [answer for process in used for answer in json.loads(self._read_line(process))]
+        return [open_loop.Seen(**answer) for answer in answers]
+
     def _write_line(self, process: subprocess.Popen[str], line: str) -> None:
         assert process.stdin is not None
         process.stdin.write(line + "\n")
@@ -210,12 +237,44 @@ def drive(clients: Clients, workloads: list[Workload], single: bool) -> list[dic
     return results
 
 
+def drive_open_loop(clients: Clients, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the rates, the cold prompts and the mixtures that were asked for; print a line each."""
+    runs = [
+        (f"{rate}/s", open_loop.steady(NAME, rate, options.seconds))
+        for rate in numbers(options.rates)
+    ]
+    if options.cold:
+        runs.append(("8 cold beside 64", open_loop.cold_beside_decoding(NAME)))
+    runs += [
+        (f"mixture {rate}/s", open_loop.mixture(NAME, rate, options.seconds))
+        for rate in numbers(options.mixture)
+    ]
+    results = []
+    for name, (warm, arrivals) in runs:
+        if warm:
+            clients.run([tuple(prefix) for prefix in warm], 1)
+        line = open_loop.summary(name, clients.run_arrivals(arrivals))
+        print_line(line)
+        results.append({"workload": name, "line": line})
+    return results
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a list with commas."""
+    return [int(one) for one in text.split(",") if one]
+
+
 def main() -> int:
     """Start the server, run the workloads, stop the server."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="W1,W2,W5")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--rates", default="", help="requests per second, with commas")
+    parser.add_argument("--mixture", default="", help="rates of the mixture, with commas")
+    parser.add_argument("--cold", action="store_true", help="8 cold prompts beside 64 streams")
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -223,12 +282,15 @@ def main() -> int:
         asyncio.run(serve_prompts())
         return 0
     if options.serve is not None:
-        return serve(options.serve)
+        return serve(options.serve, options.sequences)
     names = options.only.split(",")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
         write_model(data / "model")
-        command = [sys.executable, "-m", "tests.bench.gpu_http", "--serve", folder]
+        command = [
+            *(sys.executable, "-m", "tests.bench.gpu_http", "--serve", folder),
+            *("--sequences", str(options.sequences)),
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
@@ -241,6 +303,7 @@ def main() -> int:
                 clients = Clients(key, options.clients)
                 try:
                     results = drive(clients, works, "W5" in names)
+                    results += drive_open_loop(clients, options)
                 finally:
                     clients.close()
             finally:

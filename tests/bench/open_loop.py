@@ -1,0 +1,199 @@
+"""Requests that arrive at random, for `tests.bench.gpu_http`: what is sent when, by whom, and what
+the clients saw.
+
+Arrivals are a Poisson process. A request's first token is counted from when the request was due, so
+a client that falls behind does not hide the server's delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+VOCAB = 128_000
+OWN, OUTPUT = 64, 128
+
+REFERENCE = {
+    "20/s": "vLLM 21 / 27, gap p99 9.2",
+    "50/s": "vLLM 30 / 45, gap p99 13.8",
+    "100/s": "vLLM 131 / 286, gap p99 126; 8.9k tok/s",
+    "150/s": "vLLM 236 / 2,682, gap p99 207; 9.4k tok/s",
+    "8 cold beside 64": "vLLM gap p99 207",
+    "mixture 40/s": "vLLM 54 / 3,057",
+}
+"""vLLM 0.26 with the same client on the same kind of machine: first token p50 / p99, gap, ms."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request: when it is due, its body, and after how many tokens its client leaves (0: never).
+
+    `watched`: its gaps between tokens count; `timed`: its first token counts.
+    """
+
+    due_s: float
+    body: dict[str, Any]
+    leave_after: int = 0
+    watched: bool = True
+    timed: bool = True
+
+    def wire(self) -> dict[str, Any]:
+        """Return what a client process needs."""
+        return {
+            "due_s": self.due_s, "body": self.body, "leave_after": self.leave_after,
+            "watched": self.watched, "timed": self.timed,
+        }  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What a client saw of one request. Seconds since the run's start; `status` 0: cut off."""
+
+    due_s: float
+    status: int = 0
+    tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    watched: bool = True
+    timed: bool = True
+
+
+def tokens_of(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def body_of(model: str, prompt: list[int], count: int, **more: Any) -> dict[str, Any]:
+    """Return the body of a streamed completion of `count` tokens, greedy unless `more` says
+    otherwise."""
+    return {
+        "model": model, "prompt": prompt, "max_tokens": count, "temperature": 0,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **more,
+    }  # fmt: skip
+
+
+def due_times(rng: random.Random, rate: float, seconds: float) -> list[float]:
+    """Return the arrivals of a Poisson process."""
+    times, at = [], rng.expovariate(rate)
+    while at < seconds:
+        times.append(at)
+        at += rng.expovariate(rate)
+    return times
+
+
+def steady(model: str, rate: float, seconds: float) -> tuple[list[list[int]], list[Arrival]]:
+    """Return eight prefixes of 2,048 to warm, and requests of 64 own tokens and 128 out."""
+    rng = random.Random(int(rate))
+    prefixes = [tokens_of(rng, 2_048) for _ in range(8)]
+    return prefixes, [
+        Arrival(due, body_of(model, rng.choice(prefixes) + tokens_of(rng, OWN), OUTPUT))
+        for due in due_times(rng, rate, seconds)
+    ]
+
+
+def mixture(model: str, rate: float, seconds: float) -> tuple[list[list[int]], list[Arrival]]:
+    """Return the leaves of a tree of two levels to warm, 4 x 1,024 and 4 x 512 under each, and
+    requests of mixed lengths.
+
+    A quarter asks for logprobs, a penalty or a seed with top-p, a tenth for two samples, and a
+    fifth of the clients leaves.
+    """
+    rng = random.Random(1_000 + int(rate))
+    roots = [tokens_of(rng, 1_024) for _ in range(4)]
+    leaves = [root + tokens_of(rng, 512) for root in roots for _ in range(4)]
+    arrivals = []
+    for due in due_times(rng, rate, seconds):
+        own, count = int(2 ** rng.uniform(4, 10)), int(2 ** rng.uniform(4, 8))
+        more: dict[str, Any] = {"temperature": rng.choice([0, 0.7])}
+        if rng.random() < 0.25:
+            more |= rng.choice(
+                [
+                    {"logprobs": 5},
+                    {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+                    {"seed": rng.randrange(1_000), "temperature": 0.8, "top_p": 0.9},
+                ]
+            )
+        if rng.random() < 0.1:
+            more |= {"n": 2, "temperature": 0.7}
+        leave_after = rng.randrange(1, count) if rng.random() < 0.2 else 0
+        prompt = rng.choice(leaves) + tokens_of(rng, own)
+        arrivals.append(Arrival(due, body_of(model, prompt, count, **more), leave_after))
+    return leaves, arrivals
+
+
+def cold_beside_decoding(model: str) -> tuple[list[list[int]], list[Arrival]]:
+    """Return nothing to warm, 64 streams whose gaps count, and 8 cold prompts of 8,192 whose first
+    tokens count."""
+    rng = random.Random(8)
+    arrivals = [
+        Arrival(0.0, body_of(model, tokens_of(rng, 256), 700), timed=False) for _ in range(64)
+    ]
+    for i in range(8):
+        body = body_of(model, tokens_of(rng, 8_192), 16)
+        arrivals.append(Arrival(1.5 + 0.4 * i, body, watched=False))
+    return [], arrivals
+
+
+async def send(session: aiohttp.ClientSession, arrival: dict[str, Any], start_s: float) -> Seen:
+    """Send a request when it is due and read its stream; return what was seen of it."""
+    seen = Seen(arrival["due_s"], watched=arrival["watched"], timed=arrival["timed"])
+    before: dict[bytes, float] = {}
+    body = json.dumps(arrival["body"]).encode()
+    await asyncio.sleep(max(0.0, start_s + seen.due_s - time.monotonic()))
+    try:
+        async with session.post("/v1/completions", data=body) as response:
+            seen.status = response.status
+            if response.status != 200:
+                await response.read()
+                return seen
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                if b'"choices":[]' in line:  # counts tokens without text, too
+                    seen.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+                    continue
+                now = time.monotonic() - start_s
+                seen.tokens += 1
+                seen.first_s = seen.first_s or now
+                seen.last_s = now
+                at = line.find(b'"index":')
+                sample = line[at + 8 : at + 9]
+                if sample in before:
+                    seen.gaps.append(now - before[sample])
+                before[sample] = now
+                if arrival["leave_after"] and seen.tokens >= arrival["leave_after"]:
+                    response.close()
+                    return seen
+    except (aiohttp.ClientError, ConnectionError):
+        seen.status = 0
+    return seen
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return a percentile of seconds, in ms; 0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1e3 if ordered else 0.0
+
+
+def summary(name: str, all_seen: list[Seen]) -> str:
+    """Return a line: first tokens, gaps, tokens per second, refusals, and the reference."""
+    served = [seen for seen in all_seen if seen.status == 200 and seen.tokens]
+    firsts = [seen.first_s - seen.due_s for seen in served if seen.timed]
+    gaps = [gap for seen in served if seen.watched for gap in seen.gaps]
+    cut = sum(seen.status == 0 for seen in all_seen)
+    wall_s = max((seen.last_s for seen in served), default=1.0)
+    total = sum(seen.tokens for seen in served)
+    return (
+        f"{name}: first token p50 / p99 {percentile(firsts, 0.5):.1f} /"
+        f" {percentile(firsts, 0.99):.1f}, gap p50 {percentile(gaps, 0.5):.1f}"
+        f" p99 {percentile(gaps, 0.99):.1f} max {percentile(gaps, 1.0):.0f} ms;"
+        f" {total / wall_s:.0f} tok/s; {len(served)} of {len(all_seen)} served,"
+        f" {len(all_seen) - len(served) - cut} refused, {cut} cut off"
+        + (f"  [{REFERENCE[name]}]" if name in REFERENCE else "")
+    )
