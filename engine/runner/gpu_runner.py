@@ -211,7 +211,9 @@ class GpuRunner:
         if is_scored:
             logits = self._score(launched, rows, shape)
         else:
-            logits = self._run(shape, has_graph=bool(bucket) and self.attention.is_at_known_addresses)
+            logits = self._run(
+                shape, has_graph=bool(bucket) and self.attention.is_at_known_addresses
+            )
         if draws.has_extras:
             self._draw_extras(draws, logits)
         self._start_copy(launched, draws)
