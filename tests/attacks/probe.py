@@ -88,14 +88,16 @@ def check_undisturbed(
 ) -> None:
     """Assert that the quiet tenant is served beside an attack as it is served alone.
 
-    No refusal; the 99th percentile of the first token at most `first_token_times` that of the same
-    run alone; the hit ratio within `hit_points`; no pause of the loop longer than `pause_s`, or
-    than twice the longest one alone on a slow machine. `pause_s` None: pauses are not asserted.
+    No refusal; the 90th percentile of the first token at most `first_token_times` that of the same
+    run alone (of fifty chats the 99th is the slowest one, which a busy machine makes); the hit
+    ratio within `hit_points`; no pause of the loop longer than `pause_s`, or than twice the longest
+    one alone on a slow machine. `pause_s` None: pauses are not asserted. Writes what was seen.
     """
+    sys.stdout.write(f"alone:  {alone}\nbeside: {beside}\n")
     assert alone.refused == 0, alone
     assert beside.refused == 0, beside
-    bound_s = max(NOISE_S, quantile(alone.first_token_s, 0.99)) * first_token_times
-    assert quantile(beside.first_token_s, 0.99) <= bound_s, (str(alone), str(beside))
+    bound_s = max(NOISE_S, quantile(alone.first_token_s, 0.9)) * first_token_times
+    assert quantile(beside.first_token_s, 0.9) <= bound_s, (str(alone), str(beside))
     assert beside.hit_ratio >= alone.hit_ratio - hit_points, (str(alone), str(beside))
     if pause_s is not None:
         allowed_s = max(pause_s, 2 * alone.longest_pause_s)
