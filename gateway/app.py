@@ -81,6 +81,9 @@ from tenancy.types import WallClock
 
 ADMIN_CONNECTIONS_MAX = 100
 """Open connections of the admin listener."""
+SWITCH_INTERVAL_S = 0.001
+"""How long a thread that prepares requests may run Python while the event loop waits, in seconds;
+Python's own value is 5 ms."""
 KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
 GATEWAY_ID_FILE = "gateway.id"
@@ -434,6 +437,7 @@ async def _serve(
         parse_address(config.admin.listen, "admin.listen"),
     )
     freeze_heap()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     ready = asyncio.create_task(supervisor.wait_ready())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -21,6 +21,7 @@ FOLDERS = ("gateway", "engine", "tenancy")
 REPEATING = {
     "gateway/cli/billing.py": "matched whole against an operator's argument",
     "gateway/dialects/openai/tools.py": "anchored at both ends, of at most 64 characters",
+    "gateway/dialects/tolerance.py": "each bracket searches its own digits only",
     "gateway/dialects/validation.py": "paths that the decoder writes from names of our own fields",
     "gateway/http/route_table.py": "declared paths; a parameter ends at the next slash",
     "gateway/prompt/layout.py": "digits between private-use characters that clients may not send",

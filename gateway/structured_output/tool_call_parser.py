@@ -18,6 +18,9 @@ from gateway.structured_output.tool_styles import ToolStyle
 CALL_HEAD_CHARS_MAX = 65_536
 """Maximum length of a call before its arguments begin, in characters."""
 
+PUSHED_CHARS_MAX = 4_096
+"""Longer texts are parsed in parts: each step copies the rest of its part."""
+
 _SPACE = " \t\r\n"
 
 
@@ -64,8 +67,9 @@ class ToolCallParser:
         self._state: Callable[[], bool] = self._at_start if style.bare else self._in_text
         self._text = ""
         """Text that has not been parsed yet."""
-        self._held = ""
-        """Text that was parsed and is not yet known to be text or a call."""
+        self._held: list[str] = []
+        self._held_chars = 0
+        """Text that was parsed and is not yet known to be text or a call, and its length."""
         self._at = 0
         """Offset of `_text` in all text that was pushed."""
         self._found: list[ParsedPiece] = []
@@ -77,11 +81,11 @@ class ToolCallParser:
 
     def push(self, text: str) -> list[ParsedPiece]:
         """Return the pieces that are certain after more text."""
-        self._text += text
-        while not self.is_full and self._state():
-            pass
-        found, self._found = self._found, []
-        return found
+        for at in range(0, len(text) or 1, PUSHED_CHARS_MAX):
+            self._text += text[at : at + PUSHED_CHARS_MAX]
+            while not self.is_full and self._state():
+                pass
+        return self._drain()
 
     @property
     def is_idle(self) -> bool:
@@ -160,7 +164,7 @@ class ToolCallParser:
         used = scanner.push(self._text)
         self._hold(used)
         if not had_begun:
-            if scanner.is_broken or len(self._held) > CALL_HEAD_CHARS_MAX:
+            if scanner.is_broken or self._held_chars > CALL_HEAD_CHARS_MAX:
                 return self._reject_call()
             if scanner.has_begun:
                 if scanner.name not in self._names:
@@ -168,7 +172,7 @@ class ToolCallParser:
                 self._found.append(ParsedCall(self.calls, self._make_id(), scanner.name))
                 self.calls += 1
         if scanner.has_begun:
-            self._held = ""
+            self._drop_held()
             arguments = scanner.take()
             if arguments:
                 self._found.append(ParsedCall(self.calls - 1, arguments=arguments))
@@ -191,7 +195,7 @@ class ToolCallParser:
                 return True
             self._in_list = False
             if self._text[0] == "]":
-                self._held = ""
+                self._drop_held()
                 self._consume(1)
         elif self._closing:
             if self._text.startswith(self._closing):
@@ -210,7 +214,7 @@ class ToolCallParser:
         return self._state != self._in_text
 
     def _close(self) -> bool:
-        self._held = ""
+        self._drop_held()
         self._consume(len(self._closing))
         self._state = self._after_call
         return True
@@ -229,7 +233,7 @@ class ToolCallParser:
             if self._opening.startswith(self._text):
                 return False
         elif self._text.startswith(self._opening):
-            self._held = ""
+            self._drop_held()
         self._state = self._in_text
         return True
 
@@ -246,8 +250,10 @@ class ToolCallParser:
         self._hold(len(self._text) - len(self._text.lstrip(_SPACE)))
 
     def _hold(self, chars: int) -> None:
-        self._held += self._text[:chars]
-        self._consume(chars)
+        if chars:
+            self._held.append(self._text[:chars])
+            self._held_chars += chars
+            self._consume(chars)
 
     def _consume(self, chars: int) -> None:
         self._text = self._text[chars:]
@@ -259,8 +265,11 @@ class ToolCallParser:
 
     def _emit_held(self) -> None:
         if self._held:
-            self._found.append(ParsedText(self._held, self._at - len(self._held)))
-            self._held = ""
+            self._found.append(ParsedText("".join(self._held), self._at - self._held_chars))
+            self._drop_held()
+
+    def _drop_held(self) -> None:
+        self._held, self._held_chars = [], 0
 
     def _drain(self) -> list[ParsedPiece]:
         found, self._found = self._found, []

@@ -1,0 +1,41 @@
+"""Measures how long one turn of the event loop takes, in processor time of its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+
+class LoopMonitor:
+    """Measures the longest processor time between two turns of the event loop.
+
+    Other load of the machine and other threads do not count.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._task = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        last_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now_s = time.thread_time()
+            self.longest_s = max(self.longest_s, now_s - last_s)
+            last_s = now_s
+
+    async def stop(self) -> float:
+        """Return the longest turn, in seconds."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        return self.longest_s
+
+
+def reference_s() -> float:
+    """Return the processor time of a fixed piece of work, about 10 ms.
+
+    A busy machine's shared caches and clock slow everything alike, so tests bound the ratio.
+    """
+    began_s = time.thread_time()
+    sum(number % 7 for number in range(300_000))
+    return time.thread_time() - began_s
