@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from engine.models.interface import Model
 from engine.plan import Row, Sampled, StepPlan, StepResult
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
+from engine.runner.seats import Seats, StepRows
 from engine.runner.warmup import WarmupLimits, warmup_plans
 from engine.sampling.gpu_sampler import Draws, GpuSampler
 
@@ -59,6 +62,8 @@ SPARE_SEATS = 32
 
 RESULT_BUFFERS = 3
 """Pinned host buffers for sampled tokens: steps whose tokens may be in flight to the host."""
+
+_sequence_ids, _samples = attrgetter("sequence_id"), attrgetter("samples")
 
 
 @dataclass(slots=True)
@@ -105,9 +110,7 @@ class GpuRunner:
         self._padding_seat = seats
         self._sampled = torch.zeros(width, dtype=torch.int32, device=device)
         self._result_buffers = [self.sampler.host_results() for _ in range(RESULT_BUFFERS)]
-        self._seats: dict[int, int] = {}
-        self._free_seats = list(range(seats - 1, -1, -1))
-        self._tables: dict[int, tuple[int, int]] = {}
+        self._seats = Seats(seats, self.attention.stride)
         self._graphs = CudaGraphs()
         self._in_flight: deque[_LaunchedStep] = deque()
         self._buffer_index = 0
@@ -185,23 +188,23 @@ class GpuRunner:
         rows = plan.rows
         if not rows:
             return _LaunchedStep(plan.step, started_s)
-        self._update_tables(rows)
-        counts = np.fromiter((row.count for row in rows), np.int32, len(rows))
-        starts = np.fromiter((row.start for row in rows), np.int32, len(rows))
-        seats = np.fromiter((self._seats[row.sequence_id] for row in rows), np.int32, len(rows))
-        members = tuple(row.sequence_id for row in rows)
-        drawing = [s for row in rows for s in row.samples]
+        members = tuple(map(_sequence_ids, rows))
+        step = StepRows(rows, self._seats.of(members))
+        self._update_tables(step)
+        counts, total = step.counts, step.total
+        drawing = list(chain.from_iterable(map(_samples, rows)))
         is_scored = any(row.prompt_logprobs is not None for row in rows)
-        is_decoding = drawing == list(members) and bool((counts == 1).all())
-        total = int(counts.sum())
+        is_decoding = total == len(rows) and drawing == list(members)
         bucket = 0 if is_scored else self._bucket_of(total, len(drawing), is_decoding)
-        work = self.attention.prepare(members, counts, starts, seats, plan.groups, bucket or total)
+        work = self.attention.prepare(
+            members, counts, step.starts, step.seats, plan.groups, bucket or total
+        )
         if is_decoding:
             shape = StepShape(bucket or total, 0, work.classes, work.parts_max > 1, causal=False)
         else:
             shape = self._mixed_shape(bucket or total, 0 if bucket else max(1, len(drawing)))
         assert set(work.classes) <= set(shape.classes), "the step's graph lacks a tile class"
-        self._fill_rows(rows, counts, starts, seats, shape.rows)
+        self._fill_rows(step, shape.rows)
         self._fill_draws(rows, counts, drawing, shape.draws or shape.rows)
         draws = self.sampler.fill(
             self.inputs.host_draws, drawing, plan.masks, _logit_rows(rows) if is_scored else None
@@ -234,60 +237,32 @@ class GpuRunner:
 
     def _update_seats(self, plan: StepPlan) -> None:
         for sequence_id in plan.ended:
-            self._free_seats.append(self._seats.pop(sequence_id))
-            self._tables.pop(sequence_id, None)
+            self._seats.release(sequence_id)
             self.sampler.end(sequence_id)
         for begun in plan.begun:
-            self._seats[begun.sequence_id] = self._free_seats.pop()
+            self._seats.take(begun.sequence_id)
             self.sampler.begin(begun)
 
-    def _update_tables(self, rows: Sequence[Row]) -> None:
-        """Copy new block table entries to the GPU: a whole table when its version changed, else the
-        appended entries."""
-        indices: list[int] = []
-        blocks: list[int] = []
-        for row in rows:
-            known, version = self._tables.get(row.sequence_id, (0, -1))
-            if version != row.table_version:
-                known = 0
-            count = len(row.block_ids)
-            if known < count:
-                base = self._seats[row.sequence_id] * self.attention.stride
-                indices.extend(range(base + known, base + count))
-                blocks.extend(row.block_ids[known:count])
-                self._tables[row.sequence_id] = (count, row.table_version)
-        if indices:
-            both = torch.tensor([indices, blocks], dtype=torch.int32)
+    def _update_tables(self, step: StepRows) -> None:
+        """Copy new block table entries to the GPU."""
+        entries = self._seats.new_entries(step.rows, step.seats)
+        if entries is not None:
+            both = torch.from_numpy(np.stack(entries))
             if self._is_cuda:
                 both = both.pin_memory().to(self.kv.data.device, non_blocking=True)
             self.attention.update_tables(both[0].long(), both[1])
 
-    def _fill_rows(
-        self, rows: Sequence[Row], counts: np.ndarray, starts: np.ndarray, seats: np.ndarray,
-        width: int,
-    ) -> None:  # fmt: skip
+    def _fill_rows(self, step: StepRows, width: int) -> None:
         """Lay out the rows in the pinned buffer; padding rows up to `width` write no KV."""
         self.inputs.wait()
         token_ids, positions, slots, lengths, seat_of = self.inputs.host[:5]
-        total = int(counts.sum())
-        first = np.cumsum(counts) - counts
-        within = np.arange(total, dtype=np.int32) - np.repeat(first, counts)
-        at = np.repeat(starts, counts) + within
+        total, size = step.total, self.block_size
+        at, seats = step.positions()
+        step.write_token_ids(token_ids[:total])
         positions[:total] = at
         lengths[:total] = at + 1
-        seat_of[:total] = np.repeat(seats, counts)
-        size, place = self.block_size, 0
-        for row in rows:
-            end = place + row.count
-            token_ids[place:end] = -1 if row.token_ids is None else row.token_ids
-            if row.count == 1:
-                slots[place] = row.block_ids[row.start // size] * size + row.start % size
-            else:
-                from_block = row.start // size
-                table = np.asarray(row.block_ids[from_block:], np.int32)
-                here = at[place:end]
-                slots[place:end] = table[here // size - from_block] * size + here % size
-            place = end
+        seat_of[:total] = seats
+        slots[:total] = self._seats.tables[seats, at // size] * size + at % size
         for section, value in ((token_ids, 0), (positions, 0), (slots, -1), (lengths, 1)):
             section[total:width] = value
         seat_of[total:width] = self._padding_seat
@@ -301,10 +276,10 @@ class GpuRunner:
         """
         draw_rows, draw_seats = self.inputs.host[5:7]
         count = len(drawing)
-        samples = np.fromiter((len(row.samples) for row in rows), np.int32, len(rows))
+        samples = np.fromiter(map(len, map(_samples, rows)), np.int32, len(rows))
         draw_rows[:count] = np.repeat(np.cumsum(counts) - 1, samples)
         draw_rows[count:width] = 0
-        draw_seats[:count] = [self._seats[sequence_id] for sequence_id in drawing]
+        draw_seats[:count] = self._seats.of(tuple(drawing))
         draw_seats[count:width] = self._padding_seat
 
     # -- the model ----------------------------------------------------------------------------

@@ -63,6 +63,8 @@ BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 0, 2.2)
 WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 0, 5.0)
 SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0, 0.5)
 
+NO_TILES = np.zeros((0, 8), np.int32)
+
 CLASSES = (WIDE, BIG, SMALL)
 """The tile classes, in the order of `HostPlan.work`."""
 
@@ -199,6 +201,8 @@ def _longest_first(config: TileConfig, tiles: Int32) -> TileWork:
     Programs take their units back and forth, which approximates longest-processing-time scheduling
     without a heap: measured within 2 % of it, and the cut into spans matters far more.
     """
+    if len(tiles) == 0:
+        return TileWork(config, tiles)
     return TileWork(config, tiles[np.argsort(-tiles[:, 7], kind="stable")])
 
 
@@ -250,32 +254,32 @@ class _Cutter(ABC):
         keys.
         """
         one = self.slices.rows == 1
-        self._own_decode(np.flatnonzero(one), first_key, spans, base)
+        at = np.flatnonzero(one)
+        if len(at):
+            self._own_decode(at, first_key[at], spans[at], base[at])
         for i in np.flatnonzero(~one).tolist():
             self._own_slice(i, int(first_key[i]), int(spans[i]), int(base[i]))
 
     def _own_decode(
         self, at: npt.NDArray[np.intp], first_key: Int32, spans: Int32, base: Int32
     ) -> None:
-        if len(at) == 0:
-            return
-        slices, n = self.slices, spans[at]
-        which = np.repeat(np.arange(len(at)), n)
-        k = np.arange(len(which)) - np.repeat(np.cumsum(n) - n, n)
-        width = _round_up(-(-(slices.starts[at] + 1 - first_key[at]) // n), SMALL.keys)[which]
-        begin = first_key[at][which] + k * width
-        keys = np.where(k == n[which] - 1, -1, width)
-        columns = (
-            self.first_row[at][which],
-            np.ones_like(which),
-            slices.table_offsets[at][which] + begin // self.planner.block_size,
-            begin,
-            keys,
-            base[at][which] + k,
-            (base[at] + n == 1)[which],
-            slices.starts[at][which] - begin,
-        )
-        table = np.stack(columns, axis=1).astype(np.int32)
+        """Add the own keys of the decoding slices `at`; the other arguments are theirs alone."""
+        starts, count = self.slices.starts[at], int(spans.sum())
+        width = _round_up(-(-(starts + 1 - first_key) // spans), SMALL.keys)
+        ends = np.cumsum(spans)
+        which = np.repeat(np.arange(len(at)), spans) if count > len(at) else slice(None)
+        k = np.arange(count) - (ends - spans)[which]
+        table = np.empty((count, 8), np.int32)
+        begin = first_key[which] + k * width[which]
+        table[:, 0] = self.first_row[at][which]
+        table[:, 1] = 1
+        table[:, 2] = self.slices.table_offsets[at][which] + begin // self.planner.block_size
+        table[:, 3] = begin
+        table[:, 4] = width[which]
+        table[ends - 1, 4] = -1
+        table[:, 5] = base[which] + k
+        table[:, 6] = (base + spans == 1)[which]
+        table[:, 7] = starts[which] - begin
         self._arrays.setdefault(SMALL.name, []).append(table)
 
     def _own_slice(self, i: int, first: int, spans: int, base: int) -> None:
@@ -299,16 +303,22 @@ class _Cutter(ABC):
 
     def tiles(self, config: TileConfig) -> Int32:
         """Return the spans of one class cut into row tiles: [n, 8], the last column the cost."""
-        spans = [np.array(self._spans.get(config.name, []), np.int32).reshape(-1, 8)]
-        table = np.concatenate(spans + self._arrays.get(config.name, []))
+        parts = list(self._arrays.get(config.name, ()))
+        if spans := self._spans.get(config.name):
+            parts.append(np.array(spans, np.int32))
+        if not parts:
+            return NO_TILES
+        tiles = parts[0] if len(parts) == 1 else np.concatenate(parts)
         step = self.planner.rows_per_tile(config)
-        per_span = -(-table[:, 1] // step)
-        tiles = np.repeat(table, per_span, axis=0)
-        done = np.arange(len(tiles)) - np.repeat(np.cumsum(per_span) - per_span, per_span)
-        done = (done * step).astype(np.int32)
-        tiles[:, 0] += done
-        tiles[:, 1] = np.minimum(step, tiles[:, 1] - done)
-        seen = np.where(tiles[:, 4] >= 0, tiles[:, 4], tiles[:, 7] + done + tiles[:, 1])
+        if int(tiles[:, 1].max()) > step:
+            per_span = -(-tiles[:, 1] // step)
+            tiles = np.repeat(tiles, per_span, axis=0)
+            done = np.arange(len(tiles)) - np.repeat(np.cumsum(per_span) - per_span, per_span)
+            done = (done * step).astype(np.int32)
+            tiles[:, 0] += done
+            tiles[:, 1] = np.minimum(step, tiles[:, 1] - done)
+            tiles[:, 7] += done
+        seen = np.where(tiles[:, 4] >= 0, tiles[:, 4], tiles[:, 7] + tiles[:, 1])
         tiles[:, 7] = seen + int(config.overhead_blocks * config.keys)
         return tiles
 
@@ -340,7 +350,7 @@ class _SpanCutter(_Cutter):
                 continue  # so deep in the tree few rows share a node, and each reads it itself
             # If a group above was skipped, this group reads its keys too.
             first, end = int(own_block[a]) * p.block_size, end_block * p.block_size
-            width = int(_round_up(-(-(end - first) // spans), config.keys))
+            width = -(-(end - first) // (spans * config.keys)) * config.keys
             for key in range(first, end, width):
                 self.add_group(config, a, b, key, min(width, end - key), part)
                 part += 1
@@ -422,11 +432,14 @@ class _SpanCutter(_Cutter):
         by_fill = np.minimum(fill, np.maximum(1, total // p.own_span_keys_min))
         load = max(p.own_span_keys_target, int(total.sum()) * p.kv_heads // programs)
         by_length = -(-total // (2 * load))
-        spans = np.clip(np.maximum(by_fill, by_length), 1, np.clip(room, 1, 64))
-        # A prefill slice is cut only before its start; the causal remainder is the last span.
-        spans = np.where(slices.rows > 1, self._prefill_spans(first_key, room), spans)
-        width = _round_up(-(-total // np.maximum(spans, 1)), SMALL.keys)
-        return np.where(slices.rows > 1, spans, -(-total // width)).astype(np.int32)
+        most = np.minimum(np.maximum(room, 1), 64)
+        spans = np.minimum(np.maximum(by_fill, by_length), most)
+        width = _round_up(-(-total // spans), SMALL.keys)
+        spans = -(-total // width)
+        if self.has_prompts:
+            # A prefill slice is cut only before its start; the causal remainder is the last span.
+            spans = np.where(slices.rows > 1, self._prefill_spans(first_key, room), spans)
+        return np.asarray(spans, np.int32)
 
     def _prefill_spans(self, first_key: Int32, room: Int32) -> Int32:
         """Return spans of own keys per slice of several rows: as many as fill the grid, of at least

@@ -4,9 +4,9 @@
 
 Sections: `check` compares graphs with launches operation by operation; `start` captures all graphs;
 `steps` times mixed steps; `plans` times them with other planner settings; `host` and `kernels`
-profile one; `traffic` sends Poisson arrivals through the core, in process; `cold` lets cold prompts
-arrive beside decoding; `workloads` runs those of `tests.bench.gpu_workloads`. A section that fails
-prints its traceback, and the next one runs.
+profile some; `buckets` times one prompt of every bucket; `traffic` sends Poisson arrivals through
+the core, in process; `cold` lets cold prompts arrive beside decoding; `workloads` runs those of
+`tests.bench.gpu_workloads`. A section that fails prints its traceback, and the next one runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.model_store import ModelConfig
 from engine.models.gpu_layers import GpuOps
 from engine.models.registry import build_model
 from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
-from engine.runner.gpu_runner import GpuRunner
+from engine.runner.gpu_runner import MIXED_BUCKETS, GpuRunner
 from engine.runner.warmup import WarmupLimits
 from engine.weights import random_weights
 from tests.bench.gpu_workloads import BLOCK, LLAMA_8B, WORKLOADS, Bench, print_line
@@ -231,15 +231,19 @@ def check() -> None:
                             graphs=graphs))
         )  # fmt: skip
     print_line("check: equal tokens, logprobs' error, KV's error, other blocks changed")
-    shapes = [(8, (64,)), (30, (5, 200, 1)), (100, (64,) * 5), (0, (33,)), (2, (1500,))]
-    for decoding, prompts in shapes:
+    shapes: list[tuple[int, tuple[int, ...], int]] = [
+        (8, (64,), 0), (30, (5, 200, 1), 0), (100, (64,) * 5, 0), (0, (33,), 0), (2, (1500,), 0),
+        (4, (64, 2, 200), 2643), (60, (300,), 1000),
+    ]  # fmt: skip
+    for decoding, prompts, before in shapes:
         for sampling in (Sampling(temperature=0), Sampling(temperature=0, logprobs=1)):
             results = []
             for one in steps:
                 one.runner.kv.data.copy_(first.data)
-                again = one.begin(Batch(decoding, prompts, sampling=sampling))
+                again = one.begin(Batch(decoding, prompts, before, sampling=sampling))
                 results.append((one.run(again), one.run(next_decode(again))))
-            print_line(f"  {decoding} + {prompts} logprobs {sampling.logprobs}: "
+            name = f"{decoding} + {prompts} after {before}, logprobs {sampling.logprobs}"
+            print_line(f"  {name}: "
                        + compared(results, [one.runner for one in steps], first))  # fmt: skip
 
 
@@ -359,18 +363,40 @@ class MixedBench:
     def kernels(self) -> None:
         """Print where the GPU's time of a step goes."""
         steps = Steps(self.runner)
-        for name in ("32 + 64", "96 + 8x64"):
+        for name, graphs in (
+            *(("32 + 64", True), ("64 + 384", True), ("64 + 384", False)),
+            *(("200 + 16x64", True), ("200 + 16x64", False)),
+        ):
+            self.runner.graphs_on = graphs
             plan = steps.begin(Batch(*CASES[name]))
-            steps.run(plan)
+            for _ in range(20):
+                steps.run(plan)  # so that the clock is as in long runs
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 for _ in range(3):
                     steps.run(plan)
                 torch.cuda.synchronize()
-            print_line(f"kernels of {name}, us a step: launches")
             events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
-            for event in events[:14]:
+            total = sum(event.self_device_time_total for event in events) / 3
+            way = "graph" if graphs else "eager"
+            print_line(f"kernels of {name}, {way}: {total:.0f} us a step; us: launches")
+            for event in events[:12]:
                 line = f"  {event.self_device_time_total / 3:8.0f}: {event.count // 3:4} "
                 print_line(line + event.key[:90])
+        self.runner.graphs_on = True
+        steps.end()
+
+    def buckets(self) -> None:
+        """Time a step of one prompt that fills each bucket, by graph and operation by operation:
+        the matrix products by number of rows, with next to no attention."""
+        print_line("buckets, one prompt of as many tokens, steady ms: graph, eager")
+        steps = Steps(self.runner)
+        for rows in (*MIXED_BUCKETS[3:], 272, 288, 416):
+            line = f"  {rows:5}"
+            for graphs in (True, False):
+                self.runner.graphs_on = graphs
+                line += f"  {steps.measure(Batch(0, (rows,)), 12)['steady']:6.2f}"
+            print_line(line)
+        self.runner.graphs_on = True
         steps.end()
 
     def traffic(self) -> None:
@@ -443,7 +469,7 @@ class MixedBench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    sections = "check,start,steps,plans,host,kernels,traffic,cold,workloads"
+    sections = "check,start,steps,plans,host,kernels,buckets,traffic,cold,workloads"
     parser.add_argument("--only", default=sections)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=18_000)
