@@ -40,7 +40,7 @@ from gateway.api.admin import (
     tenants,
     usage,
 )
-from gateway.api.routes import ERROR_SHAPES
+from gateway.api.routes import error_shape
 from gateway.background.config_reload import declare, reload
 from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageMetering
@@ -208,7 +208,7 @@ class Gateway:
             *health.routes(context),
         )
         hosts = context.config.server.hosts
-        return Middleware(routes, context, hosts, ERROR_SHAPES, rate_limits.take_place)
+        return Middleware(routes, context, hosts, error_shape, rate_limits.take_place)
 
     def admin(self) -> Middleware:
         """Return the routes that operators reach, behind their middleware."""

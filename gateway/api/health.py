@@ -1,5 +1,5 @@
 """Health probes without authentication: `/healthz`, the process is up; `/readyz`, it takes
-requests.
+requests. `/health` is the name by which clients of other engines ask for `/healthz`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from gateway.http.middleware import Route
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the two probes. Their answers have no tenant, model or load."""
+    """Return the probes. Their answers have no tenant, model or load."""
 
     async def health(request: web.BaseRequest) -> web.StreamResponse:
         # 200 without an engine, too: it is restarted until it serves, and the gateway answers.
@@ -28,5 +28,6 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     return (
         Route("GET", "/healthz", health, "open"),
+        Route("GET", "/health", health, "open"),
         Route("GET", "/readyz", ready, "open"),
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from aiohttp import web
+
 from gateway.dialects.anthropic import messages as anthropic
 from gateway.dialects.canonical import RequestMetadata
 from gateway.dialects.gemini import generate_content as gemini
@@ -14,6 +16,7 @@ from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.protocol import Dialect, ErrorShape
+from gateway.http.request_context import PLAIN
 from gateway.http.route_table import pattern_of
 
 
@@ -45,12 +48,26 @@ ENDPOINTS = (
 )
 """OpenAI's paths also exist without /v1: clients often omit it from the base URL."""
 
-ERROR_SHAPES: tuple[tuple[str, ErrorShape], ...] = (
+_SHAPES_BY_PATH: tuple[tuple[str, ErrorShape], ...] = (
+    ("/v1beta/", gemini.DIALECT),
+    ("/upload/v1beta/", gemini.DIALECT),
+    ("/v1/messages/", anthropic.DIALECT),
+    ("/v1/complete/", anthropic.DIALECT),
+)
+_SHAPES_BY_HEADER: tuple[tuple[str, ErrorShape], ...] = (
     ("x-goog-api-key", gemini.DIALECT),
     ("x-goog-api-client", gemini.DIALECT),
     ("anthropic-version", anthropic.DIALECT),
 )
-"""Header names, and the error format for an unknown path if a request has that header."""
+
+
+def error_shape(request: web.BaseRequest) -> ErrorShape:
+    """Return the error format of a request whose route has none: by its path, then its headers."""
+    path = request.path + "/"
+    for prefix, shape in _SHAPES_BY_PATH:
+        if path.startswith(prefix):
+            return shape
+    return next((shape for name, shape in _SHAPES_BY_HEADER if name in request.headers), PLAIN)
 
 
 def find_endpoint(path: str) -> tuple[Endpoint, RequestMetadata] | None:

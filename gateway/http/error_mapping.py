@@ -33,9 +33,20 @@ _HTTP_KINDS = {
     ),
 }
 
+_COUNTS = "Token ids are not exposed; /v1/messages/count_tokens and the like count them."
 _STORES = "Reading stored objects is not supported: nothing is stored."
+_GENERATES = "{} is not supported; this server generates text."
 _NOT_SERVED = {
+    "metrics": "Metrics are on the admin listener (`admin.listen`), as GET /metrics.",
     "embeddings": "Embeddings are not supported; this server generates text.",
+    "rerank": _GENERATES.format("Ranking"),
+    "score": _GENERATES.format("Scoring"),
+    "classify": _GENERATES.format("Classification"),
+    "pooling": _GENERATES.format("Pooling"),
+    "tokenize": _COUNTS,
+    "detokenize": _COUNTS,
+    "generate": "This path is not supported; use /v1/completions.",
+    "api": "Ollama's API is not supported; use /v1/chat/completions.",
     "images": "Generating images is not supported; this server generates text.",
     "videos": "Generating videos is not supported; this server generates text.",
     "audio": "Generating audio is not supported; this server generates text.",
@@ -46,22 +57,43 @@ _NOT_SERVED = {
     "messages/batches": "Batches are not supported; send the requests one by one.",
     "files": "Uploading files is not supported; send their text.",
     "uploads": "Uploading files is not supported; send their text.",
+    "containers": "Uploading files is not supported; send their text.",
+    "fileSearchStores": "Uploading files is not supported; send their text.",
+    "corpora": "Uploading files is not supported; send their text.",
     "vector_stores": "Uploading files is not supported; send their text.",
     "fine_tuning": "Training models is not supported.",
     "tunedModels": "Training models is not supported.",
     "assistants": "Assistants are not supported; use /v1/responses or /v1/chat/completions.",
     "threads": "Assistants are not supported; use /v1/responses or /v1/chat/completions.",
     "interactions": "Interactions are not supported; use generateContent.",
+    "evals": "Evaluations are not supported.",
+    "skills": "Skills are not supported; send their text.",
     "conversations": _STORES,
     "chat/completions": _STORES,
+    "responses/compact": "Compacting responses is not supported; send the items to keep.",
 }
-"""Endpoints of hosted APIs that this server lacks, by the path behind the version: the message."""
+"""Endpoints of hosted APIs and other engines that this server lacks, by the path behind the
+version: the message. Only paths of which this server has no method are found here."""
+
+_NOT_SERVED_METHODS = {
+    ("GET", "chat/completions"): _STORES,
+    ("GET", "responses"): _STORES,
+    ("POST", "responses/compact"): _NOT_SERVED["responses/compact"],
+    ("DELETE", "models"): "Training models is not supported, so there is none to delete.",
+}
+"""Endpoints that this server lacks at paths where it has another method."""
 
 
-def _not_served(path: str) -> Refusal | None:
-    """Return the refusal of a hosted API's endpoint that this server lacks, else None."""
+def _not_served(status: int, method: str, path: str) -> Refusal | None:
+    """Return the refusal of another API's endpoint that this server lacks, else None.
+
+    `status`: 404 for a path that this server does not have, 405 for a method that it lacks there.
+    """
     steps = [step for step in path.split("/")[:5] if step not in ("", "v1", "v1beta", "upload")]
-    message = _NOT_SERVED.get("/".join(steps[:2])) or _NOT_SERVED.get("".join(steps[:1]))
+    message = None
+    for key in ("/".join(steps[:2]), "".join(steps[:1])):
+        found = _NOT_SERVED.get(key) if status == 404 else _NOT_SERVED_METHODS.get((method, key))
+        message = message or found
     return None if message is None else Refusal(Kind.NOT_FOUND, "not_served", message)
 
 
@@ -87,13 +119,13 @@ _IDEMPOTENCY_RETRIES = {
 """Idempotency errors after which a retry may succeed: (kind, retry delay in seconds)."""
 
 
-def refusal_of(error: Exception, path: str = "") -> Refusal | None:
-    """Return the refusal that a client sees for an error at a path; None for internal errors."""
+def refusal_of(error: Exception, method: str = "", path: str = "") -> Refusal | None:
+    """Return the refusal that a client sees for a request's error; None for internal errors."""
     match error:
         case Refusal():
             return error
         case web.HTTPException():
-            missing = _not_served(path) if error.status == 404 else None
+            missing = _not_served(error.status, method, path)
             if missing is not None:
                 return missing
             kind, code, message = _HTTP_KINDS.get(

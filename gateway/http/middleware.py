@@ -76,20 +76,19 @@ class Middleware:
         routes: tuple[Route, ...],
         gateway: Context,
         hosts: tuple[str, ...],
-        shapes: tuple[tuple[str, ErrorShape], ...] = (),
+        shape_of: Callable[[web.BaseRequest], ErrorShape] = lambda request: PLAIN,
         take_place: Callable[[Context, RequestState], None] = lambda gateway, state: None,
         hosts_setting: str = "server.hosts",
     ) -> None:
         """Build the route table. `hosts_setting`: the setting that `hosts` come from.
 
         `take_place` admits a tenant's request before its body is read: it sets the state's `place`
-        or raises Refusal. `shapes`: (header name, error shape). An undeclared path gets the shape
-        of the first of these headers that the request has.
+        or raises Refusal. `shape_of` returns the error shape of a request whose route has none.
         """
         self.routes = routes
         self._gateway = gateway
         self._hosts, self._hosts_setting = hosts, hosts_setting
-        self._shapes = shapes
+        self._shape_of = shape_of
         self._take_place = take_place
         self._bodies = BodyBudget(gateway.config.server.body_bytes_in_flight_max)
         self._table = RouteTable[tuple[Route, str]]()
@@ -142,19 +141,24 @@ class Middleware:
     ) -> Awaitable[web.StreamResponse]:
         """Check route, Host, key and the tenant's limits, then start the handler.
 
+        OPTIONS is answered with the methods of the path, and with no header that lets a page of
+        another origin call it.
+
         Raises Refusal, and web.HTTPNotFound or web.HTTPMethodNotAllowed for an undeclared route.
         """
         try:
             (route, path), state.parameters = self._table.find(request)
         except web.HTTPException as error:
-            state.shape = self._shape_by_header(request)
+            state.shape = self._shape_of(request)
             check_host(request, self._hosts, self._hosts_setting)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 state.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+                if request.method == "OPTIONS":
+                    return _no_content()
             raise
         state.shape = route.shape
         if state.shape is PLAIN:
-            state.shape = self._shape_by_header(request)
+            state.shape = self._shape_of(request)
         check_host(request, self._hosts, self._hosts_setting)
         state.route = path
         if route.role != "open":
@@ -167,10 +171,6 @@ class Middleware:
             if identity is not None:
                 self._take_place(self._gateway, state)
         return route.handler(request)
-
-    def _shape_by_header(self, request: web.BaseRequest) -> ErrorShape:
-        """Return the error shape for a path outside all dialects, chosen by request header."""
-        return next((shape for name, shape in self._shapes if name in request.headers), PLAIN)
 
     def _authenticate(self, request: web.BaseRequest, role: Role, state: RequestState) -> None:
         """Record the key's identity in `state`. Raises Refusal.
@@ -217,7 +217,7 @@ class Middleware:
 
         If part of a response was sent already, reset the connection and return None.
         """
-        refusal = refusal_of(error, request.path)
+        refusal = refusal_of(error, request.method, request.path)
         if refusal is None:
             self._gateway.log("error", {"id": state.request_id, **error_location(error)})
             refusal = Refusal(Kind.INTERNAL, "internal_error", "Internal server error.")
@@ -255,6 +255,10 @@ class Middleware:
             traceparent = request.headers.get("traceparent", "")
             facts = span_facts(state, status, total_s, self._gateway.wall(), traceparent)
             tracer.record(facts)
+
+
+async def _no_content() -> web.StreamResponse:
+    return web.Response(status=204)
 
 
 async def _finish(

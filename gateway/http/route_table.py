@@ -7,6 +7,7 @@ handler and no role. `gateway.http.middleware` builds one for each listener.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from typing import Generic, TypeVar
 
 from aiohttp import web
@@ -52,15 +53,15 @@ class RouteTable(Generic[T]):
         by_method[method] = value
 
     def find(self, request: web.BaseRequest) -> tuple[T, dict[str, str]]:
-        """Return (value, decoded parameters).
+        """Return (value, decoded parameters). HEAD finds what GET finds, unless it is declared.
 
         Cost: O(1) for a path without parameters, else O(patterns). Raises web.HTTPNotFound, and
-        web.HTTPMethodNotAllowed with the declared methods.
+        web.HTTPMethodNotAllowed with the methods that the path takes.
         """
         method, url = request.method, request.rel_url
         exact = self._exact.get(url.raw_path)
-        if exact is not None and method in exact:
-            return exact[method], {}
+        if exact is not None and (found := _method_for(method, exact)) is not None:
+            return exact[found], {}
         path, allowed = url.path_safe, set[str]()
         candidates = [(self._exact.get(path, {}), dict[str, str]())]
         for _, pattern, by_method in self._patterns:
@@ -68,12 +69,21 @@ class RouteTable(Generic[T]):
             if match is not None:
                 candidates.append((by_method, match.groupdict()))
         for by_method, parameters in candidates:
-            if method in by_method:
-                return by_method[method], {name: _decoded(v) for name, v in parameters.items()}
+            if (found := _method_for(method, by_method)) is not None:
+                return by_method[found], {name: _decoded(v) for name, v in parameters.items()}
             allowed.update(by_method)
+        if "GET" in allowed:
+            allowed.add("HEAD")
         if allowed:
             raise web.HTTPMethodNotAllowed(method, allowed)
         raise web.HTTPNotFound
+
+
+def _method_for(method: str, declared: Container[str]) -> str | None:
+    """Return the declared method that answers a request's method; None, if there is none."""
+    if method in declared:
+        return method
+    return "GET" if method == "HEAD" and "GET" in declared else None
 
 
 def _decoded(parameter: str) -> str:

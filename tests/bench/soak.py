@@ -183,7 +183,7 @@ class Swarm:
     async def read_only(self, session: aiohttp.ClientSession, chance: random.Random) -> None:
         """Send a request that costs no tokens, or an unknown path."""
         path = chance.choice(
-            ("/v1/models", "/v1/cache", "/v1/usage", "/healthz", "/readyz", "/v1/nothing")
+            ("/v1/models", "/v1/cache", "/v1/usage", "/health", "/readyz", "/v1/nothing")
         )
         await self._send(session, chance, path, None, method="GET")
 

@@ -43,7 +43,9 @@ async def test_says_why_there_is_no_engine(
     monkeypatch.setattr(context, "engine_restarts", lambda: 3)
     later = await probe(gateway, "/readyz")
     alive = await probe(gateway, "/healthz")
+    other_name = await probe(gateway, "/health")
 
+    assert alive == other_name
     assert first == (503, {"status": "starting", "reason": "The engine is starting."})
     reason = "The engine was lost and is being restarted."
     assert later == (503, {"status": "starting", "reason": reason})

@@ -46,7 +46,10 @@ async def test_shows_a_model_by_id_with_or_without_prefix(
         "/v1/models/none", method="GET", headers={"x-goog-api-client": "x"}
     )
 
-    assert one["id"] == gateway.model
+    three = await list_models(gateway, f"/v1/models/{gateway.model}", {})
+
+    assert (three["object"], three["id"]) == ("model", gateway.model)
+    assert (one["type"], one["id"]) == ("model", gateway.model)
     assert two["name"] == f"models/{gateway.model}"
     assert (status, error["error"]["status"]) == (404, "NOT_FOUND")
 

@@ -57,6 +57,13 @@ def test_known_errors_map_to_a_kind(error: Exception, kind: Kind) -> None:
         ("/upload/v1beta/files", "files"),
         ("/v1/messages/batches/x/results", "batches"),
         ("/v1/chat/completions/id/messages", "stored"),
+        ("/metrics", "admin.listen"),
+        ("/tokenize", "count"),
+        ("/v1/rerank", "ranking"),
+        ("/api/chat", "ollama"),
+        ("/v1/fine_tuning/jobs", "training"),
+        ("/v1/moderations", "moderation"),
+        ("/v1/vector_stores", "files"),
         ("/v1/nothing", None),
         ("/v1/messages", None),
         ("/", None),
@@ -64,11 +71,33 @@ def test_known_errors_map_to_a_kind(error: Exception, kind: Kind) -> None:
 )
 def test_unsupported_endpoint_of_a_hosted_api_is_named(path: str, word: str | None) -> None:
     """A plain 404 would suggest a wrong URL."""
-    refusal = refusal_of(web.HTTPNotFound(), path)
+    refusal = refusal_of(web.HTTPNotFound(), "POST", path)
 
     assert refusal is not None
     assert refusal.code == ("not_served" if word else "not_found")
     assert word is None or word in refusal.message.lower()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("GET", "/v1/chat/completions", "not_served"),
+        ("GET", "/chat/completions", "not_served"),
+        ("POST", "/v1/responses/compact", "not_served"),
+        ("DELETE", "/v1/models/m", "not_served"),
+        ("PUT", "/v1/chat/completions", "method_not_allowed"),
+        ("GET", "/v1/messages", "method_not_allowed"),
+        ("POST", "/v1/models/m", "method_not_allowed"),
+    ],
+)
+def test_hosted_endpoint_at_a_path_with_another_method_is_named(
+    method: str, path: str, code: str
+) -> None:
+    """A method that no hosted API has there is a 405; one that it has is a 404 with its reason."""
+    refusal = refusal_of(web.HTTPMethodNotAllowed(method, ["POST"]), method, path)
+
+    assert refusal is not None
+    assert refusal.code == code
 
 
 @pytest.mark.parametrize("error", [ValueError("secret"), EngineError("invariant", "secret")])

@@ -53,6 +53,7 @@ DECLARED = {
     ("GET", "/v1/cache"): 401,
     ("DELETE", "/v1/cache"): 401,
     ("GET", "/healthz"): 200,
+    ("GET", "/health"): 200,
     ("GET", "/readyz"): 200,
 }
 """Every route of the public listener, and its status for a request without a key."""

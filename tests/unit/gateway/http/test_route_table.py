@@ -28,6 +28,8 @@ def table() -> RouteTable[str]:
     ("method", "path", "found", "parameters"),
     [
         ("GET", "/v1/models", "GET /v1/models", {}),
+        ("HEAD", "/v1/models", "GET /v1/models", {}),
+        ("HEAD", "/v1/models/a", "GET /v1/models/{name}", {"name": "a"}),
         ("GET", "/v1/m%6fdels", "GET /v1/models", {}),
         ("GET", "/v1/models/a%2Fb%25c", "GET /v1/models/{name}", {"name": "a/b%c"}),
         ("GET", "/v1/models/%C3%A4", "GET /v1/models/{name}", {"name": "ä"}),
@@ -60,7 +62,7 @@ def test_wrong_method_lists_methods_of_every_matching_route(table: RouteTable[st
     with pytest.raises(web.HTTPMethodNotAllowed) as caught:
         table.find(make_mocked_request("PUT", "/v1/models/x"))
 
-    assert caught.value.allowed_methods == {"DELETE", "GET", "POST"}
+    assert caught.value.allowed_methods == {"DELETE", "GET", "HEAD", "POST"}
 
 
 def test_route_cannot_be_declared_twice(table: RouteTable[str]) -> None:

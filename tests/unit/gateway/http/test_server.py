@@ -72,13 +72,57 @@ async def test_path_variants_reach_no_handler_without_a_key(
     assert gateway.entries() == []
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "TRACE", "OPTIONS"])
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "TRACE"])
 async def test_wrong_method_gets_405_with_allow(gateway: GatewayFixture, method: str) -> None:
     """A14: Allow tells the client the supported methods."""
     answer = await gateway.raw(head(f"{method} /v1/chat/completions HTTP/1.1", "Connection: close"))
 
     assert status_of(answer) == 405, answer
     assert b"allow: post" in answer.lower()
+
+
+@pytest.mark.parametrize(
+    ("path", "allow"),
+    [("/v1/chat/completions", "POST"), ("/v1/models", "GET, HEAD"), ("/health", "GET, HEAD")],
+)
+async def test_options_tells_methods_and_lets_no_other_origin_in(
+    gateway: GatewayFixture, path: str, allow: str
+) -> None:
+    """Proxies and tools ask before the first request; a browser's preflight finds no permission."""
+    lines = ("Origin: http://evil.example", "Access-Control-Request-Method: POST")
+    answer = await gateway.raw(head(f"OPTIONS {path} HTTP/1.1", *lines, "Connection: close"))
+
+    assert status_of(answer) == 204
+    assert f"allow: {allow}\r\n".lower().encode() in answer.lower()
+    assert b"access-control" not in answer.lower()
+
+
+@pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz", "/v1/models"])
+async def test_head_is_get_without_the_body(gateway: GatewayFixture, path: str) -> None:
+    """Load balancers and download tools probe with HEAD; the route's key is still required."""
+    authorization = f"Authorization: Bearer {gateway.keys['ada']}"
+    answers = []
+    for method in ("GET", "HEAD"):
+        async with gateway.connection() as (reader, writer):
+            writer.write(head(f"{method} {path} HTTP/1.1", authorization, "Connection: close"))
+            async with asyncio.timeout(PATIENCE_S):
+                answers.append(await reader.read())
+    (whole, body), (bare, nothing) = (answer.split(b"\r\n\r\n", 1) for answer in answers)
+
+    assert [status_of(answer) for answer in answers] == [200, 200]
+    assert (len(body) > 0, nothing) == (True, b"")
+    assert f"content-length: {len(body)}\r\n".encode() in bare.lower() + b"\r\n"
+    assert whole.lower().count(b"\r\n") == bare.lower().count(b"\r\n")
+
+
+async def test_head_needs_the_routes_key(gateway: GatewayFixture) -> None:
+    """The answer's length would tell the models."""
+    async with gateway.connection() as (reader, writer):
+        writer.write(head("HEAD /v1/models HTTP/1.1", "Connection: close"))
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.read()
+
+    assert status_of(answer) == 401
 
 
 async def test_unsupported_expect_header_gets_417(gateway: GatewayFixture) -> None:
@@ -145,7 +189,7 @@ async def test_upgrade_header_is_ignored(gateway: GatewayFixture, lines: tuple[s
         writer.write(head("GET /v1/chat/completions HTTP/1.1", *lines))
         answer = await read_answer(reader)
 
-    assert status_of(answer) in (400, 405)
+    assert status_of(answer) in (400, 404)
 
 
 async def test_connect_method_is_refused(gateway: GatewayFixture) -> None:
