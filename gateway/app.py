@@ -29,7 +29,15 @@ from gateway.analytics.aggregates import Analytics
 from gateway.analytics.client import AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import StartAnalytics
-from gateway.api import cached_contents, generate, health, models, quote, self_service
+from gateway.api import (
+    cached_contents,
+    generate,
+    health,
+    models,
+    quote,
+    self_service,
+    stored_responses,
+)
 from gateway.api.admin import (
     analytics,
     audit,
@@ -62,6 +70,7 @@ from gateway.ledger.interface import InProcessLedger, LedgerClient
 from gateway.ledger.metering import note_progress, wall_ms
 from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, ProgressJournal
 from gateway.ledger.query_pool import QueryPool
+from gateway.ledger.response_writer import ResponseWriter
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
@@ -133,6 +142,7 @@ class Gateway:
             ),
             store=store,
             reports=QueryPool(store),
+            responses=ResponseWriter(store, config),
             limiter=Limiter(clock),
             telemetry=Metrics(config.tenancy.tenants_as_labels_max),
             renderer=renderer,
@@ -201,6 +211,7 @@ class Gateway:
         context = self.context
         routes = (
             *generate.routes(context),
+            *stored_responses.routes(context),
             *quote.routes(context),
             *cached_contents.routes(context),
             *models.routes(context),
@@ -268,6 +279,7 @@ class Gateway:
             await listener.close()
         await self.context.finish_background()
         await self.context.preparations.close()
+        await self.context.responses.close()
         await self._metering.close()
         await self.context.books.close()
         await self._reconciler.close()

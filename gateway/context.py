@@ -26,6 +26,7 @@ from gateway.config import Config
 from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
 from gateway.ledger.query_pool import QueryPool
+from gateway.ledger.response_writer import ResponseWriter
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.preparation_pool import PreparationPool
@@ -82,7 +83,8 @@ class Context:
     `waiting`: those of them that the engine has not started.
     `read_config`: reads the configuration file again; raises ConfigError.
     `token_bytes_max`: bytes of the vocabulary's longest token.
-    `books`: the promises in the database. `journal`: progress of the running streams.
+    `books`: the promises in the database. `responses`: writes the stored responses.
+    `journal`: progress of the running streams.
     `tracer`: set if tracing is on.
     `background`: tasks that must finish even if their caller is cancelled.
     """
@@ -94,6 +96,7 @@ class Context:
     journal: ProgressJournal
     store: Store
     reports: QueryPool
+    responses: ResponseWriter
     limiter: Limiter
     telemetry: Metrics
     renderer: Renderer

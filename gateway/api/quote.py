@@ -23,6 +23,7 @@ from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens
 from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
+from gateway.generation.stored_responses import parse_with_history
 from gateway.generation.usage import sum_usage
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
@@ -64,10 +65,13 @@ def _quote_handler(gateway: Context) -> Handler:
         endpoint, metadata = found
         tolerance = request_metadata(request, gateway.config.server.tolerance).tolerance
         metadata = replace(metadata, tolerance=tolerance)
-        call = await parse_body(
-            gateway, tenant.tenant_id, endpoint.dialect.parse, bytes(body.request), metadata
-        )
+        sent = bytes(body.request)
+        call = await parse_body(gateway, tenant.tenant_id, endpoint.dialect.parse, sent, metadata)
         check_model(gateway, call)
+        if call.thread.is_pending:
+            call = await parse_with_history(
+                gateway, endpoint.dialect, sent, metadata, call, state.identity
+            )
         made = await prepare(gateway, call, state.identity)
         output_tokens(made.call, made.rendered, state.identity, made.now)
         namespace = made.scope.namespace

@@ -198,6 +198,26 @@ class CacheDirectives(Struct, frozen=True):
     """Settings (name, value) that the dialect repeats in its answer."""
 
 
+class ThreadDirectives(Struct, frozen=True):
+    """What a call continues, and what is stored of it.
+
+    `previous_id`: the stored response that it continues; `conversation_id`: its conversation; ""
+    for none. `store`: whether to store the response. `input`: the request's own items as a JSON
+    list. A call with `is_pending` has no prompt: it must be parsed again with the earlier items in
+    `RequestMetadata.history`.
+    """
+
+    previous_id: str = ""
+    conversation_id: str = ""
+    store: bool = False
+    input: bytes = b""
+    is_pending: bool = False
+
+
+NO_THREAD = ThreadDirectives()
+"""Directives of a call that continues nothing and is not stored."""
+
+
 class Call(Struct, frozen=True):
     """One request in canonical form.
 
@@ -220,12 +240,14 @@ class Call(Struct, frozen=True):
     cache: CacheDirectives = CacheDirectives()
     digests: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    thread: ThreadDirectives = NO_THREAD
 
 
 class RequestMetadata(Struct, frozen=True):
     """Path and header fields of a request that a dialect may read, and its key's tolerance.
 
-    `model` and `action` come from the path, `version` and `betas` from headers.
+    `model` and `action` come from the path, `version` and `betas` from headers. `history`: the
+    earlier items that the request continues (`ThreadDirectives`); None before they are loaded.
     """
 
     model: str = ""
@@ -233,6 +255,7 @@ class RequestMetadata(Struct, frozen=True):
     version: str = ""
     betas: tuple[str, ...] = ()
     tolerance: Mode = "standard"
+    history: tuple[dict[str, Any], ...] | None = None
 
 
 NO_METADATA = RequestMetadata()

@@ -7,9 +7,9 @@ route and no engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from gateway.dialects.canonical import Call, Delta, Reply, RequestMetadata
+from gateway.dialects.canonical import Call, Delta, End, Reply, RequestMetadata
 from gateway.errors import Refusal
 
 
@@ -40,6 +40,16 @@ class Encoder(Protocol):
 
     def error_event(self, refusal: Refusal) -> bytes:
         """Return the bytes that end a failed stream."""
+
+
+@runtime_checkable
+class StoredEncoder(Encoder, Protocol):
+    """Encodes an answer that may be stored. `is_stored`: what the answer says about that."""
+
+    is_stored: bool
+
+    def response(self, end: End) -> bytes:
+        """Return the complete response. All deltas before the end must have been encoded."""
 
 
 class Dialect(ErrorShape, Protocol):

@@ -9,7 +9,7 @@ The module knows no dialect by name; `gateway.api.generate` calls it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 
 from aiohttp import web
@@ -38,6 +38,11 @@ from gateway.generation.preparation import (
     check_model,
     parse_body,
     prepare,
+)
+from gateway.generation.stored_responses import (
+    StoredAnswer,
+    parse_with_history,
+    stored_answer,
 )
 from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER, cache_header
 from gateway.http.connection import CONNECTION
@@ -68,6 +73,7 @@ class Generation:
         self._ignored: tuple[str, ...] = ()
         self._on_started: Callable[[int], None] | None = None
         self._idempotent: IdempotentRequest | None = None
+        self._stored: StoredAnswer | None = None
 
     @property
     def _place(self) -> Reservation:
@@ -96,6 +102,9 @@ class Generation:
         replayed = None if call.operation == "count" else await self.find_replay(body, identity)
         if replayed is not None:
             return replayed
+        if call.thread.is_pending:
+            call = await parse_with_history(gateway, self._dialect, body, metadata, call, identity)
+            self._ignored = call.ignored
         del body
         prepared = await prepare(gateway, call, identity)
         share = self._request[BODY_SHARE]
@@ -107,6 +116,8 @@ class Generation:
             return await send(self._request, 200, body, self._head(is_stream=False))
         reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
         encoder = self._dialect.encoder(call, reply)
+        if call.thread.store:
+            self._stored = stored_answer(gateway, identity, call, reply, encoder)
         return await self.run_to_completion(self.execute(prepared, identity, encoder, reply))
 
     async def find_replay(self, body: bytes, identity: Identity) -> web.StreamResponse | None:
@@ -282,6 +293,8 @@ class Generation:
     ) -> web.StreamResponse:
         deltas = await output.collect(self._observe)
         body = encoder.unary(deltas)
+        if self._stored is not None:
+            body = await self._stored.unary(deltas)
         if self._idempotent is not None:
             self._idempotent.record(body)
         await self._settle(deltas, output, hold, outcome)
@@ -333,7 +346,10 @@ class Generation:
             return
         self._observe(batch)
         is_last = bool(batch) and isinstance(batch[-1], End)
-        data = b"".join(map(encoder.stream, batch))
+        if is_last and self._stored is not None:
+            data = await self._stored.stream(batch)
+        else:
+            data = b"".join(map(encoder.stream, batch))
         if is_last:
             data += encoder.close()
         if self._idempotent is not None:
@@ -369,15 +385,23 @@ class Generation:
                 raise
             self._idempotent.is_disconnected = True
 
+    async def _settle_stored(self, settled: asyncio.Future[None], stored: StoredAnswer) -> None:
+        """Wait for the ledger entry; withdraw the stored response if it cannot be written."""
+        try:
+            await settled
+        except LedgerUnavailable:
+            await self._gateway.finish(stored.withdraw())
+            raise
+
     def _settle(
         self,
         deltas: Sequence[Delta],
         output: OutputStream,
         hold: LedgerReservation,
         outcome: Outcome,
-    ) -> asyncio.Future[None]:
+    ) -> Awaitable[None]:
         """Submit the ledger entry of a complete answer, with the stored response of an idempotent
-        request; return a future that is done when the entry is durable.
+        request; return an awaitable that is done when the entry is durable.
 
         The last bytes are encoded before this call, so an answer that cannot be encoded is not
         charged. Usage is recorded while the ledger writes.
@@ -390,7 +414,7 @@ class Generation:
             record = self._idempotent.to_store(head, self._gateway.wall())
         settled = hold.settle("done", last.usage, output.first_token_s, record)
         outcome.record_usage(output)
-        return settled
+        return settled if self._stored is None else self._settle_stored(settled, self._stored)
 
     # -- idempotent requests --------------------------------------------------------------------
 

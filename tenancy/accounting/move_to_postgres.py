@@ -31,6 +31,10 @@ TABLES: dict[str, tuple[str, ...]] = {
     "scope_members": ("tenant_id", "workspace"),
     "erasures": ("receipt_id",),
     "cached_contents": ("resource_id",),
+    "stored_responses": ("response_id",),
+    "conversations": ("conversation_id",),
+    "conversation_items": ("conversation_id", "number"),
+    "stored_sums": ("tenant_id",),
     "written_prefixes": ("gateway", "namespace", "digest", "class"),
     "audit_log": ("audit_id",),
     "rate_cards": ("name", "version"),
@@ -81,7 +85,12 @@ file's first epoch.
 
 _PAGE = 2_000
 """Rows of one page."""
-_LARGE_ROW_TABLES = ("cached_contents", "named_requests")
+_LARGE_ROW_TABLES = (
+    "cached_contents",
+    "named_requests",
+    "stored_responses",
+    "conversation_items",
+)
 """Tables whose rows may have megabytes, so a page has one row."""
 
 Stage = Literal["checked", "written", "read back"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from tenancy.accounts.shared_scopes import list_owned_scopes
+from tenancy.accounts.stored_responses import forget_stored
 from tenancy.accounts.tenants import (
     TenantRecord,
     find_tenant_in,
@@ -25,8 +26,8 @@ from tenancy.types import TenantSettings, WallClock
 
 
 def delete_tenant(store: Store, clock: WallClock, name: str, by: Actor | None = None) -> str | None:
-    """Delete a tenant with its keys, limits, budgets, memberships, cached contents and stored
-    responses.
+    """Delete a tenant with its keys, limits, budgets, memberships, cached contents, stored
+    responses and conversations.
 
     Returns the pseudonym under which its ledger rows stay, or None if it has none; then its number
     is deleted too. Raises BadName while the tenant owns a shared scope, is declared, or has running
@@ -36,7 +37,15 @@ def delete_tenant(store: Store, clock: WallClock, name: str, by: Actor | None = 
         with store.change() as db:
             tenant_id = _find_deletable(db, name).tenant.tenant_id
             idempotency.forget(db, tenant_id)
-            for table in ("scope_members", "keys", "named_sums", "written_prefixes", "tenants"):
+            forget_stored(db, tenant_id)
+            for table in (
+                "scope_members",
+                "keys",
+                "named_sums",
+                "stored_sums",
+                "written_prefixes",
+                "tenants",
+            ):
                 db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
             _record(db, by, tenant_id)
         return None
@@ -85,7 +94,8 @@ def _pseudonymise(db: Transaction, found: TenantRecord, now_ms: int) -> str:
     if db.rows("select 1 from tenants where name = ?", (pseudonym,)):
         raise BadName("name_taken", f"pseudonym is taken: {pseudonym}")
     idempotency.forget(db, tenant_id)
-    for table in ("scope_members", "budgets", "budget_windows", "written_prefixes"):
+    forget_stored(db, tenant_id)
+    for table in ("scope_members", "budgets", "budget_windows", "written_prefixes", "stored_sums"):
         db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
     for key_id, digest in db.rows(
         "select key_id, digest from keys where tenant_id = ?", (tenant_id,)

@@ -202,10 +202,19 @@ async def test_diagnosis_compares_with_an_earlier_response(
     assert same.type == "cache_hit"
 
 
-async def test_stored_responses_are_not_found(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
-    """Applications that need a store fail at once."""
+async def test_stored_responses_are_continued_and_deleted(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
+    """Create, retrieve, list the input, continue, delete; afterwards it is not found."""
     gateway.say("Hi.")
-    answer = await client.responses.create(model=gateway.model, input="hello", store=True)
+    answer = await client.responses.create(model=gateway.model, input="hello")
+    found = await client.responses.retrieve(answer.id)
+    async with client.responses.stream(
+        model=gateway.model, input="and?", previous_response_id=answer.id
+    ) as stream:
+        second = await stream.get_final_response()
+    items = [item async for item in client.responses.input_items.list(second.id, limit=1)]
+    await client.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError) as gone:
         await client.responses.retrieve(answer.id)
     with pytest.raises(openai.NotFoundError):
@@ -215,6 +224,9 @@ async def test_stored_responses_are_not_found(gateway: GatewayFixture, client: A
             model=gateway.model, input="and?", previous_response_id=answer.id
         )
 
+    assert found.to_dict() == answer.to_dict()
+    assert second.previous_response_id == answer.id
+    assert [item.type for item in items] == ["message"] * 3
     assert gone.value.code == "response_not_found"
     assert previous.value.code == "previous_response_not_found"
     assert previous.value.param == "previous_response_id"
@@ -316,9 +328,9 @@ async def test_base_url_without_v1_works(gateway: GatewayFixture) -> None:
         text = await client.completions.create(model=gateway.model, prompt="hello", max_tokens=3)
         models = [model.id async for model in client.models.list()]
         counted = await client.responses.input_tokens.count(model=gateway.model, input="hello")
-        with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(answer.id)
+        found = await client.responses.retrieve(answer.id)
 
+    assert found == answer
     assert answer.output_text == chat.choices[0].message.content == "Hi."
     assert text.choices[0].finish_reason in ("stop", "length")
     assert models == [gateway.model]

@@ -1,13 +1,14 @@
 """OpenAI's responses: parse a body to a `Call`.
 
-Nothing is stored: an answer says `store: false`, and a request with `previous_response_id` is
-refused. Earlier ids serve only to diagnose cache misses. Functions are pure:
-`openai.responses_events` encodes the answers, and `gateway.api.routes` binds the dialect to paths.
+A request with `previous_response_id` is parsed twice: the second time with the earlier items, which
+`gateway.generation.stored_responses` loads. Functions are pure: `openai.responses_events` encodes
+the answers, and `gateway.api.routes` binds the dialect to paths.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,6 +23,7 @@ from gateway.dialects.canonical import (
     Prompt,
     Reply,
     RequestMetadata,
+    ThreadDirectives,
 )
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.openai import responses_prompt as items
@@ -62,7 +64,7 @@ NEUTRAL_VALUES = {**wire.NEUTRAL_VALUES, "background": False, "n": 1}
 RULES = wire.FieldRules(
     refused=REFUSED_FIELDS,
     neutral=NEUTRAL_VALUES,
-    records=wire.RECORD_FIELDS | {"store", "max_tool_calls"},
+    records=wire.RECORD_FIELDS | {"max_tool_calls"},
     aliases={
         **wire.ALIASES,
         "max_tokens": ("max_output_tokens", wire.same),
@@ -71,8 +73,7 @@ RULES = wire.FieldRules(
     switches=frozenset({"chat_template_kwargs"}),
     cleaned={"stream_options": wire.clean_stream_options},
 )
-"""An answer always says `store: false`: a store serves later requests, not this one.
-`max_tool_calls` limits server tools, and this server has none."""
+"""`max_tool_calls` limits server tools, and this server has none."""
 
 Metadata = Annotated[
     dict[
@@ -138,6 +139,7 @@ class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
     text: TextField | None = None
     reasoning: dict[str, Any] | None = None
     previous_response_id: wire.Short | None = None
+    store: bool | None = None
     include: Annotated[list[wire.Short], Meta(max_length=32)] | None = None
     truncation: Literal["disabled", "auto"] | None = None
     metadata: Metadata | None = None
@@ -166,8 +168,10 @@ class ResponsesDialect:
         tolerance = Tolerance(metadata.tolerance)
         fields = wire.decode(body, ResponsesBody, RULES, tolerance)
         _check(fields)
+        if fields.previous_response_id and metadata.history is None:
+            return self._pending(fields)
         _take_hints(fields, tolerance)
-        prompt, directives = _prompt(fields, tolerance)
+        prompt, directives = _prompt(fields, tolerance, metadata.history or ())
         options = fields.prompt_cache_options or ResponsesCacheOptions()
         operation: Literal["generate", "prewarm", "count"] = "generate"
         if self._counts:
@@ -186,12 +190,24 @@ class ResponsesDialect:
             priority=fields.priority or 0,
             digests=_digests(fields),
             ignored=tolerance.ignored,
+            thread=_thread(fields, is_generated=operation == "generate"),
             cache=msgspec.structs.replace(
                 directives,
                 compare_with=options.comparison_response_id or "",
                 remember=operation != "count",
                 echo=(("response", tools.json_text(_echo(fields, prompt))),),
             ),
+        )
+
+    def _pending(self, fields: ResponsesBody) -> Call:
+        """Return the call of a request whose earlier items are not loaded yet."""
+        return Call(
+            model=fields.model,
+            prompts=(),
+            generation=GenerationParameters(),
+            operation="count" if self._counts else "generate",
+            stream=bool(fields.stream),
+            thread=ThreadDirectives(fields.previous_response_id or "", is_pending=True),
         )
 
     def encoder(self, call: Call, reply: Reply) -> ResponsesEncoder:
@@ -204,21 +220,16 @@ class ResponsesDialect:
 
 
 def not_found(response_id: str) -> Refusal:
-    """Return the refusal of a request for a stored response."""
-    message = f"Response with id {response_id[:64]!r} not found: this server stores no responses."
+    """Return the refusal of a request for a response that is not stored."""
+    message = (
+        f"Response with id {response_id[:64]!r} not found: it was not stored, has expired or was"
+        " deleted."
+    )
     return Refusal(Kind.NOT_FOUND, "response_not_found", message, param="response_id")
 
 
 def _check(fields: ResponsesBody) -> None:
-    """Raise Refusal for fields that contradict each other or need a store."""
-    if fields.previous_response_id is not None:
-        name = fields.previous_response_id[:64]
-        message = (
-            f"Previous response with id {name!r} not found: this server stores no responses; send"
-            " the earlier items as input."
-        )
-        code = "previous_response_not_found"
-        raise Refusal(Kind.BAD, code, message, param="previous_response_id")
+    """Raise Refusal for fields that contradict each other."""
     if fields.stream_options is not None and not fields.stream:
         problem = "only allowed when stream is true."
         raise invalid_field("stream_options", problem)
@@ -240,16 +251,26 @@ def _take_hints(fields: ResponsesBody, tolerance: Tolerance) -> None:
     tolerance.take_hint("service_tier", fields.service_tier, wire.SERVICE_TIERS)
 
 
-def _prompt(fields: ResponsesBody, tolerance: Tolerance) -> tuple[Prompt, CacheDirectives]:
+def _thread(fields: ResponsesBody, *, is_generated: bool) -> ThreadDirectives:
+    """Return what the request continues and whether it is stored: unless it says otherwise."""
+    if not is_generated or fields.store is False:
+        return ThreadDirectives(fields.previous_response_id or "")
+    own = msgspec.json.encode(items.items_of(fields.input))
+    return ThreadDirectives(fields.previous_response_id or "", store=True, input=own)
+
+
+def _prompt(
+    fields: ResponsesBody, tolerance: Tolerance, history: Sequence[dict[str, Any]]
+) -> tuple[Prompt, CacheDirectives]:
     options = fields.prompt_cache_options
     settings = cache.CacheSettings(
         options,
         fields.prompt_cache_retention,
         fields.cache_control,
-        items.has_native_breakpoint(fields.input),
+        items.has_native_breakpoint(fields.input) or items.has_native_breakpoint(history),
     )
     declared = items.tools_of(fields.tools or (), tolerance)
-    unmarked = items.segments_of(fields.instructions, fields.input, settings, tolerance)
+    unmarked = items.segments_of(fields.instructions, history, fields.input, settings, tolerance)
     segments, directives = cache.apply(declared, unmarked, settings)
     form = fields.text.format if fields.text is not None else None
     prompt = Prompt(
@@ -305,6 +326,7 @@ def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:
         "top_p": 1.0 if fields.top_p is None else fields.top_p,
     }
     sent = {
+        "previous_response_id": fields.previous_response_id or None,
         "prompt_cache_key": fields.prompt_cache_key,
         "prompt_cache_options": _shown_options(fields.prompt_cache_options),
         "prompt_cache_retention": None if retention is None else retention.replace("-", "_"),

@@ -49,6 +49,7 @@ class ResponsesEncoder:
         self._is_open = False
         self._is_truncated = False
         self._diagnosis: Diagnosis | None = None
+        self.is_stored = False
 
     def stream(self, delta: Delta) -> bytes:
         """Return the events of one delta, which may be none."""
@@ -75,6 +76,10 @@ class ResponsesEncoder:
             for event in self._events(delta):
                 last = event
         return msgspec.json.encode(last["response"])
+
+    def response(self, end: End) -> bytes:
+        """Return the complete response, after all deltas before the end."""
+        return msgspec.json.encode(self._last(end.usage)["response"])
 
     def _frame(self, event: Event) -> bytes:
         name = event["type"]
@@ -144,7 +149,7 @@ class ResponsesEncoder:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
-            "store": False,
+            "store": self.is_stored,
             "truncation": "disabled",
             **self._echo,
             **more,

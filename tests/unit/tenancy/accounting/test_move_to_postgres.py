@@ -24,6 +24,7 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
 from tenancy.accounts.keys import create_admin_key, create_key, rotate_key
 from tenancy.accounts.shared_scopes import ScopeTerms, set_scope
+from tenancy.accounts.stored_responses import ResponseRecord, StorageQuota, store_responses
 from tenancy.accounts.tenants import create_tenant, write_floor_blocks_max
 from tenancy.errors import StoreError
 from tenancy.ledger.adjustments import Adjustment, adjust
@@ -68,6 +69,11 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
             b"\0\xff",
             CachedContentQuota(),
         )
+        turn = ResponseRecord("r1", 1, "lab", 1, 10**15, b"[]", b"{}")
+        store_responses(store, [turn], StorageQuota(), 10**6)
+        with store.change() as db:
+            db.execute("insert into conversations values ('c1', 1, 'lab', '{}', 1, 9, 2, 1)")
+            db.execute("insert into conversation_items values ('c1', 0, 'i1', ?)", (b"{}",))
         write_floor_blocks_max(store, 99)
         write_receipt(store, ErasureReceipt("receipt", 1, 1, 1, "all", 2, "digest", 3))
         ledger = Ledger(store, wall)

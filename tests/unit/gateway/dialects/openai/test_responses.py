@@ -17,6 +17,7 @@ from gateway.dialects.canonical import (
     OutputFormat,
     RequestMetadata,
     Segment,
+    ThreadDirectives,
     Tool,
     ToolCall,
     ToolChoice,
@@ -173,7 +174,7 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
         ([HI, RESULT], "input[1].call_id", "'a'"),
         ([HI, CALL, RESULT, RESULT], "input[3].call_id", "'a'"),
         ([HI, {**CALL, "arguments": "1"}, RESULT], "input[1].arguments", "object"),
-        ([{"type": "item_reference", "id": "x"}], "input[0]", "stores no items"),
+        ([{"type": "item_reference", "id": "x"}], "input[0]", "item_reference is not"),
         ([{"type": "web_search_call"}], "input[0].type", "web_search_call"),
         ([{"type": 3}], "input[0].type", "Expected `str`"),
         ([{"role": "tool", "content": "x"}], "input[0].role", "tool"),
@@ -209,10 +210,36 @@ def test_refuses_unsupported_field_by_name(name: str) -> None:
     assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
 
 
+def test_continued_request_is_parsed_with_its_history() -> None:
+    """First without a prompt; a call that was truncated is left out."""
+    body = json.dumps({"model": "m", "input": "and?", "previous_response_id": "resp_1"}).encode()
+    cut = {"type": "function_call", "call_id": "c", "name": "n", "arguments": '{"a', "id": "fc"}
+    history = (
+        {"role": "user", "content": "hi"},
+        {**cut, "status": "incomplete"},
+    )
+    pending = DIALECT.parse(body)
+    call = DIALECT.parse(body, RequestMetadata(history=history))
+
+    assert (pending.thread, pending.prompts) == (ThreadDirectives("resp_1", is_pending=True), ())
+    own = b'[{"type":"message","role":"user","content":[{"type":"input_text","text":"and?"}]}]'
+    assert call.thread == ThreadDirectives("resp_1", store=True, input=own)
+    assert [part.text for part in call.prompts[0].segments] == ["hi", "and?"]
+
+
+def test_items_of_a_thread_are_bounded() -> None:
+    body = {"model": "m", "input": [{"role": "user", "content": "and?"}]}
+    history = ({"type": "reasoning"},) * 10_000
+    metadata = RequestMetadata(history=history)
+
+    with pytest.raises(Refusal, match="1 items after 10000 stored ones; limit 10000") as refusal:
+        DIALECT.parse(json.dumps({**body, "previous_response_id": "resp_1"}).encode(), metadata)
+    assert refusal.value.param == "input"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "'resp_1' not found"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "high"),
         ({"truncation": "auto"}, "truncation", "auto"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),

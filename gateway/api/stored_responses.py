@@ -1,0 +1,126 @@
+"""Stored responses by id: read, list the input items, delete. Nothing here runs the model.
+
+A response of another tenant or workspace is a 404 as a missing one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.context import Context
+from gateway.dialects.openai import stored_items
+from gateway.dialects.openai.responses import DIALECT, not_found
+from gateway.errors import Kind, Refusal
+from gateway.http.middleware import Handler, Route
+from gateway.http.request_context import STATE
+from gateway.http.response import send
+from tenancy.accounts.stored_responses import delete_response, find_response, load_thread
+from tenancy.storage.interface import Store
+from tenancy.types import Identity
+
+Owner = tuple[Store, int, str]
+Method = Callable[[Context, web.BaseRequest, Owner, str], Awaitable[web.StreamResponse]]
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """Return the routes of stored responses, with and without /v1, as clients write base URLs."""
+    return tuple(_routes(gateway))
+
+
+def _routes(gateway: Context) -> Iterator[Route]:
+    methods: tuple[tuple[str, str, Method], ...] = (
+        ("GET", "/{id}", _get),
+        ("DELETE", "/{id}", _delete),
+        ("POST", "/{id}/cancel", _cancel),
+        ("GET", "/{id}/input_items", _input_items),
+    )
+    for base in ("/v1/responses", "/responses"):
+        for verb, path, method in methods:
+            yield Route(verb, base + path, _bind(gateway, method), "inference", DIALECT)
+
+
+def _bind(gateway: Context, method: Method) -> Handler:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        state = request[STATE]
+        assert state.identity is not None, "these routes require a key"
+        owner = owner_of(gateway, state.identity)
+        return await method(gateway, request, owner, state.parameters["id"])
+
+    return handle
+
+
+def owner_of(gateway: Context, identity: Identity) -> Owner:
+    """Return the database, the tenant and the workspace whose objects a request may read."""
+    return gateway.store, identity.tenant.tenant_id, identity.workspace
+
+
+async def answer(request: web.BaseRequest, value: Any) -> web.StreamResponse:
+    """Send a value as JSON; bytes are JSON already."""
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return await send(request, 200, body, {"Content-Type": "application/json"})
+
+
+async def _get(
+    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
+) -> web.StreamResponse:
+    """Send the response as it was answered."""
+    if request.query.get("stream", "false") != "false":
+        problem = "stream: a stored response is not streamed again; expected false."
+        raise Refusal(Kind.BAD, "invalid_value", problem, param="stream")
+    return await answer(request, await _find(gateway, owner, response_id))
+
+
+async def _delete(
+    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
+) -> web.StreamResponse:
+    if not await asyncio.to_thread(delete_response, *owner, response_id, gateway.wall()):
+        raise not_found(response_id)
+    return await answer(request, {"id": response_id, "object": "response", "deleted": True})
+
+
+async def _cancel(
+    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
+) -> web.StreamResponse:
+    """Refuse: only background responses can be cancelled, and there are none."""
+    await _find(gateway, owner, response_id)
+    message = (
+        f"Response with id {response_id[:64]!r} cannot be cancelled: it is complete, and this"
+        " server runs no background responses."
+    )
+    raise Refusal(Kind.BAD, "invalid_value", message, param="response_id")
+
+
+async def _input_items(
+    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
+) -> web.StreamResponse:
+    """Send a page of what the response answered: its own input after the items of its thread."""
+    page = stored_items.parse_page(request.query)
+
+    def load() -> dict[str, Any] | None:
+        turns = load_thread(*owner, response_id, gateway.wall())
+        if turns is None:
+            return None
+        items: list[dict[str, Any]] = []
+        for turn in turns:
+            own = msgspec.json.decode(turn.input, type=list[dict[str, Any]])
+            items += stored_items.shown_input(turn.response_id, own)
+            if turn is not turns[-1]:
+                items += msgspec.json.decode(turn.response, type=dict[str, Any])["output"]
+        return stored_items.page_of(items, page)
+
+    found = await asyncio.to_thread(load)
+    if found is None:
+        raise not_found(response_id)
+    return await answer(request, found)
+
+
+async def _find(gateway: Context, owner: Owner, response_id: str) -> bytes:
+    found = await asyncio.to_thread(find_response, *owner, response_id, gateway.wall())
+    if found is None:
+        raise not_found(response_id)
+    return found

@@ -1,0 +1,85 @@
+"""Write responses to the database in batches, off the event loop.
+
+Many answers end at once, and each would wait for a transaction of its own. A task writes all that
+are waiting in one transaction and then the next ones. `gateway.generation.stored_responses` gives
+it the responses; it knows no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from gateway.config import Config
+from tenancy.accounts.stored_responses import (
+    Obstacle,
+    ResponseRecord,
+    StorageQuota,
+    store_responses,
+)
+from tenancy.errors import StoreError
+from tenancy.storage.interface import Store
+
+BATCH_RECORDS_MAX = 64
+"""Responses that one transaction stores."""
+BATCH_BYTES_MAX = 16 * 2**20
+"""Bytes of one transaction, unless one response alone has more."""
+
+Waiting = tuple[ResponseRecord, asyncio.Future[Obstacle]]
+
+
+class ResponseWriter:
+    """Writes responses, first come, first served. Belongs to one event loop."""
+
+    def __init__(self, store: Store, config: Config) -> None:
+        self._store = store
+        settings = config.responses
+        self._quota = StorageQuota(settings.objects_per_tenant_max, settings.tenant_bytes_max)
+        self._thread_bytes_max = config.server.body_bytes_max
+        self._waiting: deque[Waiting] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def write(self, record: ResponseRecord) -> Obstacle:
+        """Store a response; return why it is not stored, or an empty text once it is durable.
+
+        A cancelled caller does not stop the write. Raises StoreError.
+        """
+        written: asyncio.Future[Obstacle] = asyncio.get_running_loop().create_future()
+        self._waiting.append((record, written))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._write_waiting())
+        return await written
+
+    async def close(self) -> None:
+        """Wait until everything is written."""
+        if self._task is not None:
+            await self._task
+
+    async def _write_waiting(self) -> None:
+        while self._waiting:
+            batch = self._take_batch()
+            records = [record for record, _ in batch]
+            found: list[Obstacle] | StoreError
+            try:
+                found = await asyncio.to_thread(
+                    store_responses, self._store, records, self._quota, self._thread_bytes_max
+                )
+            except StoreError as error:
+                found = error
+            for number, (_, written) in enumerate(batch):
+                if written.done():  # its caller was cancelled
+                    continue
+                if isinstance(found, StoreError):
+                    written.set_exception(found)
+                else:
+                    written.set_result(found[number])
+
+    def _take_batch(self) -> list[Waiting]:
+        batch = [self._waiting.popleft()]
+        size = batch[0][0].size
+        while self._waiting and len(batch) < BATCH_RECORDS_MAX:
+            size += self._waiting[0][0].size
+            if size > BATCH_BYTES_MAX:
+                break
+            batch.append(self._waiting.popleft())
+        return batch

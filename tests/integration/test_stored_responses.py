@@ -1,0 +1,225 @@
+"""Stored responses over HTTP: a turn continues the one before it, and reads its blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.config import ResponsesConfig
+from gateway.ledger.metering import wall_ms
+from tenancy.accounts.keys import create_key
+from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture, parse_events
+
+PATH = "/v1/responses"
+LONG = "The trunk is shared, the branches are one's own, and every leaf knows it. " * 4
+CLOCK: dict[str, Any] = {
+    "type": "function",
+    "name": "clock",
+    "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+}
+CALLS = 'One moment.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+
+
+@pytest.fixture
+def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
+    """Configure a context length with room for several turns."""
+    unopened_gateway.context_tokens = 2_048
+    return unopened_gateway
+
+
+async def create(
+    gateway: GatewayFixture, text: Any = LONG, who: str = "ada", **fields: Any
+) -> dict[str, Any]:
+    """Return the response to a request, which must succeed."""
+    body = {"model": gateway.model, "input": text, "temperature": 0, **fields}
+    status, found, _ = await gateway.ask(PATH, body, who=who)
+    assert status == 200, found
+    if fields.get("stream"):
+        found = parse_events(found)[-1]["response"]
+    return dict(found)
+
+
+async def refused(gateway: GatewayFixture, previous: str, who: str = "ada") -> tuple[int, str]:
+    """Return the status and the code of a request that continues a response."""
+    body = {"model": gateway.model, "input": "And?", "previous_response_id": previous}
+    status, found, _ = await gateway.ask(PATH, body, who=who)
+    return status, found["error"]["code"] if status != 200 else ""
+
+
+async def get(gateway: GatewayFixture, path: str, who: str = "ada") -> tuple[int, Any]:
+    status, found, _ = await gateway.ask(f"{PATH}/{path}", method="GET", who=who)
+    return status, found
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_next_turn_reads_the_blocks_of_the_stored_one(
+    gateway: GatewayFixture, is_stream: bool
+) -> None:
+    """The prompt of the second turn begins with the tokens of the first one and its answer."""
+    gateway.say("Every leaf knows the trunk, and no leaf knows another one by its name.")
+    first = await create(gateway, stream=is_stream)
+    second = await create(gateway, "And?", previous_response_id=first["id"], stream=is_stream)
+    third = await create(gateway, "Then?", previous_response_id=second["id"])
+    by_hand = await create(
+        gateway,
+        [
+            {"role": "user", "content": LONG},
+            *first["output"],
+            {"role": "user", "content": "And?"},
+            *second["output"],
+            {"role": "user", "content": "Then?"},
+        ],
+        store=False,
+    )
+
+    for earlier, later in ((first, second), (second, third)):
+        usage = earlier["usage"]
+        cached = later["usage"]["input_tokens_details"]["cached_tokens"]
+        assert cached >= usage["input_tokens"] + usage["output_tokens"] - 16
+    assert first["store"]
+    assert second["previous_response_id"] == first["id"]
+    assert by_hand["usage"]["input_tokens"] == third["usage"]["input_tokens"]
+    assert not by_hand["store"]
+    assert (await get(gateway, by_hand["id"]))[0] == 404
+    await gateway.check_quiet()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_stored_response_is_the_answer(gateway: GatewayFixture, is_stream: bool) -> None:
+    answer = await create(gateway, stream=is_stream, max_output_tokens=4, ignore_eos=True)
+
+    assert answer["status"] == "incomplete"
+    assert await get(gateway, answer["id"]) == (200, answer)
+    assert (await get(gateway, answer["id"], "bob"))[0] == 404
+
+
+async def test_calls_and_their_results_are_continued(gateway: GatewayFixture) -> None:
+    """The client sends the result alone; without it the call stays open."""
+    gateway.say(CALLS)
+    first = await create(gateway, tools=[CLOCK])
+    call = first["output"][-1]
+    open_call = await refused(gateway, first["id"])
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}
+    gateway.say("It is noon.")
+    second = await create(gateway, [result], tools=[CLOCK], previous_response_id=first["id"])
+
+    assert call["type"] == "function_call"
+    assert open_call == (400, "invalid_value")
+    usage = first["usage"]
+    cached = second["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached >= usage["input_tokens"] + usage["output_tokens"] - 32
+    await gateway.check_quiet()
+
+
+async def test_input_items_are_those_of_the_thread(gateway: GatewayFixture) -> None:
+    """In either order, page by page; ids are the same each time."""
+    gateway.say("Yes.")
+    first = await create(gateway, "one")
+    second = await create(gateway, "two", previous_response_id=first["id"])
+    _, found = await get(gateway, f"{second['id']}/input_items?order=asc")
+    _, last = await get(gateway, f"{second['id']}/input_items?limit=1")
+    _, rest = await get(gateway, f"{second['id']}/input_items?after={last['last_id']}")
+
+    texts = [item["content"][0]["text"] for item in found["data"]]
+    assert texts == ["one", "Yes.", "two"]
+    assert (last["has_more"], rest["has_more"]) == (True, False)
+    assert [*last["data"], *rest["data"]] == found["data"][::-1]
+    for query in ("limit=0", "limit=x", "order=up", "after=no"):
+        assert (await get(gateway, f"{second['id']}/input_items?{query}"))[0] == 400
+    assert (await get(gateway, f"{second['id']}/input_items", "bob"))[0] == 404
+
+
+async def test_deleted_response_is_gone_from_its_thread(gateway: GatewayFixture) -> None:
+    """Later responses can be read, and no longer be continued."""
+    first = await create(gateway)
+    second = await create(gateway, "And?", previous_response_id=first["id"])
+    path = f"{PATH}/{first['id']}"
+    others, _, _ = await gateway.ask(path, method="DELETE", who="bob")
+    status, deleted, _ = await gateway.ask(path, method="DELETE")
+    again, _, _ = await gateway.ask(path, method="DELETE")
+
+    assert (others, status, again) == (404, 200, 404)
+    assert deleted == {"id": first["id"], "object": "response", "deleted": True}
+    assert (await get(gateway, second["id"]))[0] == 200
+    assert await refused(gateway, second["id"]) == (400, "previous_response_not_found")
+
+
+async def test_no_other_tenant_or_workspace_continues_a_response(gateway: GatewayFixture) -> None:
+    answer = await create(gateway)
+    gateway.keys["lab"] = create_key(gateway.store, wall_ms, 1, workspace="lab")
+    gateway.gateway.context.registry.refresh_now()
+
+    for who in ("bob", "lab"):
+        assert await refused(gateway, answer["id"], who) == (400, "previous_response_not_found")
+        assert (await get(gateway, answer["id"], who))[0] == 404
+
+
+async def test_cancel_is_refused(gateway: GatewayFixture) -> None:
+    answer = await create(gateway)
+
+    status, found, _ = await gateway.ask(f"{PATH}/{answer['id']}/cancel")
+    missing, _, _ = await gateway.ask(f"{PATH}/resp_1/cancel")
+
+    assert (status, missing) == (400, 404)
+    assert "background" in found["error"]["message"]
+
+
+async def test_stored_responses_survive_a_restart(unopened_gateway: GatewayFixture) -> None:
+    gateway = unopened_gateway
+    await gateway.open()
+    answer = await create(gateway)
+    await gateway.close()
+    gateway.runner = GatedRunner(gateway.card.config.vocab)
+    await gateway.open()
+
+    assert await get(gateway, answer["id"]) == (200, answer)
+    assert await refused(gateway, answer["id"]) == (200, "")
+    await gateway.close()
+
+
+async def test_erasure_deletes_them(gateway: GatewayFixture) -> None:
+    """Of the tenant that asks, with its cache."""
+    mine, others = await create(gateway), await create(gateway, who="bob")
+
+    erase = create_key(gateway.store, wall_ms, 1, scopes=frozenset({"cache"}))
+    gateway.keys["eraser"] = erase
+    gateway.gateway.context.registry.refresh_now()
+    status, _, _ = await gateway.ask("/v1/cache", method="DELETE", who="eraser")
+
+    assert status == 200
+    assert (await get(gateway, mine["id"]))[0] == 404
+    assert (await get(gateway, others["id"], "bob"))[0] == 200
+
+
+async def test_server_may_store_nothing(unopened_gateway: GatewayFixture) -> None:
+    """Then every answer says so."""
+    gateway = unopened_gateway
+    gateway.config = msgspec.structs.replace(
+        gateway.config, responses=ResponsesConfig(keep_hours=0)
+    )
+    await gateway.open()
+    answer = await create(gateway, store=True)
+
+    assert not answer["store"]
+    assert (await get(gateway, answer["id"]))[0] == 404
+    assert await refused(gateway, answer["id"]) == (400, "previous_response_not_found")
+    assert gateway.store.query("select * from stored_responses") == []
+    await gateway.close()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_full_quota_is_told(unopened_gateway: GatewayFixture, is_stream: bool) -> None:
+    """The answer comes all the same, and says that it is not stored."""
+    gateway = unopened_gateway
+    settings = ResponsesConfig(objects_per_tenant_max=1)
+    gateway.config = msgspec.structs.replace(gateway.config, responses=settings)
+    await gateway.open()
+    first = await create(gateway, stream=is_stream)
+    second = await create(gateway, stream=is_stream)
+
+    assert (first["store"], second["store"]) == (True, False)
+    assert (await get(gateway, second["id"]))[0] == 404
+    assert {"event": "response_not_stored", "tenant_id": 1, "reason": "quota"} in gateway.lines
+    await gateway.close()
