@@ -7,6 +7,7 @@
 #define WIDTH 32          /* columns computed together: two panels */
 #define CACHED (192 * 1024) /* bytes of activations that should stay in the L2 cache */
 #define ROWS_MAX 32       /* rows computed together, whatever the kind */
+#define CHUNK 16          /* rows of a task that converts them */
 
 /* Return the words of one panel. */
 static size_t panel_words(const Product *p) {
@@ -153,24 +154,27 @@ static void product_task(void *arg, int task) {
     }
 }
 
-static void pairs_task(void *arg, int row) {
+static void pairs_task(void *arg, int task) {
     Product *p = arg;
-    to_pairs(p->a + (size_t)row * p->depth, p->pairs + (size_t)row * (p->depth / 2), p->depth);
+    const int row = task * CHUNK, left = p->rows - row, rows = left < CHUNK ? left : CHUNK;
+    to_pairs(p->a + (size_t)row * p->depth, p->pairs + (size_t)row * (p->depth / 2),
+             rows * p->depth);
 }
 
 void product(Pool *pool, Product *p) {
     if (!p->rows) return;
     Pieces s = {p, 0, 64, 1, 1, 0};
     if (takes_pairs(p->kind)) {
-        if (p->rows > 16)
-            pool_run(pool, pairs_task, p, p->rows);
+        if (p->rows > CHUNK)
+            pool_run(pool, pairs_task, p, (p->rows + CHUNK - 1) / CHUNK);
         else
-            for (int row = 0; row < p->rows; row++) pairs_task(p, row);
+            pairs_task(p, 0);
     }
     int columns = p->epilogue == SILU ? 2 * ((p->columns + PANEL - 1) / PANEL * PANEL) : p->columns;
     s.padded = (columns + WIDTH - 1) / WIDTH * WIDTH;
-    s.rows = CACHED / 4 / p->depth / TILE_ROWS * TILE_ROWS;
-    if (s.rows < TILE_ROWS) s.rows = TILE_ROWS;
+    const int step = p->kind == TILES ? ROWS_MAX : TILE_ROWS;
+    s.rows = CACHED / (takes_pairs(p->kind) ? 2 : 4) / p->depth / step * step;
+    if (s.rows < step) s.rows = step;
     s.row_pieces = (p->rows + s.rows - 1) / s.rows;
     if (s.row_pieces == 1) s.rows = p->rows;
     if (s.padded > 64 * 64) s.columns = (s.padded / 64 + 63) / 64 * 64;
