@@ -15,6 +15,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import Message, TextBlockParam, Usage
 
+from tenancy.accounts.tenants import change_tenant
 from tests.e2e.anthropic_asks import MORE, SYSTEM, connected, hello, marked
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -158,7 +159,13 @@ def draw_request(draw: random.Random) -> dict[str, Any]:
 async def test_identical_request_reads_exactly_what_was_written(
     gateway: GatewayFixture, client: AsyncAnthropic, seed: int
 ) -> None:
-    """This holds for any breakpoints, and the sum equals the count."""
+    """This holds for any breakpoints, and the sum equals the count.
+
+    The fake engine's pool is small: by default the tenant may promise itself a quarter of it, and
+    what it may not promise is not written.
+    """
+    change_tenant(gateway.store, "ada", {"promised_blocks_max": 1_000_000})
+    gateway.gateway.context.registry.refresh_now()
     draw = random.Random(seed)
     for _ in range(5):
         prompt = draw_request(draw)
