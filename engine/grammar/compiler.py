@@ -196,12 +196,12 @@ class GrammarCompiler:
         """Raise EngineUnavailable if the payer's queue is full."""
         waiting = sum(len(job.request_ids) for job in jobs)
         if waiting >= WAITING_MAX:
-            message = f"{waiting} requests wait for a grammar; limit {WAITING_MAX}."
+            message = f"{waiting} requests of this tenant wait for a grammar; limit {WAITING_MAX}."
             raise EngineUnavailable("queue_full", message)
         queue_s = self._mean_s.get(payer, 0.0) * (len(jobs) + 1)
         if is_new and jobs and queue_s > QUEUE_S_MAX:
             message = (
-                f"The grammars that wait take about {queue_s:.0f} s to compile;"
+                f"This tenant's waiting grammars take about {queue_s:.0f} s to compile;"
                 f" limit {QUEUE_S_MAX:.0f} s."
             )
             raise EngineUnavailable("queue_full", message)

@@ -183,6 +183,7 @@ def test_a_grammar_without_a_request_is_not_compiled_further(compiler: GrammarCo
 def test_the_queue_of_a_payer_is_bounded(compiler: GrammarCompiler) -> None:
     """In all its namespaces together."""
     compiler.submit("bomb", b"n", b"n", SLOW)
+    compiler.submit("bomb of others", b"m", b"m", SLOW)  # counts for its own payer
     for number in range(WAITING_MAX - 1):
         namespace = b"n%d" % (number % 5)
         compiler.submit(f"r{number}", b"n", namespace, integer_at_least(number))
@@ -192,6 +193,9 @@ def test_the_queue_of_a_payer_is_bounded(compiler: GrammarCompiler) -> None:
     compiler.submit("of others", b"m", b"m", GOOD)
 
     assert caught.value.code == "queue_full"
+    assert caught.value.message == (
+        f"{WAITING_MAX} requests of this tenant wait for a grammar; limit {WAITING_MAX}."
+    )
 
 
 def is_taken(compiler: GrammarCompiler, number: int) -> bool:
