@@ -386,7 +386,7 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
 
     `code` and `message` (for operators and clients; no internal names) say why it was refused or
     failed; `code` is stable (`engine.errors`). `retry_after_s`: when a full queue may have
-    room for its payer.
+    room for its payer, or when the first promise ends that holds the memory.
     """
 
     request_id: str

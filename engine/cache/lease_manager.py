@@ -224,6 +224,18 @@ class LeaseManager:
                     node.terms.hold_promise(now_s)
                 self.update_deadlines(account, node, now_s)
 
+    def next_lapse_s(self) -> float | None:
+        """Return the earliest time at which a promise ends; None if none does. O(promised blocks).
+
+        The deadlines may lie earlier, since a renewed promise moves its own only when it is due.
+        """
+        ends = [
+            node.terms.promise_at_s
+            for account, node in self._promises.items()
+            if node.promised and node.terms is not None and account.tree.contains(node)
+        ]
+        return min(ends, default=None)
+
     def take_expired(self, now_s: float) -> list[tuple[NamespaceAccount, Node]]:
         """Return the blocks whose limit has passed; the caller removes them from the tree.
 

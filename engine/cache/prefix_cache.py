@@ -113,6 +113,12 @@ class PrefixCache:
         """Return the smaller number of `available_blocks`."""
         return int(min(self.available_blocks(namespace, quota)))
 
+    def next_lapse_s(self) -> float | None:
+        """Return the earliest time at which a promise ends; None if none does. O(promised
+        blocks).
+        """
+        return self._leases.next_lapse_s()
+
     def stats(self) -> CacheStats:
         """Return totals and gauges. O(payers changed since the last query)."""
         return self._manager.stats(self._evicted, self._expired, self._copied)

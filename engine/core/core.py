@@ -44,7 +44,7 @@ from engine.core.maintenance import Maintenance
 from engine.core.planner import InFlightStep, StepPlanner
 from engine.core.request_checks import check_request
 from engine.core.stats import EngineStats
-from engine.core.timeouts import Timeouts
+from engine.core.timeouts import ForcedEnding, Timeouts
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation
 from engine.plan import Runner, StepResult
 from engine.scheduler.queue_bounds import QueueBounds
@@ -239,7 +239,7 @@ class Core:
             and not self.constraints.has_pending_masks
             and (stalled := self._timeouts.find_stalled(self.requests))
         ):
-            self._finish(*stalled)
+            self._give_up(stalled, now_s)
         self._maintenance.run(now_s, is_busy=bool(self.requests or self._pending_steps))
         events, self._events = self._events, []
         return events
@@ -409,6 +409,12 @@ class Core:
         self._events.append(
             Finished(active.request.request_id, ending, usage, code, message, retry_after_s)
         )
+
+    def _give_up(self, stalled: ForcedEnding, now_s: float) -> None:
+        """End a request for which promises leave no room; it may return when the first one ends."""
+        lapse_s = self.cache.next_lapse_s()
+        wait_s = None if lapse_s is None else max(0.0, lapse_s - now_s)
+        self._finish(*stalled, retry_after_s=wait_s)
 
     def _fail(self, active: ActiveRequest, code: str) -> None:
         if not active.is_finished:

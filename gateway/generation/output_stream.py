@@ -39,6 +39,7 @@ from gateway.dialects.canonical import (
     TokenText,
     UsageRecord,
 )
+from gateway.generation.admission import retry_after_s
 from gateway.generation.choice import Choice, OutputParser, call_id_generator, token_text
 from gateway.generation.usage import PHYSICAL_ACCOUNTING, UsageAccounting, sum_usage
 from gateway.http.error_mapping import engine_refusal
@@ -229,7 +230,10 @@ class OutputStream:
         if event.ending != "done":
             self.ending = event.code or event.ending
             field = schema_field(self._call.prompts[prompt])
-            raise engine_refusal(event.code, event.message, event.retry_after_s, schema_field=field)
+            wait_s = event.retry_after_s
+            if wait_s is not None:
+                wait_s = retry_after_s(wait_s)
+            raise engine_refusal(event.code, event.message, wait_s, schema_field=field)
         self._contracts[prompt].written()
         # The engine may run past a stop string, even to the end, before it is told. The charge must
         # not depend on that race.

@@ -319,3 +319,17 @@ def test_erasing_a_lease_keeps_blocks_that_another_covers() -> None:
     assert found(cache, WORDS, 1.0) == 4
     cache.erase(US, lease_id="a")
     assert found(cache, WORDS, 1.0) == 0
+
+
+def test_next_lapse_is_the_earliest_end_of_a_live_promise() -> None:
+    """A renewed promise ends later, and a pinned one or an erased one tells no time."""
+    cache = PrefixCache(blocks=32, block_size=SIZE)
+    run(cache, WORDS, 0.0, lease(FIVE))
+    run(cache, [50, *WORDS], 10.0, lease(FIVE))
+    before = cache.next_lapse_s()
+    run(cache, [*WORDS, 1], 20.0)  # renews the first promise
+    after = cache.next_lapse_s()
+    cache.erase(US)
+
+    assert (before, after) == (300.0, 310.0)
+    assert cache.next_lapse_s() is None

@@ -420,6 +420,7 @@ def test_a_stall_by_promises_fails_the_first_request(world: World) -> None:
 
     assert [e.ending for e in endings] == ["done", "failed", "done"]
     assert endings[1].code == "kv_promised"
+    assert endings[1].retry_after_s == pytest.approx(1000.0, abs=1.0), "the promise's end"
 
 
 # -- what is asked beside requests ---------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.api import PromptLogprobs, SampledToken, Sampling, TokenLogprob, Usage
+from engine.api import Finished, PromptLogprobs, SampledToken, Sampling, TokenLogprob, Usage
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import (
     Begin,
@@ -274,6 +274,21 @@ async def test_engine_failure_is_a_refusal_with_usage(renderer: Renderer) -> Non
     assert raised.value.retry_after_s == 1.0
     assert answer.stream.ending == "engine_died"
     assert answer.stream.usage_so_far().out == 4
+
+
+@pytest.mark.parametrize(("engine_s", "told_s"), [(43_200.0, 60.0), (7.5, 7.5), (0.0, 1.0)])
+async def test_retry_time_of_the_engine_is_bounded(
+    renderer: Renderer, engine_s: float, told_s: float
+) -> None:
+    """The memory may be promised for hours; clients give up beyond a minute."""
+    answer = Answer(renderer)
+    ending = Finished("0", "failed", Usage(), "kv_promised", "why", engine_s)
+    answer.engine.emit("0", ending)
+
+    with pytest.raises(Refusal) as raised:
+        await answer.read()
+
+    assert (raised.value.code, raised.value.retry_after_s) == ("cache_memory_promised", told_s)
 
 
 async def test_yields_tokens_in_their_step(renderer: Renderer) -> None:
