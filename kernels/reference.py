@@ -29,8 +29,8 @@ def paged_attention(
     keys = keys[:, :length].repeat_interleave(group, 0)
     values = values[:, :length].repeat_interleave(group, 0)
     scores = torch.einsum("nhd,hld->hnl", q.double(), keys) / math.sqrt(head_dim)
-    position = torch.arange(start, length)[:, None]
-    scores = scores.masked_fill(torch.arange(length)[None, :] > position, -math.inf)
+    at = torch.arange(length, device=q.device)
+    scores = scores.masked_fill(at[None, :] > at[start:, None], -math.inf)
     return torch.einsum("hnl,hld->nhd", scores.softmax(-1), values)
 
 
