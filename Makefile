@@ -6,7 +6,7 @@ DATA   ?= data
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks older bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
+.PHONY: all setup hooks clients older bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
 
 all: check test
 
@@ -24,6 +24,10 @@ older: setup           ## older majors of the clients' SDKs, for tests/e2e/test_
 
 bounds: setup          ## the smoke tests with the oldest and the newest dependencies that pyproject.toml allows
 	$(BIN)/python -m tests.e2e.dependency_bounds
+
+clients: setup         ## popular clients, each in an environment of its own, against a server; make clients ONLY=litellm
+	$(BIN)/trunkline pull --quiet
+	$(BIN)/python -m tests.clients $(ONLY)
 
 pull: setup            ## fetch the default model
 	$(BIN)/trunkline pull
@@ -89,4 +93,4 @@ ci: lint test slow
 	$(BIN)/python -m tests.tools.commit_message --since
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-clients-* build *.egg-info .mypy_cache .ruff_cache .pytest_cache
