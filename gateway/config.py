@@ -151,16 +151,16 @@ class IdempotencyConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Stored responses and conversations, which clients continue and read by id.
+    """Stored responses, which clients continue and read by id.
 
     `keep_hours`: how long a response is kept after the latest one of its thread; 0 stores none. A
     day by default: agents continue within minutes, and a server whose operator has not decided
-    should not hold a month of its tenants' texts. `objects_per_tenant_max`, `tenant_bytes_max`:
-    responses and conversations of a tenant together; beyond them nothing more is stored.
+    should not hold a month of its tenants' texts. `per_tenant_max`, `tenant_bytes_max`: of
+    a tenant's responses; beyond them nothing more is stored.
     """
 
     keep_hours: Annotated[int, Meta(ge=0, le=8_784)] = 24
-    objects_per_tenant_max: PositiveInt = 100_000
+    per_tenant_max: PositiveInt = 100_000
     tenant_bytes_max: PositiveInt = 256 * 2**20
 
 

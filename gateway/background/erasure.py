@@ -120,10 +120,9 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
     `by`: the administrator that asked, for the audit log.
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
-    without a lease id, cached contents, stored responses and conversations. Blocks in use by a
-    running request are unreachable for others at once, and freed when it ends. Raises Refusal for
-    an unknown lease, EngineUnavailable and StoreError: the caller may try again until it has a
-    receipt.
+    without a lease id, cached contents and stored responses. Blocks in use by a running request are
+    unreachable for others at once, and freed when it ends. Raises Refusal for an unknown lease,
+    EngineUnavailable and StoreError: the caller may try again until it has a receipt.
     """
     receipts: list[ErasureReceipt] = []
 

@@ -201,8 +201,8 @@ class StorageMetering:
                 self._meter.put_back(key, measured[key])
 
     async def clear_expired(self) -> None:
-        """Delete expired cached contents, stored responses and conversations, which no client may
-        read, and old records of the audit log."""
+        """Delete expired cached contents and stored responses, which no client may read, and old
+        records of the audit log."""
         store, now_ms = self._gateway.store, self._gateway.wall()
         with suppress(StoreError):  # tried again in a minute
             await asyncio.to_thread(sweep_cached_contents, store, now_ms)

@@ -201,14 +201,12 @@ class CacheDirectives(Struct, frozen=True):
 class ThreadDirectives(Struct, frozen=True):
     """What a call continues, and what is stored of it.
 
-    `previous_id`: the stored response that it continues; `conversation_id`: its conversation; ""
-    for none. `store`: whether to store the response. `input`: the request's own items as a JSON
-    list. A call with `is_pending` has no prompt: it must be parsed again with the earlier items in
-    `RequestMetadata.history`.
+    `previous_id`: the stored response that it continues; "" for none. `store`: whether to store the
+    response. `input`: the request's own items as a JSON list. A call with `is_pending` has no
+    prompt: it must be parsed again with the earlier items in `RequestMetadata.history`.
     """
 
     previous_id: str = ""
-    conversation_id: str = ""
     store: bool = False
     input: bytes = b""
     is_pending: bool = False

@@ -34,7 +34,7 @@ class ResponseWriter:
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
         settings = config.responses
-        self._quota = StorageQuota(settings.objects_per_tenant_max, settings.tenant_bytes_max)
+        self._quota = StorageQuota(settings.per_tenant_max, settings.tenant_bytes_max)
         self._thread_bytes_max = config.server.body_bytes_max
         self._waiting: deque[Waiting] = deque()
         self._task: asyncio.Task[None] | None = None

@@ -32,8 +32,6 @@ TABLES: dict[str, tuple[str, ...]] = {
     "erasures": ("receipt_id",),
     "cached_contents": ("resource_id",),
     "stored_responses": ("response_id",),
-    "conversations": ("conversation_id",),
-    "conversation_items": ("conversation_id", "number"),
     "stored_sums": ("tenant_id",),
     "written_prefixes": ("gateway", "namespace", "digest", "class"),
     "audit_log": ("audit_id",),
@@ -85,12 +83,7 @@ file's first epoch.
 
 _PAGE = 2_000
 """Rows of one page."""
-_LARGE_ROW_TABLES = (
-    "cached_contents",
-    "named_requests",
-    "stored_responses",
-    "conversation_items",
-)
+_LARGE_ROW_TABLES = ("cached_contents", "named_requests", "stored_responses")
 """Tables whose rows may have megabytes, so a page has one row."""
 
 Stage = Literal["checked", "written", "read back"]

@@ -26,8 +26,8 @@ from tenancy.types import TenantSettings, WallClock
 
 
 def delete_tenant(store: Store, clock: WallClock, name: str, by: Actor | None = None) -> str | None:
-    """Delete a tenant with its keys, limits, budgets, memberships, cached contents, stored
-    responses and conversations.
+    """Delete a tenant with its keys, limits, budgets, memberships, cached contents and stored
+    responses.
 
     Returns the pseudonym under which its ledger rows stay, or None if it has none; then its number
     is deleted too. Raises BadName while the tenant owns a shared scope, is declared, or has running

@@ -23,13 +23,13 @@ RENEWALS_PER_LIFETIME = 24
 """A thread's expiry is renewed this often at most: a renewal writes each of its rows."""
 
 Obstacle = Literal["", "tenant_deleted", "erased", "previous_missing", "quota"]
-"""Why an object is not stored; empty if it is."""
+"""Why a response is not stored; empty if it is."""
 
 
 class StorageQuota(Struct, frozen=True):
-    """Bounds on one tenant's stored responses and conversations together."""
+    """Bounds on one tenant's stored responses."""
 
-    objects_max: int = 100_000
+    responses_max: int = 100_000
     bytes_max: int = 256 * 2**20
 
 
@@ -40,8 +40,8 @@ NO_QUOTA = StorageQuota()
 class ResponseRecord(Struct, frozen=True):
     """A response to store.
 
-    `previous_id`: the response that it continues; `conversation_id`: the conversation that it
-    belongs to. `input`: the request's own items; `response`: the response as it was sent.
+    `previous_id`: the response that it continues. `input`: the request's own items; `response`: the
+    response as it was sent.
     """
 
     response_id: str
@@ -52,7 +52,6 @@ class ResponseRecord(Struct, frozen=True):
     input: bytes
     response: bytes
     previous_id: str | None = None
-    conversation_id: str | None = None
 
     @property
     def size(self) -> int:
@@ -76,31 +75,33 @@ class Sums:
         self._quota = quota
         self._sums: dict[int, tuple[int, int]] = {}
 
-    def has_room(self, tenant_id: int, objects: int, size: int) -> bool:
+    def has_room(self, tenant_id: int, responses: int, size: int) -> bool:
         """Return whether the tenant may store so much more."""
         held, used = self._of(tenant_id)
-        return held + objects <= self._quota.objects_max and used + size <= self._quota.bytes_max
+        return (
+            held + responses <= self._quota.responses_max and used + size <= self._quota.bytes_max
+        )
 
-    def add(self, tenant_id: int, objects: int, size: int) -> None:
-        """Count so many more objects and bytes, or fewer."""
+    def add(self, tenant_id: int, responses: int, size: int) -> None:
+        """Count so many more responses and bytes, or fewer."""
         held, used = self._of(tenant_id)
-        self._sums[tenant_id] = held + objects, used + size
+        self._sums[tenant_id] = held + responses, used + size
 
     def subtract(self, deleted: Sequence[Row]) -> None:
         """Count deleted rows (tenant id, bytes)."""
-        objects: Counter[int] = Counter()
+        responses: Counter[int] = Counter()
         sizes: Counter[int] = Counter()
         for tenant_id, size in deleted:
-            objects[tenant_id] += 1
+            responses[tenant_id] += 1
             sizes[tenant_id] += size
-        for tenant_id, count in objects.items():
+        for tenant_id, count in responses.items():
             self.add(tenant_id, -count, -sizes[tenant_id])
 
     def finish(self) -> None:
         """Write the sums."""
         self._db.execute_many(
-            "insert into stored_sums (tenant_id, objects, bytes) values (?, ?, ?)"
-            " on conflict (tenant_id) do update set objects = excluded.objects,"
+            "insert into stored_sums (tenant_id, responses, bytes) values (?, ?, ?)"
+            " on conflict (tenant_id) do update set responses = excluded.responses,"
             " bytes = excluded.bytes",
             [(tenant_id, *sums) for tenant_id, sums in sorted(self._sums.items())],
         )
@@ -108,7 +109,7 @@ class Sums:
     def _of(self, tenant_id: int) -> tuple[int, int]:
         if tenant_id not in self._sums:
             rows = self._db.rows(
-                "select objects, bytes from stored_sums where tenant_id = ?", (tenant_id,)
+                "select responses, bytes from stored_sums where tenant_id = ?", (tenant_id,)
             )
             self._sums[tenant_id] = (rows[0][0], rows[0][1]) if rows else (0, 0)
         return self._sums[tenant_id]
@@ -182,18 +183,17 @@ def delete_response(
 def forget_stored(
     db: Transaction, tenant_id: int, workspace: str | None = None, until_ms: int | None = None
 ) -> None:
-    """Delete the responses and conversations of a tenant, or of one workspace. O(rows).
+    """Delete the responses of a tenant, or of one workspace. O(rows).
 
     `until_ms`: only those of requests that began until then.
     """
-    for table in ("stored_responses", "conversations"):
-        deleted = db.rows(
-            f"delete from {table} where tenant_id = ?1 and (cast(?2 as text) is null"
-            " or workspace = ?2) and (cast(?3 as bigint) is null or created_ms <= ?3)"
-            " returning tenant_id, bytes",
-            (tenant_id, workspace, until_ms),
-        )
-        _subtract(db, deleted)
+    deleted = db.rows(
+        "delete from stored_responses where tenant_id = ?1 and (cast(?2 as text) is null"
+        " or workspace = ?2) and (cast(?3 as bigint) is null or created_ms <= ?3)"
+        " returning tenant_id, bytes",
+        (tenant_id, workspace, until_ms),
+    )
+    _subtract(db, deleted)
 
 
 def erase_stored(
@@ -205,25 +205,20 @@ def erase_stored(
 
 
 def sweep_stored(store: Store, now_ms: int) -> bool:
-    """Delete some expired responses and conversations in one small transaction. Returns whether
-    there may be more. Raises StoreError."""
-    is_more = False
+    """Delete some expired responses in one small transaction. Returns whether there may be more.
+    Raises StoreError."""
     with store.change() as db:
-        for table, name in (
-            ("stored_responses", "response_id"),
-            ("conversations", "conversation_id"),
-        ):
-            deleted = db.rows(
-                f"delete from {table} where {name} in (select {name} from {table}"
-                " where expires_ms <= ? order by expires_ms limit ?) returning tenant_id, bytes",
-                (now_ms, SWEPT_AT_ONCE),
-            )
-            _subtract(db, deleted)
-            is_more |= len(deleted) == SWEPT_AT_ONCE
-    return is_more
+        deleted = db.rows(
+            "delete from stored_responses where response_id in (select response_id"
+            " from stored_responses where expires_ms <= ? order by expires_ms limit ?)"
+            " returning tenant_id, bytes",
+            (now_ms, SWEPT_AT_ONCE),
+        )
+        _subtract(db, deleted)
+    return len(deleted) == SWEPT_AT_ONCE
 
 
-def obstacle_of_owner(
+def _obstacle_of_owner(
     db: Transaction, tenant_id: int, workspace: str, since_ms: int
 ) -> Literal["", "tenant_deleted", "erased"]:
     """Return why nothing may be stored for a request that began at `since_ms`, or an empty text:
@@ -245,10 +240,10 @@ def _store_response(
     db: Transaction, sums: Sums, record: ResponseRecord, thread_bytes_max: int
 ) -> Obstacle:
     tenant_id, size = record.tenant_id, record.size
-    obstacle = obstacle_of_owner(db, tenant_id, record.workspace, record.created_ms)
+    obstacle = _obstacle_of_owner(db, tenant_id, record.workspace, record.created_ms)
     if obstacle:
         return obstacle
-    thread_id, thread_bytes = record.conversation_id or record.response_id, size
+    thread_id, thread_bytes = record.response_id, size
     if record.previous_id is not None:
         rows = db.rows(
             "select thread_id, thread_bytes from stored_responses where response_id = ?"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
 from gateway.config import ResponsesConfig
-from gateway.ledger.metering import wall_ms
+from gateway.ledger import response_writer
+from gateway.ledger.metering import LedgerReservation, wall_ms
 from tenancy.accounts.keys import create_key
+from tenancy.errors import LedgerUnavailable, StoreError
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture, parse_events
 
 PATH = "/v1/responses"
@@ -213,7 +216,7 @@ async def test_server_may_store_nothing(unopened_gateway: GatewayFixture) -> Non
 async def test_full_quota_is_told(unopened_gateway: GatewayFixture, is_stream: bool) -> None:
     """The answer comes all the same, and says that it is not stored."""
     gateway = unopened_gateway
-    settings = ResponsesConfig(objects_per_tenant_max=1)
+    settings = ResponsesConfig(per_tenant_max=1)
     gateway.config = msgspec.structs.replace(gateway.config, responses=settings)
     await gateway.open()
     first = await create(gateway, stream=is_stream)
@@ -223,3 +226,51 @@ async def test_full_quota_is_told(unopened_gateway: GatewayFixture, is_stream: b
     assert (await get(gateway, second["id"]))[0] == 404
     assert {"event": "response_not_stored", "tenant_id": 1, "reason": "quota"} in gateway.lines
     await gateway.close()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_failed_database_is_told(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    """The answer comes all the same, and says that it is not stored."""
+
+    def fail(*_: object) -> None:
+        raise StoreError("not_written", "the disk is full")
+
+    monkeypatch.setattr(response_writer, "store_responses", fail)
+    answer = await create(gateway, stream=is_stream)
+
+    assert not answer["store"]
+    lines = [line for line in gateway.lines if line["event"] == "response_not_stored"]
+    assert [line["reason"] for line in lines] == ["not_written"]
+    await gateway.check_quiet()
+
+
+async def test_response_without_its_entry_is_withdrawn(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is not delivered cannot be read later."""
+    stored: list[int] = []
+
+    def fail(*_: object) -> asyncio.Future[None]:
+        stored.append(len(gateway.store.query("select 1 from stored_responses")))
+        failed = asyncio.get_running_loop().create_future()
+        failed.set_exception(LedgerUnavailable("ledger_unavailable", "the disk is full"))
+        return failed
+
+    monkeypatch.setattr(LedgerReservation, "settle", fail)
+    body = {"model": gateway.model, "input": LONG}
+    status, _, _ = await gateway.ask(PATH, body)
+    await gateway.quiet()
+
+    assert (status, stored[0]) == (503, 1)
+    assert gateway.store.query("select 1 from stored_responses") == []
+
+
+async def test_many_responses_are_stored_together(gateway: GatewayFixture) -> None:
+    """Each is told its own outcome, whichever transaction it was part of."""
+    answers = await asyncio.gather(*(create(gateway, f"{number}") for number in range(12)))
+
+    for one in answers:
+        assert one["store"]
+        assert await get(gateway, one["id"]) == (200, one)

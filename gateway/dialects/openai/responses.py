@@ -42,7 +42,7 @@ MAX_OUTPUT_TOKENS = f"{wire.CHAT_FIELD} Expected max_output_tokens."
 REFUSED_FIELDS = {
     **{name: why for name, why in wire.REFUSED_FIELDS.items() if name != "truncate_prompt_tokens"},
     "background": "background responses are not supported; expected false.",
-    "conversation": "this server stores no conversations; send the conversation as input.",
+    "conversation": "this server has no conversations; expected previous_response_id.",
     "prompt": "this server stores no prompts; send instructions and input.",
     "context_management": "this server compacts no contexts; send the items as input.",
     "moderation": "this server has no moderation; omit it.",

@@ -1,7 +1,7 @@
-"""Stored items of OpenAI's responses and conversations, as lists show them.
+"""Stored items of OpenAI's responses, as lists show them.
 
-Functions are pure; `gateway.api.stored_responses` and `gateway.api.conversations` call them. An
-input item gets an id that is made of its response's id and its index, so it is the same each time.
+Functions are pure; `gateway.api.stored_responses` calls them. An input item gets an id that is made
+of its response's id and its index, so it is the same each time.
 """
 
 from __future__ import annotations

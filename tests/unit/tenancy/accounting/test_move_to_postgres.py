@@ -71,9 +71,6 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         )
         turn = ResponseRecord("r1", 1, "lab", 1, 10**15, b"[]", b"{}")
         store_responses(store, [turn], StorageQuota(), 10**6)
-        with store.change() as db:
-            db.execute("insert into conversations values ('c1', 1, 'lab', '{}', 1, 9, 2, 1)")
-            db.execute("insert into conversation_items values ('c1', 0, 'i1', ?)", (b"{}",))
         write_floor_blocks_max(store, 99)
         write_receipt(store, ErasureReceipt("receipt", 1, 1, 1, "all", 2, "digest", 3))
         ledger = Ledger(store, wall)

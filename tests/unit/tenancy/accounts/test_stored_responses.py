@@ -28,7 +28,7 @@ ONE = ResponseRecord("r1", 1, "default", 1_000, 61_000, b"in1", b"out1")
 TWO = replace(
     ONE, response_id="r2", previous_id="r1", created_ms=31_000, expires_ms=91_000, input=b"in2"
 )
-SUMS = "select tenant_id, objects, bytes from stored_sums order by 1"
+SUMS = "select tenant_id, responses, bytes from stored_sums order by 1"
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_other_tenants_response_is_no_predecessor(owned: Store) -> None:
 
 
 @pytest.mark.parametrize("quota", [StorageQuota(2, 1_000), StorageQuota(9, 15)])
-def test_quota_bounds_objects_and_bytes(owned: Store, quota: StorageQuota) -> None:
+def test_quota_bounds_number_and_bytes(owned: Store, quota: StorageQuota) -> None:
     """Per tenant, also within one transaction; deleting makes room."""
     three = [replace(ONE, response_id=f"r{number}") for number in range(3)]
     other = replace(ONE, response_id="b", tenant_id=2)
