@@ -1,0 +1,90 @@
+"""One body that was costly by its shape: brackets, texts, parts, tools, JSON values."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.attacks.house import House, flood
+from tests.attacks.probe import Probe, check_undisturbed
+
+pytestmark = pytest.mark.slow
+
+PAUSE_BETWEEN_S = 0.3
+"""Between two bodies: their client shares the machine with the server that it attacks."""
+
+PAUSE_S = 0.2
+"""Less than any of these bodies cost. The promise is 50 ms, which only an idle machine can show:
+beside other work on two cores the health check of an idle server waits as long."""
+
+
+def chat_of(house: House, content: object, **more: object) -> dict[str, object]:
+    return {**house.chat(), "messages": [{"role": "user", "content": content}], **more}
+
+
+def brackets(house: House) -> tuple[str, object]:
+    """Row 1: a pattern of open brackets, tried from each one to the end (10.8 s)."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "[" * 20_000}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    return "/v1/chat/completions", house.chat(response_format=form)
+
+
+def long_text(house: House) -> tuple[str, object]:
+    """Row 2: a long text that was tokenized without letting other threads run (1.9 s)."""
+    words = "".join(f"the quick brown fox {number} " for number in range(110_000))
+    return "/v1/messages/count_tokens", chat_of(house, words)
+
+
+def empty_parts(house: House) -> tuple[str, object]:
+    """Row 16: parts of a message (1.7 s)."""
+    return "/v1/chat/completions", chat_of(house, [{"type": "text", "text": ""}] * 380_000)
+
+
+def many_tools(house: House) -> tuple[str, object]:
+    """Row 16: tools, each of which is rendered (2.4 s)."""
+    tools = [{"name": f"t{n}", "input_schema": {"type": "object"}} for n in range(9_999)]
+    return "/v1/messages/count_tokens", chat_of(house, "x", tools=tools)
+
+
+def many_keys(house: House) -> tuple[str, object]:
+    """Row 16: JSON values that mean nothing (0.25 to 0.42 s)."""
+    return "/v1/chat/completions", house.chat(metadata={f"k{n:06x}": 0 for n in range(500_000)})
+
+
+def many_prompts(house: House) -> tuple[str, object]:
+    """Row 16: prompts just short enough to be tokenized on the loop (0.73 s)."""
+    prompts = ["".join(f"{n}x{word} " for word in range(800))[:4_000] for n in range(128)]
+    return "/v1/completions", {"model": house.model, "prompt": prompts, "max_tokens": 1}
+
+
+BODIES: dict[str, Callable[[House], tuple[str, object]]] = {
+    made.__name__: made
+    for made in (brackets, long_text, empty_parts, many_tools, many_keys, many_prompts)
+}
+
+
+@pytest.mark.parametrize("shape", BODIES)
+def test_a_body_of_any_shape_stops_no_other_tenant(house: House, shape: str) -> None:
+    """The attacker has no limit of requests; each body is answered or refused by its size."""
+    quiet, key = Probe(house, house.tenant(f"quiet-{shape}")), house.tenant(f"shape-{shape}")
+    path, asked = BODIES[shape](house)
+    packed = gzip.compress(json.dumps(asked).encode())
+    headers = {"Content-Encoding": "gzip", "anthropic-version": "2023-06-01"}
+
+    def send() -> int:
+        status = house.ask(key, path, packed, headers=headers).status
+        time.sleep(PAUSE_BETWEEN_S)
+        return status
+
+    quiet.observe(2)
+    alone = quiet.observe(100)
+    with flood(send, threads=1) as statuses:
+        beside = quiet.observe(100)
+
+    check_undisturbed(alone, beside, pause_s=PAUSE_S)
+    assert statuses
+    assert set(statuses) <= {200, 400, 413}
