@@ -17,9 +17,10 @@ pytestmark = pytest.mark.slow
 PAUSE_BETWEEN_S = 0.3
 """Between two bodies: their client shares the machine with the server that it attacks."""
 
-PAUSE_S = 0.2
-"""Less than any of these bodies cost. The promise is 50 ms, which only an idle machine can show:
-beside other work on two cores the health check of an idle server waits as long."""
+PAUSE_S = 0.5
+"""A pause of a second or more is what most of these bodies cost. The promise is 50 ms, which only
+an idle machine can show: beside other work on two cores even an idle server answers a health check
+after 0.1 s."""
 
 
 def chat_of(house: House, content: object, **more: object) -> dict[str, object]:
