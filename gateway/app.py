@@ -136,10 +136,7 @@ class Gateway:
             engine=engine,
             registry=self._authenticator,
             ledger=self.ledger,
-            journal=ProgressJournal(
-                partial(note_progress, self.ledger),
-                PROGRESS_FLUSH_S if store.is_local else PROGRESS_FLUSH_REMOTE_S,
-            ),
+            journal=_journal(self.ledger, store),
             store=store,
             reports=QueryPool(store),
             responses=ResponseWriter(store, config),
@@ -289,6 +286,12 @@ class Gateway:
         await self.context.reports.close()
         if self.context.tracer is not None:
             await asyncio.to_thread(self.context.tracer.close)
+
+
+def _journal(ledger: LedgerClient, store: Store) -> ProgressJournal:
+    """Return the journal of running streams; a remote store is written to less often."""
+    flush_s = PROGRESS_FLUSH_S if store.is_local else PROGRESS_FLUSH_REMOTE_S
+    return ProgressJournal(partial(note_progress, ledger), flush_s)
 
 
 def _contracts(config: Config, engine: Engine, store: Store, clock: Clock) -> ContractManager:

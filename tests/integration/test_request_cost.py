@@ -118,5 +118,5 @@ async def test_tiny_answer_stays_within_call_and_turn_budget(
     assert turns / COUNTED < 8.3
     # A request waits for these calls; all other work is done while the engine computes.
     assert calls[FIRST_BYTES] >= calls[SUBMIT] == COUNTED
-    # 159 before each owner's pieces were looked up apart.
-    assert sum(before.values()) / COUNTED < 164, before.most_common(12)
+    # 159 before each owner's pieces were looked up apart; 176 with stored responses.
+    assert sum(before.values()) / COUNTED < 180, before.most_common(12)

@@ -169,10 +169,10 @@ async def test_cache_header_names_the_first_uncached_segment(
     assert "segment" not in again.headers["X-Trunkline-Cache"]
 
 
-async def test_miss_cause_is_unknown_after_a_restart(
+async def test_prefix_that_was_promised_is_no_miss_after_a_restart(
     unopened_gateway: GatewayFixture, tmp_path: Path
 ) -> None:
-    """The gateway's record of written prefixes is gone with its engine."""
+    """The database keeps the promise; the engine's blocks are gone."""
     headers = []
     for gateway in (
         unopened_gateway,
@@ -187,4 +187,6 @@ async def test_miss_cause_is_unknown_after_a_restart(
         await gateway.close()
 
     causes = [header.partition("miss=")[2].partition(";")[0] for header in headers]
-    assert causes == ["never_written", "unknown"]
+    assert causes == ["never_written", ""]
+    assert "read=0;" in headers[0]
+    assert "read=0;" not in headers[1]
