@@ -74,7 +74,6 @@ from gateway.ledger.response_writer import ResponseWriter
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
-from gateway.preparation_pool import PreparationPool
 from gateway.prompt import Renderer
 from gateway.waiting_requests import WaitingBounds, WaitingRequests
 from tenancy.accounts.authentication import KeyAuthenticator
@@ -158,7 +157,6 @@ class Gateway:
             ),
             token_bytes_max=max(map(len, map(renderer.token_bytes, range(vocab)))),
             read_config=read_config or (lambda: config),
-            preparations=PreparationPool(),
             engine_restarts=engine_restarts,
         )
         self._reconciler = Reconciler(self.context)

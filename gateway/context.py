@@ -111,10 +111,10 @@ class Context:
     token_bytes_max: int
     waiting: WaitingRequests
     read_config: Callable[[], Config]
-    preparations: PreparationPool
     engine_restarts: Callable[[], int] = lambda: 0
     tracer: Tracer | None = None
     is_draining: bool = False
+    preparations: PreparationPool = field(default_factory=PreparationPool)
     running: Counter[int] = field(default_factory=Counter)
     churn: BlockChurn = field(default_factory=BlockChurn)
     holders: TenantCacheUsage = field(default_factory=TenantCacheUsage)
