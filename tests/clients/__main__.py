@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec import Struct
@@ -110,20 +111,33 @@ async def run_client(family: Family, url: str, key: str) -> ClientResult:
 async def run(names: Sequence[str]) -> int:
     """Install, run and print; return the exit status."""
     wanted = [family for family in FAMILIES if not names or family.name in names]
-    results: list[ClientResult] = []
     data = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data"))
-    async with bench_server(MODEL, data / "models", time.monotonic, tenants=1) as server:
-        for family in wanted:
-            if (reason := await asyncio.to_thread(install, family)) is not None:
-                refused = CaseResult("installation", False, reason)
-                results.append(ClientResult(family.name, {}, (refused,), 0.0))
-                continue
-            url = server.url.removesuffix("/v1")
-            results.append(await run_client(family, url, server.keys[0]))
-            one = results[-1]
-            sys.stderr.write(f"{one.name}: {len(one.cases)} cases, {one.seconds:.0f} s\n")
+    with ThreadPoolExecutor(1) as pool:  # installs the next environments while programs run
+        loop = asyncio.get_running_loop()
+        installs = [loop.run_in_executor(pool, install, family) for family in wanted]
+        async with bench_server(MODEL, data / "models", time.monotonic, tenants=1) as server:
+            results = await run_all(
+                wanted, installs, server.url.removesuffix("/v1"), server.keys[0]
+            )
     sys.stdout.write(table(results) + "\n")
     return 1 if any(one.ours for one in results) else 0
+
+
+async def run_all(
+    families: Sequence[Family], installs: Sequence[Awaitable[str | None]], url: str, key: str
+) -> list[ClientResult]:
+    """Run each family's program once its environment is installed."""
+    results: list[ClientResult] = []
+    for family, installed in zip(families, installs, strict=True):
+        if (reason := await installed) is not None:
+            results.append(
+                ClientResult(family.name, {}, (CaseResult("installation", False, reason),), 0.0)
+            )
+            continue
+        one = await run_client(family, url, key)
+        results.append(one)
+        sys.stderr.write(f"{one.name}: {len(one.cases)} cases, {one.seconds:.0f} s\n")
+    return results
 
 
 if __name__ == "__main__":
