@@ -92,7 +92,7 @@ for one in MODELS:
         case(f"{one}: {work.__name__}")(bind(work, one))
 
 
-@case("responses: previous_response_id", "no response is stored yet; send the earlier items")
+@case("responses: previous_response_id")
 async def previous_response() -> None:
     first = await Runner.run(made("responses"), "Hello")
     await Runner.run(made("responses"), "And?", previous_response_id=first.last_response_id)
