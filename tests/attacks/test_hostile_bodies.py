@@ -1,4 +1,4 @@
-"""One body that was costly by its shape: brackets, texts, parts, tools, JSON values."""
+"""One body that was costly by its shape: brackets, texts, parts, JSON values."""
 
 from __future__ import annotations
 
@@ -45,12 +45,6 @@ def empty_parts(house: House) -> tuple[str, object]:
     return "/v1/chat/completions", chat_of(house, [{"type": "text", "text": ""}] * 380_000)
 
 
-def many_tools(house: House) -> tuple[str, object]:
-    """Row 16: tools, each of which is rendered (2.4 s)."""
-    tools = [{"name": f"t{n}", "input_schema": {"type": "object"}} for n in range(9_999)]
-    return "/v1/messages/count_tokens", chat_of(house, "x", tools=tools)
-
-
 def many_keys(house: House) -> tuple[str, object]:
     """Row 16: JSON values that mean nothing (0.25 to 0.42 s)."""
     return "/v1/chat/completions", house.chat(metadata={f"k{n:06x}": 0 for n in range(500_000)})
@@ -63,8 +57,7 @@ def many_prompts(house: House) -> tuple[str, object]:
 
 
 BODIES: dict[str, Callable[[House], tuple[str, object]]] = {
-    made.__name__: made
-    for made in (brackets, long_text, empty_parts, many_tools, many_keys, many_prompts)
+    made.__name__: made for made in (brackets, long_text, empty_parts, many_keys, many_prompts)
 }
 
 
