@@ -131,6 +131,7 @@ class Middleware:
         finally:
             if state.place is not None:
                 state.place.settle(NO_DEMAND)
+                state.place = None  # an idle connection keeps its last request
             share = request.get(BODY_SHARE)
             if share is not None and share.bytes_taken:
                 self._bodies.release(share)
