@@ -283,6 +283,8 @@ class PostgresStore:
         If there was one before, the server has ended its session when this returns.
         """
         if self._writer is None or self._writer.is_lost:
+            if self._writer is not None:
+                self._writer.close()  # its loop has descriptors, also where the session has ended
             connection = self._connect_with_retry()
             try:
                 _check_server(connection)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -498,6 +499,40 @@ def test_reconnects_after_an_idle_disconnect(
     assert len(list_tenants(postgres)) == 1
     create_tenant(postgres, Wall(), "bob")
     assert len(list_tenants(postgres)) == 2
+
+
+def test_closes_a_writer_that_was_lost_behind_an_answer(
+    postgres_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver saw the end of the session; the connection's loop and sockets are still open."""
+    opened: list[RecordedConnection] = []
+
+    class RecordedConnection(PostgresConnection):
+        was_lost = is_closed = False
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            opened.append(self)
+
+        @property
+        def is_lost(self) -> bool:
+            return self.was_lost or super().is_lost
+
+        def close(self) -> None:
+            self.is_closed = True
+            super().close()
+
+    monkeypatch.setattr(postgres_store, "PostgresConnection", RecordedConnection)
+    address = postgres_server.address(postgres_server.database())
+    with closing(PostgresStore(address)) as store:
+        with store.change() as db:
+            db.execute("select 1")
+        (writer,) = (one for one in opened if not one.is_closed)
+        writer.was_lost = True
+        with store.change() as db:
+            db.execute("select 1")
+
+        assert writer.is_closed
 
 
 def test_notices_a_replaced_database(
