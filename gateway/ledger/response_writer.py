@@ -17,7 +17,6 @@ from tenancy.accounts.stored_responses import (
     StorageQuota,
     store_responses,
 )
-from tenancy.errors import StoreError
 from tenancy.storage.interface import Store
 
 BATCH_RECORDS_MAX = 64
@@ -42,7 +41,8 @@ class ResponseWriter:
     async def write(self, record: ResponseRecord) -> Obstacle:
         """Store a response; return why it is not stored, or an empty text once it is durable.
 
-        A cancelled caller does not stop the write. Raises StoreError.
+        A cancelled caller does not stop the write. Raises StoreError, and any other error of the
+        write.
         """
         written: asyncio.Future[Obstacle] = asyncio.get_running_loop().create_future()
         self._waiting.append((record, written))
@@ -59,17 +59,17 @@ class ResponseWriter:
         while self._waiting:
             batch = self._take_batch()
             records = [record for record, _ in batch]
-            found: list[Obstacle] | StoreError
+            found: list[Obstacle] | Exception
             try:
                 found = await asyncio.to_thread(
                     store_responses, self._store, records, self._quota, self._thread_bytes_max
                 )
-            except StoreError as error:
+            except Exception as error:  # raised to each caller: none may wait for ever
                 found = error
             for number, (_, written) in enumerate(batch):
                 if written.done():  # its caller was cancelled
                     continue
-                if isinstance(found, StoreError):
+                if isinstance(found, Exception):
                     written.set_exception(found)
                 else:
                     written.set_result(found[number])
