@@ -214,6 +214,11 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     grammar: Grammar | None = None
     isolated_tokens: Count = 0
 
+    @property
+    def turn_payer(self) -> Payer:
+        """Return the payer whose turn the request uses."""
+        return self.turn or self.grant.payer
+
 
 class Submit(Struct, frozen=True, tag="submit", forbid_unknown_fields=True):
     """Submit a request."""

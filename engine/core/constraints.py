@@ -56,9 +56,8 @@ class Constraints:
             return
         if self._source is None:
             raise RequestRefused("grammar_unsupported", "This model does not support grammars.")
-        grant = request.grant
-        turn = request.turn or grant.payer
-        self._source.submit(request.request_id, turn, grant.namespace, request.grammar)
+        namespace = request.grant.namespace
+        self._source.submit(request.request_id, request.turn_payer, namespace, request.grammar)
 
     def release(self, request: Request) -> None:
         """Release the grammar of a request that has ended."""

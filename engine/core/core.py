@@ -443,8 +443,7 @@ class Core:
         """
         refused = self._bounds.choose_refused(self.requests, request)
         if refused is None:
-            turn = request.turn or request.grant.payer
-            raise EngineUnavailable("queue_full", *self._queue_full(turn))
+            raise EngineUnavailable("queue_full", *self._queue_full(request.turn_payer))
         for active in refused:
             message, wait_s = self._queue_full(active.turn)
             self._finish(active, "refused", "queue_full", message, retry_after_s=wait_s)

@@ -28,7 +28,7 @@ class QueueBounds:
         """Return the waiting requests to refuse so that `request` finds room; None if it is itself
         the one to refuse. O(1) where there is room, else O(payers) for each refused request.
         """
-        tokens, own = len(request.tokens), request.turn or request.grant.payer
+        tokens, own = len(request.tokens), request.turn_payer
         requests_over = table.waiting_requests + 1 - self._requests_max
         tokens_over = table.waiting_tokens + tokens - self._tokens_max if table.waiting else 0
         refused: list[ActiveRequest] = []

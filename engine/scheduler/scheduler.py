@@ -138,7 +138,9 @@ class Scheduler:
     def _schedule_turn(self, turn: Turn, now_s: float) -> list[Slice]:
         slices: dict[int, Slice] = {}
         ranked = sorted(self.running, key=lambda s: s.rank)
-        in_turn = [s for s in ranked if self.isolation.allows(s, turn)]
+        in_turn = ranked
+        if self.isolation:
+            in_turn = [s for s in ranked if self.isolation.allows(s, turn)]
         prefilling = self._decode_all(in_turn, slices, now_s)
         budget = self._prompt_budget(slices)
         self.shares.refresh()

@@ -169,7 +169,7 @@ class ActiveRequest:
     def __init__(self, request: Request, arrival: int, now_s: float) -> None:
         self.request = request
         self.payer = request.grant.payer
-        self.turn = request.turn or self.payer
+        self.turn = request.turn_payer
         self.arrival = arrival
         self.received_at_s = now_s
         self.deadline_at_s = None if request.deadline_s is None else now_s + request.deadline_s

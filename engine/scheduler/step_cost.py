@@ -195,9 +195,8 @@ class PromptBudget:
     @property
     def is_spent(self) -> bool:
         """Return whether no slice of a new prompt fits. O(1)."""
-        if self.tokens <= 0 or self._least > 0:
-            return self.tokens <= 0
-        return self._cost.tokens_within(self.seconds, 0) < SLICE_TOKENS
+        is_late = self._least <= 0 and self._cost.tokens_within(self.seconds, 0) < SLICE_TOKENS
+        return self.tokens <= 0 or is_late
 
     def fit(self, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from position `start` fit, perhaps none.

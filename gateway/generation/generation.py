@@ -184,7 +184,7 @@ class Generation:
                 limit_reservation.correct(rate_limits.estimate(requests, found))
 
         self._on_started = on_started
-        place = _enter(gateway, identity, requests)
+        waiting = _enter(gateway, identity, requests)
         output = OutputStream(call, rendered, gateway.renderer, self._contracts)
         ending = "failed"
         try:
@@ -198,7 +198,7 @@ class Generation:
             finally:
                 # After submitting, while the engine works.
                 self._set_limit_headers(limit_reservation.status())
-            output.follow(streams, place.start)
+            output.follow(streams, waiting.start)
             self._state.submitted_s = gateway.clock()
             respond = self._stream if call.stream else self._unary
             response = await respond(output, encoder, hold, outcome)
@@ -212,7 +212,7 @@ class Generation:
         else:
             return response
         finally:
-            place.leave()
+            waiting.leave()
             gateway.leave(tenant_id, len(requests))
             if output.is_over and not hold.is_open:
                 outcome.record_ending(output, ending)  # the request is settled

@@ -62,8 +62,8 @@ static void two_by_two(const uint32_t *a, size_t lda, const uint32_t *b, int row
     _tile_stored(3, out + ROWS * 64 + 16, 256);
 }
 
-/* Up to 16 rows, 32 or 64 columns: a stream of weights, fetched ahead. */
-static void one_by_four(const uint32_t *a, size_t lda, const uint32_t *b, int rows, int depth,
+/* Up to 16 rows, 32 or 64 columns: weights are read once, two panels side by side. */
+static void one_by_two(const uint32_t *a, size_t lda, const uint32_t *b, int rows, int depth,
                         float *out, int width) {
     const size_t panel = (size_t)PANEL * depth / 2;
     shape(rows, rows, 16);
@@ -88,7 +88,7 @@ void tiles_product(const uint32_t *a, size_t lda, const uint32_t *b, int rows, i
     if (rows > ROWS)
         two_by_two(a, lda, b, rows, depth, out);
     else
-        one_by_four(a, lda, b, rows, depth, out, width);
+        one_by_two(a, lda, b, rows, depth, out, width);
 }
 
 void tiles_scores(const uint32_t *q, const uint32_t *const *k, int blocks, int rows, int dim,

@@ -79,7 +79,7 @@ PAYERS: Mapping[str, Payer] = {
 }
 """Who pays for what a request used, by its ending.
 
-The rule: what was delivered is charged, whatever the ending, unless the fault is the operator's.
+The rule: delivered tokens are charged at every ending, unless the fault is the operator's.
 `interrupted` is a request whose server died: its entry has only what the client had received.
 """
 
