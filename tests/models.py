@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from engine.model_store import ModelCard, ModelConfig, RopeScaling, prepare
+from engine.model_store import Architecture, Layer, ModelCard, Rope, prepare
 from engine.weights import Weights, random_weights
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -30,8 +30,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-LLAMA3_SCALING = RopeScaling(
-    kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64
+LLAMA3_SCALING = Rope(
+    theta=10_000.0,
+    dim=16,
+    kind="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_context=64,
 )
 
 
@@ -70,15 +76,15 @@ def tiny_config(
     head_dim: int = 16,
     context: int = 512,
     tie_embeddings: bool = True,
-    rope_scaling: RopeScaling | None = None,
-) -> ModelConfig:
+    rope_scaling: Rope | None = None,
+) -> Architecture:
     """Return the shape of a tiny Llama: MHA, GQA or MQA by `kv_heads`.
 
     Hidden and intermediate sizes are multiples of 32, so that every row can be quantised.
     """
-    return ModelConfig(
-        architecture="llama",
-        layers=layers,
+    return Architecture(
+        family="llama",
+        layers=(Layer(),) * layers,
         hidden=heads * head_dim,
         intermediate=96,
         heads=heads,
@@ -86,14 +92,13 @@ def tiny_config(
         head_dim=head_dim,
         vocab=len(TOKENS),
         context=context,
-        rope_theta=10_000.0,
-        rope_scaling=rope_scaling,
+        ropes={"full": msgspec.structs.replace(rope_scaling or Rope(10_000.0, 16), dim=head_dim)},
         norm_eps=1e-5,
         tie_embeddings=tie_embeddings,
     )
 
 
-def tiny_weights(config: ModelConfig, seed: int = 0) -> Weights:
+def tiny_weights(config: Architecture, seed: int = 0) -> Weights:
     """Return the weights that `write_folder` and `write_gguf` write, in fp32."""
     weights = random_weights(config, torch.float32, seed, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed + 1)
@@ -105,7 +110,7 @@ def tiny_weights(config: ModelConfig, seed: int = 0) -> Weights:
 
 def write_folder(
     folder: Path,
-    config: ModelConfig | None = None,
+    config: Architecture | None = None,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -137,7 +142,7 @@ def write_folder(
 
 def write_gguf(
     path: Path,
-    config: ModelConfig | None = None,
+    config: Architecture | None = None,
     *,
     seed: int = 0,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
@@ -158,7 +163,7 @@ def write_gguf(
             writer.add_tensor(_gguf_name(name), array)
         else:
             writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
-    if config.rope_scaling is not None:
+    if config.ropes["full"].kind != "plain":
         writer.add_tensor("rope_freqs.weight", _divisors(config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -167,7 +172,7 @@ def write_gguf(
     return path
 
 
-def prepared(tmp: Path, config: ModelConfig | None = None, *, seed: int = 0) -> ModelCard:
+def prepared(tmp: Path, config: Architecture | None = None, *, seed: int = 0) -> ModelCard:
     """Write and prepare a tiny model under `tmp`; return its card."""
     return prepare("tiny", write_folder(tmp / "tiny", config, seed=seed), tmp)
 
@@ -195,12 +200,12 @@ def tokenizer_document() -> dict[str, Any]:
     }
 
 
-def _hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
+def _hugging_face_config(config: Architecture) -> dict[str, Any]:
+    rope = config.ropes["full"]
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": config.architecture,
-        "num_hidden_layers": config.layers,
+        "model_type": config.family,
+        "num_hidden_layers": len(config.layers),
         "hidden_size": config.hidden,
         "intermediate_size": config.intermediate,
         "num_attention_heads": config.heads,
@@ -208,11 +213,11 @@ def _hugging_face_config(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocab_size": config.vocab,
         "max_position_embeddings": config.context,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else _hugging_face_scaling(scaling),
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "plain" else _hugging_face_scaling(rope),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.attention_bias,
+        "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "hidden_act": "silu",
         "bos_token_id": TOKENS.index("<|endoftext|>"),
@@ -220,7 +225,7 @@ def _hugging_face_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _hugging_face_scaling(scaling: RopeScaling) -> dict[str, Any]:
+def _hugging_face_scaling(scaling: Rope) -> dict[str, Any]:
     fields = msgspec.to_builtins(scaling)
     return {
         "rope_type": fields["kind"],
@@ -231,8 +236,8 @@ def _hugging_face_scaling(scaling: RopeScaling) -> dict[str, Any]:
     }
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    writer.add_block_count(config.layers)
+def _add_metadata(writer: gguf.GGUFWriter, config: Architecture) -> None:
+    writer.add_block_count(len(config.layers))
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.hidden)
     writer.add_feed_forward_length(config.intermediate)
@@ -240,7 +245,7 @@ def _add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_head_count_kv(config.kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_freq_base(config.ropes["full"].theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab)
     writer.add_tokenizer_model("gpt2")
@@ -280,12 +285,11 @@ def _gguf_name(name: str) -> str:
     return f"{renamed}.{kind}"
 
 
-def _divisors(config: ModelConfig) -> np.ndarray:
+def _divisors(config: Architecture) -> np.ndarray:
     """Return Llama 3's rope scaling in GGUF's form: the divisor of each frequency."""
-    s = config.rope_scaling
-    assert s is not None
+    s = config.ropes["full"]
     half = config.head_dim // 2
-    frequencies = config.rope_theta ** -(np.arange(half, dtype=np.float64) / half)
+    frequencies = config.ropes["full"].theta ** -(np.arange(half, dtype=np.float64) / half)
     wavelengths = 2 * np.pi / frequencies
     low, high = s.original_context / s.low_freq_factor, s.original_context / s.high_freq_factor
     blend = (s.original_context / wavelengths - s.low_freq_factor) / (

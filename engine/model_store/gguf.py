@@ -1,27 +1,75 @@
 """Reads config, tokenizer and chat template from a GGUF file's metadata.
 
-It reads the header and, where present, the rotary divisors, but no weights. `prepare` calls it.
+It translates the metadata into the fields of a config.json, which `families` reads. It reads the
+header and, where present, the rotary divisors, but no weights. `prepare` calls it.
 """
 
 from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from engine.errors import ModelError
-from engine.model_store.card import ModelConfig, RopeScaling
+from engine.model_store.architecture import Architecture
+from engine.model_store.families import FAMILIES, architecture_of, unsupported_family
 from engine.model_store.gguf_header import GgufHeader, TensorInfo, read_header
 from engine.model_store.gguf_tokenizer import special_ids, tokenizer_json
-from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts, unsupported_scaling
+from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts
 
 _FLOAT32 = 0
+_SIGMOID = 2
+"""`expert_gating_func` of routers with a sigmoid."""
+
+_FIELDS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "num_experts_per_tok": "expert_used_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "v_head_dim": "attention.value_length_mla",
+}
+"""Metadata keys, behind the architecture's name, by the field of config.json."""
+
+_REQUIRED = (
+    *("block_count", "embedding_length", "feed_forward_length", "attention.head_count"),
+    "context_length",
+)
 
 
 def read_gguf(path: Path) -> ModelParts:
     """Read everything but the weights. About 0.2 s for 49,152 tokens. Raises ModelError."""
     header = read_header(path)
     tokens = header.strings("tokenizer.ggml.tokens")
-    index = {token: i for i, token in enumerate(tokens)}
+    specials = special_ids(header)
+    # Among the special tokens alone: Gemma has an ordinary token </s>, which strikes text through.
+    index = {tokens[i]: i for i in specials if i < len(tokens)}
     stops = [
         header.integer("tokenizer.ggml.eos_token_id"),
         header.integer("tokenizer.ggml.eot_token_id"),
@@ -29,79 +77,175 @@ def read_gguf(path: Path) -> ModelParts:
     ]
     bos = header.integer("tokenizer.ggml.bos_token_id")
     return ModelParts(
-        config=_config(path, header, len(tokens)),
+        config=_architecture(path, header, len(tokens)),
         tokenizer=tokenizer_json(header),
         template=header.string("tokenizer.chat_template") or PLAIN_TEMPLATE,
         stop_token_ids=tuple(sorted({stop for stop in stops if stop is not None})),
-        special_token_ids=special_ids(header),
+        special_token_ids=specials,
         bos_token_id=bos,
         add_bos=header.metadata.get("tokenizer.ggml.add_bos_token") is True and bos is not None,
     )
 
 
-def _config(path: Path, header: GgufHeader, tokens: int) -> ModelConfig:
-    architecture = header.string("general.architecture") or ""
-
-    def size(key: str, default: int | None = None) -> int:
-        value = header.integer(f"{architecture}.{key}")
-        if value is None:
-            value = default
-        if value is None:
-            raise ModelError("corrupt", f"{path} has no metadata key {architecture}.{key}")
-        return value
-
-    if size("expert_count", 0) > 0:
-        raise ModelError("unsupported", f"{path}: mixture-of-experts models are not supported")
-    hidden, heads = size("embedding_length"), size("attention.head_count")
-    head_dim = size("attention.key_length", hidden // max(1, heads))
-    rotated = size("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise ModelError(
-            "unsupported", f"{path} rotates {rotated} of {head_dim} channels; expected all"
-        )
+def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
+    name = header.string("general.architecture") or ""
+    family = _family(name, header)
     names = {tensor.name for tensor in header.tensors}
-    return ModelConfig(
-        architecture=architecture,
-        layers=size("block_count"),
-        hidden=hidden,
-        intermediate=size("feed_forward_length"),
-        heads=heads,
-        kv_heads=size("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        vocab=size("vocab_size", tokens),
-        context=size("context_length"),
-        rope_theta=header.number(f"{architecture}.rope.freq_base") or 10_000.0,
-        rope_scaling=_scaling(path, header, architecture, head_dim),
-        norm_eps=header.number(f"{architecture}.attention.layer_norm_rms_epsilon") or 1e-5,
-        tie_embeddings="output.weight" not in names,
-        attention_bias="blk.0.attn_q.bias" in names,
+    config: dict[str, Any] = {
+        field: header.metadata[f"{name}.{key}"]
+        for field, key in _FIELDS.items()
+        if f"{name}.{key}" in header.metadata
+    }
+    for key in _REQUIRED:
+        if f"{name}.{key}" not in header.metadata:
+            raise ModelError("corrupt", f"{path} has no metadata key {name}.{key}")
+    for field in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        config[field] = _uniform(path, field, config.get(field))
+    drafting = header.integer(f"{name}.nextn_predict_layers") or 0
+    config.update(
+        model_type=family,
+        num_hidden_layers=int(config["num_hidden_layers"]) - drafting,
+        vocab_size=header.integer(f"{name}.vocab_size") or tokens,
+        tie_word_embeddings="output.weight" not in names,
+        attention_bias="blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
+        qkv_bias="blk.0.attn_q.bias" in names,
         mlp_bias="blk.0.ffn_up.bias" in names,
+        use_qk_norm="blk.0.attn_q_norm.weight" in names,
+        norms_hold_one=True,
+        n_routed_experts=header.integer(f"{name}.expert_count"),
+        num_experts=header.integer(f"{name}.expert_count"),
+        num_local_experts=header.integer(f"{name}.expert_count"),
+        rope_scaling=_scaling(path, header, name),
     )
+    _add_features(config, header, name)
+    architecture = architecture_of({n: v for n, v in config.items() if v is not None})
+    interleaved = FAMILIES[family].gguf_interleaved
+    return msgspec.structs.replace(architecture, interleaved=interleaved, norms_less_one=False)
 
 
-def _scaling(
-    path: Path, header: GgufHeader, architecture: str, head_dim: int
-) -> RopeScaling | None:
+def _family(name: str, header: GgufHeader) -> str:
+    """Return the family of a GGUF architecture, which may stand for several."""
+    experts = header.integer(f"{name}.expert_count") or 0
+    if name == "llama":
+        return "mixtral" if experts else "llama"
+    if name == "olmo2" and f"{name}.attention.sliding_window" in header.metadata:
+        return "olmo3"
+    if name == "deepseek2":
+        gating = header.integer(f"{name}.expert_gating_func")
+        return "deepseek_v3" if gating == _SIGMOID else "deepseek_v2"
+    for family, entry in FAMILIES.items():
+        if entry.gguf == name:
+            return family
+    raise unsupported_family(_REFUSED_NAMES.get(name, name))
+
+
+_REFUSED_NAMES = {
+    "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "granitehybrid": "granitemoehybrid",
+    "nemotron_h": "nemotron_h",
+    "falcon-h1": "falcon_h1",
+    "lfm2moe": "lfm2_moe",
+    "rwkv7": "rwkv",
+}
+"""Model types by names of GGUF architectures that differ from them."""
+
+
+def _uniform(path: Path, field: str, value: Any) -> Any:
+    """Return a number that a file may give layer by layer. Raises ModelError where they differ."""
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise ModelError("unsupported", f"{path}: layers differ in {field}; expected one size")
+    return value[0]
+
+
+def _add_features(config: dict[str, Any], header: GgufHeader, name: str) -> None:
+    """Add the fields whose meaning differs from the metadata's."""
+    family, layers = config["model_type"], int(config["num_hidden_layers"])
+    heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // max(1, heads))
+    rotated = header.integer(f"{name}.rope.dimension_count")
+    pattern = header.metadata.get(f"{name}.attention.sliding_window_pattern")
+    if rotated is not None and family not in _LATENT:
+        config["partial_rotary_factor"] = rotated / max(1, head_dim)
+    if isinstance(pattern, list):
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        config["layer_types"] = [kinds[bool(item)] for item in pattern[:layers]]
+    if (logit_scale := header.number(f"{name}.logit_scale")) is not None:
+        config["logit_scale" if family == "cohere2" else "logits_scaling"] = logit_scale
+    if family in _LATENT:
+        rope = int(rotated or 0)
+        key = header.integer(f"{name}.attention.key_length_mla") or head_dim
+        config["qk_nope_head_dim"] = key - rope
+        config.setdefault("v_head_dim", header.integer(f"{name}.attention.value_length"))
+    if family in ("gemma2", "gemma3_text"):
+        config["query_pre_attn_scalar"] = _gemma_scalar(family, config, layers, heads, head_dim)
+    if family == "qwen3_moe":
+        config.setdefault("norm_topk_prob", True)
+    if family == "gpt_oss":
+        config["intermediate_size"] = config.get("moe_intermediate_size")
+    if family == "ministral3" and config["rope_scaling"] is not None:
+        beta = header.number(f"{name}.attention.temperature_scale")
+        config["rope_scaling"]["llama_4_scaling_beta"] = beta or 0.0
+
+
+_LATENT = ("deepseek_v2", "deepseek_v3")
+
+
+def _gemma_scalar(
+    family: str, config: dict[str, Any], layers: int, heads: int, head_dim: int
+) -> float:
+    """Return what the queries are divided by the root of: the files leave it out, and only the
+    27B models differ from head_dim."""
+    largest = {"gemma2": 46, "gemma3_text": 62}[family]
+    return int(config["hidden_size"]) / heads if layers == largest else head_dim
+
+
+def _scaling(path: Path, header: GgufHeader, name: str) -> dict[str, Any] | None:
     """Return the rope scaling. GGUF files of Llama 3.1 and later have one divisor per frequency, as
-    a tensor of 32-bit floats."""
-    for tensor in header.tensors:
-        if tensor.name == "rope_freqs.weight":
-            return RopeScaling(kind="divisors", divisors=_divisors(path, tensor, head_dim // 2))
-    kind = header.string(f"{architecture}.rope.scaling.type")
-    factor = header.number(f"{architecture}.rope.scaling.factor")
+    a tensor of 32-bit floats; Phi-3's have two sets."""
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    original = header.integer(f"{name}.rope.scaling.original_context_length")
+    factor = header.number(f"{name}.rope.scaling.factor")
+    amplitude = header.number(f"{name}.rope.scaling.attn_factor")
+    if "rope_freqs.weight" in tensors:
+        return {"rope_type": "divisors", "divisors": _divisors(path, tensors["rope_freqs.weight"])}
+    if "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors:
+        return {
+            "rope_type": "longrope",
+            "long_factor": _divisors(path, tensors["rope_factors_long.weight"]),
+            "short_factor": _divisors(path, tensors["rope_factors_short.weight"]),
+            "original_max_position_embeddings": original,
+            "attention_factor": amplitude,
+        }
+    kind = header.string(f"{name}.rope.scaling.type")
     if kind in (None, "none") or factor is None:
         return None
-    if kind != "linear":
-        raise unsupported_scaling(kind)
-    return RopeScaling(kind="linear", factor=factor)
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        weight = header.number(f"{name}.rope.scaling.yarn_log_multiplier")
+        scaling.update(
+            original_max_position_embeddings=original,
+            beta_fast=header.number(f"{name}.rope.scaling.yarn_beta_fast"),
+            beta_slow=header.number(f"{name}.rope.scaling.yarn_beta_slow"),
+            truncate=name != "gpt-oss",
+        )
+        if weight:  # DeepSeek's: a tenth of the weight of all dimensions
+            scaling.update(mscale=weight * 10, mscale_all_dim=weight * 10)
+    return scaling
 
 
-def _divisors(path: Path, tensor: TensorInfo, count: int) -> tuple[float, ...]:
-    if tensor.type_id != _FLOAT32 or tensor.shape != (count,):
+def _divisors(path: Path, tensor: TensorInfo) -> tuple[float, ...]:
+    count = tensor.shape[0] if len(tensor.shape) == 1 else 0
+    if tensor.type_id != _FLOAT32 or not 0 < count <= 4096:
         raise ModelError(
             "corrupt",
             f"{path}: {tensor.name} has shape {tensor.shape} and type {tensor.type_id}; expected"
-            f" {count} 32-bit floats",
+            " a row of 32-bit floats",
         )
     with path.open("rb") as file:
         file.seek(tensor.offset)

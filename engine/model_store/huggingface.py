@@ -1,7 +1,6 @@
 """Reads config, tokenizer and chat template from a Hugging Face folder.
 
-Strict where a wrong guess would compute another model, lenient elsewhere: published folders have
-many fields that change nothing. It reads no weights. `prepare` calls it.
+`families` reads the config. It reads no weights. `prepare` calls it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.model_store.card import ModelConfig, RopeScaling
-from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts, unsupported_scaling
+from engine.model_store.architecture import Architecture
+from engine.model_store.families import architecture_of
+from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts
 
 
 def read_folder(folder: Path) -> ModelParts:
@@ -32,7 +32,7 @@ def read_folder(folder: Path) -> ModelParts:
         stops.update(_token_ids(value, folder))
     bos = _token_ids(config.get("bos_token_id"), folder)
     return ModelParts(
-        config=_config(config),
+        config=_architecture(config),
         tokenizer=tokenizer,
         template=_template(folder, settings),
         stop_token_ids=tuple(sorted(stops)),
@@ -70,63 +70,17 @@ def _template(folder: Path, settings: dict[str, Any]) -> str:
     return template if isinstance(template, str) else PLAIN_TEMPLATE
 
 
-def _config(config: dict[str, Any]) -> ModelConfig:
-    if config.get("quantization_config"):
-        raise ModelError(
-            "unsupported",
-            "config.json has a quantization_config; expected fp32, bf16 or fp16 weights. Load"
-            " quantised models as GGUF files",
-        )
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError("unsupported", f"unsupported activation: {activation!r}; expected silu")
-    try:
-        return _shape(config)
-    except KeyError as missing:
-        raise ModelError("corrupt", f"config.json has no {missing.args[0]}") from missing
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ModelError("corrupt", f"config.json: {error}.") from error
-
-
-def _shape(config: dict[str, Any]) -> ModelConfig:
-    heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
-    rope = config.get("rope_parameters") or {}
-    context = int(config["max_position_embeddings"])
-    # Within its window, sliding attention equals full attention, so the window is the context.
-    window = int(config.get("sliding_window") or context)
-    return ModelConfig(
-        architecture=str(config.get("model_type", "")),
-        layers=int(config["num_hidden_layers"]),
-        hidden=hidden,
-        intermediate=int(config["intermediate_size"]),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        vocab=int(config["vocab_size"]),
-        context=min(context, window),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-        rope_scaling=_scaling(config.get("rope_scaling") or rope),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-    )
-
-
-def _scaling(scaling: dict[str, Any]) -> RopeScaling | None:
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind not in ("llama3", "linear"):
-        raise unsupported_scaling(kind)
-    return RopeScaling(
-        kind="llama3" if kind == "llama3" else "linear",
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_context=int(scaling.get("original_max_position_embeddings", 8192)),
-    )
+def _architecture(config: dict[str, Any]) -> Architecture:
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        named = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+        if (config.get("model_type"), named) != ("gpt_oss", "mxfp4"):
+            raise ModelError(
+                "unsupported",
+                f"config.json has a quantization_config: {named!r}; expected fp32, bf16 or fp16"
+                " weights, or gpt-oss in mxfp4. Load quantised models as GGUF files",
+            )
+    return architecture_of(config)
 
 
 def _read_text(path: Path) -> str:

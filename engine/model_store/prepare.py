@@ -16,7 +16,8 @@ import xxhash
 from tokenizers import Tokenizer
 
 from engine.errors import ModelError
-from engine.model_store.card import CARD_VERSION, ModelCard, check_config, load_card
+from engine.model_store.architecture import check_architecture
+from engine.model_store.card import CARD_VERSION, ModelCard, load_card
 from engine.model_store.gguf import read_gguf
 from engine.model_store.huggingface import read_folder
 from engine.model_store.parts import ModelParts
@@ -83,7 +84,7 @@ def _prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
 
 def _check(parts: ModelParts, source: Path) -> None:
     """Refuse a damaged model here, not in the process that first uses its tokenizer."""
-    check_config(parts.config)
+    check_architecture(parts.config)
     try:
         tokens = Tokenizer.from_str(parts.tokenizer).get_vocab_size(with_added_tokens=True)
     except Exception as error:  # the library raises nothing narrower

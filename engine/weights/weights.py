@@ -7,8 +7,10 @@ builders call `load_weights`; a model's constructor takes the tensors out of the
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,33 +24,39 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from engine.errors import ModelError
-from engine.model_store import ModelCard, ModelConfig
+from engine.model_store import Architecture, ModelCard
+from engine.model_store.families import FAMILIES
 from engine.model_store.gguf_header import TensorInfo, read_header
+from engine.model_store.tensor_names import FOLDER_NAMES, GGUF_NAMES
+from engine.weights.renaming import Pieces, TensorReader
+from engine.weights.shapes import expected_shapes
+
+log = logging.getLogger("trunkline.engine")
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 Weights = dict[str, torch.Tensor]
 """Tensors by Hugging Face name, such as `model.layers.0.mlp.up_proj.weight`."""
 
-_GGUF_NAMES = {
+_GGUF_TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_IGNORED = ("rope_freqs",)
+_GGUF_IGNORED = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors that `engine.model_store` reads into the model card."""
 
 _FOLDER_IGNORED = ("rotary_emb.inv_freq",)
 """Tensors of old folders that are computed from the config."""
+
+_LANGUAGE_PREFIXES = ("model.language_model.", "language_model.model.")
+"""What stands before the names of the text part in folders of models that see, for `model.`."""
+
+_SET_ASIDE = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision)\."
+    r"|mtp\."
+)
+"""Tensors of folders that serve images, sound and drafts."""
 
 
 class _Index(msgspec.Struct):
@@ -56,6 +64,9 @@ class _Index(msgspec.Struct):
 
     weight_map: dict[str, str]
 
+
+LAYOUT_VERSION = 2
+"""Version of names and order of the cached tensors; a file of another version is not read."""
 
 RANDOM = "random:"
 """Prefix of a card's source that is a seed, not a path: random weights for benchmarks."""
@@ -75,13 +86,14 @@ def load_weights(
         return random_weights(card.config, dtype, seed, torch.device(device))
     source = Path(card.source)
     if source.is_dir():
-        weights = {name: tensor.to(dtype) for name, tensor in _read_folder(source)}
+        weights = dict(_read_folder(source, card.config, dtype))
         if card.config.tie_embeddings:
             weights.pop("lm_head.weight", None)
     else:
-        cached = Path(card.folder) / f"weights-{str(dtype).removeprefix('torch.')}.safetensors"
+        kind = str(dtype).removeprefix("torch.")
+        cached = Path(card.folder) / f"weights-{LAYOUT_VERSION}-{kind}.safetensors"
         if not _is_readable(cached):
-            tensors = {n: t.to(dtype) for n, t in _read_gguf(source, card.config)}
+            tensors = dict(_read_gguf(source, card.config, dtype))
             _check(tensors, card.config)  # refuse a wrong model before the cache file is written
             _save(cached, tensors)
             del tensors
@@ -91,7 +103,7 @@ def load_weights(
 
 
 def random_weights(
-    config: ModelConfig, dtype: torch.dtype, seed: int, device: torch.device
+    config: Architecture, dtype: torch.dtype, seed: int, device: torch.device
 ) -> Weights:
     """Return seeded random weights of a model's shape, made on the device, for benchmarks and
     tests.
@@ -113,37 +125,7 @@ def random_weights(
     return weights
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of a Llama model's tensors."""
-    c = config
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab, c.hidden)}
-    for layer in range(c.layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (c.hidden,)
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, c.hidden)
-            if c.attention_bias:
-                shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
-        shapes[prefix + "self_attn.o_proj.weight"] = (c.hidden, q)
-        if c.attention_bias:
-            shapes[prefix + "self_attn.o_proj.bias"] = (c.hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (c.hidden,)
-        for name, rows, columns in (
-            ("gate", c.intermediate, c.hidden),
-            ("up", c.intermediate, c.hidden),
-            ("down", c.hidden, c.intermediate),
-        ):
-            shapes[f"{prefix}mlp.{name}_proj.weight"] = (rows, columns)
-            if c.mlp_bias:
-                shapes[f"{prefix}mlp.{name}_proj.bias"] = (rows,)
-    shapes["model.norm.weight"] = (c.hidden,)
-    if not c.tie_embeddings:
-        shapes["lm_head.weight"] = (c.vocab, c.hidden)
-    return shapes
-
-
-def _check(weights: Weights, config: ModelConfig) -> None:
+def _check(weights: Weights, config: Architecture) -> None:
     """Raise ModelError `corrupt` unless names and shapes are those of the config."""
     expected = expected_shapes(config)
     missing = sorted(expected.keys() - weights.keys())
@@ -162,12 +144,39 @@ def _check(weights: Weights, config: ModelConfig) -> None:
 # --- files -------------------------------------------------------------------------------------
 
 
-def _read_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors of a Hugging Face folder, sharded or not."""
+def _read_folder(folder: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
+    """Yield the model's tensors from a Hugging Face folder, sharded or not."""
+    family = FAMILIES.get(config.family)
+    own = family.folder_names if family is not None else {}
+    reader = TensorReader(config, {**FOLDER_NAMES, **own}, dtype)
+    set_aside = 0
     for file in _folder_files(folder):
         for name, tensor in _read_safetensors(file):
-            if not name.endswith(_FOLDER_IGNORED):
-                yield name, tensor
+            if name.endswith(_FOLDER_IGNORED):
+                continue
+            layer, rest = _folder_name(name)
+            if _SET_ASIDE.match(name) or _is_draft_layer(layer, config):
+                set_aside += 1
+                continue
+            yield from reader.take(layer, rest, tensor)
+    if set_aside:
+        log.info("tensors_set_aside: %d of images, sound or drafts in %s", set_aside, folder)
+
+
+def _folder_name(name: str) -> tuple[str, str]:
+    """Return the prefix of a tensor's layer in the model's names, and the rest of its name."""
+    for prefix in _LANGUAGE_PREFIXES:
+        if name.startswith(prefix):
+            name = f"model.{name.removeprefix(prefix)}"
+    name = name.removeprefix("language_model.") if name.endswith("lm_head.weight") else name
+    found = _LAYER.match(name)
+    return (found[0], name[found.end() :]) if found else ("", name)
+
+
+def _is_draft_layer(layer: str, config: Architecture) -> bool:
+    """Return whether a layer stands behind the model's own: it drafts tokens."""
+    found = _LAYER.match(layer)
+    return found is not None and config.moe is not None and int(found[1]) >= len(config.layers)
 
 
 def _folder_files(folder: Path) -> list[Path]:
@@ -225,35 +234,23 @@ def _save(path: Path, weights: Weights) -> None:
             Path(partial).unlink(missing_ok=True)
 
 
-def _read_gguf(path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a GGUF file in fp32, with q and k in the order of training."""
+def _read_gguf(path: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
+    """Yield the model's tensors from a GGUF file."""
     header = read_header(path)
     data = np.memmap(path, mode="r", dtype=np.uint8)
+    family = FAMILIES.get(config.family)
+    own = family.gguf_names if family is not None else {}
+    reader = TensorReader(config, {**GGUF_NAMES, **own}, dtype)
     for info in header.tensors:
         stem, _, kind = info.name.rpartition(".")
         if stem in _GGUF_IGNORED:
             continue
-        array = _dequantise(path, data, info)
-        if config.architecture == "llama" and stem.endswith(("attn_q", "attn_k")):
-            heads = config.heads if stem[-1] == "q" else config.kv_heads
-            if len(array) % (2 * heads):
-                raise ModelError(
-                    "corrupt",
-                    f"{path}: {info.name} has {len(array)} rows; expected {heads} heads of an"
-                    " even size",
-                )
-            array = _unpermute_rope_rows(array, heads)
-        yield f"{_hf_name(stem)}.{kind}", torch.from_numpy(array)
-
-
-def _hf_name(stem: str) -> str:
-    if stem in _GGUF_NAMES:
-        return _GGUF_NAMES[stem]
-    block, _, rest = stem.partition(".")
-    layer, _, part = rest.partition(".")
-    if block != "blk" or part not in _GGUF_LAYER_NAMES:
-        return stem
-    return f"model.layers.{layer}.{_GGUF_LAYER_NAMES[part]}"
+        block, _, rest = info.name.removeprefix("blk.").partition(".")
+        layer = f"model.layers.{block}." if info.name.startswith("blk.") else ""
+        if _is_draft_layer(layer, config):
+            continue
+        name = rest if layer else f"{_GGUF_TOP.get(stem, stem)}.{kind}"
+        yield from reader.take(layer, name, torch.from_numpy(_dequantise(path, data, info)))
 
 
 def _dequantise(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
@@ -281,13 +278,3 @@ def _dequantise(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
         raise ModelError(
             "unsupported", f"{path}: unsupported tensor type {kind.name} of {info.name}"
         ) from error
-
-
-def _unpermute_rope_rows(array: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows from GGUF's rotation of neighbouring channels to rotation by halves.
-
-    GGUF files of Llama store q and k permuted; models are trained with rotation by halves.
-    """
-    shape = array.shape
-    paired = array.reshape(heads, shape[0] // heads // 2, 2, *shape[1:])
-    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(shape)

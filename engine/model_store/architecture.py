@@ -1,0 +1,247 @@
+"""The architecture of a decoder, as data: every model that runs is one of these values.
+
+`engine.model_store.families` makes an `Architecture` from a model's files, `engine.models.decoder`
+runs it. It knows no tensor, file or device. Sizes are in channels, heads or tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine.errors import ModelError
+
+Size = Annotated[int, Meta(ge=1, le=2**31)]
+
+FULL = "full"
+"""Name of the rotary table of families that have one."""
+
+
+class Layer(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One decoder layer.
+
+    `mixer`: grouped-query attention, or attention over latents (a mixer with a recurrent state
+    would be a third). `window`: a query at position p sees keys above p - window; 0: all keys up to
+    p. `rope`: name of a table in `Architecture.ropes`; empty: no rotation.
+    """
+
+    mixer: Literal["gqa", "mla"] = "gqa"
+    window: int = 0
+    rope: str = FULL
+    ffn: Literal["dense", "moe"] = "dense"
+
+
+class Rope(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A rotary table: `dim` channels rotate by theta ** (-2i / dim), scaled as `kind` says.
+
+    `linear`: divided by `factor`. `llama3`: Llama 3's bands. `yarn`: a ramp between dimensions that
+    make `beta_fast` and `beta_slow` turns in the original context. `divisors`: divided one by one;
+    where the engine serves more than `original_context`, by `long_divisors`, if there are any.
+    `amplitude` multiplies cos and sin.
+    """
+
+    theta: float
+    dim: Size
+    kind: Literal["plain", "linear", "llama3", "yarn", "divisors"] = "plain"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+    amplitude: float = 1.0
+
+
+class Moe(Struct, frozen=True, forbid_unknown_fields=True):
+    """A mixture of experts: each token goes to `top_k` of `experts` gated MLPs.
+
+    `score`: of the router's logits; `chosen_softmax` takes the softmax over the chosen logits
+    alone. `choose_by_bias`: a bias is added for the choice and not for the weight. `groups` and
+    `groups_kept`: experts are chosen in the best groups only; a group's score is its best expert's,
+    or with `choose_by_bias` the sum of its best two. `shared`: an MLP of `shared_intermediate`
+    channels that all tokens take, added, or times the sigmoid of a gate. `expert`: `clamped` is
+    gpt-oss's, with biases.
+    """
+
+    experts: Size
+    top_k: Size
+    intermediate: Size
+    score: Literal["softmax", "sigmoid", "chosen_softmax"] = "softmax"
+    choose_by_bias: bool = False
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    shared: Literal["", "add", "gated"] = ""
+    shared_intermediate: int = 0
+    expert: Literal["gated", "clamped"] = "gated"
+
+
+class Latent(Struct, frozen=True, forbid_unknown_fields=True):
+    """Multi-head latent attention: a token's KV is one latent of `rank` channels, which all heads
+    expand, and `rope` rotated channels.
+
+    A head's query has `nope` channels without rotation and `rope` with; its value has `value`.
+    `query_rank`: rank of the query's own latent; 0: none.
+    """
+
+    rank: Size
+    nope: Size
+    rope: Size
+    value: Size
+    query_rank: int = 0
+    norm_eps: float = 1e-6
+
+
+class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Shape and arithmetic of a decoder.
+
+    MHA, GQA or MQA by `kv_heads`; with `latent`, one KV head of the latent's width. `place`: norms
+    before mixer and MLP, after them, both, or one norm before both side by side. `norm`: RMS, or
+    `mean`, which takes the mean off first. `qk_norm`: over each head's channels, or over all heads
+    at once. `score_scale`: factor of the scores; 0: 1 / sqrt(head_dim). `score_cap`: scores s
+    become cap * tanh(s / cap). `sinks`: each head has a logit that takes part in the softmax and
+    has no value. `query_growth` (beta, original context): queries at position p are multiplied by
+    1 + beta * ln(1 + floor(p / original)). `tie_embeddings`: the output head shares the embedding's
+    weights.
+
+    Two fields say how the files hold weights, which the loader undoes: `interleaved` (neighbouring
+    channels rotate, not halves of a head) and `norms_less_one` (norm weights minus 1).
+    """
+
+    family: str
+    layers: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=4096)]
+    hidden: Size
+    intermediate: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    vocab: Size
+    context: Size
+    ropes: dict[str, Rope]
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    norm: Literal["rms", "mean"] = "rms"
+    place: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    qk_norm: Literal["", "head", "whole"] = ""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    score_scale: float = 0.0
+    score_cap: float = 0.0
+    sinks: bool = False
+    query_growth: tuple[float, int] | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    moe: Moe | None = None
+    latent: Latent | None = None
+    interleaved: bool = False
+    norms_less_one: bool = False
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Whether each layer is causal softmax attention over all keys, scaled by 1 / sqrt(D): the
+        attention that the GPU kernels compute."""
+        plain_scale = math.isclose(self.score_scale or self.head_dim**-0.5, self.head_dim**-0.5)
+        return (
+            plain_scale
+            and not self.score_cap
+            and not self.sinks
+            and self.query_growth is None
+            and self.latent is None
+            and all(layer.window == 0 for layer in self.layers)
+        )
+
+    @property
+    def fits_c_kernels(self) -> bool:
+        """Whether the C kernels compute the whole model: Llama's and Gemma 3's layers, with biases
+        of queries, keys and values too, a window and a rotary table for each layer."""
+        known = {name: getattr(self, name) for name in _KNOWN_TO_C}
+        known["layers"] = tuple(
+            Layer(window=layer.window, rope=layer.rope) for layer in self.layers
+        )
+        # A field that is not known to C, also a later one, must have its default.
+        is_placed = self.place in ("pre", "sandwich") and self.qk_norm != "whole"
+        return is_placed and self == Architecture(**known)
+
+
+_KNOWN_TO_C = (
+    "family", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
+    "context", "ropes", "norm_eps", "tie_embeddings", "qk_norm", "qkv_bias", "score_scale",
+    "interleaved", "norms_less_one", "place", "activation", "embed_scale", "logit_scale",
+    "logit_cap",
+)  # fmt: skip
+
+
+def check_architecture(architecture: Architecture) -> Architecture:
+    """Return `architecture`. Raises ModelError where its sizes cannot be those of a model."""
+    a = architecture
+    try:
+        msgspec.convert(msgspec.to_builtins(a), Architecture)
+    except msgspec.ValidationError as error:
+        raise ModelError("corrupt", f"invalid model shape: {error}") from error
+    if not (math.isfinite(a.norm_eps) and a.norm_eps > 0):
+        raise ModelError("corrupt", f"invalid norm_eps: {a.norm_eps}; expected a number above 0")
+    if a.heads % a.kv_heads:
+        raise ModelError(
+            "corrupt", f"{a.heads} query heads are not a multiple of {a.kv_heads} KV heads"
+        )
+    if a.head_dim % 2:
+        raise ModelError("unsupported", f"odd head_dim: {a.head_dim}; expected an even number")
+    for name in {layer.rope for layer in a.layers} - {""}:
+        if name not in a.ropes:
+            raise ModelError("corrupt", f"a layer rotates by {name!r}, which has no parameters")
+    for rope in a.ropes.values():
+        _check_rope(rope, a.head_dim)
+    if any(layer.window < 0 for layer in a.layers):
+        raise ModelError("corrupt", "a layer has a window below 0; expected 0 or more")
+    if a.moe is not None:
+        _check_moe(a.moe)
+    return a
+
+
+def _check_rope(rope: Rope, head_dim: int) -> None:
+    if not (math.isfinite(rope.theta) and rope.theta > 0):
+        raise ModelError("corrupt", f"invalid rope_theta: {rope.theta}; expected a number above 0")
+    numbers = (
+        rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.beta_fast, rope.beta_slow,
+        rope.amplitude, *rope.divisors, *rope.long_divisors,
+    )  # fmt: skip
+    if not all(math.isfinite(n) and n > 0 for n in numbers) or rope.original_context < 1:
+        raise ModelError("corrupt", "invalid rotary scaling: expected numbers above 0")
+    if rope.dim % 2 or rope.dim > head_dim:
+        raise ModelError(
+            "corrupt",
+            f"{rope.dim} rotating channels; expected an even number up to head_dim {head_dim}",
+        )
+    counts = [len(rope.divisors)] if rope.kind == "divisors" else []
+    counts += [len(rope.long_divisors)] if rope.long_divisors else []
+    if any(count != rope.dim // 2 for count in counts):
+        raise ModelError(
+            "corrupt",
+            f"{counts[0]} rotary divisors; expected {rope.dim // 2} for {rope.dim} channels",
+        )
+
+
+def _check_moe(moe: Moe) -> None:
+    if moe.top_k > moe.experts:
+        raise ModelError("corrupt", f"{moe.top_k} experts a token; expected at most {moe.experts}")
+    if moe.groups < 1 or moe.experts % moe.groups or not 1 <= moe.groups_kept <= moe.groups:
+        raise ModelError(
+            "corrupt",
+            f"{moe.experts} experts in {moe.groups} groups, {moe.groups_kept} kept; expected groups"
+            " of equal size",
+        )
+    if moe.top_k > moe.experts // moe.groups * moe.groups_kept:
+        raise ModelError(
+            "corrupt", f"{moe.top_k} experts a token are more than the kept groups have"
+        )

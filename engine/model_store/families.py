@@ -1,0 +1,547 @@
+"""The families of models that run: each is a function from its config to an `Architecture`.
+
+A config is the content of a Hugging Face `config.json`; `engine.model_store.gguf` translates the
+metadata of GGUF files into one. Strict where a wrong guess would compute another model, lenient
+elsewhere: published configs have many fields that change nothing. It knows no tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from engine.errors import ModelError
+from engine.model_store.architecture import FULL, Architecture, Latent, Layer, Moe
+from engine.model_store.rope_parameters import local_rope, read_rope, rope_parameters
+from engine.model_store.tensor_names import (
+    GGUF_FUSED_NAMES,
+    GGUF_NORM_NAMES,
+    GLM4_NAMES,
+    GPT_OSS_NAMES,
+    MIXTRAL_NAMES,
+    SANDWICH_NAMES,
+    Names,
+)
+
+Config = dict[str, Any]
+
+LOCAL = "local"
+"""Name of the rotary table of window layers, where they have one of their own."""
+
+
+class Family(Struct, frozen=True):
+    """A family of models.
+
+    `models`: for the documents. `read`: config → architecture. `gguf`: the architecture's name in
+    GGUF files, empty where these are not read. `gguf_interleaved`: GGUF files of the family hold
+    rotating channels as neighbours. `folder_names`, `gguf_names`: tensors that the family names its
+    own way. `defaults`: fields that published configs leave out.
+    """
+
+    models: str
+    read: Callable[[Config], Architecture]
+    gguf: str = ""
+    gguf_interleaved: bool = False
+    folder_names: Names = {}
+    gguf_names: Names = {}
+    defaults: Config = {}
+
+
+def architecture_of(config: Config) -> Architecture:
+    """Return the architecture of a config.json. Raises ModelError: unsupported or corrupt."""
+    kind = str(config.get("model_type", ""))
+    inner = config.get("text_config")
+    if kind not in FAMILIES and isinstance(inner, dict):
+        outer = {n: config[n] for n in ("tie_word_embeddings",) if n in config}
+        return architecture_of({**outer, **inner})
+    family = FAMILIES.get(kind)
+    if family is None:
+        raise unsupported_family(kind)
+    try:
+        return family.read({**family.defaults, **config})
+    except KeyError as missing:
+        raise ModelError("corrupt", f"config.json has no {missing.args[0]}") from missing
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError("corrupt", f"config.json: {error}.") from error
+
+
+def unsupported_family(kind: str) -> ModelError:
+    """Return the error for a family that does not run, with the reason where it is known."""
+    if kind in REFUSED:
+        return ModelError("unsupported", f"unsupported model type: {kind!r}: {REFUSED[kind]}")
+    known = ", ".join(sorted(FAMILIES))
+    return ModelError("unsupported", f"unsupported model type: {kind!r}; expected one of {known}")
+
+
+# -- parts that families share -----------------------------------------------------------------
+
+
+def _decoder(
+    c: Config, *, layers: tuple[Layer, ...] | None = None, **features: Any
+) -> Architecture:
+    """Return the architecture of a config, Llama's unless `features` say otherwise."""
+    count, heads = int(c["num_hidden_layers"]), int(c["num_attention_heads"])
+    hidden, context = int(c["hidden_size"]), int(c["max_position_embeddings"])
+    layers = layers if layers is not None else (Layer(),) * count
+    if len(layers) != count:
+        raise ValueError(f"{len(layers)} layer types for {count} layers")
+    head_dim = int(c.get("head_dim") or hidden // heads)
+    if all(layer.window for layer in layers):
+        # Within its window, sliding attention equals full attention, so the window is the context.
+        context = min(context, *(layer.window for layer in layers))
+        layers = tuple(Layer(layer.mixer, 0, layer.rope, layer.ffn) for layer in layers)
+    features.setdefault("ropes", {FULL: _rope(c, head_dim)})
+    features.setdefault("norm_eps", float(c.get("rms_norm_eps", 1e-6)))
+    features.setdefault("activation", _activation(c))
+    return Architecture(
+        family=str(c["model_type"]),
+        layers=layers,
+        hidden=hidden,
+        intermediate=int(c["intermediate_size"]),
+        heads=heads,
+        kv_heads=features.pop("kv_heads", int(c.get("num_key_value_heads") or heads)),
+        head_dim=features.pop("head_dim", head_dim),
+        vocab=int(c["vocab_size"]),
+        context=context,
+        tie_embeddings=bool(c.get("tie_word_embeddings", False)),
+        **features,
+    )
+
+
+def _rope(c: Config, head_dim: int, *, theta: float = 10_000.0, share: float = 1.0) -> Any:
+    return read_rope(rope_parameters(c), c, head_dim, theta=theta, share=share)
+
+
+def _activation(c: Config) -> str:
+    named = c.get("hidden_activation") or c.get("hidden_act") or "silu"
+    if named in ("silu", "swish"):
+        return "silu"
+    if named in ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new"):
+        return "gelu_tanh"
+    raise ModelError(
+        "unsupported", f"unsupported activation: {named!r}; expected silu or gelu_pytorch_tanh"
+    )
+
+
+def _windows(c: Config, default: Callable[[int], bool]) -> list[int]:
+    """Return each layer's window, 0 for full attention; `default(i)` says which layers have one
+    where the config does not."""
+    count, window = int(c["num_hidden_layers"]), int(c.get("sliding_window") or 0)
+    kinds = c.get("layer_types")
+    if kinds is None:
+        return [window if default(i) else 0 for i in range(count)]
+    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise ModelError(
+            "unsupported",
+            f"unsupported layer type: {unknown[0]!r}; expected full_attention or sliding_attention",
+        )
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def _biases(c: Config, *, output: bool = True) -> dict[str, Any]:
+    """Return the features of `attention_bias`; `output`: the output projection has one too."""
+    has_bias = bool(c.get("attention_bias", False))
+    return {"qkv_bias": has_bias, "output_bias": has_bias and output}
+
+
+def _sparse(c: Config, *, dense_first: int = 0) -> tuple[Literal["dense", "moe"], ...]:
+    """Return which layers have experts."""
+    count = int(c["num_hidden_layers"])
+    kinds = c.get("mlp_layer_types")
+    if kinds is not None:
+        return tuple("moe" if kind == "sparse" else "dense" for kind in kinds)
+    dense = set(c.get("mlp_only_layers") or ())
+    step = int(c.get("decoder_sparse_step") or 1)
+    return tuple(
+        "moe" if i >= dense_first and i not in dense and (i + 1) % step == 0 else "dense"
+        for i in range(count)
+    )
+
+
+# -- families ----------------------------------------------------------------------------------
+
+
+def _llama(c: Config) -> Architecture:
+    return _decoder(c, mlp_bias=bool(c.get("mlp_bias", False)), **_biases(c))
+
+
+def _mistral(c: Config) -> Architecture:
+    layers = tuple(Layer(window=w) for w in _windows(c, lambda _: True))
+    return _decoder(c, layers=layers, **_biases(c))
+
+
+def _ministral3(c: Config) -> Architecture:
+    parameters = rope_parameters(c)
+    beta = float(parameters.get("llama_4_scaling_beta") or 0.0)
+    growth = (beta, int(parameters["original_max_position_embeddings"])) if beta else None
+    layers = tuple(Layer(window=w) for w in _windows(c, lambda _: True))
+    return _decoder(c, layers=layers, query_growth=growth)
+
+
+def _qwen2_windows(c: Config) -> list[int]:
+    if not c.get("use_sliding_window", False):
+        return [0] * int(c["num_hidden_layers"])
+    return _windows(c, lambda i: i >= int(c.get("max_window_layers", 28)))
+
+
+def _qwen2(c: Config) -> Architecture:
+    layers = tuple(Layer(window=w) for w in _qwen2_windows(c))
+    return _decoder(c, layers=layers, qkv_bias=True)
+
+
+def _qwen3(c: Config) -> Architecture:
+    layers = tuple(Layer(window=w) for w in _qwen2_windows(c))
+    return _decoder(c, layers=layers, qk_norm="head", **_biases(c))
+
+
+def _phi3(c: Config) -> Architecture:
+    return _decoder(c, layers=tuple(Layer(window=w) for w in _windows(c, lambda _: True)))
+
+
+def _smollm3(c: Config) -> Architecture:
+    interval = int(c.get("no_rope_layer_interval") or 4)
+    count = int(c["num_hidden_layers"])
+    rotates = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
+    windows = [0] * count
+    if c.get("use_sliding_window", False):
+        windows = _windows(c, lambda i: not rotates[i])
+    layers = tuple(
+        Layer(window=w, rope=FULL if r else "") for w, r in zip(windows, rotates, strict=True)
+    )
+    return _decoder(c, layers=layers, mlp_bias=bool(c.get("mlp_bias", False)), **_biases(c))
+
+
+def _olmo2(c: Config) -> Architecture:
+    return _decoder(c, place="post", qk_norm="whole", **_biases(c))
+
+
+def _olmo3(c: Config) -> Architecture:
+    windows = _windows(c, lambda i: (i + 1) % 4 != 0)
+    head_dim = int(c.get("head_dim") or int(c["hidden_size"]) // int(c["num_attention_heads"]))
+    theta = float(c.get("rope_theta") or 500_000.0)
+    ropes = {FULL: _rope(c, head_dim, theta=theta), LOCAL: local_rope(c, head_dim, theta)}
+    layers = tuple(Layer(window=w, rope=LOCAL if w else FULL) for w in windows)
+    return _decoder(c, layers=layers, ropes=ropes, place="post", qk_norm="whole", **_biases(c))
+
+
+def _granite(c: Config) -> Architecture:
+    return _decoder(
+        c,
+        mlp_bias=bool(c.get("mlp_bias", False)),
+        embed_scale=float(c.get("embedding_multiplier") or 1.0),
+        residual_scale=float(c.get("residual_multiplier") or 1.0),
+        logit_scale=1.0 / float(c.get("logits_scaling") or 1.0),
+        score_scale=float(c.get("attention_multiplier") or 0.0),
+        **_biases(c),
+    )
+
+
+def _gemma_features(c: Config) -> dict[str, Any]:
+    return {
+        "embed_scale": math.sqrt(int(c["hidden_size"])),
+        "norms_less_one": not c.get("norms_hold_one", False),
+        "activation": "gelu_tanh",
+        **_biases(c),
+    }
+
+
+def _gemma(c: Config) -> Architecture:
+    return _decoder(c, **_gemma_features(c))
+
+
+def _gemma2(c: Config) -> Architecture:
+    windows = _windows(c, lambda i: i % 2 == 0)
+    return _decoder(
+        c,
+        layers=tuple(Layer(window=w) for w in windows),
+        place="sandwich",
+        score_scale=float(c.get("query_pre_attn_scalar") or 256) ** -0.5,
+        score_cap=float(c.get("attn_logit_softcapping") or 0.0),
+        logit_cap=float(c.get("final_logit_softcapping") or 0.0),
+        **_gemma_features(c),
+    )
+
+
+def _gemma3(c: Config) -> Architecture:
+    if c.get("use_bidirectional_attention"):
+        raise ModelError(
+            "unsupported", "bidirectional attention is not supported; expected a causal model"
+        )
+    pattern = int(c.get("sliding_window_pattern") or 6)
+    windows = _windows(c, lambda i: (i + 1) % pattern != 0)
+    head_dim = int(c["head_dim"])
+    local = float(c.get("rope_local_base_freq") or 10_000.0)
+    ropes = {FULL: _rope(c, head_dim, theta=1e6), LOCAL: local_rope(c, head_dim, local)}
+    return _decoder(
+        c,
+        layers=tuple(Layer(window=w, rope=LOCAL if w else FULL) for w in windows),
+        ropes=ropes,
+        place="sandwich",
+        qk_norm="head",
+        score_scale=float(c.get("query_pre_attn_scalar") or 256) ** -0.5,
+        score_cap=float(c.get("attn_logit_softcapping") or 0.0),
+        logit_cap=float(c.get("final_logit_softcapping") or 0.0),
+        **_gemma_features(c),
+    )
+
+
+def _cohere2(c: Config) -> Architecture:
+    pattern = int(c.get("sliding_window_pattern") or 4)
+    windows = _windows(c, lambda i: (i + 1) % pattern != 0)
+    return _decoder(
+        c,
+        layers=tuple(Layer(window=w, rope=FULL if w else "") for w in windows),
+        place="parallel",
+        norm="mean",
+        norm_eps=float(c.get("layer_norm_eps", 1e-5)),
+        interleaved=True,
+        logit_scale=float(c.get("logit_scale") or 1.0),
+        **_biases(c),
+    )
+
+
+def _glm4(c: Config) -> Architecture:
+    head_dim = int(c.get("head_dim") or 128)
+    return _decoder(
+        c,
+        place="sandwich",
+        interleaved=True,
+        ropes={FULL: _rope(c, head_dim, share=0.5)},
+        **_biases(c, output=False),
+    )
+
+
+def _shared_experts(c: Config) -> dict[str, Any]:
+    """Return the features of the DeepSeek kind of shared experts."""
+    shared = int(c.get("n_shared_experts") or 0)
+    return {
+        "shared": "add" if shared else "",
+        "shared_intermediate": shared * int(c["moe_intermediate_size"]),
+    }
+
+
+def _glm4_moe(c: Config) -> Architecture:
+    head_dim = int(c.get("head_dim") or int(c["hidden_size"]) // int(c["num_attention_heads"]))
+    sparse = _sparse(c, dense_first=int(c.get("first_k_dense_replace", 1)))
+    return _decoder(
+        c,
+        layers=tuple(Layer(ffn=ffn) for ffn in sparse),
+        ropes={FULL: _rope(c, head_dim, share=0.5)},
+        qk_norm="head" if c.get("use_qk_norm") else "",
+        moe=_sigmoid_moe(c),
+        **_biases(c, output=False),
+    )
+
+
+def _sigmoid_moe(c: Config) -> Moe:
+    return Moe(
+        experts=int(c["n_routed_experts"]),
+        top_k=int(c["num_experts_per_tok"]),
+        intermediate=int(c["moe_intermediate_size"]),
+        score="sigmoid",
+        choose_by_bias=True,
+        renormalise=bool(c.get("norm_topk_prob", True)),
+        scale=float(c.get("routed_scaling_factor") or 1.0),
+        groups=int(c.get("n_group") or 1),
+        groups_kept=int(c.get("topk_group") or 1),
+        **_shared_experts(c),
+    )
+
+
+def _mixtral(c: Config) -> Architecture:
+    windows = _windows(c, lambda _: True)
+    moe = Moe(
+        experts=int(c["num_local_experts"]),
+        top_k=int(c["num_experts_per_tok"]),
+        intermediate=int(c["intermediate_size"]),
+    )
+    return _decoder(c, layers=tuple(Layer(window=w, ffn="moe") for w in windows), moe=moe)
+
+
+def _qwen_moe(c: Config, **features: Any) -> Architecture:
+    windows = _qwen2_windows(c)
+    layers = tuple(Layer(window=w, ffn=f) for w, f in zip(windows, _sparse(c), strict=True))
+    shared = int(c.get("shared_expert_intermediate_size") or 0)
+    moe = Moe(
+        experts=int(c.get("num_experts") or c["num_local_experts"]),
+        top_k=int(c["num_experts_per_tok"]),
+        intermediate=int(c["moe_intermediate_size"]),
+        renormalise=bool(c.get("norm_topk_prob", False)),
+        shared="gated" if shared else "",
+        shared_intermediate=shared,
+    )
+    return _decoder(c, layers=layers, moe=moe, **features)
+
+
+def _qwen2_moe(c: Config) -> Architecture:
+    return _qwen_moe(c, qkv_bias=bool(c.get("qkv_bias", True)))
+
+
+def _qwen3_moe(c: Config) -> Architecture:
+    return _qwen_moe(c, qk_norm="head", **_biases(c))
+
+
+def _gpt_oss(c: Config) -> Architecture:
+    windows = _windows(c, lambda i: i % 2 == 0)
+    moe = Moe(
+        experts=int(c["num_local_experts"]),
+        top_k=int(c.get("num_experts_per_tok") or c["experts_per_token"]),
+        intermediate=int(c["intermediate_size"]),
+        score="chosen_softmax",
+        expert="clamped",
+    )
+    for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if float(c.get(name, value)) != value:
+            raise ModelError("unsupported", f"unsupported {name}: {c[name]}; expected {value}")
+    return _decoder(
+        c,
+        layers=tuple(Layer(window=w, ffn="moe") for w in windows),
+        ropes={FULL: _rope(c, int(c.get("head_dim") or 64), theta=150_000.0)},
+        sinks=True,
+        moe=moe,
+        **_biases({"attention_bias": True, **c}),
+    )
+
+
+def _latent(c: Config, *, score_scale: float, interleaved: bool, moe: Moe) -> Architecture:
+    if c.get("attention_bias"):
+        raise ModelError(
+            "unsupported", "latent attention with biases is not supported; expected none"
+        )
+    latent = Latent(
+        rank=int(c["kv_lora_rank"]),
+        nope=int(c["qk_nope_head_dim"]),
+        rope=int(c["qk_rope_head_dim"]),
+        value=int(c["v_head_dim"]),
+        query_rank=int(c.get("q_lora_rank") or 0),
+    )
+    sparse = _sparse(c, dense_first=int(c.get("first_k_dense_replace", 1)))
+    return _decoder(
+        c,
+        layers=tuple(Layer("mla", ffn=ffn) for ffn in sparse),
+        ropes={FULL: _rope(c, latent.rope)},
+        kv_heads=1,
+        head_dim=latent.rope + latent.rank,
+        latent=latent,
+        interleaved=interleaved,
+        score_scale=score_scale,
+        moe=moe,
+    )
+
+
+def _latent_scale(c: Config) -> float:
+    """Return the factor of the scores: yarn's amplitude acts on it, squared."""
+    scale = (int(c["qk_nope_head_dim"]) + int(c["qk_rope_head_dim"])) ** -0.5
+    parameters = rope_parameters(c)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    all_dims = float(parameters.get("mscale_all_dim") or 0.0)
+    if kind == "default" or not all_dims:
+        return float(scale)
+    factor = float(parameters["factor"])
+    amplitude = 0.1 * all_dims * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return float(scale * amplitude**2)
+
+
+def _deepseek_v2(c: Config) -> Architecture:
+    grouped = c.get("topk_method", "greedy") == "group_limited_greedy"
+    moe = Moe(
+        experts=int(c["n_routed_experts"]),
+        top_k=int(c["num_experts_per_tok"]),
+        intermediate=int(c["moe_intermediate_size"]),
+        renormalise=False,
+        scale=float(c.get("routed_scaling_factor") or 1.0),
+        groups=int(c.get("n_group") or 1) if grouped else 1,
+        groups_kept=int(c.get("topk_group") or 1) if grouped else 1,
+        **_shared_experts(c),
+    )
+    return _latent(c, score_scale=_latent_scale(c), interleaved=True, moe=moe)
+
+
+def _deepseek_v3(c: Config) -> Architecture:
+    interleaved = bool(c.get("rope_interleave", True))
+    return _latent(c, score_scale=_latent_scale(c), interleaved=interleaved, moe=_sigmoid_moe(c))
+
+
+_GEMMA_DEFAULTS: Config = {"tie_word_embeddings": True}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama 2, 3 to 3.3, SmolLM 1 and 2", _llama, "llama", gguf_interleaved=True),
+    "mistral": Family("Mistral 7B, Small, Nemo", _mistral, "llama", gguf_interleaved=True),
+    "ministral3": Family("Ministral 3", _ministral3, "mistral3", gguf_interleaved=True),
+    "qwen2": Family("Qwen 2, 2.5", _qwen2, "qwen2"),
+    "qwen3": Family("Qwen 3 dense", _qwen3, "qwen3"),
+    "phi3": Family("Phi-3, 3.5, 4", _phi3, "phi3", gguf_names=GGUF_FUSED_NAMES),
+    "smollm3": Family("SmolLM 3", _smollm3, "smollm3", gguf_interleaved=True),
+    "olmo2": Family("OLMo 2", _olmo2, "olmo2", folder_names=SANDWICH_NAMES),
+    "olmo3": Family("OLMo 3", _olmo3, "olmo2", folder_names=SANDWICH_NAMES),
+    "granite": Family("Granite 3, 4 dense", _granite, "granite", gguf_interleaved=True),
+    "gemma": Family("Gemma 1", _gemma, "gemma", defaults=_GEMMA_DEFAULTS),
+    "gemma2": Family(
+        "Gemma 2", _gemma2, "gemma2", folder_names=SANDWICH_NAMES, defaults=_GEMMA_DEFAULTS
+    ),
+    "gemma3_text": Family(
+        "Gemma 3", _gemma3, "gemma3", folder_names=SANDWICH_NAMES,
+        defaults={
+            **_GEMMA_DEFAULTS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+            "vocab_size": 262_208, "max_position_embeddings": 131_072,
+        },
+    ),
+    "cohere2": Family(
+        "Command R7B, Command A", _cohere2, "cohere2", gguf_interleaved=True,
+        defaults={"tie_word_embeddings": True},
+    ),
+    "glm4": Family(
+        "GLM-4 dense", _glm4, "glm4", gguf_interleaved=True,
+        folder_names=GLM4_NAMES, gguf_names=GGUF_FUSED_NAMES,
+    ),
+    "glm4_moe": Family("GLM-4.5, 4.6", _glm4_moe, "glm4moe", gguf_names=GGUF_NORM_NAMES),
+    "mixtral": Family(
+        "Mixtral", _mixtral, "llama", gguf_interleaved=True, folder_names=MIXTRAL_NAMES
+    ),
+    "qwen2_moe": Family("Qwen 1.5 and 2 MoE", _qwen2_moe, "qwen2moe"),
+    "qwen3_moe": Family("Qwen 3 MoE", _qwen3_moe, "qwen3moe"),
+    "gpt_oss": Family(
+        "gpt-oss", _gpt_oss, "gpt-oss", folder_names=GPT_OSS_NAMES, gguf_names=GGUF_NORM_NAMES
+    ),
+    "deepseek_v2": Family(
+        "DeepSeek-V2, V2-Lite", _deepseek_v2, "deepseek2", gguf_interleaved=True
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek-V3's shape: Moonlight", _deepseek_v3, "deepseek2", gguf_interleaved=True
+    ),
+    "glm4_moe_lite": Family("GLM-4.7-Flash", _deepseek_v3, "deepseek2", gguf_interleaved=True),
+}  # fmt: skip
+"""Families by the `model_type` of their config.json."""
+
+_STATES = "recurrent layers keep a state that the cache cannot share yet; the nearest that runs is"
+_SPARSE = "sparse attention with an index of its own is not supported; the nearest that runs is"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        f"{_STATES} qwen3 or qwen3_moe",
+    ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), f"{_STATES} qwen3 or smollm3"),
+    "granitemoehybrid": f"{_STATES} granite",
+    **dict.fromkeys(("mamba", "mamba2", "falcon_h1", "nemotron_h", "jamba", "bamba", "rwkv"),
+                    f"{_STATES} llama"),
+    "olmo_hybrid": f"{_STATES} olmo3",
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), f"{_SPARSE} deepseek_v3"),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma3n", "gemma3n_text"),
+        "layers of unlike head sizes and per-layer embeddings are not supported; the nearest that"
+        " runs is gemma3_text",
+    ),
+    **dict.fromkeys(
+        ("llama4", "llama4_text"),
+        "chunked attention is not supported; the nearest that runs is mixtral",
+    ),
+    **dict.fromkeys(
+        ("bert", "roberta", "t5"), "it is no causal decoder; the nearest that runs is llama"
+    ),
+}  # fmt: skip
+"""Why well-known model types do not run, and the nearest that does."""

@@ -1,0 +1,317 @@
+"""Tiny random models of every family, made by transformers, as Hugging Face folders and GGUF files.
+
+The folder is what transformers saves. The GGUF file is written from the same weights by the tables
+of the `gguf` package, not by ours. Equal for equal seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.models import CHAT_TEMPLATE, MERGES, SPECIALS, TOKENS, tokenizer_document
+
+VOCAB = len(TOKENS) + -len(TOKENS) % 32
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+WINDOWED = {
+    "sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+}  # fmt: skip
+
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": LLAMA3}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
+    "ministral3": ("ministral3", {
+        "head_dim": 16, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                                            "mscale_all_dim": 1.0}}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "phi3": ("phi3", {"rope_parameters": PARTIAL, "head_dim": None}),
+    "phi3 long": ("phi3", {
+        "rope_parameters": LONG, "head_dim": None, "original_max_position_embeddings": 64}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4,
+        "logits_scaling": 2.0}),
+    "gemma": ("gemma", {"head_dim": 24}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
+    "gemma2": ("gemma2", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 8}),
+    "gemma3": ("gemma3_text", {"head_dim": 24, "query_pre_attn_scalar": 24, **WINDOWED}),
+    "olmo3": ("olmo3", WINDOWED),
+    "cohere2": ("cohere2", {"logit_scale": 0.25, **WINDOWED}),
+    "gpt-oss": ("gpt_oss", {
+        "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "mixtral": ("mixtral", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2 moe": ("qwen2_moe", {
+        **EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1}),
+    "qwen3 moe": ("qwen3_moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+    "glm4 moe": ("glm4_moe", {
+        **ROUTED, "head_dim": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "use_qk_norm": True}),
+    "deepseek v2": ("deepseek_v2", {
+        **LATENT, **ROUTED, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy",
+        "n_group": 1, "topk_group": 1}),
+    "deepseek v3": ("deepseek_v3", {
+        **LATENT, **ROUTED, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "glm4 moe lite": ("glm4_moe_lite", {
+        **LATENT, **ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}),
+}  # fmt: skip
+"""By name: transformers' model type, and what its config has beyond `BASE`."""
+
+
+def make(name: str) -> Any:
+    """Return a model of a family in fp32, with seeded random weights that no layer ignores."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        kind, changes = TINY[name]
+        given = {k: v for k, v in {**BASE, **changes}.items()
+                 if v is not None or k in ("q_lora_rank", "sliding_window")}  # fmt: skip
+        config = transformers.AutoConfig.for_model(kind, **given)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.eval().float()
+    generator = torch.Generator().manual_seed(1)
+    buffers = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for tensor_name, tensor in [*model.named_parameters(), *(("bias", b) for b in buffers)]:
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "norm" in tensor_name:
+                tensor.add_(noise * 0.2)
+            elif tensor.dim() <= 1:
+                tensor.add_(noise * 0.3)
+            else:
+                tensor.copy_(noise * 1.2 * tensor.shape[-1] ** -0.5)
+    return model
+
+
+def save_folder(model: Any, folder: Path) -> Path:
+    """Save a model with a byte-level tokenizer; return the folder."""
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_document()))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    return folder
+
+
+GGUF_NAMES = {
+    "llama": "llama", "llama with biases": "llama", "mistral": "llama", "ministral3": "mistral3",
+    "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "phi3 long": "phi3", "smollm3": "smollm3",
+    "olmo2": "olmo2", "granite": "granite", "gemma": "gemma", "glm4": "glm4", "gemma2": "gemma2",
+    "gemma3": "gemma3", "olmo3": "olmo2", "cohere2": "cohere2", "gpt-oss": "gpt-oss",
+    "mixtral": "llama", "qwen2 moe": "qwen2moe", "qwen3 moe": "qwen3moe", "glm4 moe": "glm4moe",
+    "deepseek v2": "deepseek2", "deepseek v3": "deepseek2", "glm4 moe lite": "deepseek2",
+}  # fmt: skip
+PERMUTED = ("llama", "llama with biases", "mistral", "ministral3", "smollm3", "granite", "mixtral")
+"""Models whose GGUF files hold q and k by neighbours, which transformers' folders do not."""
+
+
+def write_gguf(name: str, model: Any, folder: Path, path: Path) -> Path:
+    """Write a model that `save_folder` has saved as a GGUF file; return its path."""
+    arch = GGUF_NAMES[name]
+    writer = gguf.GGUFWriter(path, arch)
+    _add_metadata(writer, name, model.config.to_dict())
+    known = next(enum for enum, text in gguf.MODEL_ARCH_NAMES.items() if text == arch)
+    names = gguf.get_tensor_name_map(known, BASE["num_hidden_layers"])
+    for tensor_name, array in _published(name, folder, model.config):
+        stem, _, kind = tensor_name.rpartition(".")
+        found = names.get_name(stem)
+        assert found is not None, tensor_name
+        writer.add_tensor(f"{found}.{kind}", np.ascontiguousarray(array))
+    if name == "phi3 long":
+        for length in ("long", "short"):
+            factors = np.array(LONG[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+    if name == "llama":
+        writer.add_tensor("rope_freqs.weight", _llama3_divisors(16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _published(name: str, folder: Path, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a folder's tensors as converters to GGUF put them."""
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for full, tensor in load_file(folder / "model.safetensors").items():
+        array = tensor.numpy()
+        if full.endswith("lm_head.weight") and config.tie_word_embeddings:
+            continue
+        if found := re.match(r"(.*\.experts)\.(\d+)\.(.*)", full):
+            stacks.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = array
+            continue
+        yield from _converted(name, full, array, config)
+    for full, experts in stacks.items():
+        yield full, np.stack([experts[i] for i in range(len(experts))])
+
+
+def _converted(name: str, full: str, a: np.ndarray, c: Any) -> Iterator[tuple[str, np.ndarray]]:
+    if name.startswith("gemma") and full.endswith("norm.weight"):
+        a = a + 1
+    if full.endswith("e_score_correction_bias"):
+        full = full.replace("correction_bias", "correction.bias")
+    if full.endswith("sinks"):
+        full = f"{full}.weight"
+    if name in PERMUTED and re.search(r"[qk]_proj\.(weight|bias)$", full):
+        heads = c.num_attention_heads if "q_proj" in full else c.num_key_value_heads
+        halves = a.reshape(heads, 2, len(a) // heads // 2, *a.shape[1:])
+        a = halves.swapaxes(1, 2).reshape(a.shape)
+    if "kv_b_proj" in full:
+        heads = a.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
+        yield full.replace("kv_b", "k_b"), heads[:, : c.qk_nope_head_dim].swapaxes(1, 2)
+        yield full.replace("kv_b", "v_b"), heads[:, c.qk_nope_head_dim :]
+    elif full.endswith("experts.gate_up_proj"):
+        for i, part in enumerate(("gate", "up")):
+            yield full.replace("gate_up_proj", f"{part}_proj.weight"), a[..., i::2].swapaxes(1, 2)
+    elif full.endswith("experts.gate_up_proj_bias"):
+        for i, part in enumerate(("gate", "up")):
+            yield full.replace("gate_up_proj_bias", f"{part}_proj.bias"), a[..., i::2]
+    elif full.endswith("experts.down_proj"):
+        yield f"{full}.weight", a.swapaxes(1, 2)
+    else:
+        yield full.replace("down_proj_bias", "down_proj.bias"), a
+
+
+def _add_metadata(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None:
+    """Write what converters write; what a config lacks is left out."""
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_vocab_size(c["vocab_size"])
+    head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    eps = c.get("rms_norm_eps")
+    if eps is not None:
+        writer.add_layer_norm_rms_eps(eps)
+    else:
+        writer.add_layer_norm_eps(c["layer_norm_eps"])
+    if "kv_lora_rank" in c:
+        _add_latent(writer, c)
+    else:
+        writer.add_head_count_kv(c["num_key_value_heads"])
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        share = {"glm4": 0.5, "glm4 moe": 0.5, "phi3": 0.75}.get(name, 1.0)
+        writer.add_rope_dimension_count(int(head_dim * share))
+    _add_rope(writer, name, c.get("rope_parameters") or {})
+    _add_experts(writer, name, c)
+    added: dict[str, Any] = {
+        "sliding_window": writer.add_sliding_window,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "attention_multiplier": writer.add_attention_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
+    }
+    for field, add in added.items():
+        if c.get(field) is not None:
+            add(c[field])
+    if name in ("gemma3", "olmo3", "cohere2"):
+        writer.add_sliding_window_pattern([True, True, True, False])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3 if token in SPECIALS else 1 for token in TOKENS])
+    writer.add_token_merges(MERGES)
+
+
+def _add_latent(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
+    writer.add_head_count_kv(1)
+    writer.add_key_length(c["kv_lora_rank"] + c["qk_rope_head_dim"])
+    writer.add_value_length(c["kv_lora_rank"])
+    writer.add_key_length_mla(c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+    writer.add_value_length_mla(c["v_head_dim"])
+    writer.add_rope_dimension_count(c["qk_rope_head_dim"])
+    writer.add_kv_lora_rank(c["kv_lora_rank"])
+    if c["q_lora_rank"]:
+        writer.add_q_lora_rank(c["q_lora_rank"])
+
+
+def _add_rope(writer: gguf.GGUFWriter, name: str, rope: dict[str, Any]) -> None:
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    if full.get("rope_type") != "yarn" and "factor" not in full and name != "phi3 long":
+        return
+    writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if full["rope_type"] != "yarn":
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(full["factor"])
+    if full.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * full["mscale_all_dim"])
+    if full.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
+
+
+def _add_experts(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None:
+    count = c.get("num_experts") or c.get("n_routed_experts") or c.get("num_local_experts")
+    if not count:
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(c["num_experts_per_tok"])
+    size = c.get("moe_intermediate_size") or c["intermediate_size"]
+    writer.add_expert_feed_forward_length(size)
+    if shared := c.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if "first_k_dense_replace" in c or "mlp_layer_types" in c:
+        writer.add_leading_dense_block_count(1)
+        writer.add_expert_shared_count(c["n_shared_experts"])
+        writer.add_expert_weights_scale(c["routed_scaling_factor"])
+        writer.add_expert_weights_norm(name != "deepseek v2" and c["norm_topk_prob"])
+        writer.add_expert_group_count(c["n_group"])
+        writer.add_expert_group_used_count(c["topk_group"])
+        gating = gguf.ExpertGatingFuncType
+        softmax = name == "deepseek v2"
+        writer.add_expert_gating_func(gating.SOFTMAX if softmax else gating.SIGMOID)
+
+
+def _llama3_divisors(head_dim: int) -> np.ndarray:
+    """Return Llama 3's scaling as converters write it: the divisor of each frequency."""
+    low, high, factor, context = 1.0, 4.0, 8.0, 64
+    frequencies = 1e4 ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = context * frequencies / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / (smooth + (1 - smooth) / factor)).astype(np.float32)
