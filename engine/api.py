@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -95,14 +95,15 @@ class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     lease_id: str = ""
 
 
-Bound = Literal["", "pool", "ceiling", "quota"]
+Bound = Literal["", "pool", "ceiling", "quota", "window"]
 
 
 class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
     """The answer to a `LeaseRequest`: promises are granted, clipped or refused, never lost.
 
     `tokens`: how many are promised (fewer than asked when clipped, 0 if refused). `bound`: the
-    limit that clipped it: the payer's `ceiling`, its `quota` of promises, or the `pool`.
+    limit that clipped it: the payer's `ceiling`, its `quota` of promises, or the `pool`; `window`:
+    a block that resuming there needs had been freed.
     """
 
     lease_id: str
@@ -348,13 +349,15 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     """The request was first scheduled. Sent once, before any token, and not again after
-    preemption.
+    preemption. `window_gone_tokens`: further tokens that were cached but for the blocks of a
+    window, so they are computed again.
     """
 
     request_id: str
     prompt_tokens: Count
     cached_tokens: Count
     leases: tuple[LeaseGrant, ...] = ()
+    window_gone_tokens: Count = 0
 
 
 class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):
@@ -404,13 +407,14 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
 
 class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     """The answer to `Peek`. `expires_in_s`: until the match ends by itself; None without a
-    limit.
+    limit. `window_gone_tokens`: as in `Started`.
     """
 
     call_id: Count
     cached_tokens: Count
     promised_tokens: Count = 0
     expires_in_s: float | None = None
+    window_gone_tokens: Count = 0
 
 
 class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):
@@ -470,7 +474,8 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     since the last `Stats` on this connection; in the first, all of them. A heartbeat with many
     changes reports a part, later ones the rest. `compiling`: requests among the waiting ones whose
     grammar is not compiled; they are no work for a step. blocks = free + cached (only the tree
-    refers to them) + pinned (a block table does).
+    refers to them) + pinned (a block table does). `window_blocks`: the blocks of window groups that
+    trees hold; `window_gone_tokens_total`: prompt tokens computed again for want of such blocks.
     """
 
     call_id: Count = 0
@@ -491,6 +496,8 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     evicted_blocks_total: Count = 0
     expired_blocks_total: Count = 0
     copied_blocks_total: Count = 0
+    window_blocks: Count = 0
+    window_gone_tokens_total: Count = 0
     preemptions_total: Count = 0
     steps_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
@@ -538,13 +545,36 @@ unasked.
 """
 
 
+def most_runs(window: int, block_size: int, step_tokens: int = 1) -> int:
+    """Return the most blocks that a sequence has in a KV group with a window, while `step_tokens`
+    are computed at a time: the window, the step, and the blocks at their ends.
+    """
+    return -(-(window + step_tokens - 1) // block_size) + 2
+
+
+def tokens_within(blocks: int, windows: tuple[int, ...], block_size: int) -> int:
+    """Return the tokens of the longest sequence that never holds more than `blocks`, with a KV
+    group for each of `windows` beside the first. O(windows log windows).
+    """
+    runs, left = 0, blocks
+    bounds = sorted(most_runs(window, block_size) for window in windows)
+    for index, bound in enumerate(bounds):
+        each = 1 + len(bounds) - index
+        if (bound - runs) * each > left:
+            return (runs + left // each) * block_size
+        left -= (bound - runs) * each
+        runs = bound
+    return (runs + left) * block_size
+
+
 class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """Facts about a loaded engine that the gateway needs.
 
     Each start has its own `epoch`, with an empty cache. `model_digest` covers weights, tokenizer
-    and KV format; every namespace contains it. `floor_blocks_max`: the most that floors together
-    may take; floors that ask for more are cut. `promisable_blocks`: the most that promises and
-    floors together may take.
+    and KV format; every namespace contains it. `kv_windows`: the windows of the KV groups beside
+    the first, in tokens: `block_size` tokens take a block in each of them as well.
+    `floor_blocks_max`: the most that floors together may take; floors that ask for more are cut.
+    `promisable_blocks`: the most that promises and floors together may take.
     """
 
     epoch: str
@@ -561,6 +591,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     device: str
     pid: Count
     promisable_blocks: Count = 0
+    kv_windows: tuple[Count, ...] = ()
 
 
 class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):

@@ -34,7 +34,7 @@ Mask = npt.NDArray[np.int32]
 
 
 class BlockCopy(Struct, frozen=True, gc=False):
-    """Copy the first `tokens` slots of block `src`, all layers, to block `dst`."""
+    """Copy the first `tokens` slots of block `src`, all layers of its KV group, to block `dst`."""
 
     src: int
     dst: int
@@ -60,8 +60,10 @@ class BegunSequence(Struct, frozen=True):
 class Row(Struct, frozen=True):
     """Compute `count` tokens of a sequence from position `start`; their KV goes to its own blocks.
 
-    `block_ids`: the sequence's block table, covering `start + count` slots. `table_version` changes
-    when an existing entry changes; appended entries do not change it. `samples`: the ids of the
+    `block_ids`: the sequence's block table, covering `start + count` slots. `beside`: its tables in
+    the window groups of KV, as long as the first; an entry behind the window may be a hole (-1),
+    which no query reads. `table_version` changes when an entry of any table changes to another
+    block; appended entries and holes do not change it. `samples`: the ids of the
     sequences that each sample a next token from the logits of the last position (several right
     after a fork, none in the middle of a prompt). `prompt_logprobs`: report logprobs of the tokens
     that follow each computed position within `token_ids` + `next_token_id`.
@@ -76,10 +78,12 @@ class Row(Struct, frozen=True):
     samples: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     next_token_id: int | None = None
+    beside: tuple[Sequence[int], ...] = ()
 
 
 class Group(Struct, frozen=True, gc=False):
-    """Rows [first_row, end_row) have the same blocks in table entries [first_block, end_block).
+    """Rows [first_row, end_row) have the same blocks in table entries [first_block, end_block) of
+    `block_ids`; in the tables beside it, where neither of two rows has a hole.
 
     All these blocks are full and precede each row's `start`. Groups of one level do not overlap; a
     deeper group's rows lie inside a shallower group's, and its blocks begin where that group's end.
@@ -120,7 +124,9 @@ class StepResult(Struct, frozen=True):
     """The results of one step.
 
     `failed` maps a sequence to a stable error code (`nan_logits`): only that sequence ends.
-    `prompt_logprobs` maps a sequence to entries for the positions it computed.
+    `prompt_logprobs` maps a sequence to entries for the positions it computed. `elapsed_s`: seconds
+    that the device took, without the time in which it waited for earlier steps or for the host; 0
+    where that is not measured.
     """
 
     step: int

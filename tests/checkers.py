@@ -196,7 +196,7 @@ class World:
 
     `restart` drops it and starts another epoch. `make_*` accept variants with a planted fault.
     `promises`: memory may be promised away (floors and leases), so a request may fail for lack of
-    it. `grammars`: the grammar source.
+    it. `windows`: the window groups of its KV. `grammars`: the grammar source.
     """
 
     def __init__(
@@ -209,6 +209,7 @@ class World:
         vocab_size: int = 3,
         context_tokens: int = 24,
         promises: bool = True,
+        windows: tuple[int, ...] = (),
         make_cache: Callable[..., PrefixCache] = PrefixCache,
         make_core: Callable[..., Core] = Core,
         grammars: PolledGrammars | None = None,
@@ -217,6 +218,7 @@ class World:
         self.blocks, self.block_size, self.depth = blocks, block_size, depth
         self.vocab_size, self.context_tokens = vocab_size, context_tokens
         self.promises = promises
+        self.windows = windows
         self.clock = FakeClock()
         self.streams: dict[str, Stream] = {}
         self.endings: dict[str, int] = {}
@@ -227,9 +229,13 @@ class World:
 
     def restart(self) -> None:
         """Drop the engine and all its state; its live requests never get a final event."""
-        self.cache = self._make_cache(blocks=self.blocks, block_size=self.block_size)
+        self.cache = self._make_cache(
+            blocks=self.blocks, block_size=self.block_size, windows=self.windows
+        )
         self.grammars.close()
-        self.runner = FakeRunner(self.blocks, self.block_size, vocab_size=self.vocab_size)
+        self.runner = FakeRunner(
+            self.blocks, self.block_size, vocab_size=self.vocab_size, windows=self.windows
+        )
         self.core = self._make_core(
             self.cache,
             self.runner,

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from engine.api import Namespace, Payer, Quota
 from engine.cache.eviction_policy import EvictionOrder, EvictionPolicy
 from engine.cache.lease_endpoints import LeaseEndpoints
-from engine.cache.prefix_tree import Node, PrefixTree
+from engine.cache.prefix_tree import PrefixTree, TreeBlock, tree_blocks
 
 
 class NamespaceAccount:
@@ -108,12 +108,14 @@ class NamespaceAccount:
         """
         return not (self.held or self.tables or self.reserved)
 
-    def add_evictable(self, node: Node) -> None:
-        """Put an unpinned, unpromised leaf into the payer's eviction order. O(log n)."""
+    def add_evictable(self, node: TreeBlock) -> None:
+        """Put an unpinned, unpromised leaf or window block into the payer's eviction order.
+        O(log n).
+        """
         self.payer_account.eviction_order.add(node)
 
-    def remove_evictable(self, node: Node) -> None:
-        """Take a leaf out of the payer's eviction order. O(log n)."""
+    def remove_evictable(self, node: TreeBlock) -> None:
+        """Take a leaf or window block out of the payer's eviction order. O(log n)."""
         self.payer_account.eviction_order.remove(node)
 
     def _mark_changed(self) -> None:
@@ -170,7 +172,7 @@ class PayerAccount:
         self.order_entry: tuple[float, int, PayerAccount] | None = None
         self._stale = stale
 
-    def add_account(self, account: NamespaceAccount, leaves: Iterable[Node] = ()) -> None:
+    def add_account(self, account: NamespaceAccount, leaves: Iterable[TreeBlock] = ()) -> None:
         """Add a namespace, with its evictable `leaves`, to this payer. O(leaves log n)."""
         account.payer_account = self
         self.accounts[account.namespace] = account
@@ -178,7 +180,7 @@ class PayerAccount:
         for node in leaves:
             self.eviction_order.add(node)
 
-    def remove_account(self, account: NamespaceAccount) -> list[Node]:
+    def remove_account(self, account: NamespaceAccount) -> list[TreeBlock]:
         """Remove a namespace from this payer. Return its evictable leaves.
 
         O(1), or O(blocks) if the namespace holds any.
@@ -222,13 +224,22 @@ class PayerAccount:
         """
         return max(self.promised, self.floor_blocks)
 
-    def next_victim(self) -> Node:
-        """Return the leaf that is evicted next, over all namespaces of the payer. O(1)."""
+    def next_victim(self) -> TreeBlock:
+        """Return the leaf or window block that is evicted next, over all namespaces of the payer.
+        O(1).
+        """
         return self.eviction_order.first()
 
 
-def _evictable_leaves(account: NamespaceAccount) -> list[Node]:
-    """Return the leaves of a namespace that are in the eviction order. O(blocks)."""
+def _evictable_leaves(account: NamespaceAccount) -> list[TreeBlock]:
+    """Return the leaves and window blocks of a namespace that are in the eviction order.
+    O(blocks).
+    """
     if not account.held:
         return []
-    return [node for node in account.tree.root.subtree() if node.eviction_score is not None]
+    return [
+        block
+        for node in account.tree.root.subtree()
+        for block in tree_blocks(node)
+        if block.eviction_score is not None
+    ]

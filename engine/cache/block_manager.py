@@ -18,7 +18,8 @@ from engine.cache.block_table import BlockTable
 from engine.cache.events import CacheStats, NamespaceUse
 from engine.cache.eviction_policy import EvictionPolicy
 from engine.cache.fair_share import FairShare
-from engine.cache.prefix_tree import Node
+from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
+from engine.cache.window_groups import WindowGroups
 from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8
@@ -32,20 +33,25 @@ FLOORS_MOST = 1 / 2
 class BlockManager:
     """Own the pool, the accounts and the trees' references to blocks.
 
-    `owner[b]`: the account that block b is allocated to. `node_of[b]`: the tree node of block b.
+    `owner[b]`: the account that block b is allocated to. `node_of[b]`: the tree node of block b, or
+    its window block. `windows`: the window groups. `resumed_at_s`: the last reason to resume at a
+    window block that is not in a tree yet. `window_blocks`: how many window blocks the trees hold.
     `copies`: pending copies by destination; each pins its source. `changed`: namespaces whose
     counts have changed since the last `take_changed`. `version`: grows on every change that does
     not come through a block table.
     """
 
-    def __init__(self, blocks: int, block_size: int, longest: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, blocks: int, windows: WindowGroups, longest: int, policy: EvictionPolicy
+    ) -> None:
         """Make a manager of `blocks` free blocks.
 
         `longest`: blocks of the longest sequence that a request may ask for. Floors leave room for
         it, or for half of the pool if it is longer, so no payer's floor makes another payer's
         request impossible. `policy` orders the evictable leaves of each payer.
         """
-        self.block_size = block_size
+        self.windows = windows
+        self.block_size = windows.block_size
         self.pool = BlockPool(blocks)
         self.accounts: dict[Namespace, NamespaceAccount] = {}
         promisable, least = int(blocks * PROMISABLE), int(blocks * FLOORS_MOST)
@@ -53,7 +59,9 @@ class BlockManager:
         self.fair_share = FairShare(promisable, floors_max, policy)
         self.changed: set[Namespace] = set()
         self.owner: list[NamespaceAccount | None] = [None] * blocks
-        self.node_of: list[Node | None] = [None] * blocks
+        self.node_of: list[TreeBlock | None] = [None] * blocks
+        self.resumed_at_s: dict[int, float] = {}
+        self.window_blocks = 0
         self.copies: dict[int, BlockCopy] = {}
         self.tables: set[BlockTable] = set()
         self.version = 0
@@ -95,7 +103,7 @@ class BlockManager:
         self.changed.clear()
         return names
 
-    def _detach_from_payer(self, account: NamespaceAccount) -> list[Node]:
+    def _detach_from_payer(self, account: NamespaceAccount) -> list[TreeBlock]:
         payer_account = account.payer_account
         leaves = payer_account.remove_account(account)
         self.fair_share.forget_if_idle(payer_account)
@@ -103,8 +111,8 @@ class BlockManager:
 
     # -- pins ---------------------------------------------------------------------------------
 
-    def pin(self, node: Node) -> None:
-        """Add one reference to a block of the tree."""
+    def pin(self, node: TreeBlock) -> None:
+        """Add one reference to a block of the tree, of group 0 or a window group."""
         if self.pool.add_ref(node.block) == 2:
             self._uncount_cached(self._owner_of(node.block), node)
 
@@ -189,8 +197,8 @@ class BlockManager:
         ceiling = quota.ceiling_blocks
         return pool, math.inf if ceiling is None else ceiling - held + own
 
-    def stats(self, evicted: int, expired: int, copied: int) -> CacheStats:
-        """Return the gauges, together with the three given totals. Cost: see `FairShare`."""
+    def stats(self, evicted: int, expired: int, copied: int, window_gone: int) -> CacheStats:
+        """Return the gauges, together with the four given totals. Cost: see `FairShare`."""
         free, cached = len(self.pool.free), self.fair_share.cached()
         return CacheStats(
             blocks=self.pool.blocks,
@@ -200,6 +208,8 @@ class BlockManager:
             evicted_blocks_total=evicted,
             expired_blocks_total=expired,
             copied_blocks_total=copied,
+            window_blocks=self.window_blocks,
+            window_gone_tokens_total=window_gone,
         )
 
     def max_sequence_blocks(self, namespace: Namespace, quota: Quota) -> int:
@@ -223,11 +233,13 @@ class BlockManager:
 
     def make_room(
         self, account: NamespaceAccount, count: int
-    ) -> list[tuple[NamespaceAccount, Node]]:
-        """Evict by rule 9 until `account` may take `count` blocks. Return each victim's account and
-        node.
+    ) -> list[tuple[NamespaceAccount, TreeBlock]]:
+        """Evict by rule 9 until `account` may take `count` blocks. Return each victim and its
+        account.
 
-        Call it only after `can_evict` returned true. O(evicted log n).
+        A leaf's window blocks leave before its own block, one for each block that is wanted, so no
+        payer gives more than it must. Call it only after `can_evict` returned true. O(evicted
+        log n).
         """
         wanted, own = self.shortage(account, count)
         payer_account = account.payer_account
@@ -257,41 +269,73 @@ class BlockManager:
         run: tuple[int, ...],
         block: int,
         now_s: float,
+        beside: Sequence[int] = (),
     ) -> tuple[Node, int]:
-        """Add a pinned block to the tree. Return its node and by how many blocks the tree has
-        grown.
+        """Add a pinned block, and those `beside` it in the window groups, to the tree. Return the
+        node and by how many blocks the tree has grown.
 
         A tail that `run` extends is replaced: the new node takes over its terms and leases.
         """
         node, shorter = account.tree.insert(parent, run, block)
+        added = 1 + len(beside)
+        lost: list[WindowBlock | None] = [None] * len(beside)
         if shorter is not None:  # may be the same block, left earlier by a fork of this sequence
             node.terms = shorter.terms
             account.lease_endpoints.replace_node(shorter, node)
-            self._drop_tree_ref(account, shorter)
+            lost = list(shorter.beside or ())
+            added -= self._drop_tree_refs(account, shorter)
         self.pool.add_ref(block)
         self.node_of[block] = node
         node.inserted_at_s = node.last_use_s = now_s
-        return node, shorter is None
+        if beside:
+            node.beside = [None] * len(beside)
+        for group, (window_block, before) in enumerate(zip(beside, lost, strict=True)):
+            fresh = self.fill(account, node, group, window_block, now_s)
+            if before is not None:
+                fresh.terms = before.terms
+                fresh.resumed_at_s = max(fresh.resumed_at_s, before.resumed_at_s)
+        return node, added
+
+    def fill(
+        self, account: NamespaceAccount, node: Node, group: int, block: int, now_s: float
+    ) -> WindowBlock:
+        """Give a node a pinned block in window group `group`, where it has none. O(1)."""
+        assert node.beside is not None, "a model with window groups"
+        fresh = WindowBlock(node, group, block, next(self._serials), now_s)
+        fresh.resumed_at_s = self.resumed_at_s.pop(block, fresh.resumed_at_s)
+        node.beside[group] = fresh
+        self.pool.add_ref(block)
+        self.node_of[block] = fresh
+        self.window_blocks += 1
+        account.tree.changes += 1
+        return fresh
+
+    def mark_resume(self, block: int, now_s: float) -> None:
+        """Note a reason to resume at a pinned block of a window group (rule 18). O(1)."""
+        holder = self.node_of[block]
+        if isinstance(holder, WindowBlock):
+            holder.resumed_at_s = now_s
+        else:
+            self.resumed_at_s[block] = now_s
 
     def detach(self, account: NamespaceAccount, top: Node) -> int:
-        """Remove a node and all nodes below it from the tree. Return how many. Pinned blocks stay
-        allocated.
+        """Remove a node and all nodes below it from the tree. Return how many blocks. Pinned blocks
+        stay allocated.
         """
         self.version += 1
         parent, removed = top.parent, 0
         for node in top.subtree():
             account.lease_endpoints.remove_node(node)
             account.tree.remove(node)
-            self._drop_tree_ref(account, node)
-            removed += 1
+            removed += self._drop_tree_refs(account, node)
         assert parent is not None, "the root is never removed"
         self._add_if_evictable_leaf(account, parent)
         return removed
 
     def set_promised(
-        self, account: NamespaceAccount, node: Node, promised_class: str | None
+        self, account: NamespaceAccount, node: TreeBlock, promised_class: str | None
     ) -> None:
-        """Set the class under which a node is promised; None is best effort."""
+        """Set the class under which a block is promised; None is best effort."""
         self.version += 1
         is_cached = self.pool.ref_count[node.block] == 1
         if is_cached:
@@ -318,18 +362,46 @@ class BlockManager:
         """
         return payer_account.held + count > payer_account.floor_blocks
 
-    def _evict(self, payer_account: PayerAccount) -> tuple[NamespaceAccount, Node]:
-        node = payer_account.next_victim()
-        account, parent = self._owner_of(node.block), node.parent
-        account.lease_endpoints.remove_node(node)
-        account.tree.remove(node)
-        self._drop_tree_ref(account, node)
+    def _evict(self, payer_account: PayerAccount) -> tuple[NamespaceAccount, TreeBlock]:
+        victim = payer_account.next_victim()
+        account = self._owner_of(victim.block)
+        if isinstance(victim, Node) and victim.beside is not None:
+            victim = next(filter(None, victim.beside), victim)
+        if isinstance(victim, WindowBlock):
+            account.tree.changes += 1
+            self._drop_window_block(account, victim)
+            return account, victim
+        parent = victim.parent
+        account.lease_endpoints.remove_node(victim)
+        account.tree.remove(victim)
+        self._drop_tree_ref(account, victim)
         assert parent is not None, "the root is never removed"
         self._add_if_evictable_leaf(account, parent)
-        return account, node
+        return account, victim
 
-    def _drop_tree_ref(self, account: NamespaceAccount, node: Node) -> None:
-        """Drop the tree's reference to a node that has just been removed."""
+    def _drop_tree_refs(self, account: NamespaceAccount, node: Node) -> int:
+        """Drop the tree's references to the blocks of a node that has just been removed. Return how
+        many.
+        """
+        blocks = tree_blocks(node)
+        for block in blocks:
+            if isinstance(block, WindowBlock):
+                self._drop_window_block(account, block)
+            else:
+                self._drop_tree_ref(account, block)
+        return len(blocks)
+
+    def _drop_window_block(self, account: NamespaceAccount, block: WindowBlock) -> None:
+        """Drop the tree's reference to a window block, and leave a tombstone."""
+        assert block.parent is not None, "it is in a tree"
+        assert block.parent.beside is not None, "a model with window groups"
+        block.parent.beside[block.group] = None
+        block.parent = None
+        self.window_blocks -= 1
+        self._drop_tree_ref(account, block)
+
+    def _drop_tree_ref(self, account: NamespaceAccount, node: TreeBlock) -> None:
+        """Drop the tree's reference to a block that has just been removed."""
         if self.pool.ref_count[node.block] == 1:
             self._uncount_cached(account, node)
         if node.promised_class is not None:
@@ -342,17 +414,19 @@ class BlockManager:
     def _on_freed(self, block: int) -> None:
         self._owner_of(block).add_held(-1)
         self.owner[block] = None
+        if self.resumed_at_s:
+            self.resumed_at_s.pop(block, None)
         copy = self.copies.pop(block, None)
         if copy is not None:
             self.unpin(copy.src)
 
-    def _count_cached(self, account: NamespaceAccount, node: Node) -> None:
+    def _count_cached(self, account: NamespaceAccount, node: TreeBlock) -> None:
         is_evictable = not node.promised
         account.add_cached(1, is_evictable)
         if is_evictable and not node.children:
             account.add_evictable(node)
 
-    def _uncount_cached(self, account: NamespaceAccount, node: Node) -> None:
+    def _uncount_cached(self, account: NamespaceAccount, node: TreeBlock) -> None:
         account.add_cached(-1, -(not node.promised))
         if node.eviction_score is not None:
             account.remove_evictable(node)

@@ -4,40 +4,66 @@ from __future__ import annotations
 
 from engine.api import LeaseGrant, LeaseRequest, Namespace
 from engine.cache.accounts import NamespaceAccount
-from engine.cache.prefix_tree import Node
+from engine.cache.prefix_tree import Node, WindowBlock
 
 
 class BlockTable:
     """One sequence's block table. Each entry is pinned. Only `PrefixCache` changes it.
 
-    Readers may use `blocks` (live: the list itself grows), `version` (grows when an existing entry
-    changes), `kv_tokens` (tokens whose KV is in place), `namespace` and `leases`.
+    Readers may use `blocks` (live: the list itself grows), `beside` (the same for each window
+    group, with a hole where a block was let go), `version` (grows when an existing entry changes to
+    another block), `kv_tokens` (tokens whose KV is in place), `namespace` and `leases`.
+
+    `window_gone_tokens`: what the match lost because a window group lacked blocks.
 
     The other fields belong to the cache. `node`: the tree node of block `committed` - 1, under
     which the next full block is committed. `requested_leases`: each lease, with the number of
-    leading blocks that its promise covers. `reserved`: promised blocks that are not computed yet.
+    leading blocks that its promise covers; `prompt_tokens`: the most tokens that a lease covers.
+    `reserved`: promised blocks that are not computed yet. For window groups: `first`: by group, the
+    first entry that is no hole. `advanced`: the whole blocks up to which blocks were let go.
+    `marks`: positions still to be passed at which there is a reason to resume, ascending.
+    `window_promises`: by group, the entries that the promises cover. `resumed`: window blocks whose
+    promises the end of the sequence renews.
     """
 
     __slots__ = (
         "account",
+        "advanced",
+        "beside",
         "blocks",
         "committed",
+        "first",
         "kv_tokens",
         "leases",
+        "marks",
         "node",
+        "prompt_tokens",
         "requested_leases",
         "reserved",
+        "resumed",
         "started_s",
         "version",
+        "window_gone_tokens",
+        "window_promises",
         "write",
         "write_epoch",
     )
 
-    def __init__(self, account: NamespaceAccount, started_s: float, write: bool) -> None:
+    def __init__(
+        self, account: NamespaceAccount, started_s: float, write: bool, window_groups: int = 0
+    ) -> None:
         self.account = account
         self.blocks: list[int] = []
+        self.beside: tuple[list[int], ...] = tuple([] for _ in range(window_groups))
+        self.first = [0] * window_groups
+        self.advanced = 0
+        self.marks: list[int] = []
+        self.window_promises: tuple[set[int], ...] = tuple(set() for _ in self.beside)
+        self.resumed: list[WindowBlock] = []
         self.version = 0
         self.kv_tokens = 0
+        self.prompt_tokens = 0
+        self.window_gone_tokens = 0
         self.leases: tuple[LeaseGrant, ...] = ()
         self.requested_leases: tuple[tuple[LeaseRequest, int], ...] = ()
         self.node: Node = account.tree.root
@@ -46,6 +72,14 @@ class BlockTable:
         self.started_s = started_s
         self.write = write
         self.write_epoch = account.write_epoch
+
+    @property
+    def held_blocks(self) -> int:
+        """Return how many blocks the table holds, in all groups. O(groups)."""
+        held = len(self.blocks)
+        for row, first in zip(self.beside, self.first, strict=True):
+            held += len(row) - first
+        return held
 
     @property
     def namespace(self) -> Namespace:

@@ -14,7 +14,9 @@ from functools import partial
 
 from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_manager import BlockManager
-from engine.cache.prefix_tree import Node
+from engine.cache.block_table import BlockTable
+from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
+from engine.cache.window_groups import HOLE
 from engine.errors import InvariantViolation
 
 PIECE_BLOCKS = 256
@@ -65,10 +67,17 @@ def _expect(holds: bool, mismatch: str, found: object) -> None:
 def _check_free(manager: BlockManager) -> Steps:
     """Check that a free block has no reference (I1) and no owner."""
     yield from manager.pool.check()
+    window_blocks = 0
     for block, count in enumerate(manager.pool.ref_count):
         _expect((manager.owner[block] is None) == (count == 0), f"block {block}'s owner", count)
+        window_blocks += isinstance(manager.node_of[block], WindowBlock)
         if block % 1024 == 0:
             yield 32
+    _expect(
+        window_blocks == manager.window_blocks,
+        f"{manager.window_blocks} window blocks in trees",
+        window_blocks,
+    )
 
 
 def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
@@ -82,6 +91,8 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
     references: Counter[int] = Counter()
     for table in tables:
         references.update(table.blocks)
+        for block in _check_windows(table):
+            references[block] += 1
     references.update(c.src for c in manager.copies.values() if owner[c.src] is account)
     yield 1 + len(tables) + len(references) // 8
     cached = evictable = ends = 0
@@ -94,19 +105,17 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         yield from _check_node(manager, account, node)
         if node.block < 0:
             continue
-        references[node.block] += 1
-        if node.promised_class is not None:
-            promised[node.promised_class] += 1
-        is_cached = refs[node.block] == 1
-        cached += is_cached
-        is_evictable = is_cached and not node.promised
-        evictable += is_evictable
-        is_leaf = is_evictable and not node.children
-        is_ordered = node.eviction_score is not None
-        _expect(is_ordered == is_leaf, "in the eviction order", node.run)
-        if is_leaf:
-            is_held = account.payer_account.eviction_order.holds(node)
-            _expect(is_held, "missing in the eviction order", node.run)
+        for held in (node,) if node.beside is None else tree_blocks(node):
+            references[held.block] += 1
+            if held.promised_class is not None:
+                promised[held.promised_class] += 1
+            is_cached = refs[held.block] == 1
+            cached += is_cached
+            is_evictable = is_cached and held.promised_class is None
+            evictable += is_evictable
+            is_next = is_evictable and not held.children
+            if is_next or held.eviction_score is not None:
+                _check_order(account, held, is_next=is_next)
     for number, (block, count) in enumerate(references.items()):
         _expect(refs[block] == count, f"block {block}: {refs[block]} references", count)
         _expect(owner[block] is account, f"block {block}'s owner", name)
@@ -125,6 +134,42 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         _expect(has == found, f"{name!r}: {has} {mismatch}", found)
 
 
+def _check_order(account: NamespaceAccount, block: TreeBlock, *, is_next: bool) -> None:
+    """Check that a block is in the eviction order if it may be the next to leave, else not."""
+    is_ordered = block.eviction_score is not None
+    _expect(is_ordered == is_next, f"block {block.block} in the eviction order", is_next)
+    is_held = account.payer_account.eviction_order.holds(block)
+    _expect(is_held, f"block {block.block}: missing in the eviction order", is_held)
+
+
+def _check_windows(table: BlockTable) -> list[int]:
+    """Check that the KV groups of a table agree (I13) and that only its beginning has holes; return
+    the blocks it holds in window groups.
+    """
+    held = []
+    for row, first in zip(table.beside, table.first, strict=True):
+        _expect(len(row) == len(table.blocks), "the runs of a window group", len(table.blocks))
+        _expect(row.count(HOLE) == first, f"holes up to {first}", row.count(HOLE))
+        held += row[first:]
+        _expect(HOLE not in row[first:], f"a hole behind {first}", first)
+    return held
+
+
+def _check_window_blocks(manager: BlockManager, node: Node) -> None:
+    """Check the window blocks of a node: none outlives, outpins or outpromises it."""
+    refs, groups = manager.pool.ref_count, len(manager.windows.windows)
+    _expect(len(node.beside or ()) == groups, "the window groups of a node", node.run)
+    for group, block in enumerate(node.beside or ()):
+        if block is None:
+            continue
+        _expect(manager.node_of[block.block] is block, f"block {block.block}'s node", node.run)
+        is_at_home = block.parent is node and block.group == group
+        _expect(is_at_home, f"window block {block.block} of another node", node.run)
+        is_pinned, is_node_pinned = refs[block.block] > 1, refs[node.block] > 1
+        _expect(is_node_pinned or not is_pinned, "a window block pinned alone", node.run)
+        _expect(node.promised or not block.promised, "a window block promised alone", node.run)
+
+
 def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) -> Steps:
     """Check one block of a tree, and the order of its children."""
     refs, is_evictable = manager.pool.ref_count, False
@@ -134,6 +179,8 @@ def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) ->
         _expect(is_complete or not node.children, "a tail with children", node.run)
         _expect(manager.node_of[node.block] is node, f"block {node.block}'s node", node.run)
         is_evictable = refs[node.block] == 1 and not node.promised
+        if node.beside is not None or manager.windows.windows:
+            _check_window_blocks(manager, node)
     runs = node.children if node.child_order is None else node.child_order
     _expect(len(runs) == len(node.children), "children out of order", len(runs))
     _expect(len(runs) < 2 or node.child_order is not None, "children without an order", len(runs))
@@ -183,12 +230,12 @@ def _check_payer(manager: BlockManager, payer_account: PayerAccount) -> Steps:
     for start in range(0, len(order), PIECE_BLOCKS):
         for score, serial, node in order.entries(start, start + PIECE_BLOCKS):
             key = (score, serial)
-            _expect(before is None or before < key, "the eviction order", node.run)
+            _expect(before is None or before < key, "the eviction order", node.block)
             is_current = key == (node.eviction_score, node.serial)
-            _expect(is_current, "a stale eviction score", node.run)
+            _expect(is_current, "a stale eviction score", node.block)
             owner = manager.owner[node.block]
             belongs = owner is not None and owner.payer_account is payer_account
-            _expect(belongs, "another payer's block in the eviction order", node.run)
+            _expect(belongs, "another payer's block in the eviction order", node.block)
             before = key
         yield PIECE_BLOCKS // 2
 

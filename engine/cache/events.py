@@ -69,16 +69,20 @@ Fact = Matched | Committed | Copied | Evicted | Expired | BlocksErased
 
 
 class CachePeek(Struct, frozen=True):
-    """The match that a prompt would get. `expires_at_s`: when it ends by itself; None: never."""
+    """The match that a prompt would get. `expires_at_s`: when it ends by itself; None: never.
+    `window_gone_tokens`: further tokens that group 0 holds and a window group does not.
+    """
 
     cached_tokens: int
     promised_tokens: int
     expires_at_s: float | None
+    window_gone_tokens: int = 0
 
 
 class CacheStats(Struct, frozen=True):
     """Gauges and totals: blocks = free + cached (only the tree refers to them) + pinned. Totals
-    never fall.
+    never fall. `window_blocks`: the blocks of window groups that trees hold.
+    `window_gone_tokens_total`: prompt tokens that group 0 held and a window group did not.
     """
 
     blocks: int
@@ -88,6 +92,8 @@ class CacheStats(Struct, frozen=True):
     evicted_blocks_total: int
     expired_blocks_total: int
     copied_blocks_total: int
+    window_blocks: int = 0
+    window_gone_tokens_total: int = 0
 
 
 class NamespaceUse(Struct, frozen=True):

@@ -2,8 +2,9 @@
 
 Rule 9 chooses the payer that gives a block; the policy chooses the block among that payer's
 evictable leaves. `EvictionPolicy` is the interface, `LeastRecentlyUsed` the default, and
-`EvictionOrder` keeps the leaves of one payer sorted by the policy's scores. `PrefixCache` takes the
-policy as an argument. This module knows no pool, no payer and no clock.
+`EvictionOrder` keeps the leaves of one payer sorted by the policy's scores. Window blocks stand in
+the same order by the time of their last resume (rule 18). `PrefixCache` takes the policy as an
+argument. This module knows no pool, no payer and no clock.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol
 
 from sortedcontainers import SortedList
 
-from engine.cache.prefix_tree import Node
+from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock
 
 
 class EvictionPolicy(Protocol):
@@ -29,7 +30,8 @@ class EvictionPolicy(Protocol):
         The score may depend only on state that does not change while the leaf is evictable, such
         as `last_use_s`, `inserted_at_s`, `hits` and `run`: the cache asks once each time the leaf
         becomes evictable, and the checker compares later. Part of every release and eviction, so
-        it should be O(1).
+        it should be O(1). For a model with window groups the score is a time, in the seconds that
+        the cache is given: it is compared with the last resume of window blocks.
         """
 
 
@@ -42,7 +44,7 @@ class LeastRecentlyUsed:
 
 
 class EvictionOrder:
-    """The evictable leaves of one payer, the lowest score first."""
+    """The evictable leaves and window blocks of one payer, the lowest score first."""
 
     __slots__ = ("_entries", "_policy")
 
@@ -53,27 +55,32 @@ class EvictionOrder:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, node: Node) -> None:
-        """Add a leaf that has become evictable. O(log n)."""
-        node.eviction_score = score = self._policy.score(node)
+    def add(self, node: TreeBlock) -> None:
+        """Add a leaf or a window block that has become evictable. O(log n)."""
+        node.eviction_score = score = self._score(node)
         self._entries.add((score, node.serial, node))
 
-    def remove(self, node: Node) -> None:
-        """Remove a leaf that is no longer evictable. O(log n)."""
+    def remove(self, node: TreeBlock) -> None:
+        """Remove a leaf or a window block that is no longer evictable. O(log n)."""
         self._entries.remove((node.eviction_score, node.serial, node))
         node.eviction_score = None
 
-    def first(self) -> Node:
-        """Return the leaf to evict next; the order must not be empty. O(1)."""
-        node: Node = self._entries[0][2]
+    def first(self) -> TreeBlock:
+        """Return what to evict next; the order must not be empty. O(1)."""
+        node: TreeBlock = self._entries[0][2]
         return node
 
-    def entries(self, start: int, end: int) -> Iterator[tuple[float, int, Node]]:
-        """Iterate over (score, serial, leaf) at positions [start, end), for the checker."""
-        entries: Iterator[tuple[float, int, Node]] = self._entries.islice(start, end)
+    def entries(self, start: int, end: int) -> Iterator[tuple[float, int, TreeBlock]]:
+        """Iterate over (score, serial, block) at positions [start, end), for the checker."""
+        entries: Iterator[tuple[float, int, TreeBlock]] = self._entries.islice(start, end)
         return entries
 
-    def holds(self, node: Node) -> bool:
-        """Return whether the order has the leaf under the score that it has now. O(log n)."""
-        score = self._policy.score(node)
+    def holds(self, node: TreeBlock) -> bool:
+        """Return whether the order has the block under the score that it has now. O(log n)."""
+        score = self._score(node)
         return score == node.eviction_score and (score, node.serial, node) in self._entries
+
+    def _score(self, node: TreeBlock) -> float:
+        if isinstance(node, WindowBlock):
+            return node.resumed_at_s
+        return self._policy.score(node)

@@ -17,7 +17,7 @@ from engine.cache.accounts import NamespaceAccount
 from engine.cache.block_manager import PROMISABLE, BlockManager
 from engine.cache.block_table import BlockTable
 from engine.cache.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
-from engine.cache.prefix_tree import Node
+from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock
 
 
 class LeaseManager:
@@ -26,7 +26,7 @@ class LeaseManager:
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self._limits: Deadlines[tuple[NamespaceAccount, Node]] = Deadlines()
-        self._promises: Deadlines[tuple[NamespaceAccount, Node]] = Deadlines()
+        self._promises: Deadlines[tuple[NamespaceAccount, TreeBlock]] = Deadlines()
 
     def grant(
         self,
@@ -39,8 +39,9 @@ class LeaseManager:
         """Grant, clip or refuse each lease, and apply its terms to the cached blocks of `path`.
 
         A promise is clipped to the room that the payer's bounds and the promisable part of the pool
-        leave. Promised blocks that are not computed yet are reserved. Sets `table.leases` and
-        `table.requested_leases`. O(blocks promised).
+        leave, and to a prefix whose last windows are there (rule 19). Promised blocks that are not
+        computed yet are reserved. Sets `table.leases` and `table.requested_leases`. O(blocks
+        promised).
         """
         size = self._manager.block_size
         requested, covered_blocks = [], 0
@@ -48,26 +49,21 @@ class LeaseManager:
         grants: dict[int, LeaseGrant] = {}
         for position, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
             covered_tokens = min(lease.tokens, prompt_tokens)
-            granted = covered_tokens if table.write else 0
+            granted, has_gap = covered_tokens if table.write else 0, False
             if table.write and promised_seconds(lease.retention) > 0:
-                wanted_blocks = -(-covered_tokens // size)
-                while covered_blocks < wanted_blocks:
-                    node = path[covered_blocks] if covered_blocks < len(path) else None
-                    if node is None or not node.promised:
-                        if room <= 0:
-                            break
-                        room -= 1
-                        table.reserved += node is None
-                    covered_blocks += 1
+                covered_blocks, room, has_gap = self._cover(
+                    table, path, covered_blocks, covered_tokens, room
+                )
                 granted = min(covered_tokens, covered_blocks * size)
             grants[position] = LeaseGrant(
                 lease_id=lease.lease_id,
                 retention=lease.retention.name,
                 outcome=_outcome(granted, covered_tokens),
                 tokens=granted,
-                bound=bound if table.write and granted < covered_tokens else "",
+                bound=_bound_of(bound, has_gap) if table.write and granted < covered_tokens else "",
             )
             requested.append((lease, -(-granted // size)))
+        table.prompt_tokens = prompt_tokens
         table.leases = tuple(grants[position] for position in range(len(leases)))
         table.requested_leases = tuple(requested)
         table.account.add_reserved(table.reserved)
@@ -75,6 +71,8 @@ class LeaseManager:
             spans = _spans(table, now_s)
             for index, node in enumerate(path):
                 self._extend(table, node, index, spans, now_s, is_new=False)
+                if table.beside:
+                    self._extend_windows(table, node, index, spans, now_s)
             for lease, _ in table.requested_leases:
                 if last := min(len(path), -(-lease.tokens // size)):
                     table.account.lease_endpoints.extend(lease.lease_id, path[last - 1])
@@ -93,7 +91,10 @@ class LeaseManager:
         block beyond the leases of its request has no limit either, and leaves the tree with the
         blocks above it. `is_new`: no other request has used this block yet.
         """
-        self._extend(table, node, index, _spans(table, now_s), now_s, is_new=is_new)
+        spans = _spans(table, now_s)
+        self._extend(table, node, index, spans, now_s, is_new=is_new)
+        if table.beside:
+            self._extend_windows(table, node, index, spans, now_s)
         for lease, _ in table.requested_leases:
             if index * self._manager.block_size < lease.tokens:
                 table.account.lease_endpoints.extend(lease.lease_id, node)
@@ -122,18 +123,138 @@ class LeaseManager:
             terms.extend(requested, promised=index < covered_blocks)
         self.update_deadlines(table.account, node, now_s)
 
+    def _extend_windows(
+        self,
+        table: BlockTable,
+        node: Node,
+        index: int,
+        spans: Sequence[tuple[int, int, LeaseSpans]],
+        now_s: float,
+    ) -> None:
+        """Apply the terms of the leases whose last windows contain block `index` to its window
+        blocks.
+        """
+        windows = self._manager.windows
+        for group, promises in enumerate(table.window_promises):
+            block = None if node.beside is None else node.beside[group]
+            if block is None or index not in promises:
+                continue
+            for lease_tokens, covered_blocks, requested in spans:
+                tokens = min(lease_tokens, table.prompt_tokens, covered_blocks * windows.block_size)
+                if windows.first_read(group, tokens) <= index < covered_blocks:
+                    block.terms = block.terms or BlockTerms(math.inf)
+                    block.terms.extend(requested, promised=True)
+            self.update_deadlines(table.account, block, now_s)
+            table.resumed.append(block)
+
+    def _cover(
+        self, table: BlockTable, path: Sequence[Node], covered_blocks: int, tokens: int, room: int
+    ) -> tuple[int, int, bool]:
+        """Cover a promise of `tokens` tokens, beyond the `covered_blocks` that earlier leases of
+        the table cover, as far as `room` allows.
+
+        Returns the blocks then covered, the room left, and whether a freed window block stood in
+        the way. Reserves the blocks that are not computed yet. O(blocks).
+        """
+        if table.beside:
+            return self._cover_windows(table, path, covered_blocks, tokens, room)
+        wanted_blocks = -(-tokens // self._manager.block_size)
+        while covered_blocks < wanted_blocks:
+            node = path[covered_blocks] if covered_blocks < len(path) else None
+            if node is None or not node.promised:
+                if room <= 0:
+                    break
+                room -= 1
+                table.reserved += node is None
+            covered_blocks += 1
+        return covered_blocks, room, False
+
+    def _cover_windows(
+        self, table: BlockTable, path: Sequence[Node], covered_blocks: int, tokens: int, room: int
+    ) -> tuple[int, int, bool]:
+        """Cover a promise as `_cover` does, with the blocks of its last window in each window
+        group.
+
+        O(blocks of the windows) where the promise is covered whole.
+        """
+        size, room, has_gap = self._manager.block_size, max(0, room), False
+        covered = -(-tokens // size)
+        while covered > covered_blocks:
+            wanted, gap = self._missing_promises(table, path, covered, min(tokens, covered * size))
+            fresh = range(covered_blocks, covered)
+            cost = sum(i >= len(path) or not path[i].promised for i in fresh)
+            cost += sum(is_new for _, _, is_new in wanted)
+            has_gap = gap is not None
+            if gap is not None:
+                covered = gap
+            elif cost > room:  # a block less takes at most one block of each group less
+                covered -= max(1, (cost - room) // self._manager.windows.groups)
+            else:
+                for group, index, _ in wanted:
+                    table.window_promises[group].add(index)
+                    table.reserved += index >= len(path)
+                table.reserved += max(0, covered - max(covered_blocks, len(path)))
+                return covered, room - cost, False
+        return covered_blocks, room, has_gap
+
+    def _missing_promises(
+        self, table: BlockTable, path: Sequence[Node], covered: int, tokens: int
+    ) -> tuple[list[tuple[int, int, bool]], int | None]:
+        """Return the window blocks that a promise of `tokens` tokens in `covered` blocks adds to
+        the table's promises: (group, index, whether it takes room); and the index of a block that
+        has been freed, or None.
+        """
+        windows, wanted = self._manager.windows, []
+        for group, promises in enumerate(table.window_promises):
+            for index in range(covered - 1, windows.first_read(group, tokens) - 1, -1):
+                if index in promises:
+                    continue
+                block = None
+                if index < len(path):
+                    beside = path[index].beside
+                    block = None if beside is None else beside[group]
+                    if block is None:
+                        return [], index
+                wanted.append((group, index, block is None or not block.promised))
+        return wanted, None
+
     def release_reservation(self, table: BlockTable, index: int) -> None:
-        """Release the reservation of block `index` of the table, which is now in the tree."""
+        """Release the reservations of block `index` of the table, which is now in the tree."""
         if table.reserved and index < max(
             covered_blocks for _, covered_blocks in table.requested_leases
         ):
-            table.reserved -= 1
-            table.account.add_reserved(-1)
+            released = 1 + sum(index in promises for promises in table.window_promises)
+            table.reserved -= released
+            table.account.add_reserved(-released)
 
-    def release_reservations(self, table: BlockTable) -> None:
-        """Release the promises for blocks that were never computed."""
+    def release_reservations(self, table: BlockTable, now_s: float) -> None:
+        """Release the promises for blocks that were never computed.
+
+        In window groups the promise moves to where the sequence ended, so that what it computed can
+        be resumed. O(blocks of the windows).
+        """
+        is_cut_short = table.reserved > 0
         table.account.add_reserved(-table.reserved)
         table.reserved = 0
+        if is_cut_short and table.beside:
+            self._promise_last_windows(table, now_s)
+
+    def _promise_last_windows(self, table: BlockTable, now_s: float) -> None:
+        """Promise the window blocks that resuming at the end of a table reads, under the leases
+        that reach beyond it, while there is room.
+        """
+        spans = [span for span in _spans(table, now_s) if span[1] > table.committed]
+        room = self._promise_room(table.account)
+        for row, first in zip(table.beside, table.first, strict=True):
+            for block_id in row[first:]:
+                block = self._manager.node_of[block_id]
+                if not isinstance(block, WindowBlock) or not (block.promised or room > 0):
+                    continue
+                room -= not block.promised
+                block.terms = block.terms or BlockTerms(math.inf)
+                for _, _, requested in spans:
+                    block.terms.extend(requested, promised=True)
+                self.update_deadlines(table.account, block, now_s)
 
     def revoke(self, account: NamespaceAccount, lease_id: str) -> list[Node]:
         """Remove a lease. Return the topmost nodes that it alone covered.
@@ -148,7 +269,9 @@ class LeaseManager:
                 table.write = False
         return account.lease_endpoints.revoke(lease_id)
 
-    def renew_on_read(self, account: NamespaceAccount, nodes: Iterable[Node], now_s: float) -> None:
+    def renew_on_read(
+        self, account: NamespaceAccount, nodes: Iterable[TreeBlock], now_s: float
+    ) -> None:
         """Renew the leases on blocks that were read; a lapsed promise only while there is room.
         O(blocks).
         """
@@ -157,7 +280,7 @@ class LeaseManager:
             self.update_deadlines(account, node, now_s)
 
     def renew_on_release(
-        self, account: NamespaceAccount, nodes: Iterable[Node], now_s: float
+        self, account: NamespaceAccount, nodes: Iterable[TreeBlock], now_s: float
     ) -> None:
         """Restart the leases that count from the last use, on blocks whose use has ended. As
         `renew_on_read`.
@@ -167,11 +290,12 @@ class LeaseManager:
             self.update_deadlines(account, node, now_s)
 
     def _leased_nodes(
-        self, account: NamespaceAccount, nodes: Iterable[Node]
-    ) -> Iterator[tuple[Node, BlockTerms, bool]]:
-        """Yield each node under a lease, its terms, and whether it may be promised.
+        self, account: NamespaceAccount, nodes: Iterable[TreeBlock]
+    ) -> Iterator[tuple[TreeBlock, BlockTerms, bool]]:
+        """Yield each block under a lease, its terms, and whether it may be promised. A window
+        block comes after its node.
 
-        A node may be promised if it is already, or if there is room for its promise.
+        A block may be promised if it is already, or if there is room for its promise.
         """
         room = None
         for node in nodes:
@@ -184,8 +308,8 @@ class LeaseManager:
                 room -= has_room
             yield node, node.terms, has_room
 
-    def update_deadlines(self, account: NamespaceAccount, node: Node, now_s: float) -> None:
-        """Update the deadlines and the promised count after a change of the node's terms."""
+    def update_deadlines(self, account: NamespaceAccount, node: TreeBlock, now_s: float) -> None:
+        """Update the deadlines and the promised count after a change of the block's terms."""
         terms = node.terms
         if terms is None or (
             node.has_limit_deadline
@@ -193,7 +317,7 @@ class LeaseManager:
             and terms.promised_class == node.promised_class
         ):
             return  # the deadlines that are set come no later than the terms'
-        if not node.has_limit_deadline and terms.limit_at_s < math.inf:
+        if terms.limit_at_s < math.inf and isinstance(node, Node) and not node.has_limit_deadline:
             node.has_limit_deadline = True
             self._limits.add(terms.limit_at_s, (account, node))
         promised_class = terms.promised_class if terms.promise_at_s > now_s else None
@@ -220,7 +344,9 @@ class LeaseManager:
         for account, node in self._promises.take_due(now_s):
             node.has_promise_deadline = False
             if account.tree.contains(node):
-                if node.terms is not None and self._manager.pool.ref_count[node.block] > 1:
+                held = node.parent if isinstance(node, WindowBlock) else node
+                is_in_use = held is not None and self._manager.pool.ref_count[held.block] > 1
+                if node.terms is not None and is_in_use:
                     node.terms.hold_promise(now_s)
                 self.update_deadlines(account, node, now_s)
 
@@ -282,6 +408,11 @@ def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]
         (lease.tokens, covered_blocks, spans_of(lease.retention, table.started_s, now_s))
         for lease, covered_blocks in table.requested_leases
     ]
+
+
+def _bound_of(bound: Bound, has_gap: bool) -> Bound:
+    """Return what clipped a promise: a freed window block, or the payer's or the pool's bound."""
+    return "window" if has_gap else bound
 
 
 def _outcome(granted: int, covered_tokens: int) -> Literal["granted", "clipped", "refused"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from engine.api import LeaseRequest, Namespace, Payer, Quota
+from engine.api import LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_table import BlockTable
@@ -28,7 +28,9 @@ from engine.cache.events import (
 )
 from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.lease_manager import LeaseManager
-from engine.cache.prefix_tree import Node, TreeMatch
+from engine.cache.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
+from engine.cache.window_groups import WindowGroups
+from engine.cache.window_manager import WindowManager
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
 
@@ -48,22 +50,28 @@ class PrefixCache:
         context_tokens: int = 0,
         facts: FactListener | None = None,
         eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY,
+        windows: Sequence[int] = (),
     ) -> None:
         """Make a cache of `blocks` free blocks of `block_size` tokens.
 
         `context_tokens`: the length of the longest sequence; floors leave room for it. `facts`: a
         callable that receives the frozen events of `engine.cache.events` as they happen.
-        `eviction_policy` chooses among the evictable leaves of a payer.
+        `eviction_policy` chooses among the evictable leaves of a payer. `windows`: the tokens of
+        each window group's window; a run of `block_size` tokens takes a block in each of these and
+        one in group 0. Raises ValueError for a window below two tokens.
         """
         self.blocks = blocks
         self.block_size = block_size
-        longest = self._blocks_for(context_tokens)
-        self._manager = BlockManager(blocks, block_size, longest, eviction_policy)
+        self.windows = WindowGroups(windows, block_size)
+        longest = self.windows.blocks_of(context_tokens)
+        self._manager = BlockManager(blocks, self.windows, longest, eviction_policy)
         self._leases = LeaseManager(self._manager)
+        self._windows = WindowManager(self._manager, self._leases)
+        self._has_windows = bool(self.windows.windows)
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.promisable_blocks = self._manager.fair_share.promisable
         self.facts = facts
-        self._evicted = self._expired = self._copied = 0
+        self._evicted = self._expired = self._copied = self._window_gone = 0
 
     # -- queries ------------------------------------------------------------------------------
 
@@ -75,14 +83,50 @@ class PrefixCache:
         """
         self.expire(now_s)
         account = self._manager.accounts.get(namespace)
-        return TreeMatch(None, [], None, 0) if account is None else account.tree.find(tokens)
+        return TreeMatch(None, [], None, 0) if account is None else self._find(account, tokens)
 
     def count_unpinned(self, found: TreeMatch) -> int:
-        """Return how many matched whole blocks are unpinned: they count as room until they are
-        pinned.
+        """Return how many blocks that the match would pin are unpinned: they count as room until
+        they are pinned.
         """
         refs = self._manager.pool.ref_count
-        return [refs[node.block] for node in found.path].count(1)
+        unpinned = [refs[node.block] for node in found.path].count(1)
+        if not self._has_windows:
+            return unpinned
+        return unpinned + [refs[block.block] for block in self._windows.read_blocks(found)].count(1)
+
+    def blocks_to_start(
+        self,
+        namespace: Namespace,
+        quota: Quota,
+        tokens: int,
+        found: TreeMatch | None,
+        step_tokens: int,
+    ) -> int:
+        """Return the blocks that a sequence of `tokens` needs beyond those it finds pinned, if
+        `step_tokens` are computed at a time, or fewer where the namespace may not hold so many.
+
+        O(blocks matched), and as `max_sequence_tokens` with window groups.
+        """
+        needed, matched = self._blocks_for(tokens), 0 if found is None else len(found.path)
+        if self._has_windows:
+            most = self._manager.max_sequence_blocks(namespace, quota)
+            needed = self.windows.blocks_of(tokens, step_tokens)
+            needed = min(needed, max(most, self.windows.blocks_of(tokens)))
+            matched += 0 if found is None else len(self._windows.read_blocks(found))
+        if found is None:
+            return needed
+        # An unpinned matched block counts as room now and will be pinned by the match.
+        return needed - (matched - self.count_unpinned(found))
+
+    def blocks_to_grow(self, table: BlockTable | None, tokens: int) -> int:
+        """Return the blocks that a table lacks to hold `tokens`; None stands for an empty table."""
+        held = 0 if table is None else len(table.blocks)
+        return (self._blocks_for(tokens) - held) * self.windows.groups
+
+    def tokens_to_grow(self, table: BlockTable, blocks: int) -> int:
+        """Return how many tokens a table holds if it grows by at most `blocks`."""
+        return (blocks // self.windows.groups + len(table.blocks)) * self.block_size
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> CachePeek:
         """Return what `tokens` would match, as a report. Cost: as `find`."""
@@ -91,7 +135,12 @@ class PrefixCache:
         promised = sum([node.promised_class is not None for node in path]) * self.block_size
         ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
         expires_at_s = None if ends_s == math.inf else ends_s
-        return CachePeek(found.cached_tokens, min(found.cached_tokens, promised), expires_at_s)
+        return CachePeek(
+            cached_tokens=found.cached_tokens,
+            promised_tokens=min(found.cached_tokens, promised),
+            expires_at_s=expires_at_s,
+            window_gone_tokens=found.matched_tokens - found.cached_tokens,
+        )
 
     def max_sequence_tokens(self, namespace: Namespace, quota: Quota) -> int:
         """Return the tokens of the longest sequence that could run alone beside other payers'
@@ -99,7 +148,8 @@ class PrefixCache:
 
         O(1), or O(floors) when the floors together exceed their bound.
         """
-        return self._manager.max_sequence_blocks(namespace, quota) * self.block_size
+        blocks = self._manager.max_sequence_blocks(namespace, quota)
+        return tokens_within(blocks, self.windows.windows, self.block_size)
 
     def available_blocks(self, namespace: Namespace, quota: Quota) -> tuple[int, float]:
         """Return the blocks a namespace could take now, from the free list and by eviction.
@@ -121,7 +171,8 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Return totals and gauges. O(payers changed since the last query)."""
-        return self._manager.stats(self._evicted, self._expired, self._copied)
+        totals = self._evicted, self._expired, self._copied, self._window_gone
+        return self._manager.stats(*totals)
 
     def namespaces(self) -> tuple[NamespaceUse, ...]:
         """Return how many blocks each namespace holds. O(namespaces)."""
@@ -186,15 +237,20 @@ class PrefixCache:
         self.expire(now_s)
         account = self._manager.account(namespace, quota)
         account.tables += 1
-        table = BlockTable(account, now_s, write)
+        table = BlockTable(account, now_s, write, len(self.windows.windows))
         self._manager.tables.add(table)
         path: list[Node] = []
         if read:
             if found is None or not found.is_current(account.tree):
-                found = account.tree.find(tokens)
-            self._match(table, found, now_s)
-            path = found.path
+                found = self._find(account, tokens)
+            path = self._match(table, found, now_s)
+            table.window_gone_tokens = found.matched_tokens - found.cached_tokens
+            self._window_gone += table.window_gone_tokens
         self._leases.grant(table, path, len(tokens), leases, now_s)
+        if table.beside:
+            parting = found.matched_tokens if read and found is not None else 0
+            ends = {min(lease.tokens, len(tokens)) for lease in leases}
+            self._windows.add_marks(table, {len(tokens), parting, *ends})
         self._emit(Matched(namespace, len(tokens), table.kv_tokens))
         return table
 
@@ -211,22 +267,27 @@ class PrefixCache:
         start = table.kv_tokens if start is None else start
         blocks, refs = table.blocks, self._manager.pool.ref_count
         first = start // self.block_size
-        shared = [i for i in range(first, len(blocks)) if refs[blocks[i]] > 1]
+        shared = [(blocks, i) for i in range(first, len(blocks)) if refs[blocks[i]] > 1]
+        for row in table.beside:
+            shared += [(row, i) for i in range(first, len(row)) if refs[row[i]] > 1]
         missing = max(0, self._blocks_for(tokens) - len(blocks))
         if not shared and not missing:
             return True
-        new_blocks = self._allocate(table.account, len(shared) + missing, now_s)
+        wanted = len(shared) + missing * self.windows.groups
+        new_blocks = self._allocate(table.account, wanted, now_s)
         if new_blocks is None:
             return False
-        for index in shared:
-            old, new = blocks[index], new_blocks.pop()
+        for row, index in shared:
+            old, new = row[index], new_blocks.pop()
             filled = start - index * self.block_size
             if filled > 0:
                 self._copy(table.account, old, new, filled)
-            blocks[index] = new
+            row[index] = new
             table.version += 1
             self._manager.unpin(old)
-        blocks.extend(new_blocks)
+        blocks.extend(new_blocks[:missing])
+        for group, row in enumerate(table.beside, start=1):
+            row.extend(new_blocks[group * missing : (group + 1) * missing])
         return True
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -243,12 +304,20 @@ class PrefixCache:
         """Commit the KV of tokens[:kv_tokens], which a completed step has written.
 
         Full blocks become findable. Where the tree already has an equal block, the table takes that
-        block and frees its own. O(1) unless a block filled.
+        block and frees its own. In window groups it lets the blocks go that lie behind the window
+        (rule 15). O(1) unless a block filled.
         """
         table.kv_tokens = kv_tokens
         full = kv_tokens // self.block_size
-        if full == table.committed or not self._may_write(table):
-            return
+        if full != table.committed and self._may_write(table):
+            self._commit_full(table, tokens, full, now_s)
+        if table.beside:
+            self._windows.advance(table, now_s)
+
+    def _commit_full(
+        self, table: BlockTable, tokens: Sequence[int], full: int, now_s: float
+    ) -> None:
+        """Commit the blocks from `table.committed` to `full`, all of whose slots are written."""
         first, size, new = table.committed, self.block_size, 0
         for index in range(first, full):
             run = tuple(tokens[index * size : (index + 1) * size])
@@ -262,6 +331,8 @@ class PrefixCache:
                 self._manager.unpin(table.blocks[index])
                 table.blocks[index] = node.block
                 table.version += 1
+            if table.beside and not is_new:
+                new += self._windows.commit(table, node, index, now_s)
             self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
             self._leases.release_reservation(table, index)
             table.node = node
@@ -273,8 +344,10 @@ class PrefixCache:
 
         The leases stay with the first table; blocks that the fork adds have no limit of their own.
         """
-        fork = BlockTable(table.account, table.started_s, table.write)
+        fork = BlockTable(table.account, table.started_s, table.write, len(self.windows.windows))
         fork.blocks = list(table.blocks)
+        fork.beside = tuple(map(list, table.beside))
+        fork.first, fork.marks = list(table.first), list(table.marks)
         fork.kv_tokens = table.kv_tokens
         fork.node, fork.committed = table.node, table.committed
         fork.write_epoch = table.write_epoch
@@ -283,7 +356,17 @@ class PrefixCache:
         self._manager.tables.add(fork)
         for block in fork.blocks:
             self._manager.pin_again(block)
+        for row, start in zip(fork.beside, fork.first, strict=True):
+            for block in row[start:]:
+                self._manager.pin_again(block)
         return fork
+
+    def mark_resume_point(self, table: BlockTable, tokens: int) -> None:
+        """Note that another request will resume at `tokens`, which `table` has not computed yet
+        (rule 18). Without window groups it changes nothing.
+        """
+        if table.beside:
+            self._windows.add_marks(table, {tokens})
 
     def release(
         self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool = True
@@ -298,16 +381,22 @@ class PrefixCache:
             raise InvariantViolation("a block table was released twice")
         if keep:
             self._commit_tail(table, tokens, now_s)
+            if self._has_windows:
+                self._windows.mark_resume(table, table.kv_tokens, now_s)
         nodes = (self._manager.node_of[block] for block in table.blocks[: table.committed])
-        used = list(filter(None, nodes))  # deeper nodes may have left the tree
+        used = [node for node in nodes if isinstance(node, Node)]  # deeper ones may have left
         for node in used:
             node.last_use_s = now_s
-        self._leases.renew_on_release(table.account, used, now_s)
+        renewed: list[TreeBlock] = [*used]
+        renewed += [block for block in table.resumed if block.parent is not None]
+        self._leases.renew_on_release(table.account, renewed, now_s)
         self._manager.unpin_all(table.account, reversed(table.blocks))
-        self._leases.release_reservations(table)
+        for row, first in zip(table.beside, table.first, strict=True):
+            self._manager.unpin_all(table.account, row[first:])
+        self._leases.release_reservations(table, now_s)
         self._manager.tables.remove(table)
         self._manager.version += 1
-        table.blocks = []
+        table.blocks, table.beside, table.first, table.resumed = [], (), [], []
         table.account.tables -= 1
         self._manager.forget_if_idle(table.account)
 
@@ -382,25 +471,58 @@ class PrefixCache:
         if self.facts is not None:
             self.facts(fact)
 
-    def _match(self, table: BlockTable, found: TreeMatch, now_s: float) -> None:
-        """Pin the matched blocks. At least one token is left to compute."""
+    def _find(self, account: NamespaceAccount, tokens: Sequence[int]) -> TreeMatch:
+        found = account.tree.find(tokens)
+        return self.windows.cut(found) if self._has_windows else found
+
+    def _match(self, table: BlockTable, found: TreeMatch, now_s: float) -> list[Node]:
+        """Pin the matched blocks; return the nodes of the whole ones. At least one token is left to
+        compute.
+        """
         account, path, partial_node = table.account, found.path, found.partial_node
         self._manager.pin_all(account, path)
         self._renew(account, path, now_s)
-        if path:
-            table.node = path[-1]
+        self._take_path(table, path)
+        if self._has_windows:
+            self._windows.pin(table, found, now_s)
+        if partial_node is None:
+            return path
+        sources = [*tree_blocks(partial_node)]
+        for source in sources:
+            self._manager.pin(source)
+        new_blocks = self._allocate(account, len(sources), now_s)
+        if new_blocks is not None:
+            self._renew(account, [partial_node], now_s)
+            for row, source, new in zip(
+                (table.blocks, *table.beside), sources, new_blocks, strict=True
+            ):
+                self._copy(account, source.block, new, found.partial_tokens)
+                row.append(new)
+            table.kv_tokens += found.partial_tokens
+        elif table.beside:
+            path = self._shorten(table, path, now_s)
+        for source in sources:
+            self._manager.unpin(source.block)
+        return path
+
+    def _take_path(self, table: BlockTable, path: list[Node]) -> None:
+        table.node = path[-1] if path else table.account.tree.root
         table.blocks = [node.block for node in path]
         table.committed = len(path)
         table.kv_tokens = len(path) * self.block_size
-        if partial_node is not None:
-            self._manager.pin(partial_node)
-            new_blocks = self._allocate(account, 1, now_s)
-            if new_blocks is not None:
-                self._renew(account, [partial_node], now_s)
-                self._copy(account, partial_node.block, new_blocks[0], found.partial_tokens)
-                table.blocks.append(new_blocks[0])
-                table.kv_tokens += found.partial_tokens
-            self._manager.unpin(partial_node.block)
+
+    def _shorten(self, table: BlockTable, path: list[Node], now_s: float) -> list[Node]:
+        """Give back the end of a match of whole blocks that does not stand without the partial
+        block; return the rest.
+        """
+        stands = self.windows.standing(path, len(path) * self.block_size) // self.block_size
+        for row, first in zip(table.beside, table.first, strict=True):
+            self._manager.unpin_all(table.account, row[first:])
+        self._manager.unpin_all(table.account, reversed(table.blocks[stands:]))
+        self._take_path(table, path[:stands])
+        hit = TreeMatch(table.account.tree, path[:stands], None, 0)
+        self._windows.pin(table, hit, now_s)
+        return hit.path
 
     def _renew(self, account: NamespaceAccount, nodes: Sequence[Node], now_s: float) -> None:
         for node in nodes:
@@ -440,9 +562,10 @@ class PrefixCache:
     def _insert(
         self, table: BlockTable, run: tuple[int, ...], index: int, now_s: float
     ) -> tuple[Node, int]:
-        block = table.blocks[index]
-        node, added = self._manager.insert(table.account, table.node, run, block, now_s)
-        self._leases.update_deadlines(table.account, node, now_s)
+        block, beside = table.blocks[index], [row[index] for row in table.beside]
+        node, added = self._manager.insert(table.account, table.node, run, block, now_s, beside)
+        for tree_block in tree_blocks(node):
+            self._leases.update_deadlines(table.account, tree_block, now_s)
         return node, added
 
     def _commit_tail(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:
@@ -461,5 +584,7 @@ class PrefixCache:
         if node is None or common < len(run):
             node, added = self._insert(table, run, index, now_s)
             self._emit(Committed(table.namespace, 1, len(run), added))
+        elif node.run == run and (filled := self._windows.commit(table, node, index, now_s)):
+            self._emit(Committed(table.namespace, 0, 0, filled))
         self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
         self._leases.release_reservation(table, index)

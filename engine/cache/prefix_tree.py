@@ -11,8 +11,10 @@ tree knows no pool, no clock and no quota. The other modules of the cache call i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Set
 from itertools import count, islice
+from typing import ClassVar
 
 from sortedcontainers import SortedList
 
@@ -23,17 +25,19 @@ NO_LEASES: Set[str] = frozenset()
 
 
 class Node:
-    """One block of the tree.
+    """One run of tokens in the tree, and its block.
 
-    `terms` None: best effort without a limit. `hits`: how often the block was matched.
-    `inserted_at_s`: when it entered the tree. `ending_leases`: leases whose last block this is (see
-    `lease_endpoints`). `promised_class`: the class that promises the block now.
-    `eviction_score`: the score under which the block is in its payer's `EvictionOrder`, or None.
-    `has_limit_deadline` and `has_promise_deadline`: a deadline is set. A node that left its tree
-    has no parent.
+    `block`: its block in KV group 0. `beside`: its blocks in the window groups, None where a block
+    was freed (a tombstone); None as a whole for a model with one group. `terms` None: best effort
+    without a limit. `hits`: how often the block was matched. `inserted_at_s`: when it entered the
+    tree. `ending_leases`: leases whose last block this is (see `lease_endpoints`).
+    `promised_class`: the class that promises the block now. `eviction_score`: the score under which
+    the block is in its payer's `EvictionOrder`, or None. `has_limit_deadline` and
+    `has_promise_deadline`: a deadline is set. A node that left its tree has no parent.
     """
 
     __slots__ = (
+        "beside",
         "block",
         "child_order",
         "children",
@@ -54,6 +58,7 @@ class Node:
     def __init__(self, run: Run, block: int, parent: Node | None, serial: int) -> None:
         self.run = run
         self.block = block
+        self.beside: list[WindowBlock | None] | None = None
         self.parent = parent
         self.serial = serial
         self.children: dict[Run, Node] = {}
@@ -84,14 +89,74 @@ class Node:
         return reversed(found)
 
 
+class WindowBlock:
+    """The block of a node in window group `group`.
+
+    `parent`: the node; None once the block has left the tree. `resumed_at_s`: when there was last a
+    reason to resume here, which is also its eviction score: blocks that no resume point needs go
+    first, the oldest before the others. The other fields are as a node's. A window block has no
+    limit of its own, since it leaves the tree with its node at the latest.
+    """
+
+    __slots__ = (
+        "block",
+        "eviction_score",
+        "group",
+        "has_promise_deadline",
+        "inserted_at_s",
+        "parent",
+        "promised_class",
+        "resumed_at_s",
+        "serial",
+        "terms",
+    )
+    children: ClassVar[dict[Run, Node]] = {}
+    has_limit_deadline: ClassVar[bool] = True
+
+    def __init__(self, node: Node, group: int, block: int, serial: int, now_s: float) -> None:
+        self.parent: Node | None = node
+        self.group = group
+        self.block = block
+        self.serial = serial
+        self.inserted_at_s = now_s
+        self.resumed_at_s = -math.inf
+        self.terms: BlockTerms | None = None
+        self.promised_class: str | None = None
+        self.eviction_score: float | None = None
+        self.has_promise_deadline = False
+
+    @property
+    def promised(self) -> bool:
+        """Return whether a live promise protects the block from eviction."""
+        return self.promised_class is not None
+
+
+TreeBlock = Node | WindowBlock
+"""A block that a tree refers to, in group 0 or in a window group."""
+
+
+def tree_blocks(node: Node) -> list[TreeBlock]:
+    """Return the node, for its block in group 0, and its window blocks. O(groups)."""
+    return [node] if node.beside is None else [node, *filter(None, node.beside)]
+
+
 class TreeMatch:
     """The longest cached prefix of a prompt; it pins nothing.
 
     `path`: the nodes of whole blocks. `partial_node`: a further block of which the first
-    `partial_tokens` tokens match. `tree` None: the namespace has no tree.
+    `partial_tokens` tokens match. `matched_tokens`: the tokens that group 0 holds; more than
+    `cached_tokens` where a window group lacks blocks. `tree` None: the namespace has no tree.
     """
 
-    __slots__ = ("cached_tokens", "changes", "partial_node", "partial_tokens", "path", "tree")
+    __slots__ = (
+        "cached_tokens",
+        "changes",
+        "matched_tokens",
+        "partial_node",
+        "partial_tokens",
+        "path",
+        "tree",
+    )
 
     def __init__(
         self, tree: PrefixTree | None, path: list[Node], partial_node: Node | None, common: int
@@ -104,6 +169,7 @@ class TreeMatch:
         self.cached_tokens = common
         if tree is not None:
             self.cached_tokens += len(path) * tree.block_size
+        self.matched_tokens = self.cached_tokens
 
     def is_current(self, tree: PrefixTree) -> bool:
         """Return whether the match is still valid for `tree`; false once the tree has changed.
@@ -122,7 +188,7 @@ def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 class PrefixTree:
     """Prefixes in whole blocks of `block_size` tokens, and tails. `changes` grows with each node
-    added or removed.
+    or window block added or removed.
     """
 
     def __init__(self, block_size: int, serials: Iterator[int] | None = None) -> None:
@@ -134,8 +200,8 @@ class PrefixTree:
         self.changes = 0
         self._serials = serials or count(1)
 
-    def contains(self, node: Node) -> bool:
-        """Return whether the node is still in this tree. O(1)."""
+    def contains(self, node: TreeBlock) -> bool:
+        """Return whether the node, or the window block, is still in this tree. O(1)."""
         return node is self.root or node.parent is not None
 
     def find(self, tokens: Sequence[int]) -> TreeMatch:

@@ -53,7 +53,8 @@ class PrefixSharing:
             ):
                 continue
             common = common_tokens(sequence, other, size)
-            if common > target_tokens:
+            reached = 0 if other.table is None else other.table.kv_tokens
+            if common > target_tokens and common > reached:  # else nothing is left to wait for
                 best, target_tokens = other, common
                 missing_block = _block_at(sequence, target_tokens, size)
         if best is None:

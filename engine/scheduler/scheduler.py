@@ -175,8 +175,15 @@ class Scheduler:
             return "others"
         found = self._find_prefix(sequence, now_s)
         if found is not None and self.prefix_sharing.wait_for_leader(sequence, found, self.running):
+            self._mark_for_follower(sequence)
             return "others"
         return self._admit(sequence, found, slices, now_s)
+
+    def _mark_for_follower(self, sequence: Sequence) -> None:
+        """Let the leader keep what a sequence that waits for it needs to resume there."""
+        leader = sequence.leader
+        if leader is not None and leader.table is not None:
+            self.cache.mark_resume_point(leader.table, leader.followers[-1][0])
 
     def _count_missing(self, sequence: Sequence, now_s: float) -> int:
         """Return the tokens that a prompt has to compute; a waiting one is looked up once."""
@@ -260,9 +267,8 @@ class Scheduler:
             return
         if not self.cache.grow(table, start + count, now_s, start=start):
             grant = sequence.parent.request.grant
-            size = self.cache.block_size
-            room = self.cache.available(grant.namespace, grant.quota) * size
-            room += len(table.blocks) * size - start
+            blocks = self.cache.available(grant.namespace, grant.quota)
+            room = self.cache.tokens_to_grow(table, blocks) - start
             count = min(count, max(1, room))
             if not self._is_best_rank(sequence):
                 if not self.cache.grow(table, start + count, now_s, start=start):
@@ -307,8 +313,7 @@ class Scheduler:
         sequence whose blocks could help; none more than `preemptions_max` times, unless for a
         higher priority.
         """
-        held = 0 if sequence.table is None else len(sequence.table.blocks)
-        missing = max(1, self._blocks_for_next_token(sequence) - held)
+        missing = max(1, self.cache.blocks_to_grow(sequence.table, len(sequence.tokens) + 1))
         is_bound = self._available_blocks(sequence)[1] < missing
         candidates = self._candidates(sequence, "ceiling" if is_bound else "blocks")
         first = min(candidates, key=lambda s: s.rank)
@@ -387,11 +392,13 @@ class Scheduler:
 
     def _blocks_needed(self, sequence: Sequence, found: TreeMatch | None) -> int:
         """Return the blocks a waiting sequence needs to start, beyond those it found pinned."""
-        needed = self._blocks_for_next_token(sequence)
-        if found is not None:
-            # An unpinned matched block counts as room now and will be pinned by the match.
-            needed -= len(found.path) - self.cache.count_unpinned(found)
-        return needed + sequence.batch_slots - 1  # each further sample writes its own block
+        grant, longest = sequence.parent.request.grant, self.config.prefill_chunk_tokens_max
+        step_tokens = min(self.config.step_tokens_max, longest or self.config.step_tokens_max)
+        needed = self.cache.blocks_to_start(
+            grant.namespace, grant.quota, len(sequence.tokens) + 1, found, step_tokens
+        )
+        # Each further sample writes its own block, in each group.
+        return needed + (sequence.batch_slots - 1) * self.cache.windows.groups
 
     def _blocked_by(self, sequence: Sequence, needed: int) -> BlockedBy:
         """Return what a waiting sequence lacks to start, or "".
@@ -433,12 +440,13 @@ class Scheduler:
 
     def _blocks_still_needed(self, sequence: Sequence) -> int:
         """Return the blocks that a sequence, and the samples it will fork, may still ask for."""
-        request, size = sequence.parent.request, self.cache.block_size
-        whole = -(-(len(request.tokens) + request.max_tokens) // size)
-        held = 0 if sequence.table is None else len(sequence.table.blocks)
+        request, windows = sequence.parent.request, self.cache.windows
+        total = len(request.tokens) + request.max_tokens
+        held = 0 if sequence.table is None else sequence.table.held_blocks
         copied = 1 if request.samples > 1 else 0
-        own = whole - len(request.tokens) // size
-        return whole - held + copied + (sequence.batch_slots - 1) * own
+        own = -(-total // self.cache.block_size) - len(request.tokens) // self.cache.block_size
+        more = (sequence.batch_slots - 1) * own
+        return max(0, windows.blocks_of(total) - held) + (copied + more) * windows.groups
 
     def _preempt_for(
         self,
@@ -515,7 +523,7 @@ class Scheduler:
             slots = self.running.batch_slots - sum(s.batch_slots for s in victims)
             return slots + sequence.batch_slots <= self.config.sequences_max
         room = self._available_blocks(sequence)[blocked_by == "ceiling"]
-        return room + sum(len(s.table.blocks) for s in victims if s.table is not None) >= needed
+        return room + sum(s.table.held_blocks for s in victims if s.table is not None) >= needed
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -546,10 +554,6 @@ class Scheduler:
     def _available_blocks(self, sequence: Sequence) -> tuple[int, float]:
         grant = sequence.parent.request.grant
         return self.cache.available_blocks(grant.namespace, grant.quota)
-
-    def _blocks_for_next_token(self, sequence: Sequence) -> int:
-        """Return the blocks for the sequence's tokens and one more."""
-        return -(-(len(sequence.tokens) + 1) // self.cache.block_size)
 
     def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
         self.running.remove(sequence)

@@ -30,16 +30,16 @@ from engine.attention.interface import attention_spec
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture, Layer, Rope
 from engine.models.cpu_llama import load_kernels
 from engine.models.layers import TorchOps
 from engine.models.registry import build_cpu_model, build_model
 from engine.plan import Group, Row, StepPlan
 from engine.weights import random_weights
 
-SHAPE = ModelConfig(
-    architecture="llama",
-    layers=30,
+SHAPE = Architecture(
+    family="llama",
+    layers=(Layer(),) * 30,
     hidden=576,
     intermediate=1536,
     heads=9,
@@ -47,7 +47,7 @@ SHAPE = ModelConfig(
     head_dim=64,
     vocab=49152,
     context=4096,
-    rope_theta=1e5,
+    ropes={"full": Rope(1e5, 64)},
     tie_embeddings=True,
 )
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def theirs() -> Callable[[str], float]:
                 vocab_size=SHAPE.vocab,
                 hidden_size=SHAPE.hidden,
                 intermediate_size=SHAPE.intermediate,
-                num_hidden_layers=SHAPE.layers,
+                num_hidden_layers=len(SHAPE.layers),
                 num_attention_heads=SHAPE.heads,
                 num_key_value_heads=SHAPE.kv_heads,
                 tie_word_embeddings=True,
@@ -128,7 +128,7 @@ def theirs() -> Callable[[str], float]:
     def run(case: str) -> float:
         batch, cached, tokens = shapes[case]
         cache = transformers.DynamicCache()
-        for layer in range(SHAPE.layers if cached else 0):
+        for layer in range(len(SHAPE.layers) if cached else 0):
             kv = torch.zeros(batch, SHAPE.kv_heads, cached, SHAPE.head_dim)
             cache.update(kv, kv, layer)
         ids = torch.full((batch, tokens), 7)

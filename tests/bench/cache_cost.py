@@ -14,6 +14,7 @@ from engine.cache import PrefixCache
 BLOCK = 16
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
 LONG = 8_192
+WINDOWS = (512,) * 5
 LEASES = (LeaseRequest(LONG, HOUR, "l"),)
 
 
@@ -30,7 +31,7 @@ def microseconds(act: Callable[[], object], repeats: int = 200) -> list[float]:
 def show(name: str, times: list[float]) -> None:
     """Print one line."""
     median, worst = statistics.median(times), max(times)
-    sys.stdout.write(f"{name:46} {median:10.1f} us   worst {worst:10.1f}\n")
+    sys.stdout.write(f"{name:66} {median:10.1f} us   worst {worst:10.1f}\n")
 
 
 def write(cache: PrefixCache, name: bytes, tokens: list[int], *, is_leased: bool) -> None:
@@ -58,8 +59,17 @@ def recounting(chance: random.Random) -> tuple[float, list[float]]:
 
 def main() -> None:
     """Print one line per call."""
+    show_calls("", ())
+    show_calls("five windows of 512: ", WINDOWS)
+    whole, pieces = recounting(random.Random(1))
+    show("recount, 55,000 blocks under leases, in all", [whole])
+    show("the same, one piece of it", pieces)
+
+
+def show_calls(label: str, windows: tuple[int, ...]) -> None:
+    """Time the calls of a cache with a KV group for each window beside the first."""
     chance = random.Random(1)
-    cache = PrefixCache(blocks=60_000, block_size=BLOCK)
+    cache = PrefixCache(blocks=60_000, block_size=BLOCK, windows=windows)
     prompt = [chance.randrange(50_000) for _ in range(LONG)]
     fresh = list(prompt)
     write(cache, b"plain", prompt, is_leased=False)
@@ -96,10 +106,7 @@ def main() -> None:
         "grow + commit, one block filled": fill,
     }
     for name, act in calls.items():
-        show(name, microseconds(act))
-    whole, pieces = recounting(chance)
-    show("recount, 55,000 blocks under leases, in all", [whole])
-    show("the same, one piece of it", pieces)
+        show(label + name, microseconds(act))
 
 
 if __name__ == "__main__":

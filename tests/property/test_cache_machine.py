@@ -20,6 +20,7 @@ from msgspec import structs
 from engine.api import LeaseRequest, Quota
 from engine.cache import BlockTable, EvictionPolicy, Fact, LeastRecentlyUsed, PrefixCache
 from engine.cache.events import BlocksErased, Committed, Evicted, Expired
+from engine.cache.prefix_tree import tree_blocks
 from tests.fakes import FirstInFirstOut
 from tests.strategies import NAMESPACES, leases, namespaces, quotas, tokens
 
@@ -40,11 +41,11 @@ class Writer:
 
 
 class ShadowKv:
-    """The content of each slot: a namespace and the exact prefix up to that token."""
+    """The content of each slot: a namespace, a KV group and the exact prefix up to that token."""
 
-    def __init__(self, blocks: int, size: int) -> None:
-        self.size = size
-        self.slots: list[tuple[bytes, Prefix] | None] = [None] * (blocks * size)
+    def __init__(self, blocks: int, size: int, windows: tuple[int, ...] = ()) -> None:
+        self.size, self.windows = size, windows
+        self.slots: list[tuple[bytes, int, Prefix] | None] = [None] * (blocks * size)
 
     def copy(self, src: int, dst: int, count: int) -> None:
         """Copy the first `count` slots; the rest of the block counts as never written."""
@@ -52,20 +53,27 @@ class ShadowKv:
         self.slots[dst * self.size : (dst + 1) * self.size] = kept + [None] * (self.size - count)
 
     def write(self, writer: Writer, start: int, end: int) -> None:
-        for at in range(start, end):
-            slot = writer.table.blocks[at // self.size] * self.size + at % self.size
-            self.slots[slot] = (writer.namespace, tuple(writer.tokens[: at + 1]))
+        for group, row in enumerate((writer.table.blocks, *writer.table.beside)):
+            for at in range(start, end):
+                slot = row[at // self.size] * self.size + at % self.size
+                self.slots[slot] = (writer.namespace, group, tuple(writer.tokens[: at + 1]))
 
     def read(self, writer: Writer) -> None:
-        """Check that every slot of the table holds the writer's own prefix."""
-        for at in range(writer.table.kv_tokens):
-            slot = writer.table.blocks[at // self.size] * self.size + at % self.size
-            own = (writer.namespace, tuple(writer.tokens[: at + 1]))
-            assert self.slots[slot] == own, f"slot {slot} holds {self.slots[slot]}, not {own}"
+        """Check that every slot that the next query reads holds the writer's own prefix."""
+        kv_tokens = writer.table.kv_tokens
+        firsts = (0, *(max(0, kv_tokens - window + 1) for window in self.windows))
+        for group, row in enumerate((writer.table.blocks, *writer.table.beside)):
+            for at in range(firsts[group], kv_tokens):
+                assert row[at // self.size] >= 0, f"a hole at {at} of group {group}"
+                slot = row[at // self.size] * self.size + at % self.size
+                own = (writer.namespace, group, tuple(writer.tokens[: at + 1]))
+                assert self.slots[slot] == own, f"slot {slot} holds {self.slots[slot]}, not {own}"
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Sequences begin, compute, fork and end; time passes; prefixes are erased."""
+
+    windows: tuple[int, ...] = ()
 
     @initialize(
         blocks=st.integers(6, 16),
@@ -90,9 +98,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.size, self.may_change = size, may_change
         self.in_trees: Counter[bytes] = Counter()
         self.cache = PrefixCache(
-            blocks=blocks, block_size=size, facts=self.note, eviction_policy=policy
+            blocks=blocks,
+            block_size=size,
+            facts=self.note,
+            eviction_policy=policy,
+            windows=self.windows,
         )
-        self.shadow = ShadowKv(blocks, size)
+        self.shadow = ShadowKv(blocks, size, self.windows)
         self.quotas = dict(zip(NAMESPACES, shares, strict=True))
         if is_joint:
             joint = structs.replace(shares[0], payer=b"both")
@@ -200,10 +212,10 @@ class CacheMachine(RuleBasedStateMachine):
         )
         writer = Writer(namespace, list(prompt), table, asked, self.now_s, write)
         whole = found.cached_tokens // self.size * self.size
-
-        assert table.kv_tokens in (found.cached_tokens, whole), (
-            "what peek said, or its whole blocks"
-        )
+        if not self.windows:
+            assert table.kv_tokens in (found.cached_tokens, whole), (
+                "what peek said, or its whole blocks"
+            )
         assert table.kv_tokens <= reach, "more found than may be"
         assert [grant.lease_id for grant in table.leases] == [lease.lease_id for lease in asked]
         self.live.append(writer)
@@ -374,8 +386,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.free + stats.cached + stats.pinned == stats.blocks
         for namespace in NAMESPACES:
             root = self.cache.tree_root(namespace)
-            nodes = 0 if root is None else sum(1 for _ in root.subtree()) - 1
-            assert self.in_trees[namespace] == nodes, "what facts say that a tree has"
+            nodes = [] if root is None else [node for node in root.subtree() if node.block >= 0]
+            blocks = sum(len(tree_blocks(node)) for node in nodes)
+            assert self.in_trees[namespace] == blocks, "what facts say that a tree has"
         held = {block for writer in self.live for block in writer.table.blocks}
         assert stats.pinned >= len(held), "a block of a table is not pinned"
         together: dict[bytes, int] = defaultdict(int)

@@ -24,8 +24,16 @@ QUOTAS = {
 }
 
 
+def widen(quota: Quota, groups: int) -> Quota:
+    """Return a quota for runs of `groups` blocks."""
+    ceiling = None if quota.ceiling_blocks is None else quota.ceiling_blocks * groups
+    return replace(quota, floor_blocks=quota.floor_blocks * groups, ceiling_blocks=ceiling)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Commands and steps in any order."""
+
+    windows: tuple[int, ...] = ()
 
     @initialize(
         depth=st.integers(1, 2),
@@ -55,12 +63,14 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.world = World(
             config,
-            blocks=blocks,
+            blocks=blocks * (1 + len(self.windows)),
             block_size=block_size,
             depth=depth,
+            windows=self.windows,
             grammars=PolledGrammars(polls),
         )
-        self.quotas = dict(QUOTAS)
+        groups = 1 + len(self.windows)
+        self.quotas = {name: widen(quota, groups) for name, quota in QUOTAS.items()}
         self.count = 0
 
     @rule(request=requests(QUOTAS))
@@ -101,6 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(namespace=namespaces, quota=quotas)
     def change_quota(self, namespace: bytes, quota: Quota) -> None:
         """Change a tenant's quota; some of its live requests no longer fit."""
+        quota = widen(quota, 1 + len(self.windows))
         self.quotas[namespace] = quota
         self.world.cache.set_quota(replace(quota, payer=namespace))
 
@@ -176,5 +187,13 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.settle()
 
 
+class WindowEngineMachine(EngineMachine):
+    """The same with three KV groups: group 0, and windows of three and five tokens."""
+
+    windows = (3, 5)
+
+
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(stateful_step_count=60)
+TestWindowEngineMachine = WindowEngineMachine.TestCase
+TestWindowEngineMachine.settings = settings(stateful_step_count=60)

@@ -16,7 +16,8 @@ from engine.cache import PrefixCache
 from tests.strategies import tokens
 
 SIZE, BLOCKS, FLOOR = 2, 16, 6
-STRICT = Quota(floor_blocks=FLOOR, ceiling_blocks=FLOOR)
+WINDOWS = st.sampled_from([(), (3, 5)])
+"""The windows of the KV groups beside the first; pool and floor grow with the groups."""
 VICTIM, ATTACKER = b"victim", b"attacker"
 LEASED = Retention("leased", promise_s=4, limit_s=8)
 
@@ -43,16 +44,28 @@ def acts(who: bytes) -> st.SearchStrategy[Act]:
 lives = st.lists(acts(VICTIM) | acts(ATTACKER) | acts(ATTACKER), min_size=4, max_size=24)
 
 
-def seen_by_victim(life: list[Act], *, attacked: bool) -> list[tuple[int, str]]:
+def make_cache(windows: tuple[int, ...] = ()) -> PrefixCache:
+    return PrefixCache(blocks=BLOCKS * (1 + len(windows)), block_size=SIZE, windows=windows)
+
+
+def strict(windows: tuple[int, ...] = ()) -> Quota:
+    """Return the quota of a tenant that borrows nothing."""
+    floor = FLOOR * (1 + len(windows))
+    return Quota(floor_blocks=floor, ceiling_blocks=floor)
+
+
+def seen_by_victim(
+    life: list[Act], windows: tuple[int, ...], *, attacked: bool
+) -> list[tuple[int, str]]:
     """Return the victim's hits and lease grants, in order."""
-    cache, now_s, seen = PrefixCache(blocks=BLOCKS, block_size=SIZE), 0.0, []
-    cache.release(cache.begin(VICTIM, [0], 0.0, quota=STRICT), [0], 0.0)
+    cache, now_s, seen = make_cache(windows), 0.0, []
+    cache.release(cache.begin(VICTIM, [0], 0.0, quota=strict(windows)), [0], 0.0)
     for act in life:
         now_s += act.wait_s
         if act.who == ATTACKER and not attacked:
             continue
         asked = (LeaseRequest(len(act.prompt), LEASED),) if act.leased else ()
-        quota = STRICT if act.who == VICTIM else Quota()
+        quota = strict(windows) if act.who == VICTIM else Quota()
         table = cache.begin(act.who, act.prompt, now_s, quota=quota, leases=asked)
         if act.who == VICTIM:
             seen.append((table.kv_tokens, "".join(grant.outcome for grant in table.leases)))
@@ -76,15 +89,17 @@ LAPSED = [
 """An attacker reads what it was promised once, when it has all it may be promised."""
 
 
-@example(LAPSED)
-@given(lives)
-def test_an_attacker_changes_no_hit_inside_a_floor(life: list[Act]) -> None:
+@example(LAPSED, ())
+@given(lives, WINDOWS)
+def test_an_attacker_changes_no_hit_inside_a_floor(
+    life: list[Act], windows: tuple[int, ...]
+) -> None:
     """Eviction channel: filling the pool must neither reveal nor decide the hits of a strict
     tenant.
     """
-    alone = seen_by_victim(life, attacked=False)
+    alone = seen_by_victim(life, windows, attacked=False)
 
-    attacked = seen_by_victim(life, attacked=True)
+    attacked = seen_by_victim(life, windows, attacked=True)
 
     assert attacked == alone
 
@@ -92,14 +107,17 @@ def test_an_attacker_changes_no_hit_inside_a_floor(life: list[Act]) -> None:
 @given(
     own=st.lists(short, min_size=1, max_size=3),
     theirs=st.lists(st.tuples(tokens, st.booleans()), max_size=12),
+    windows=WINDOWS,
 )
 def test_prefixes_inside_a_floor_survive_other_requests(
-    own: list[tuple[int, ...]], theirs: list[tuple[tuple[int, ...], bool]]
+    own: list[tuple[int, ...]],
+    theirs: list[tuple[tuple[int, ...], bool]],
+    windows: tuple[int, ...],
 ) -> None:
     """Prime and probe: whatever others run and hold, the same prefixes are found afterwards."""
-    cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
+    cache = make_cache(windows)
     for prompt in own:
-        table = cache.begin(VICTIM, prompt, 0.0, quota=STRICT)
+        table = cache.begin(VICTIM, prompt, 0.0, quota=strict(windows))
         if cache.grow(table, len(prompt), 0.0):
             cache.take_copies()
             cache.commit(table, prompt, len(prompt), 0.0)
@@ -120,11 +138,11 @@ def test_prefixes_inside_a_floor_survive_other_requests(
     cache.check()
 
 
-@given(prompt=short, guess=short)
+@given(prompt=short, guess=short, windows=WINDOWS)
 def test_a_prefix_is_found_only_by_its_own_namespace(
-    prompt: tuple[int, ...], guess: tuple[int, ...]
+    prompt: tuple[int, ...], guess: tuple[int, ...], windows: tuple[int, ...]
 ) -> None:
-    cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
+    cache = make_cache(windows)
     table = cache.begin(VICTIM, prompt, 0.0)
     cache.grow(table, len(prompt), 0.0)
     cache.commit(table, prompt, len(prompt), 0.0)
@@ -138,7 +156,7 @@ def test_a_prefix_is_found_only_by_its_own_namespace(
 @given(prompt=st.tuples(*[st.integers(0, 1)] * 6), reads=st.lists(st.integers(1, 9), max_size=4))
 def test_another_tenant_does_not_renew_a_lease(prompt: tuple[int, ...], reads: list[int]) -> None:
     """TTL channel: another tenant's identical prompt renews nothing."""
-    cache = PrefixCache(blocks=BLOCKS, block_size=SIZE)
+    cache = make_cache()
 
     def run(who: bytes, now_s: float) -> None:
         lease = LeaseRequest(len(prompt), LEASED)

@@ -1,4 +1,4 @@
-"""Faults planted in the cache, which the cache machine must find: time, promises, quotas."""
+"""Faults planted in the cache, which its machines must find: time, promises, quotas, windows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache import PrefixCache
 from engine.cache.block_manager import BlockManager
+from engine.cache.lease_manager import LeaseManager
+from engine.cache.window_groups import WindowGroups
 from engine.errors import InvariantViolation
 from tests.property.test_cache_machine import CacheMachine
+from tests.property.test_window_machine import WindowMachine
 
 Fault = Callable[[Any], Any]
 
@@ -51,6 +54,21 @@ def writer_commits_after_an_erasure(original: Any) -> Any:
     return lambda self, table: table.write
 
 
+def window_let_go_too_early(original: Any) -> Any:
+    """A sequence lets a block of its window go that its next query reads."""
+    return lambda self, group, tokens: original(self, group, tokens) + 1
+
+
+def hit_over_a_tombstone(original: Any) -> Any:
+    """A hit stands although a window block is gone."""
+    return lambda self, path, tokens: tokens
+
+
+def window_not_promised(original: Any) -> Any:
+    """A promise protects group 0 alone."""
+    return lambda self, table, node, index, spans, now_s: None
+
+
 PLANTS: tuple[tuple[Any, str, Fault], ...] = (
     (PrefixCache, "expire", expired_still_found),
     (BlockManager, "set_promised", promise_not_kept),
@@ -59,13 +77,27 @@ PLANTS: tuple[tuple[Any, str, Fault], ...] = (
     (BlockManager, "add_copy", no_copy_for_a_partial_hit),
     (PrefixCache, "_may_write", writer_commits_after_an_erasure),
 )
+WINDOW_PLANTS: tuple[tuple[Any, str, Fault], ...] = (
+    (WindowGroups, "first_kept", window_let_go_too_early),
+    (WindowGroups, "standing", hit_over_a_tombstone),
+    (LeaseManager, "_extend_windows", window_not_promised),
+)
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "fault"), PLANTS, ids=[fault.__name__ for _, _, fault in PLANTS]
+    ("machine", "owner", "name", "fault"),
+    [
+        *((CacheMachine, *plant) for plant in PLANTS),
+        *((WindowMachine, *plant) for plant in WINDOW_PLANTS),
+    ],
+    ids=[fault.__name__ for _, _, fault in (*PLANTS, *WINDOW_PLANTS)],
 )
 def test_a_planted_cache_fault_is_caught(
-    owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    machine: type[CacheMachine],
+    owner: Any,
+    name: str,
+    fault: Fault,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A machine that misses this fault proves nothing when it passes."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
@@ -80,4 +112,4 @@ def test_a_planted_cache_fault_is_caught(
     )
 
     with pytest.raises((AssertionError, InvariantViolation)):
-        run_state_machine_as_test(CacheMachine, settings=quick)
+        run_state_machine_as_test(machine, settings=quick)
