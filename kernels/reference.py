@@ -13,11 +13,15 @@ import torch
 
 
 def paged_attention(
-    q: torch.Tensor, kv: torch.Tensor, layer: int, block_ids: Sequence[int], start: int
-) -> torch.Tensor:
+    q: torch.Tensor, kv: torch.Tensor, layer: int, block_ids: Sequence[int], start: int, *,
+    scale: float | None = None, window: int = 0, cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return causal attention of one sequence's consecutive tokens over its paged keys.
 
-    q [n, H, D]: tokens at positions start .. start + n - 1, whose keys are already written. Returns
+    q [n, H, D]: tokens at positions start .. start + n - 1, whose keys are already written. `scale`
+    of the scores, 1 / sqrt(D) without; `window`: a token sees that many keys, its own the last;
+    `cap`: scores s become cap * tanh(s / cap); `sinks` [H]: logits without values. Returns
     [n, H, D] in fp64.
     """
     n, heads, head_dim = q.shape
@@ -28,17 +32,28 @@ def paged_attention(
     group = heads // kv_heads
     keys = keys[:, :length].repeat_interleave(group, 0)
     values = values[:, :length].repeat_interleave(group, 0)
-    scores = torch.einsum("nhd,hld->hnl", q.double(), keys) / math.sqrt(head_dim)
+    scores = torch.einsum("nhd,hld->hnl", q.double(), keys)
+    scores = scores * (scale or 1 / math.sqrt(head_dim))
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     at = torch.arange(length, device=q.device)
-    scores = scores.masked_fill(at[None, :] > at[start:, None], -math.inf)
-    return torch.einsum("hnl,hld->nhd", scores.softmax(-1), values)
+    hidden = at[None, :] > at[start:, None]
+    if window:
+        hidden |= at[None, :] <= at[start:, None] - window
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(heads, n, 1)], -1)
+    return torch.einsum("hnl,hld->nhd", scores.softmax(-1)[..., :length], values)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [T, heads, D] rotated by halves; cos and sin are [T, D / 2]."""
-    first, second = x.chunk(2, -1)
+    """Return x [T, heads, D], its first R channels rotated by halves; cos and sin are
+    [T, R / 2] fp32. Computed in fp32 or wider, in x's dtype."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([turned.to(x.dtype), rest], -1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

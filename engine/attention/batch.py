@@ -6,20 +6,24 @@ calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import Struct
 
 from engine.plan import StepPlan
 
+Ints = npt.NDArray[np.int64]
+
 
 class Batch(Struct, frozen=True):
     """T query tokens of R rows, in the plan's order. Tensors are int64.
 
-    `token_ids`, `positions`, `slots` [T]; a slot is block id * block_size + offset. `row_ends` [R]:
-    index behind each row's last token. `logit_rows`: indices of the tokens whose logits are needed.
+    `token_ids`, `positions`, `slots` [T]; a slot is block id * block_size + offset. `beside`: the
+    slots in each further KV group. `row_ends` [R]: index behind each row's last token.
+    `logit_rows`: indices of the tokens whose logits are needed.
     """
 
     token_ids: torch.Tensor
@@ -27,6 +31,7 @@ class Batch(Struct, frozen=True):
     slots: torch.Tensor
     row_ends: list[int]
     logit_rows: list[int]
+    beside: tuple[torch.Tensor, ...] = ()
 
 
 def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]) -> Batch:
@@ -36,7 +41,9 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
     O(tokens), numpy.
     """
     tokens: list[int] = []
-    positions, slots = [], []
+    positions: list[Ints] = []
+    slots: list[Ints] = []
+    beside: list[list[Ints]] = [[] for _ in plan.rows[0].beside]
     row_ends: list[int] = []
     logit_rows: list[int] = []
     end = 0
@@ -45,10 +52,10 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
             row.token_ids if row.token_ids is not None else (last_token(row.sequence_id),)
         )
         at = np.arange(row.start, row.start + row.count)
-        first = row.start // block_size
-        table = np.asarray(row.block_ids[first : (row.start + row.count - 1) // block_size + 1])
         positions.append(at)
-        slots.append(table[at // block_size - first] * block_size + at % block_size)
+        slots.append(_slots(row.block_ids, at, block_size))
+        for others, block_ids in zip(beside, row.beside, strict=True):
+            others.append(_slots(block_ids, at, block_size))
         if row.prompt_logprobs is not None:
             logit_rows.extend(range(end, end + row.count))
         elif row.samples:
@@ -61,4 +68,12 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
         slots=torch.from_numpy(np.concatenate(slots)),
         row_ends=row_ends,
         logit_rows=logit_rows,
+        beside=tuple(torch.from_numpy(np.concatenate(others)) for others in beside),
     )
+
+
+def _slots(block_ids: Sequence[int], at: Ints, block_size: int) -> Ints:
+    """Return the slots of the positions `at` of a row, which follow each other."""
+    first = int(at[0]) // block_size
+    table = np.asarray(block_ids[first : int(at[-1]) // block_size + 1])
+    return table[at // block_size - first] * block_size + at % block_size

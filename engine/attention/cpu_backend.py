@@ -9,8 +9,13 @@ backend knows no weights. The CPU runner calls `begin`; `engine.models.cpu_llama
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.attention.batch import Batch
 from engine.attention.interface import AttentionSpec
@@ -33,17 +38,23 @@ stack."""
 Ints = npt.NDArray[np.int32]
 
 
-class CpuWork:
-    """One step's arrays for the C kernels, valid for the step. int32, but `slots` is int64."""
+class CpuPlace(Struct, frozen=True):
+    """A step as the layers of one KV group see it: int32, but `slots` is int64."""
 
-    def __init__(self, batch: Batch, tables: Ints, bundles: Ints, segments: Ints) -> None:
+    tables: Ints
+    slots: torch.Tensor
+    bundles: Ints
+    segments: Ints
+
+
+class CpuWork:
+    """One step's arrays for the C kernels, valid for the step. int32. `places`: by KV group."""
+
+    def __init__(self, batch: Batch, places: tuple[CpuPlace, ...]) -> None:
         self.tokens = len(batch.token_ids)
         self.token_ids = batch.token_ids.int()
         self.positions = batch.positions.int()
-        self.slots = batch.slots
-        self.tables = tables
-        self.bundles = bundles
-        self.segments = segments
+        self.places = places
 
 
 class CpuAttention:
@@ -57,8 +68,20 @@ class CpuAttention:
     def begin(self, plan: StepPlan, batch: Batch) -> None:
         """Lay out a step. O(blocks of its rows + rows * groups above them)."""
         starts = [0, *batch.row_ends]
-        parts = [np.array(row.block_ids, np.int32) for row in plan.rows]
-        offsets = np.cumsum([0, *map(len, parts)]).tolist()
+        offsets = np.cumsum([0, *(len(row.block_ids) for row in plan.rows)]).tolist()
+        tables = [row.block_ids for row in plan.rows]
+        places = [CpuPlace(_joined(tables), batch.slots, *self._cut(plan, starts, offsets))]
+        if batch.beside:
+            # In a window group each row reads by its own table: another's may have holes where
+            # the row still sees keys.
+            bundles, segments = self._cut(replace(plan, groups=()), starts, offsets)
+            for group, slots in enumerate(batch.beside):
+                tables = [row.beside[group] for row in plan.rows]
+                places.append(CpuPlace(_joined(tables), slots, bundles, segments))
+        self.work = CpuWork(batch, tuple(places))
+
+    def _cut(self, plan: StepPlan, starts: list[int], offsets: list[int]) -> tuple[Ints, Ints]:
+        """Return the bundles and segments of a step."""
         bundles: list[tuple[int, int, int, int]] = []
         segments: list[tuple[int, int, int, int, int]] = []
         index = 0
@@ -79,12 +102,7 @@ class CpuAttention:
             self._decoding(plan, index, end, starts[index], offsets, segments)
             bundles.append((starts[index], starts[end], first, len(segments)))
             index = end
-        self.work = CpuWork(
-            batch,
-            np.concatenate(parts),
-            np.array(bundles, np.int32),
-            np.array(segments, np.int32),
-        )
+        return np.array(bundles, np.int32), np.array(segments, np.int32)
 
     def _prompt(
         self, row: Row, first: int, table: int,
@@ -120,3 +138,10 @@ class CpuAttention:
             tiles = plan.rows[index].start // TILE + 1
             at, begin = token + index - first, covered[index - first]
             segments.append((at, at + 1, begin, tiles, offsets[index]))
+
+
+def _joined(tables: Sequence[Sequence[int]]) -> Ints:
+    """Return block tables behind each other, with any block for a hole: it is never counted."""
+    joined: Ints = np.concatenate([np.array(table, np.int32) for table in tables])
+    joined[joined < 0] = 0
+    return joined

@@ -16,7 +16,7 @@ import torch
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture
 from engine.plan import Group
 from kernels.gpu.fused_ops import rope_kv_write
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
@@ -43,7 +43,7 @@ class GpuAttention:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Architecture,
         kv: KvStorage,
         *,
         context: int,
@@ -57,8 +57,11 @@ class GpuAttention:
         self.spec = spec
         self.stride = -(-context // kv.format.block_size) + TABLE_PADDING
         self.tables = torch.zeros(seats * self.stride, dtype=torch.int32, device=device)
-        cos, sin = rope_tables(config, context)
-        self.cos, self.sin = cos.to(device), sin.to(device)
+        tables = {
+            name: (cos.to(device), sin.to(device))
+            for name, (cos, sin) in rope_tables(config, context).items()
+        }
+        self.rotations = [tables[layer.rope] for layer in config.layers]
         multiprocessors = 4
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -151,7 +154,7 @@ class GpuAttention:
         """
         tokens = qkv.shape[0]
         q = qkv.new_empty(tokens, self.spec.heads, self.spec.head_dim)
-        rope_kv_write(qkv, q, self.kv, layer, self.cos, self.sin, positions, slots)
+        rope_kv_write(qkv, q, self.kv, layer, *self.rotations[layer], positions, slots)
         out = torch.empty_like(q)
         tree_attention(
             q, self.kv, layer, self.work, self.tables, lengths, out, self.scratch,

@@ -14,17 +14,25 @@ import torch
 from msgspec import Struct
 
 from engine.attention.batch import Batch
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture
 from engine.plan import StepPlan
 
 
 class AttentionSpec(Struct, frozen=True):
     """Shape of a model's attention: `heads` query heads over `kv_heads` KV heads (H and K) of
-    `head_dim` channels (D). MHA, GQA or MQA by `kv_heads`."""
+    `head_dim` channels (D). MHA, GQA or MQA by `kv_heads`.
+
+    `scale`: factor of the scores before the softmax. `cap`: see `Architecture.score_cap`.
+    `latent`: 0, or the channels at the end of a key that are the value too (V): keys and values are
+    one record.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float
+    cap: float = 0.0
+    latent: int = 0
 
     @property
     def group_size(self) -> int:
@@ -32,33 +40,49 @@ class AttentionSpec(Struct, frozen=True):
         return self.heads // self.kv_heads
 
     @property
-    def scale(self) -> float:
-        """Factor of the scores before the softmax."""
-        return float(self.head_dim**-0.5)
+    def value_dim(self) -> int:
+        """Channels of a value, V: those of a key, or of a latent."""
+        return self.latent or self.head_dim
 
     @property
     def query_width(self) -> int:
-        """Columns of the queries, H * D; of the output too."""
+        """Columns of the queries, H * D."""
         return self.heads * self.head_dim
 
     @property
+    def output_width(self) -> int:
+        """Columns of the output, H * V."""
+        return self.heads * self.value_dim
+
+    @property
     def qkv_width(self) -> int:
-        """Columns of queries, keys and values side by side, (H + 2K) * D."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Columns of queries, keys and values side by side, (H + 2K) * D; with latents without the
+        values, (H + K) * D."""
+        return (self.heads + (1 if self.latent else 2) * self.kv_heads) * self.head_dim
 
 
-def attention_spec(config: ModelConfig) -> AttentionSpec:
+def attention_spec(config: Architecture) -> AttentionSpec:
     """Return the attention shape of a model; all layers have the same."""
-    return AttentionSpec(config.heads, config.kv_heads, config.head_dim)
+    return AttentionSpec(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        scale=config.score_scale or config.head_dim**-0.5,
+        cap=config.score_cap,
+        latent=config.latent.rank if config.latent is not None else 0,
+    )
 
 
 class LayerAttention(Protocol):
     """Attention as a model's layer calls it, laid out for one step."""
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rotate, write the layer's KV of the step's tokens, and attend.
 
-        qkv [T, (H + 2K) * D] → [T, H * D].
+        qkv [T, (H + 2K) * D] → [T, H * V]; of latents [T, (H + K) * D]. `sinks` [H]: a logit of
+        each head that takes part in the softmax and has no value.
         """
 
 

@@ -1,15 +1,16 @@
-"""The attention backend in plain torch, on the CPU: paged KV, shared prefixes read once.
+"""The attention backend in plain torch, on any device: paged KV, shared prefixes read once.
 
 The rows of a group are one matrix product against the keys of their shared run of blocks, at every
 level of the prefix tree; a row's parts are merged by their log-sum-exps. A row's own keys are read
-per row for prompts, and in one padded batch for decoding rows. The CPU runner uses this backend
-where no C compiler works or the model's shape does not fit the C kernels.
+per row for prompts, and in one padded batch for decoding rows. A layer with a window reads the
+blocks that overlap it, row by row. The backend computes every kind of attention that an
+`Architecture` describes; runners use it where the C or GPU kernels do not fit the model.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from engine.attention.batch import Batch
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture
 from engine.plan import StepPlan
 from kernels.reference import rotate
 
@@ -61,32 +62,77 @@ class _Prompt:
     blocks: torch.Tensor
 
 
-class TorchAttention:
-    """`AttentionBackend` and `LayerAttention` in torch, in any dtype that the CPU multiplies."""
+@dataclass(slots=True)
+class _Layout:
+    """A step as the layers of one KV group and window see it (0: no window).
 
-    def __init__(self, config: ModelConfig, kv: KvStorage, context: int) -> None:
+    `slot_block` and `slot_offset` [T]: where the tokens' KV goes. `rows`: the tokens that decode,
+    with their blocks in `table` [R, blocks] and `hidden` [R, keys], the keys that they do not see.
+    """
+
+    window: int
+    slot_block: torch.Tensor
+    slot_offset: torch.Tensor
+    shared: list[_Shared] = field(default_factory=list)
+    prompts: list[_Prompt] = field(default_factory=list)
+    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    table: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))
+
+
+class TorchAttention:
+    """`AttentionBackend` and `LayerAttention` in torch, on the device of the KV.
+
+    Scores and softmax are fp32 at least, for any dtype of the model.
+    """
+
+    def __init__(self, config: Architecture, kv: KvStorage, context: int) -> None:
         self.kv = kv.data
+        self.device = kv.data.device
         self.block_size = kv.format.block_size
         self.spec = attention_spec(config)
-        self._cos, self._sin = rope_tables(config, context)
-        self._shared: list[_Shared] = []
-        self._prompts: list[_Prompt] = []
+        self._growth = config.query_growth
+        windows = [layer.window for layer in config.layers]
+        self._places = list(zip(kv.format.group_of_layer, windows, strict=True))
+        self._row_of_layer = kv.format.row_of_layer
+        self._ropes = [layer.rope for layer in config.layers]
+        self._tables = {
+            name: (cos.to(self.device), sin.to(self.device))
+            for name, (cos, sin) in rope_tables(config, context).items()
+        }
+        self._layouts: dict[tuple[int, int], _Layout] = {}
 
     def begin(self, plan: StepPlan, batch: Batch) -> None:
-        """Find shared runs, prompts and decoding rows. O(rows + their blocks)."""
-        size = self.block_size
-        self.cos, self.sin = self._cos[batch.positions], self._sin[batch.positions]
-        self.slot_block, self.slot_offset = batch.slots // size, batch.slots % size
+        """Find shared runs, prompts and decoding rows. O(rows + their blocks), for each KV group
+        and window."""
+        positions = batch.positions.to(self.device)
+        self.rotations = {
+            name: (cos[positions], sin[positions]) for name, (cos, sin) in self._tables.items()
+        }
+        if self._growth is not None:
+            beta, original = self._growth
+            self._grown = 1 + beta * torch.log1p((positions // original).float())
         starts = [0, *batch.row_ends]
+        slots = [slots.to(self.device) for slots in (batch.slots, *batch.beside)]
+        self._layouts = {
+            (group, window): self._lay_out(plan, starts, slots[group], group, window)
+            for group, window in set(self._places)
+        }
+
+    def _lay_out(
+        self, plan: StepPlan, starts: list[int], slots: torch.Tensor, kv_group: int, window: int
+    ) -> _Layout:
+        size = self.block_size
+        layout = _Layout(window, slots // size, slots % size)
+        tables = [(row.block_ids, *row.beside)[kv_group] for row in plan.rows]
         covered = [0] * len(plan.rows)
-        self._shared, self._prompts = [], []
-        for group in plan.groups:
+        for group in plan.groups if not window else ():
             first = covered[group.first_row]
             if (group.end_block - first) * size < GROUP_KEYS_MIN:
                 continue
-            blocks = plan.rows[group.first_row].block_ids[first : group.end_block]
-            self._shared.append(
-                _Shared(starts[group.first_row], starts[group.end_row], torch.tensor(blocks))
+            blocks = tables[group.first_row][first : group.end_block]
+            layout.shared.append(
+                _Shared(starts[group.first_row], starts[group.end_row], self._tensor(blocks))
             )
             covered[group.first_row : group.end_row] = [group.end_block] * (
                 group.end_row - group.first_row
@@ -94,82 +140,124 @@ class TorchAttention:
         decoding: list[tuple[int, list[int], int]] = []
         for index, row in enumerate(plan.rows):
             from_block = covered[index]
+            if window:
+                from_block = max(0, row.start - window + 1) // size
             last = -(-(row.start + row.count) // size)
-            blocks = row.block_ids[from_block:last]
+            blocks = tables[index][from_block:last]
             if row.count == 1:
                 decoding.append((starts[index], list(blocks), row.start + 1 - from_block * size))
                 continue
-            self._prompts.append(
+            layout.prompts.append(
                 _Prompt(
                     starts[index], starts[index + 1], row.start, from_block * size,
-                    torch.tensor(blocks),
+                    self._tensor(blocks),
                 )
             )  # fmt: skip
-        self._lay_out_decoding(decoding)
+        self._lay_out_decoding(layout, decoding)
+        return layout
 
-    def _lay_out_decoding(self, decoding: list[tuple[int, list[int], int]]) -> None:
-        self._rows = torch.tensor([row for row, _, _ in decoding], dtype=torch.int64)
+    def _tensor(self, blocks: object) -> torch.Tensor:
+        return torch.as_tensor(blocks, dtype=torch.int64).to(self.device)
+
+    def _lay_out_decoding(
+        self, layout: _Layout, decoding: list[tuple[int, list[int], int]]
+    ) -> None:
         longest = max((len(blocks) for _, blocks, _ in decoding), default=0)
         table = np.zeros((len(decoding), longest), np.int64)
         for index, (_, blocks, _) in enumerate(decoding):
             table[index, : len(blocks)] = blocks
-        lengths = torch.tensor([keys for _, _, keys in decoding], dtype=torch.int64)
-        self._table = torch.from_numpy(table)
-        self._hidden = torch.arange(longest * self.block_size)[None, :] >= lengths[:, None]
+        lengths = self._tensor([keys for _, _, keys in decoding])[:, None]
+        keys = torch.arange(longest * self.block_size, device=self.device)[None, :]
+        layout.rows = self._tensor([row for row, _, _ in decoding])
+        layout.table = torch.from_numpy(table).to(self.device)
+        layout.hidden = keys >= lengths
+        if layout.window:
+            layout.hidden |= keys < lengths - layout.window
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `engine.attention.interface.LayerAttention`."""
-        tokens, spec = qkv.shape[0], self.spec
+        tokens, spec, layout = qkv.shape[0], self.spec, self._layouts[self._places[layer]]
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        qkv = qkv.view(tokens, heads + 2 * kv_heads, dim)
-        q = rotate(qkv[:, :heads], self.cos, self.sin)
-        k = rotate(qkv[:, heads : heads + kv_heads], self.cos, self.sin)
-        v = qkv[:, heads + kv_heads :]
-        self.kv[self.slot_block, layer, 0, :, self.slot_offset] = _finite(k).to(self.kv.dtype)
-        self.kv[self.slot_block, layer, 1, :, self.slot_offset] = _finite(v).to(self.kv.dtype)
+        qkv = qkv.view(tokens, -1, dim)
+        cos, sin = self.rotations[self._ropes[layer]]
+        layer = self._row_of_layer[layer]
+        block, offset = layout.slot_block, layout.slot_offset
+        q = rotate(qkv[:, :heads], cos, sin)
+        k = rotate(qkv[:, heads : heads + kv_heads], cos, sin)
+        self.kv[block, layer, 0, :, offset] = _finite(k).to(self.kv.dtype)
+        if not spec.latent:
+            v = qkv[:, heads + kv_heads :]
+            self.kv[block, layer, 1, :, offset] = _finite(v).to(self.kv.dtype)
+        q = q.to(torch.promote_types(q.dtype, torch.float32)) * spec.scale
+        if self._growth is not None:
+            q = q * self._grown[:, None, None]
         # [K, T, G, D]: the query heads of a KV head side by side, so that they are rows of one
         # matrix product.
-        q = (q * spec.scale).view(tokens, kv_heads, spec.group_size, dim).transpose(0, 1)
-        out = torch.empty_like(q)
+        q = q.view(tokens, kv_heads, spec.group_size, dim).transpose(0, 1)
+        out = q.new_empty(*q.shape[:-1], spec.value_dim)
         lse = q.new_empty(kv_heads, tokens, spec.group_size)
-        for prompt in self._prompts:
-            self._attend_prompt(layer, prompt, q, out, lse)
-        if len(self._rows):
-            self._attend_decoding(layer, q, out, lse)
-        for shared in self._shared:
+        for prompt in layout.prompts:
+            self._attend_prompt(layer, layout.window, prompt, q, out, lse)
+        if len(layout.rows):
+            self._attend_decoding(layer, layout, q, out, lse)
+        for shared in layout.shared:
             self._attend_shared(layer, shared, q, out, lse)
-        return out.transpose(0, 1).reshape(tokens, spec.query_width)
+        if sinks is not None:  # the sink takes its share of the softmax and adds nothing
+            own = sinks.to(lse.dtype).view(kv_heads, 1, spec.group_size)
+            out.mul_(torch.sigmoid(lse - own)[..., None])
+        return out.transpose(0, 1).reshape(tokens, spec.output_width).to(qkv.dtype)
 
-    def _keys(self, layer: int, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return K and V of a run of blocks: [2, K, keys, D]."""
+    def _split(self, run: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of KV [parts, ...]; a latent's values are the end of its keys."""
+        if self.spec.latent:
+            return run[0], run[0, ..., -self.spec.latent :]
+        return run[0], run[1]
+
+    def _keys(
+        self, layer: int, blocks: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K [K, keys, D] and V [K, keys, V] of a run of blocks."""
         run = self.kv[blocks, layer]
-        return run.permute(1, 2, 0, 3, 4).flatten(2, 3).to(dtype)
+        return self._split(run.permute(1, 2, 0, 3, 4).flatten(2, 3).to(dtype))
+
+    def _capped(self, scores: torch.Tensor) -> torch.Tensor:
+        cap = self.spec.cap
+        return scores.div_(cap).tanh_().mul_(cap) if cap else scores
 
     def _attend_prompt(
-        self, layer: int, p: _Prompt, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+        self, layer: int, window: int, p: _Prompt, q: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:  # fmt: skip
         keys, values = self._keys(layer, p.blocks, q.dtype)
         for first in range(p.first, p.end, TILE_ROWS):
             end = min(first + TILE_ROWS, p.end)
             seen = p.start + (end - p.first) - p.from_key
+            at = p.start + first - p.first - p.from_key  # the tile's first token among the keys
+            low = max(0, at - window + 1) if window else 0
             tile = q[:, first:end].flatten(1, 2)
-            scores = tile @ keys[:, :seen].transpose(1, 2)
-            position = torch.arange(first, end) - p.first + p.start - p.from_key
-            unmasked = int(position[0]) + 1  # keys that every token of the tile sees
-            mask = torch.arange(unmasked, seen)[None, :] > position[:, None]
+            scores = self._capped(tile @ keys[:, low:seen].transpose(1, 2))
+            position = torch.arange(at, at + end - first, device=self.device)[:, None]
+            # Without a window every token of the tile sees all keys up to the first token's own.
+            unmasked = 0 if window else at + 1
+            key = torch.arange(low + unmasked, seen, device=self.device)[None, :]
+            mask = key > position
+            if window:
+                mask |= key <= position - window
             mask = mask.repeat_interleave(self.spec.group_size, 0)
             scores[:, :, unmasked:].masked_fill_(mask, -math.inf)
-            self._store(scores, values[:, :seen], out[:, first:end], lse[:, first:end])
+            self._store(scores, values[:, low:seen], out[:, first:end], lse[:, first:end])
 
     def _attend_decoding(
-        self, layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self, layer: int, layout: _Layout, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        run = self.kv[self._table, layer]  # [R, blocks, 2, K, S, D]
-        keys, values = run.permute(2, 3, 0, 1, 4, 5).flatten(3, 4).to(q.dtype)
-        scores = q[:, self._rows] @ keys.transpose(2, 3)  # [K, R, G, keys]
-        scores.masked_fill_(self._hidden[None, :, None, :], -math.inf)
-        lse[:, self._rows] = part = scores.logsumexp(-1)
-        out[:, self._rows] = (scores - part[..., None]).exp_() @ values
+        run = self.kv[layout.table, layer]  # [R, blocks, parts, K, S, D]
+        keys, values = self._split(run.permute(2, 3, 0, 1, 4, 5).flatten(3, 4).to(q.dtype))
+        scores = self._capped(q[:, layout.rows] @ keys.transpose(2, 3))  # [K, R, G, keys]
+        scores.masked_fill_(layout.hidden[None, :, None, :], -math.inf)
+        lse[:, layout.rows] = part = scores.logsumexp(-1)
+        out[:, layout.rows] = (scores - part[..., None]).exp_() @ values
 
     def _attend_shared(
         self, layer: int, s: _Shared, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -177,7 +265,7 @@ class TorchAttention:
         keys, values = self._keys(layer, s.blocks, q.dtype)
         here, weight = out[:, s.first : s.end], lse[:, s.first : s.end]
         part, part_lse = torch.empty_like(here), torch.empty_like(weight)
-        scores = q[:, s.first : s.end].flatten(1, 2) @ keys.transpose(1, 2)
+        scores = self._capped(q[:, s.first : s.end].flatten(1, 2) @ keys.transpose(1, 2))
         self._store(scores, values, part, part_lse)
         total = torch.logaddexp(weight, part_lse)
         here.mul_((weight - total).exp_()[..., None])

@@ -1,4 +1,4 @@
-"""The KV format: dtype, layout, shape and size of a block.
+"""The KV format: dtype, layout, shape and size of a block, and which layers share one.
 
 Every other module asks a `KvFormat` for these; none reads them off the storage tensor's shape or
 multiplies sizes itself. The format knows no device and no block id. Runners make one with
@@ -9,12 +9,13 @@ the gateway.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from msgspec import Struct
 
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture
 
 Layout = Literal["slots", "panels"]
 """Order of the values inside one KV head of a block.
@@ -24,11 +25,47 @@ kernels read keys and values (`kernels/cpu/cpu_attention.c`), in which a token i
 """
 
 
+WASTE_MAX = 0.15
+"""Most of a token's bytes that layers which no group fills up may waste."""
+
+
+class KvGroup(Struct, frozen=True):
+    """Layers that keep the same tokens: the last `window` ones, or all where it is 0."""
+
+    window: int
+    layers: tuple[int, ...]
+
+
+def deal_groups(windows: Sequence[int]) -> tuple[KvGroup, ...]:
+    """Deal the layers of a model, given by their windows, into KV groups of blocks of one size.
+
+    Group 0 has all layers without a window; the others go to groups of at most as many layers. One
+    group of all layers, whose windows are then masks alone, where all layers have a window or none
+    has, where a window is of one token, or where more than `WASTE_MAX` of the bytes would be
+    wasted. O(layers).
+    """
+    whole = KvGroup(0, tuple(range(len(windows))))
+    full = tuple(index for index, window in enumerate(windows) if not window)
+    if not full or len(full) == len(windows) or 1 in windows:
+        return (whole,)
+    groups = [KvGroup(0, full)]
+    for window in sorted(set(windows) - {0}):
+        layers = [index for index, own in enumerate(windows) if own == window]
+        groups += [
+            KvGroup(window, tuple(layers[first : first + len(full)]))
+            for first in range(0, len(layers), len(full))
+        ]
+    rows = len(groups) * len(full)
+    return (whole,) if rows > len(windows) * (1 + WASTE_MAX) else tuple(groups)
+
+
 class KvFormat(Struct, frozen=True):
-    """Format of a block: keys after rotation and values, all layers, in one dtype.
+    """Format of a block: keys after rotation and values, the layers of one group, in one dtype.
 
     A block holds `block_size` tokens (slots) of `layers` layers and `kv_heads` KV heads of
-    `head_dim` channels.
+    `head_dim` channels. `parts`: 2, keys and values; 1, latents that are both. `groups`: the
+    model's KV groups, where it has several; a group of fewer layers leaves the rest of its blocks
+    empty.
     """
 
     layers: int
@@ -37,22 +74,56 @@ class KvFormat(Struct, frozen=True):
     block_size: int
     dtype: torch.dtype
     layout: Layout = "slots"
+    parts: int = 2
+    groups: tuple[KvGroup, ...] = ()
 
     @property
     def name(self) -> str:
         """Name that differs where the bytes differ. Cache namespaces contain it, so that blocks
         of one format are never read as another's."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return dtype if self.layout == "slots" else f"{dtype}-{self.layout}"
+        latents = "" if self.parts == 2 else "-latents"
+        windows = "".join(f"-w{window}" for window in self.windows)
+        layout = "" if self.layout == "slots" else f"-{self.layout}"
+        return f"{dtype}{latents}{layout}{windows}"
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Windows of the groups beside group 0, in tokens."""
+        return tuple(group.window for group in self.groups[1:])
+
+    @property
+    def blocks_per_run(self) -> int:
+        """Blocks that a run of `block_size` tokens takes, one in each group."""
+        return max(1, len(self.groups))
+
+    @property
+    def group_of_layer(self) -> list[int]:
+        """Group of each layer. O(layers)."""
+        return [group for group, _ in self._places()]
+
+    @property
+    def row_of_layer(self) -> list[int]:
+        """Index of each layer within the blocks of its group. O(layers)."""
+        return [row for _, row in self._places()]
+
+    def _places(self) -> list[tuple[int, int]]:
+        groups = self.groups or (KvGroup(0, tuple(range(self.layers))),)
+        found = {
+            layer: (number, row)
+            for number, group in enumerate(groups)
+            for row, layer in enumerate(group.layers)
+        }
+        return [found[layer] for layer in sorted(found)]
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int]:
-        """[2, K, S, D]: keys and values of one layer in one block."""
-        return 2, self.kv_heads, self.block_size, self.head_dim
+        """[parts, K, S, D]: keys and values, or latents, of one layer in one block."""
+        return self.parts, self.kv_heads, self.block_size, self.head_dim
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers."""
+        """Bytes of one block, all layers of a group."""
         return self.layers * math.prod(self.layer_shape) * self.dtype.itemsize
 
     @property
@@ -61,19 +132,31 @@ class KvFormat(Struct, frozen=True):
         return self.layout == "panels"
 
     def storage_shape(self, blocks: int) -> tuple[int, ...]:
-        """[B, L, 2, K, S, D]: block outermost, so that each block is contiguous."""
+        """[B, L, parts, K, S, D]: block outermost, so that each block is contiguous."""
         return blocks, self.layers, *self.layer_shape
 
 
 def kv_format(
-    config: ModelConfig, dtype: torch.dtype, block_size: int, layout: Layout = "slots"
+    config: Architecture,
+    dtype: torch.dtype,
+    block_size: int,
+    layout: Layout = "slots",
+    *,
+    has_groups: bool = False,
 ) -> KvFormat:
-    """Return the format of a model's KV in `dtype`, with `block_size` tokens to a block."""
+    """Return the format of a model's KV in `dtype`, with `block_size` tokens to a block.
+
+    `has_groups`: layers with a window get groups of their own, where that pays (`deal_groups`);
+    otherwise all layers keep all tokens, and a window is a mask.
+    """
+    groups = deal_groups([layer.window for layer in config.layers]) if has_groups else ()
     return KvFormat(
-        layers=config.layers,
+        layers=len(groups[0].layers) if groups else len(config.layers),
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
         dtype=dtype,
         layout=layout,
+        parts=2 if config.latent is None else 1,
+        groups=groups if len(groups) > 1 else (),
     )

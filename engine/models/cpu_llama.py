@@ -1,8 +1,8 @@
 """The Llama architecture on the CPU in C: weights packed once, then one call per step.
 
-The same computation as `engine.models.llama`, with everything from the token ids to the last norm
-in `kernels/cpu/cpu_llama.c`. The registry builds it where a C compiler works and the model's shape
-fits the kernels.
+The same computation as `engine.models.decoder`, with everything from the token ids to the last norm
+in `kernels/cpu/cpu_llama.c`. The registry builds it where a C compiler works and the model's
+architecture and shape fit the kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture
+from engine.models.layers import TensorSource
 from engine.weights import Weights
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
@@ -26,12 +27,16 @@ __all__ = ["CpuLlama", "Kernels", "load_kernels"]
 log = logging.getLogger("trunkline.engine")
 
 
-def load_kernels(config: ModelConfig, threads: int) -> Kernels | None:
+def load_kernels(config: Architecture, threads: int) -> Kernels | None:
     """Return the C kernels with `threads` threads.
 
-    Return None where no compiler works or the kernels do not fit the model's shape; the torch path
-    runs any shape.
+    Return None where no compiler works or the kernels do not fit the model; the torch path runs
+    any model.
     """
+    if not config.fits_c_kernels:
+        log.info("kernels_not_used: the C kernels do not compute %s; steps run in torch, slower",
+                 config.family)  # fmt: skip
+        return None
     library = compile_library()
     if library is None:
         log.warning("kernels_not_used: no C compiler works; steps run in torch, slower")
@@ -42,9 +47,7 @@ def load_kernels(config: ModelConfig, threads: int) -> Kernels | None:
         log.warning("kernels_not_loadable: steps run in torch, slower")
         return None
     if (
-        not config.attention_bias
-        and not config.mlp_bias
-        and config.head_dim % kernels.head_dim_step == 0
+        config.head_dim % kernels.head_dim_step == 0
         and config.hidden % cpu.PANEL == 0
         and config.intermediate % cpu.PANEL == 0
     ):
@@ -58,7 +61,7 @@ class CpuLlama:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Architecture,
         weights: Weights,
         kernels: Kernels,
         kv: KvStorage,
@@ -73,15 +76,22 @@ class CpuLlama:
         embeddings = weights.pop("model.embed_tokens.weight")
         depths = (config.hidden, config.intermediate, self._spec.query_width)
         self._kind = _kind(embeddings.dtype, kernels, depths)
-        layers = (cpu.CLayer * config.layers)(
-            *(self._layer(weights, index) for index in range(config.layers))
+        places = list(zip(kv.format.group_of_layer, kv.format.row_of_layer, strict=True))
+        tables = {
+            name: (self._keep(cos), self._keep(sin))
+            for name, (cos, sin) in rope_tables(config, context).items()
+        }
+        layers = (cpu.CLayer * len(config.layers))(
+            *(
+                self._layer(weights, index, tables[layer.rope], places[index])
+                for index, layer in enumerate(config.layers)
+            )
         )
         # Tied embeddings are read from the panels of the head: one copy of the largest matrix.
         is_tied = "lm_head.weight" not in weights
-        cos, sin = rope_tables(config, context)
         self._kept.append(kv.data)
         self._model = cpu.CModel(
-            layers=config.layers,
+            layers=len(config.layers),
             hidden=config.hidden,
             intermediate=config.intermediate,
             heads=config.heads,
@@ -91,12 +101,14 @@ class CpuLlama:
             kind=self._kind,
             kv_kind=_kind(kv.data.dtype, kernels, (config.head_dim,)),
             eps=config.norm_eps,
+            scale=self._spec.scale,
+            embed_scale=config.embed_scale,
+            kv_rows=kv.format.layers,
+            gated=cpu.SILU if config.activation == "silu" else cpu.GELU,
             layer=layers,
             embeddings=None if is_tied else self._keep(embeddings.contiguous()),
             norm=self._keep(weights.pop("model.norm.weight").float()),
             head=self._keep(kernels.pack(weights.pop("lm_head.weight", embeddings))),
-            cos=self._keep(cos),
-            sin=self._keep(sin),
             kv=kv.data.data_ptr(),
         )
 
@@ -119,13 +131,20 @@ class CpuLlama:
             self._model,
             cpu.CWork(
                 tokens=tokens,
-                bundles=len(work.bundles),
+                bundles=len(work.places[0].bundles),
                 token_ids=work.token_ids.data_ptr(),
                 positions=work.positions.data_ptr(),
-                tables=work.tables.ctypes.data,
-                slots=work.slots.data_ptr(),
-                bundle=work.bundles.ctypes.data,
-                segment=work.segments.ctypes.data,
+                place=(cpu.CPlace * len(work.places))(
+                    *(
+                        cpu.CPlace(
+                            place.tables.ctypes.data,
+                            place.slots.data_ptr(),
+                            place.bundles.ctypes.data,
+                            place.segments.ctypes.data,
+                        )
+                        for place in work.places
+                    )
+                ),
                 hidden=self._scratch_rows("hidden", tokens, config.hidden).data_ptr(),
                 normed=normed.data_ptr(),
                 qkv=self._scratch_rows("qkv", tokens, self._spec.qkv_width).data_ptr(),
@@ -142,22 +161,37 @@ class CpuLlama:
         out = torch.empty(len(hidden), self.config.vocab)
         if len(hidden):
             self._kernels.logits(self._model, hidden, out)
+        if self.config.logit_scale != 1.0:
+            out.mul_(self.config.logit_scale)
+        if self.config.logit_cap:
+            out.div_(self.config.logit_cap).tanh_().mul_(self.config.logit_cap)
         return out
 
-    def _layer(self, weights: Weights, index: int) -> cpu.CLayer:
-        prefix = f"model.layers.{index}."
+    def _layer(
+        self, weights: Weights, index: int, table: tuple[int, int], place: tuple[int, int]
+    ) -> cpu.CLayer:
+        """Pack a layer. `table`: addresses of cos and sin. `place`: its KV group and row."""
+        source = TensorSource(weights, f"model.layers.{index}.")
 
         def joined(*names: str) -> torch.Tensor:
-            matrices = [weights.pop(f"{prefix}{name}.weight") for name in names]
-            return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
+            matrix, bias = source.joined(*names)
+            assert bias is None, "only queries, keys and values have biases in C"
+            return matrix
 
-        pack = self._kernels.pack
+        pack, config = self._kernels.pack, self.config
+        qkv, qkv_bias = source.joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+        def norm(part: str, *, exists: bool = True) -> int | None:
+            return self._keep(source.weight(part).float()) if exists else None
+
+        has_output_norms = config.place == "sandwich"
         return cpu.CLayer(
-            attention_norm=self._keep(weights.pop(f"{prefix}input_layernorm.weight").float()),
-            mlp_norm=self._keep(weights.pop(f"{prefix}post_attention_layernorm.weight").float()),
-            qkv=self._keep(
-                pack(joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-            ),
+            attention_norm=norm("input_layernorm"),
+            mlp_norm=norm("post_attention_layernorm"),
+            attention_output_norm=norm("attention_output_layernorm", exists=has_output_norms),
+            mlp_output_norm=norm("mlp_output_layernorm", exists=has_output_norms),
+            window=config.layers[index].window,
+            qkv=self._keep(pack(qkv)),
             output=self._keep(pack(joined("self_attn.o_proj"))),
             gate_up=self._keep(
                 pack(
@@ -166,6 +200,13 @@ class CpuLlama:
                 )
             ),
             down=self._keep(pack(joined("mlp.down_proj"))),
+            qkv_bias=None if qkv_bias is None else self._keep(qkv_bias.float()),
+            q_norm=norm("self_attn.q_norm", exists=config.qk_norm == "head"),
+            k_norm=norm("self_attn.k_norm", exists=config.qk_norm == "head"),
+            cos=table[0],
+            sin=table[1],
+            group=place[0],
+            kv_row=place[1],
         )
 
     def _keep(self, tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.models.layers import Linear
+from engine.models.layers import Activation, Linear, gated
 from kernels.gpu import fused_ops
 
 SPLIT_ROWS = 256
@@ -51,7 +51,9 @@ class GpuOps:
         fused_ops.residual_rms_norm(x, residual, weight, out, eps)
         return out, x if residual is None else residual
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        if activation != "silu":
+            return gated(x, activation)
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         fused_ops.silu_mul(x, out)
         return out

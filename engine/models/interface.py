@@ -1,20 +1,16 @@
 """The model protocol: what runners need of a model, whatever its architecture.
 
-An architecture is a class that satisfies `Model`; `engine.models.registry` maps architecture names
-to constructors. Runners, builders and warm-up name this protocol and never a model class.
+`engine.models.registry` builds models. Runners, builders and warm-up name this protocol and never a
+model class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
 
-from engine.attention.interface import LayerAttention
-from engine.model_store import ModelConfig
-from engine.models.layers import Ops
-from engine.weights import Weights
+from engine.model_store import Architecture
 
 AttentionT = TypeVar("AttentionT", contravariant=True)
 
@@ -27,7 +23,7 @@ class Model(Protocol[AttentionT]):
     """
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> Architecture:
         """The model's shape."""
 
     def forward(
@@ -45,8 +41,3 @@ class Model(Protocol[AttentionT]):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, vocab] of hidden states [T, C], in fp32 or the weights' dtype."""
-
-
-ModelConstructor = Callable[[ModelConfig, Weights, Ops], Model[LayerAttention]]
-"""Builds a model from its config, its weights and a device's layers. Removes the tensors that it
-uses from the weights. Raises KeyError for a missing tensor."""

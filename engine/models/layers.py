@@ -1,4 +1,4 @@
-"""Layer operations between attentions: linear maps, RMS norm, activation.
+"""Layer operations between attentions: linear maps, norms, gated activations.
 
 `Ops` is the set of operations of one device; a model's constructor receives one and builds its
 layers from it. `TorchOps` here is plain torch; `engine.models.gpu_layers` launches fused kernels.
@@ -7,14 +7,16 @@ layers from it. `TorchOps` here is plain torch; `engine.models.gpu_layers` launc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from engine.weights import Weights
 from kernels import reference
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class Ops(Protocol):
@@ -28,8 +30,8 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (rms_norm(x + residual) * weight, x + residual). May write to `residual`."""
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """Return silu(x[:, :C]) * x[:, C:], x [T, 2C]."""
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Return activation(x[:, :C]) * x[:, C:], x [T, 2C]."""
 
 
 class TorchOps:
@@ -44,5 +46,64 @@ class TorchOps:
         total = x if residual is None else residual + x
         return F.rms_norm(total, (total.shape[-1],), weight, eps), total
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return gated(x, activation)
+
+
+def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return activation(x[:, :C]) * x[:, C:], x [T, 2C], in torch."""
+    if activation == "silu":
         return reference.silu_mul(x)
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def mean_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (layer_norm(x + residual) * weight, x + residual), without a bias, in torch."""
+    total = x if residual is None else residual + x
+    wide = total.float()
+    normed = F.layer_norm(wide, (wide.shape[-1],), weight.float(), None, eps)
+    return normed.to(x.dtype), total
+
+
+class TensorSource:
+    """The tensors of one layer, removed from the weights as a model takes them.
+
+    Raises KeyError for a missing one.
+    """
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self._weights = weights
+        self._prefix = prefix
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor by its whole name within the layer."""
+        return self._weights.pop(f"{self._prefix}{name}")
+
+    def weight(self, part: str) -> torch.Tensor:
+        """Return the weight of a part."""
+        return self.tensor(f"{part}.weight")
+
+    def joined(self, *parts: str, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weights of parts as one matrix, and their biases if they have any."""
+        matrices = [self.weight(part) for part in parts]
+        biases = [self._weights.pop(f"{self._prefix}{part}.bias", None) for part in parts]
+        known = [bias for bias in biases if bias is not None]
+        weight = torch.cat(matrices, dim) if len(matrices) > 1 else matrices[0]
+        return weight, torch.cat(known, dim) if known else None
+
+
+class Mlp:
+    """A gated MLP: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, source: TensorSource, ops: Ops, activation: Activation, name: str) -> None:
+        self._ops = ops
+        self._activation = activation
+        self._gate_up = ops.linear(*source.joined(f"{name}.gate_proj", f"{name}.up_proj"))
+        self._down = ops.linear(*source.joined(f"{name}.down_proj"))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the MLP's output [T, C] of x [T, C]."""
+        return self._down(self._ops.gated(self._gate_up(x), self._activation))

@@ -1,8 +1,9 @@
 """The CPU runner: executes step plans on a model, and builds that runner from a model card.
 
-It owns the KV storage, the model, the sampler and each sequence's last token, and decides nothing:
-the plan says everything. `engine.server.service` calls `build_runner`; core calls `launch` and
-`collect`.
+In torch it also runs on a GPU, operation by operation: models whose attention or experts the GPU
+kernels lack run there, right and slow. It owns the KV storage, the model, the sampler and the last
+token of each sequence, and decides nothing: the plan says everything. `engine.server.service` calls
+`build_runner`; core calls `launch` and `collect`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 import torch
 
 from engine.api import SampledToken
-from engine.attention.batch import make_batch
+from engine.attention.batch import Batch, make_batch
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import AttentionBackend, attention_spec
 from engine.attention.torch_backend import TorchAttention
 from engine.config import EngineConfig
-from engine.kv.format import KvFormat, kv_format
+from engine.kv.format import KvFormat, Layout, kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelCard, ModelConfig
+from engine.model_store import Architecture, ModelCard
 from engine.models.cpu_llama import Kernels, load_kernels
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
@@ -33,12 +34,15 @@ from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import Sampler
 from engine.weights import load_weights
 
+CPU = torch.device("cpu")
+
 
 class CpuRunner:
     """`engine.plan.Runner` on the CPU. `launch` computes the step before it returns.
 
-    The model runs in C with `kernels`, else in torch. `dtype` "auto" means bf16 weights and KV in
-    C, whose arithmetic is fp32 where the CPU has no bf16 products, and fp32 in torch.
+    The model runs in C with `kernels`, else in torch on `device`. `dtype` "auto" means bf16 weights
+    and KV in C, whose arithmetic is fp32 where the CPU has no bf16 products, fp32 in torch on the
+    CPU, and bf16 in torch on a GPU. Tokens are drawn on the CPU.
     """
 
     def __init__(
@@ -49,14 +53,17 @@ class CpuRunner:
         blocks: int,
         context: int,
         kernels: Kernels | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        dtype, _ = _dtypes(config, in_c=kernels is not None)
-        device = torch.device("cpu")
+        takes_bf16 = kernels is not None or device != CPU
+        dtype, _ = _dtypes(config, takes_bf16=takes_bf16)
+        self.device = device
         self.block_size = config.block_size
+        layout: Layout = "slots" if kernels is None else "panels"
         self.kv = KvStorage(
-            _kv_format(card.config, config, in_c=kernels is not None), blocks, device
+            _kv_format(card.config, config, layout, takes_bf16=takes_bf16), blocks, device
         )
-        weights = load_weights(card, dtype)
+        weights = load_weights(card, dtype, device)
         self.model: Model[Any]  # takes the attention backend that is made beside it
         self.attention: AttentionBackend
         if kernels is not None:
@@ -86,12 +93,14 @@ class CpuRunner:
         """
         prompt_tokens = 33
         for count in (prompt_tokens, 1):
-            row = Row(-1, 0, count, list(range(-(-count // self.block_size))), 0, [0] * count)
+            blocks = list(range(-(-count // self.block_size)))
+            beside = (blocks,) * len(self.kv.format.windows)
+            row = Row(-1, 0, count, blocks, 0, [0] * count, beside=beside)
             plan = StepPlan(step=0, rows=(row,), copies=(BlockCopy(0, 0, 1),))
             with torch.inference_mode():
                 batch = make_batch(plan, self.block_size, lambda _: 0)
                 self.attention.begin(plan, batch)
-                self.model.logits(self.model.forward(batch.token_ids, self.attention)[-1:])
+                self.model.logits(self._hidden(batch)[-1:])
         self.kv.data[: -(-prompt_tokens // self.block_size)].zero_()
 
     def _run(self, plan: StepPlan, started_s: float) -> StepResult:
@@ -105,8 +114,7 @@ class CpuRunner:
             return StepResult(step=plan.step, elapsed_s=time.perf_counter() - started_s)
         batch = make_batch(plan, self.block_size, self._last.__getitem__)
         self.attention.begin(plan, batch)
-        hidden = self.model.forward(batch.token_ids, self.attention)
-        logits = self.model.logits(hidden[batch.logit_rows]).float()
+        logits = self.model.logits(self._hidden(batch)[batch.logit_rows]).float().cpu()
         sampled, failed, prompt_logprobs = self._sample(plan, logits)
         return StepResult(
             step=plan.step,
@@ -115,6 +123,9 @@ class CpuRunner:
             failed=failed,
             elapsed_s=time.perf_counter() - started_s,
         )
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        return self.model.forward(batch.token_ids.to(self.device), self.attention)
 
     def _begin(self, begun: BegunSequence) -> None:
         self.sampler.begin(begun)
@@ -164,31 +175,38 @@ class CpuRunner:
         return tuple(logprob_entries(known, following, [top] * len(following)))
 
 
-def _dtypes(config: EngineConfig, *, in_c: bool) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(config: EngineConfig, *, takes_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of the weights and of the KV."""
     named = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    weights = named.get(config.dtype, torch.bfloat16 if in_c else torch.float32)
+    weights = named.get(config.dtype, torch.bfloat16 if takes_bf16 else torch.float32)
     return weights, named.get(config.kv_dtype, weights)
 
 
-def _kv_format(model: ModelConfig, config: EngineConfig, *, in_c: bool) -> KvFormat:
-    _, dtype = _dtypes(config, in_c=in_c)
-    return kv_format(model, dtype, config.block_size, "panels" if in_c else "slots")
+def _kv_format(
+    model: Architecture, config: EngineConfig, layout: Layout, *, takes_bf16: bool
+) -> KvFormat:
+    _, dtype = _dtypes(config, takes_bf16=takes_bf16)
+    return kv_format(model, dtype, config.block_size, layout, has_groups=True)
 
 
-def build_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
-    """Load a model on the CPU and warm it up. Raises ModelError.
+def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = CPU) -> LoadedModel:
+    """Load a model on the CPU, or in torch on another device, and warm it up. Raises ModelError.
 
     Memory: the weights in the compute dtype, and `kv_memory_mib` of blocks. The first start on a
     machine compiles the kernels, which takes about three seconds.
     """
     threads = config.threads or os.cpu_count() or 1
-    kernels = load_kernels(card.config, threads)
+    kernels = load_kernels(card.config, threads) if device == CPU else None
     # With the kernels, torch gets one thread: its pool would spin for the same cores.
     torch.set_num_threads(1 if kernels is not None else threads)
     context = min(card.config.context, config.context_tokens_max or card.config.context)
-    kv = _kv_format(card.config, config, in_c=kernels is not None)
+    kv = _kv_format(
+        card.config,
+        config,
+        "slots" if kernels is None else "panels",
+        takes_bf16=kernels is not None or device != CPU,
+    )
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv.block_bytes)
-    runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels)
+    runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels, device=device)
     runner.warm_up()
-    return LoadedModel(runner, kv, blocks, context, device="cpu", pipeline_depth=1)
+    return LoadedModel(runner, kv, blocks, context, device=device.type, pipeline_depth=1)

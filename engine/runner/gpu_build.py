@@ -1,10 +1,13 @@
-"""Builds a warmed-up GPU runner from a model card, or says why the GPU cannot run the model.
+"""Builds a warmed-up runner on a GPU from a model card.
+
+Plain attention runs in fused kernels under CUDA graphs; other models run in torch on the device.
 
 It knows no step. `engine.server.service` calls `build_gpu_runner`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,13 +18,16 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelCard, ModelConfig
+from engine.model_store import Architecture, ModelCard
 from engine.models.gpu_layers import GpuOps
 from engine.models.registry import build_model
+from engine.runner.cpu_runner import build_runner
 from engine.runner.gpu_runner import SPARE_SEATS, GpuRunner
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.warmup import WarmupLimits
 from engine.weights import load_weights
+
+log = logging.getLogger("trunkline.engine")
 
 HEAD_DIMS = (16, 32, 64, 128)
 """Supported head dimensions: a tile has a power of two columns, and with 256 the keys of a big tile
@@ -38,8 +44,13 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     """
     if not torch.cuda.is_available():
         raise ModelError("unsupported", "no CUDA device found; use --device cpu")
-    check_shape(card.config, config)
+    check_dtypes(config)
     device = torch.device("cuda")
+    lacking = lacking_kernel(card.config)
+    if lacking:
+        log.warning("gpu_kernels_not_used: %s; steps run in torch on the GPU, slower", lacking)
+        with out_of_memory_as_model_error(config.kv_memory_mib * 2**20, config.step_tokens_max):
+            return build_runner(card, config, device)
     context = min(card.config.context, config.context_tokens_max or card.config.context)
     kv_form = kv_format(card.config, torch.bfloat16, config.block_size)
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv_form.block_bytes)
@@ -60,19 +71,29 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     return LoadedModel(runner, kv_form, blocks, context, device="cuda", pipeline_depth=2)
 
 
-def check_shape(model: ModelConfig, config: EngineConfig) -> None:
-    """Raise ModelError `unsupported` for a shape or dtype without GPU kernels."""
+def lacking_kernel(model: Architecture) -> str:
+    """Return why the fused kernels do not fit a model, or "" where they do."""
     spec = attention_spec(model)
+    if not model.has_plain_attention:
+        return "attention has windows, sinks, a cap, a scale or a record of its own"
+    if model.moe is not None:
+        return "layers have experts, whose choice the host must see"
     if spec.head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
-        reason = f"head_dim is {spec.head_dim}; expected one of {sizes}"
-    elif spec.group_size > GROUP_SIZE_MAX:
-        reason = f"{spec.group_size} query heads share a KV head; limit {GROUP_SIZE_MAX}"
-    elif "fp32" in (config.dtype, config.kv_dtype):
-        reason = "engine.dtype or engine.kv_dtype is fp32; expected bf16"
-    else:
-        return
-    raise ModelError("unsupported", f"the GPU cannot run this model: {reason}; use --device cpu")
+        return f"head_dim is {spec.head_dim}; kernels exist for {sizes}"
+    if spec.group_size > GROUP_SIZE_MAX:
+        return f"{spec.group_size} query heads share a KV head; kernels take {GROUP_SIZE_MAX}"
+    return ""
+
+
+def check_dtypes(config: EngineConfig) -> None:
+    """Raise ModelError `unsupported` for a dtype that the GPU does not run."""
+    if "fp32" in (config.dtype, config.kv_dtype):
+        raise ModelError(
+            "unsupported",
+            "the GPU cannot run this model: engine.dtype or engine.kv_dtype is fp32; expected bf16;"
+            " use --device cpu",
+        )
 
 
 @contextmanager

@@ -75,8 +75,11 @@ class StepAttention:
         self._lengths = inputs.section("lengths", shape.rows)
         self._shape = shape
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """See `engine.attention.interface.LayerAttention`."""
+    def attend(
+        self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `engine.attention.interface.LayerAttention`; without sinks."""
+        assert sinks is None, "models with sinks run on the torch attention"
         shape = self._shape
         return self._attention.attend(
             layer, qkv, positions=self._positions, slots=self._slots, lengths=self._lengths,

@@ -35,7 +35,7 @@ log = logging.getLogger("trunkline.engine")
 WIDE, PAIRS, DOT, TILES = 0, 1, 2, 3
 """Kinds of storage and multiplication; see `cpu.h`."""
 
-STORE, ADD, SILU = 0, 1, 2
+STORE, ADD, SILU, GELU = 0, 1, 2, 3
 """Epilogues of a product; see `cpu.h`."""
 
 PANEL = 16
@@ -58,10 +58,13 @@ class CProduct(ctypes.Structure):
 class CLayer(ctypes.Structure):
     """`Layer` of `cpu.h`."""
 
-    _fields_ = tuple(
-        (name, c_void_p)
-        for name in ("attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down")
-    )
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down", "qkv_bias", "q_norm",
+            "k_norm", "cos", "sin", "attention_output_norm", "mlp_output_norm",
+        )),
+        ("window", c_int32), ("group", c_int32), ("kv_row", c_int32),
+    )  # fmt: skip
 
 
 class CModel(ctypes.Structure):
@@ -70,20 +73,26 @@ class CModel(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in (
             "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
-            "kind", "kv_kind",
+            "kind", "kv_kind", "gated", "kv_rows",
         )),
-        ("eps", c_float), ("layer", POINTER(CLayer)), ("embeddings", c_void_p), ("norm", c_void_p),
-        ("head", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("kv", c_void_p),
+        ("eps", c_float), ("scale", c_float), ("embed_scale", c_float), ("layer", POINTER(CLayer)),
+        ("embeddings", c_void_p), ("norm", c_void_p), ("head", c_void_p), ("kv", c_void_p),
     )  # fmt: skip
+
+
+class CPlace(ctypes.Structure):
+    """`Place` of `cpu.h`."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("tables", "slots", "bundle", "segment"))
 
 
 class CWork(ctypes.Structure):
     """`Work` of `cpu.h`."""
 
     _fields_ = (
-        ("tokens", c_int32), ("bundles", c_int32),
+        ("tokens", c_int32), ("bundles", c_int32), ("token_ids", c_void_p),
+        ("positions", c_void_p), ("place", POINTER(CPlace)),
         *((name, c_void_p) for name in (
-            "token_ids", "positions", "tables", "slots", "bundle", "segment",
             "hidden", "normed", "qkv", "attended", "activated", "pairs",
         )),
     )  # fmt: skip

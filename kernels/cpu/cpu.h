@@ -207,10 +207,10 @@ void pool_run(Pool *pool, Task task, void *arg, int tasks);
 
 /* -- matrices (cpu_linear.c) ---------------------------------------------------------------- */
 
-enum { STORE = 0, ADD = 1, SILU = 2 };
+enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3 };
 
 /* STORE: c [rows, columns] = a [rows, depth] x b. ADD: += instead of =. SILU: b's panels are gate
- * and up in turns, and c [rows, columns] = silu(gate) * up. b is in the layout of `pack`. `pairs`:
+ * and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up. b is in the layout of `pack`. `pairs`:
  * scratch of rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of
  * 32. */
 typedef struct {
@@ -243,19 +243,26 @@ void tiles_values(const uint32_t *p, const uint32_t *const *v, int blocks, int r
 typedef struct {
     const float *attention_norm, *mlp_norm;
     const uint32_t *qkv, *output, *gate_up, *down;
+    const float *qkv_bias;         /* [heads + 2 * kv_heads, head_dim], or NULL */
+    const float *q_norm, *k_norm;  /* [head_dim], of each head's channels, or NULL */
+    const float *cos, *sin;        /* [context, head_dim / 2] */
+    const float *attention_output_norm, *mlp_output_norm; /* of what is added, or NULL */
+    int32_t window; /* a token sees so many keys, its own the last; 0: all */
+    int32_t group, kv_row; /* the layer's KV group, and its place in the group's blocks */
 } Layer;
 
 typedef struct {
     int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
     int32_t kind;    /* of the weights */
     int32_t kv_kind; /* of the KV */
-    float eps;
+    int32_t gated;   /* SILU or GELU */
+    int32_t kv_rows; /* layers of a KV block */
+    float eps, scale, embed_scale; /* `scale`: factor of the scores */
     const Layer *layer;
     const void *embeddings; /* [vocab, hidden], fp32 when WIDE, else bf16; NULL: the head's panels */
     const float *norm;
     const uint32_t *head;
-    const float *cos, *sin; /* [context, head_dim / 2] */
-    uint32_t *kv;           /* [block, layer, 2, kv_head, block's K or V] */
+    uint32_t *kv; /* [block, kv_row, 2, kv_head, block's K or V] */
 } Model;
 
 /* Query tokens [first, end) attend to tiles [tile_first, tile_end) of one block table, which begins
@@ -269,12 +276,19 @@ typedef struct {
     int32_t first, end, segment, segment_end;
 } Bundle;
 
+/* A step as the layers of one KV group see it; each has the same number of bundles. A table's entry
+ * behind the window is any block: it may be read, and never counts. */
 typedef struct {
-    int32_t tokens, bundles;
-    const int32_t *token_ids, *positions, *tables;
+    const int32_t *tables;
     const int64_t *slots;
     const Bundle *bundle;
     const Segment *segment;
+} Place;
+
+typedef struct {
+    int32_t tokens, bundles;
+    const int32_t *token_ids, *positions;
+    const Place *place; /* by KV group */
     float *hidden, *normed, *qkv, *attended, *activated; /* [tokens, ...]; scratch */
     uint32_t *pairs;
 } Work;

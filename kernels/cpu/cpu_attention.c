@@ -23,7 +23,8 @@ static size_t head_words(const Model *m) {
 
 static uint32_t *keys_of(const Model *m, int64_t block, int layer, int kv_head) {
     size_t head = head_words(m);
-    return m->kv + (((size_t)block * m->layers + layer) * 2 * m->kv_heads + kv_head) * head;
+    const size_t row = (size_t)block * m->kv_rows + m->layer[layer].kv_row;
+    return m->kv + (row * 2 * m->kv_heads + kv_head) * head;
 }
 
 static uint32_t *values_of(const Model *m, int64_t block, int layer, int kv_head) {
@@ -38,15 +39,29 @@ static void rotate(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
+/* Add the biases to a token's queries, keys and values, and norm its query and key heads. */
+static void finish_qkv(const Model *m, const Layer *l, float *qkv) {
+    const int dim = m->head_dim, heads = m->heads + m->kv_heads;
+    if (l->qkv_bias)
+        for (int i = 0; i < (heads + m->kv_heads) * dim; i++) qkv[i] += l->qkv_bias[i];
+    if (l->q_norm)
+        for (int head = 0; head < heads; head++)
+            rms_norm(qkv + head * dim, head < m->heads ? l->q_norm : l->k_norm, qkv + head * dim,
+                     dim, m->eps);
+}
+
 void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end) {
     const int dim = m->head_dim, width = (m->heads + 2 * m->kv_heads) * dim;
+    const Layer *l = m->layer + layer;
+    const int64_t *slots = w->place[l->group].slots;
     for (int token = first; token < end; token++) {
         float *qkv = w->qkv + (size_t)token * width;
         const size_t at = (size_t)w->positions[token] * (dim / 2);
+        finish_qkv(m, l, qkv);
         for (int head = 0; head < m->heads + m->kv_heads; head++)
-            rotate(qkv + head * dim, m->cos + at, m->sin + at, dim / 2);
-        const int64_t block = w->slots[token] / BLOCK;
-        const int slot = (int)(w->slots[token] % BLOCK);
+            rotate(qkv + head * dim, l->cos + at, l->sin + at, dim / 2);
+        const int64_t block = slots[token] / BLOCK;
+        const int slot = (int)(slots[token] % BLOCK);
         for (int head = 0; head < m->kv_heads; head++) {
             const float *k = qkv + (m->heads + head) * dim, *v = k + m->kv_heads * dim;
             uint32_t *keys = keys_of(m, block, layer, head);
@@ -170,14 +185,15 @@ static void add_all_values(const TileArgs *t, int kind) {
     }
 }
 
-/* Turn a row's scores into probabilities against its running maximum; the first `visible` keys
- * count. Rescales the row's sum and output when the maximum grows. */
-static void softmax_tile(float *scores, int visible, float *row_max, float *sum, float *out,
-                         int dim) {
-    if (visible <= 0) {
+/* Turn a row's scores into probabilities against its running maximum; the keys from `hidden` up to
+ * `visible` count. Rescales the row's sum and output when the maximum grows. */
+static void softmax_tile(float *scores, int hidden, int visible, float *row_max, float *sum,
+                         float *out, int dim) {
+    if (visible <= hidden) {
         memset(scores, 0, TILE * 4);
         return;
     }
+    for (int i = 0; i < hidden; i++) scores[i] = -INFINITY;
     for (int i = visible; i < TILE; i++) scores[i] = -INFINITY;
     vf best = load(scores);
     for (int i = LANES; i < TILE; i += LANES) best = larger_of(load(scores + i), best);
@@ -199,14 +215,15 @@ static void softmax_tile(float *scores, int visible, float *row_max, float *sum,
 
 /* Attend to the keys of one tile with t->rows rows of the bundle. */
 static void attend_tile(const Model *m, const Work *w, TileArgs *t, int tile, int first_token,
-                        float *row_max, float *sum, uint32_t *pairs) {
+                        int window, float *row_max, float *sum, uint32_t *pairs) {
     const int group = m->heads / m->kv_heads;
     const int kind = m->kv_kind;
     compute_all_scores(t, kind);
     for (int row = 0; row < t->rows; row++) {
         int visible = w->positions[first_token + row / group] + 1 - tile * TILE;
-        softmax_tile(t->scores + row * TILE, visible < TILE ? visible : TILE, row_max + row,
-               sum + row * LANES, t->out + row * t->dim, t->dim);
+        int hidden = window && visible > window ? visible - window : 0;
+        softmax_tile(t->scores + row * TILE, hidden, visible < TILE ? visible : TILE,
+                     row_max + row, sum + row * LANES, t->out + row * t->dim, t->dim);
     }
     t->p = t->scores;
     t->ldp = TILE;
@@ -218,12 +235,22 @@ static void attend_tile(const Model *m, const Work *w, TileArgs *t, int tile, in
     add_all_values(t, kind);
 }
 
+/* Return the first tile of a segment that overlaps the window of one of its tokens. */
+static int first_tile(const Work *w, const Segment *s, int window) {
+    int lowest = w->positions[s->first];
+    for (int token = s->first; token < s->end; token++)
+        if (w->positions[token] < lowest) lowest = w->positions[token];
+    const int tile = window && lowest >= window ? (lowest + 1 - window) / TILE : 0;
+    return tile > s->tile_first ? tile : s->tile_first;
+}
+
 void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
-    const Bundle *b = w->bundle + bundle;
+    const Place *place = w->place + m->layer[layer].group;
+    const Bundle *b = place->bundle + bundle;
+    const int window = m->layer[layer].window;
     const int dim = m->head_dim, group = m->heads / m->kv_heads;
     const int rows = (b->end - b->first) * group;
     const int width = (m->heads + 2 * m->kv_heads) * dim;
-    const float scale = 1.0f / sqrtf((float)dim);
     float q[rows * dim] ALIGNED, out[rows * dim] ALIGNED, scores[rows * TILE] ALIGNED;
     float row_max[rows], sum[rows * LANES] ALIGNED;
     uint32_t pairs[rows * TILE / 2] ALIGNED;
@@ -231,14 +258,14 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
     for (int row = 0; row < rows; row++) {
         const float *from = w->qkv + (size_t)(b->first + row / group) * width;
         from += (kv_head * group + row % group) * dim;
-        for (int d = 0; d < dim; d++) q[row * dim + d] = from[d] * scale;
+        for (int d = 0; d < dim; d++) q[row * dim + d] = from[d] * m->scale;
         row_max[row] = -1e30f;
     }
     if (takes_pairs(m->kv_kind)) to_pairs(q, q_pairs, rows * dim);
     memset(out, 0, (size_t)rows * dim * 4);
     memset(sum, 0, (size_t)rows * LANES * 4);
     for (int at = b->segment; at < b->segment_end; at++) {
-        const Segment *s = w->segment + at;
+        const Segment *s = place->segment + at;
         const int row = (s->first - b->first) * group;
         const int keys = w->positions[s->end - 1] + 1;
         TileArgs t = {.out = out + row * dim, .scores = scores + row * TILE, .dim = dim,
@@ -247,8 +274,8 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
             t.q = (const float *)(q_pairs + row * dim / 2);
             t.lda = dim / 2;
         }
-        for (int tile = s->tile_first; tile < s->tile_end; tile++) {
-            const int32_t *table = w->tables + s->table + tile * (TILE / BLOCK);
+        for (int tile = first_tile(w, s, window); tile < s->tile_end; tile++) {
+            const int32_t *table = place->tables + s->table + tile * (TILE / BLOCK);
             int blocks = (keys - tile * TILE + BLOCK - 1) / BLOCK;
             t.blocks = blocks < TILE / BLOCK ? blocks : TILE / BLOCK;
             for (int i = 0; i < t.blocks; i++) {
@@ -256,7 +283,8 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
                 t.v[i] = values_of(m, table[i], layer, kv_head);
             }
             t.k[t.blocks] = t.k[t.blocks - 1]; /* a vector of scores may span two blocks */
-            attend_tile(m, w, &t, tile, s->first, row_max + row, sum + row * LANES, pairs);
+            attend_tile(m, w, &t, tile, s->first, window, row_max + row, sum + row * LANES,
+                        pairs);
         }
     }
     for (int row = 0; row < rows; row++) {

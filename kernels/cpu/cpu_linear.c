@@ -90,12 +90,16 @@ static const Tile OF_ROWS[] = {
 static void finish(const Product *p, const float *out, int row, int rows, int column, int width) {
     for (int r = 0; r < rows; r++, out += 64) {
         float *c = p->c + (size_t)(row + r) * p->columns;
-        if (p->epilogue == SILU) {
+        if (p->epilogue >= SILU) {
             for (int at = 0; at < width; at += WIDTH) {
                 int first = (column + at) / 2;
                 for (int i = 0; i < PANEL && first < p->columns; i += LANES) {
                     vf gate = load(out + at + i), up = load(out + at + PANEL + i);
-                    vf value = gate / (1.0f + exp_of(-gate)) * up;
+                    /* gelu by tanh is gate * sigmoid(2 * sqrt(2 / pi) * (gate + ...)). */
+                    vf at_gate = p->epilogue == SILU
+                        ? gate
+                        : 1.59576912160573f * (gate + 0.044715f * gate * gate * gate);
+                    vf value = gate / (1.0f + exp_of(-at_gate)) * up;
                     int count = p->columns - first - i;
                     if (count > 0)
                         memcpy(c + first + i, &value, (count < LANES ? count : LANES) * 4);
@@ -170,7 +174,7 @@ void product(Pool *pool, Product *p) {
         else
             pairs_task(p, 0);
     }
-    int columns = p->epilogue == SILU ? 2 * ((p->columns + PANEL - 1) / PANEL * PANEL) : p->columns;
+    int columns = p->epilogue >= SILU ? 2 * ((p->columns + PANEL - 1) / PANEL * PANEL) : p->columns;
     s.padded = (columns + WIDTH - 1) / WIDTH * WIDTH;
     const int step = p->kind == TILES ? ROWS_MAX : TILE_ROWS;
     s.rows = CACHED / (takes_pairs(p->kind) ? 2 : 4) / p->depth / step * step;

@@ -1,6 +1,6 @@
-/* One step of a Llama: all layers in one call, with a pool_run per phase of a layer.
+/* One step of a Llama or a Gemma: all layers in one call, with a pool_run per phase of a layer.
  *
- * The order is that of engine/models/llama.py. The calling thread alone does what takes less time
+ * The order is that of engine/models/decoder.py. The calling thread alone does what takes less time
  * than waking a thread: norms and rotation of a few tokens.
  */
 #include "cpu.h"
@@ -26,6 +26,18 @@ static void norm_task(void *arg, int task) {
     for (int token = task * CHUNK; token < chunk_end(p, task); token++)
         rms_norm(p->x + (size_t)token * channels, p->weight, p->out + (size_t)token * channels,
                  channels, p->m->eps);
+}
+
+/* Norm rows of `normed` in place and add them to `hidden`. */
+static void norm_and_add_task(void *arg, int task) {
+    const Phase *p = arg;
+    const int channels = p->m->hidden;
+    for (int token = task * CHUNK; token < chunk_end(p, task); token++) {
+        float *from = p->w->normed + (size_t)token * channels;
+        float *to = p->w->hidden + (size_t)token * channels;
+        rms_norm(from, p->weight, from, channels, p->m->eps);
+        for (int i = 0; i < channels; i++) to[i] += from[i];
+    }
 }
 
 static void rope_task(void *arg, int task) {
@@ -74,7 +86,20 @@ static void embed(const Model *m, const Work *w) {
         else
             for (size_t i = 0; i < channels; i++)
                 to[i] = from_bf16(((const uint16_t *)m->embeddings)[id * channels + i]);
+        if (m->embed_scale != 1.0f)
+            for (size_t i = 0; i < channels; i++) to[i] *= m->embed_scale;
     }
+}
+
+/* Add a x b to `hidden`, with a norm of the product where `norm` is its weight. */
+static void add_product(Pool *pool, Phase *p, const float *a, const uint32_t *b, int depth,
+                        const float *norm) {
+    const Work *w = p->w;
+    product(pool, &(Product){a, b, norm ? w->normed : w->hidden, w->pairs, p->tokens, depth,
+                             p->m->hidden, p->m->kind, norm ? STORE : ADD});
+    if (!norm) return;
+    p->weight = norm;
+    over_tokens(pool, norm_and_add_task, p);
 }
 
 /* Write hidden states after the last norm, [tokens, hidden], to w->normed, and the tokens' KV. */
@@ -91,14 +116,12 @@ void llama_forward(Pool *pool, const Model *m, const Work *w) {
                                  m->kind, STORE});
         over_tokens(pool, rope_task, &p);
         pool_run(pool, attend_task, &p, w->bundles * m->kv_heads);
-        product(pool, &(Product){w->attended, layer->output, w->hidden, w->pairs, tokens, width,
-                                 channels, m->kind, ADD});
+        add_product(pool, &p, w->attended, layer->output, width, layer->attention_output_norm);
         p.weight = layer->mlp_norm;
         over_tokens(pool, norm_task, &p);
         product(pool, &(Product){w->normed, layer->gate_up, w->activated, w->pairs, tokens,
-                                 channels, m->intermediate, m->kind, SILU});
-        product(pool, &(Product){w->activated, layer->down, w->hidden, w->pairs, tokens,
-                                 m->intermediate, channels, m->kind, ADD});
+                                 channels, m->intermediate, m->kind, m->gated});
+        add_product(pool, &p, w->activated, layer->down, m->intermediate, layer->mlp_output_norm);
     }
     p.weight = m->norm;
     over_tokens(pool, norm_task, &p);

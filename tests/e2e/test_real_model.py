@@ -22,7 +22,7 @@ from engine.attention.batch import make_batch
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
-from engine.model_store import ModelCard, ModelConfig
+from engine.model_store import Architecture, ModelCard
 from engine.models.cpu_llama import load_kernels
 from engine.plan import Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner
@@ -101,20 +101,20 @@ def reference(card: ModelCard) -> Iterator[Any]:
         yield model.eval()
 
 
-def reference_config(config: ModelConfig) -> Any:
+def reference_config(config: Architecture) -> Any:
     import transformers
 
     return transformers.LlamaConfig(
         vocab_size=config.vocab,
         hidden_size=config.hidden,
         intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
+        num_hidden_layers=len(config.layers),
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
         max_position_embeddings=config.context,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": config.ropes["full"].theta},
         bos_token_id=None,
         eos_token_id=None,
     )

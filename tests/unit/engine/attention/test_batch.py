@@ -32,3 +32,19 @@ def test_logit_rows_are_sampled_or_scored_tokens() -> None:
     batch = make_batch(StepPlan(step=1, rows=rows), 16, lambda _: 0)
 
     assert batch.logit_rows == [3, 4, 6]
+
+
+def test_each_group_has_its_own_slots() -> None:
+    """A table beside the first may have holes before the row; they are not read."""
+    rows = (
+        Row(7, 30, 3, [9, 2, 5], 0, [1, 2, 3], beside=([-1, 8, 7], [-1, 3, 4])),
+        Row(8, 32, 1, [0, 1, 6], 0, [4], beside=([-1, -1, 10], [-1, 12, 11])),
+    )
+
+    batch = make_batch(StepPlan(step=1, rows=rows), 16, lambda _: 0)
+
+    assert batch.slots.tolist() == [46, 47, 80, 96]
+    assert [slots.tolist() for slots in batch.beside] == [
+        [8 * 16 + 14, 8 * 16 + 15, 7 * 16, 160],
+        [3 * 16 + 14, 3 * 16 + 15, 4 * 16, 176],
+    ]

@@ -15,7 +15,7 @@ BLOCK = 16
 
 
 def lay_out(plan: StepPlan, group_size: int = 3) -> CpuWork:
-    attention = CpuAttention(AttentionSpec(group_size, 1, 32))
+    attention = CpuAttention(AttentionSpec(group_size, 1, 32, scale=1.0))
     attention.begin(plan, make_batch(plan, BLOCK, lambda _: 0))
     assert attention.work is not None
     return attention.work
@@ -24,9 +24,9 @@ def lay_out(plan: StepPlan, group_size: int = 3) -> CpuWork:
 def tiles_of(work: CpuWork) -> dict[int, list[tuple[int, ...]]]:
     """Return, by token, the blocks of each tile that it takes, in order."""
     taken: dict[int, list[tuple[int, ...]]] = {token: [] for token in range(work.tokens)}
-    for first, end, segment, segment_end in work.bundles.tolist():
+    for first, end, segment, segment_end in work.places[0].bundles.tolist():
         for at in range(segment, segment_end):
-            low, high, tile_first, tile_end, table = work.segments[at].tolist()
+            low, high, tile_first, tile_end, table = work.places[0].segments[at].tolist()
             assert first <= low < high <= end
             keys = int(work.positions[high - 1]) + 1
             for token in range(low, high):
@@ -35,7 +35,9 @@ def tiles_of(work: CpuWork) -> dict[int, list[tuple[int, ...]]]:
                     blocks = range(tile * TILE // BLOCK, -(-here // BLOCK))
                     assert blocks or high - low > 1, "a tile without keys"
                     if blocks:  # else keys of a later token, which the mask hides
-                        taken[token].append(tuple(int(work.tables[table + b]) for b in blocks))
+                        taken[token].append(
+                            tuple(int(work.places[0].tables[table + b]) for b in blocks)
+                        )
     return taken
 
 
@@ -91,8 +93,8 @@ def test_shared_run_is_read_once_per_bundle() -> None:
 
     work = lay_out(plan)
 
-    tiles = sum(end - first for _, _, first, end, _ in work.segments.tolist())
-    assert len(work.bundles) == 2
+    tiles = sum(end - first for _, _, first, end, _ in work.places[0].segments.tolist())
+    assert len(work.places[0].bundles) == 2
     assert tiles == 2 * 16 + 16
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from engine.attention.batch import make_batch
-from engine.attention.rope import rope_tables
+from engine.attention.rope import frequencies, rope_table, rope_tables
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig, RopeScaling
-from engine.plan import StepPlan
+from engine.model_store import Architecture, Layer, Rope
+from engine.model_store.rope_parameters import read_rope
+from engine.plan import Row, StepPlan
 from kernels.reference import paged_attention, rotate
 from tests.models import LLAMA3_SCALING, tiny_config
 from tests.unit.engine.attention.test_cpu_backend import random_tree
@@ -46,7 +50,11 @@ def test_attention_with_shared_runs_equals_reference(seed: int, heads: tuple[int
 
 
 def attend(
-    config: ModelConfig, kv: KvStorage, plan: StepPlan, generator: torch.Generator
+    config: Architecture,
+    kv: KvStorage,
+    plan: StepPlan,
+    generator: torch.Generator,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the backend's output, and the rotated queries."""
     attention = TorchAttention(config, kv, CONTEXT)
@@ -55,24 +63,141 @@ def attend(
     tokens = len(batch.token_ids)
     heads = config.heads + 2 * config.kv_heads
     qkv = torch.randn(tokens, heads * config.head_dim, generator=generator)
-    cos, sin = (table[batch.positions] for table in rope_tables(config, CONTEXT))
+    cos, sin = (table[batch.positions] for table in rope_tables(config, CONTEXT)["full"])
     q = qkv[:, : config.heads * config.head_dim].view(tokens, config.heads, config.head_dim)
-    return attention.attend(LAYER, qkv.clone()), rotate(q, cos, sin)
+    return attention.attend(LAYER, qkv.clone(), sinks), rotate(q, cos, sin)
 
 
 @pytest.mark.parametrize(
     "scaling",
-    [None, LLAMA3_SCALING, RopeScaling(kind="linear", factor=4.0)],
+    [None, LLAMA3_SCALING, Rope(10_000.0, 64, kind="linear", factor=4.0)],
     ids=["plain", "llama3", "linear"],
 )
-def test_rope_tables_rotate_complex_numbers(scaling: RopeScaling | None) -> None:
+def test_rope_tables_rotate_complex_numbers(scaling: Rope | None) -> None:
     """Compare with complex numbers; Llama 3's scaling is written out by cases."""
     config = tiny_config(head_dim=64, rope_scaling=scaling)
     x = torch.randn(100, 2, 64, generator=torch.Generator().manual_seed(0))
-    cos, sin = rope_tables(config, 100)
+    cos, sin = rope_tables(config, 100)["full"]
 
     rotated = rotate(x, cos, sin)
 
     first, second = x.double().chunk(2, -1)
     expected = torch.complex(first, second) * rope_rotations(config, 100)[:, None]
     assert float((rotated - torch.cat([expected.real, expected.imag], -1)).abs().max()) < 1e-5
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "a window": {"window": 24},
+    "a window of one block": {"window": BLOCK},
+    "a window longer than any prompt": {"window": 4096},
+    "a cap": {"cap": 3.0},
+    "sinks": {"sinks": True},
+    "a scale": {"scale": 0.7},
+    "all": {"window": 40, "cap": 5.0, "sinks": True, "scale": 0.4},
+}
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
+@pytest.mark.parametrize("seed", range(3))
+def test_kinds_of_attention_equal_reference(seed: int, features: dict[str, Any]) -> None:
+    """Prompts and decoding rows with shared runs; a window's first key lies inside a block."""
+    window, sinks = features.get("window", 0), None
+    config = msgspec.structs.replace(
+        tiny_config(heads=6, kv_heads=2),
+        layers=(Layer(), Layer(window=window)),
+        score_cap=features.get("cap", 0.0),
+        score_scale=features.get("scale", 0.0),
+        sinks="sinks" in features,
+    )
+    plan = random_tree(random.Random(seed))
+    generator = torch.Generator().manual_seed(seed)
+    blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
+    kv = KvStorage(kv_format(config, torch.float32, BLOCK), blocks, torch.device("cpu"))
+    kv.data.normal_(generator=generator)
+    if config.sinks:
+        sinks = torch.randn(config.heads, generator=generator)
+
+    got, q = attend(config, kv, plan, generator, sinks)
+
+    at = 0
+    for row in plan.rows:
+        expected = paged_attention(
+            q[at : at + row.count], kv.data, LAYER, row.block_ids, row.start, window=window,
+            cap=config.score_cap, scale=config.score_scale or None, sinks=sinks,
+        ).flatten(1)  # fmt: skip
+        assert float((got[at : at + row.count] - expected).abs().max()) < 1e-5
+        at += row.count
+
+
+def test_window_reads_no_block_behind_it() -> None:
+    """A block behind the window may have been let go, and may hold anything."""
+    config = msgspec.structs.replace(tiny_config(), layers=(Layer(window=20), Layer(window=20)))
+    kv = KvStorage(kv_format(config, torch.float32, BLOCK), 8, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    kv.data.normal_(generator=generator)
+    rows = (Row(0, 70, 1, [0, 1, 2, 3, 4], 0, [5]), Row(1, 70, 3, [0, 1, 2, 5, 6], 0, [5, 6, 7]))
+    state = generator.get_state()
+    first, _ = attend(config, kv, StepPlan(0, rows), generator)
+    kv.data[:3] = math.nan  # positions 0 to 47; the first key of a window is 51
+
+    again, _ = attend(config, kv, StepPlan(0, rows), generator.set_state(state))
+
+    assert torch.equal(first, again)
+
+
+def test_layer_without_rotation_leaves_keys_as_they_are() -> None:
+    """Its table is ones and zeros, so that kernels know one kind of layer."""
+    config = msgspec.structs.replace(tiny_config(), layers=(Layer(rope=""), Layer()))
+
+    cos, sin = rope_tables(config, 64)[""]
+
+    assert bool((cos == 1).all())
+    assert not sin.any()
+
+
+def test_channels_that_do_not_rotate_have_columns_of_one_and_zero() -> None:
+    """The loader puts rotating channels at the front of each half of a head."""
+    cos, sin = rope_table(Rope(10_000.0, 8), 16, 8)
+
+    assert bool((cos[:, 4:] == 1).all())
+    assert not sin[:, 4:].any()
+    assert bool((sin[1, :4] != 0).all())
+
+
+def test_long_factors_are_chosen_by_the_served_context() -> None:
+    """Once for all positions: a cached key is rotated by the table of the query that reads it."""
+    rope = Rope(1e4, 4, "divisors", divisors=(1.0, 2.0), long_divisors=(4.0, 8.0),
+                original_context=64)  # fmt: skip
+
+    short, long = frequencies(rope, 64), frequencies(rope, 65)
+
+    assert torch.equal(short, long * 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+         "truncate": False},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096,
+         "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 24.0, "beta_slow": 2.0},
+    ],
+)  # fmt: skip
+def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any]) -> None:
+    """Each scaling, with the parameters of published models."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    given = {"rope_theta": 150_000.0, **parameters}
+    theirs = LlamaConfig(head_dim=64, max_position_embeddings=8192, rope_parameters=dict(given))
+    expected, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, "cpu")
+
+    rope = read_rope(given, {"max_position_embeddings": 8192}, 64)
+
+    assert rope.amplitude == pytest.approx(amplitude)
+    torch.testing.assert_close(frequencies(rope, 8192).float(), expected, rtol=1e-6, atol=0)

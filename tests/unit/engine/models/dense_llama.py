@@ -9,16 +9,16 @@ import math
 
 import torch
 
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture
 from engine.weights import Weights
 
 
-def dense_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> torch.Tensor:
+def dense_logits(config: Architecture, weights: Weights, tokens: list[int]) -> torch.Tensor:
     """Return the logits [T, vocab] fp64 of every position, computed on the CPU."""
     w = {name: tensor.cpu().double() for name, tensor in weights.items()}
     x = w["model.embed_tokens.weight"][tokens]
     rotations = rope_rotations(config, len(tokens))
-    for layer in range(config.layers):
+    for layer in range(len(config.layers)):
         prefix = f"model.layers.{layer}."
         normed = rms(x, w[f"{prefix}input_layernorm.weight"], config.norm_eps)
         q, k, v = (
@@ -46,13 +46,13 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rope_rotations(config: ModelConfig, length: int) -> torch.Tensor:
+def rope_rotations(config: Architecture, length: int) -> torch.Tensor:
     """Return e^(i * position * frequency) [T, D / 2]; Llama 3's scaling is written out by cases."""
     angles = []
     for i in range(config.head_dim // 2):
-        frequency = config.rope_theta ** (-2 * i / config.head_dim)
-        s = config.rope_scaling
-        if s is not None and s.kind == "llama3":
+        s = config.ropes["full"]
+        frequency = s.theta ** (-2 * i / config.head_dim)
+        if s.kind == "llama3":
             wavelength = 2 * math.pi / frequency
             if wavelength > s.original_context / s.low_freq_factor:
                 frequency /= s.factor
@@ -60,7 +60,7 @@ def rope_rotations(config: ModelConfig, length: int) -> torch.Tensor:
                 smooth = s.original_context / wavelength - s.low_freq_factor
                 smooth /= s.high_freq_factor - s.low_freq_factor
                 frequency *= (1 - smooth) / s.factor + smooth
-        elif s is not None and s.kind == "linear":
+        elif s.kind == "linear":
             frequency /= s.factor
         angles.append(torch.arange(length, dtype=torch.float64) * frequency)
     angle = torch.stack(angles, -1)

@@ -11,15 +11,20 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture, Layer, Rope
+from engine.model_store.architecture import Moe
 from engine.runner.gpu_build import (
     build_gpu_runner,
-    check_shape,
+    check_dtypes,
+    lacking_kernel,
     out_of_memory_as_model_error,
 )
 from tests.models import prepared
 
-SHAPE = ModelConfig("llama", 1, 256, 256, heads=32, kv_heads=2, head_dim=128, vocab=64, context=64)
+SHAPE = Architecture(
+    "llama", (Layer(),), 256, 256, heads=32, kv_heads=2, head_dim=128, vocab=64, context=64,
+    ropes={"full": Rope(10_000.0, 128)},
+)  # fmt: skip
 
 
 def test_missing_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,33 +36,49 @@ def test_missing_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings", "why"),
+    ("shape", "why"),
     [
-        ({"head_dim": 96}, {}, "head_dim is 96"),
-        ({"head_dim": 8}, {}, "head_dim is 8"),
-        ({"head_dim": 256}, {}, "head_dim is 256"),
-        ({"kv_heads": 1}, {}, "32 query heads share a KV head"),
-        ({}, {"dtype": "fp32"}, "dtype"),
-        ({}, {"kv_dtype": "fp32"}, "kv_dtype"),
+        ({"head_dim": 96}, "head_dim is 96"),
+        ({"head_dim": 8}, "head_dim is 8"),
+        ({"head_dim": 256}, "head_dim is 256"),
+        ({"kv_heads": 1}, "32 query heads share a KV head"),
+        ({"layers": (Layer(window=64), Layer())}, "windows"),
+        ({"sinks": True}, "sinks"),
+        ({"score_cap": 50.0}, "a cap"),
+        ({"score_scale": 0.3}, "a scale"),
+        ({"moe": Moe(experts=4, top_k=2, intermediate=64)}, "experts"),
     ],
 )
-def test_shape_without_kernels_is_refused(
-    shape: dict[str, Any], settings: dict[str, Any], why: str
-) -> None:
+def test_model_without_kernels_runs_in_torch(shape: dict[str, Any], why: str) -> None:
     """Rows with more heads than a tile has vectors would be left out of every plan, and their
-    output would be old memory; other shapes would fail with a compiler error."""
-    with pytest.raises(ModelError, match=f"{why}.* --device cpu") as caught:
-        check_shape(msgspec.structs.replace(SHAPE, **shape), EngineConfig(**settings))
+    output would be old memory; a kernel without a mask would read keys outside the window."""
+    assert why in lacking_kernel(msgspec.structs.replace(SHAPE, **shape))
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "fp32"}, {"kv_dtype": "fp32"}])
+def test_fp32_is_refused(settings: dict[str, Any]) -> None:
+    """A GPU runs bf16."""
+    with pytest.raises(ModelError, match=r"dtype.* --device cpu") as caught:
+        check_dtypes(EngineConfig(**settings))
 
     assert caught.value.code == "unsupported"
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"head_dim": 16}, {"kv_heads": 32}, {"heads": 9, "kv_heads": 3, "head_dim": 64}]
+    "shape",
+    [
+        {},
+        {"head_dim": 16},
+        {"kv_heads": 32},
+        {"heads": 9, "kv_heads": 3, "head_dim": 64},
+        {"qk_norm": "head", "qkv_bias": True, "place": "sandwich"},
+        {"score_scale": 128**-0.5},
+    ],
 )
-def test_shape_with_kernels_is_accepted(shape: dict[str, Any]) -> None:
-    """Up to 16 query heads per KV head, and the usual head dimensions."""
-    check_shape(msgspec.structs.replace(SHAPE, **shape), EngineConfig(dtype="bf16"))
+def test_model_with_kernels_is_accepted(shape: dict[str, Any]) -> None:
+    """Up to 16 query heads per KV head, the usual head dimensions, and whatever stands around
+    attention."""
+    assert lacking_kernel(msgspec.structs.replace(SHAPE, **shape)) == ""
 
 
 def test_out_of_memory_names_settings_to_lower() -> None:

@@ -31,9 +31,9 @@ from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture, Layer, Rope
+from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
-from engine.models.llama import LlamaModel
 from engine.plan import BegunSequence, Group, Row, StepPlan
 from engine.runner.gpu_runner import GpuRunner
 from engine.runner.warmup import SAMPLINGS, WarmupLimits
@@ -62,10 +62,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """Lanes without a row compute with old memory, which makes the interpreter's numpy warn."""
 
 
-def config_of(heads: int, kv_heads: int, head_dim: int = 16) -> ModelConfig:
-    return ModelConfig(
-        architecture="llama", layers=1, hidden=32, intermediate=48, heads=heads,
+def config_of(heads: int, kv_heads: int, head_dim: int = 16) -> Architecture:
+    return Architecture(
+        family="llama", layers=(Layer(),), hidden=32, intermediate=48, heads=heads,
         kv_heads=kv_heads, head_dim=head_dim, vocab=VOCAB, context=CONTEXT,
+        ropes={"full": Rope(10_000.0, head_dim)},
     )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ class Engine:
         torch.set_num_threads(1)
         self.config = config_of(*heads, head_dim)
         self.weights = random_weights(self.config, dtype, 0, DEVICE)
-        model = LlamaModel(self.config, dict(self.weights), GpuOps())  # removes tensors
+        model = DecoderModel(self.config, dict(self.weights), GpuOps())  # removes tensors
         self.kv = KvStorage(kv_format(self.config, dtype, 16), blocks, DEVICE)
         self.runner = GpuRunner(
             model,

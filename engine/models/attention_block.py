@@ -1,0 +1,52 @@
+"""Grouped-query attention around the backend: projections, and norms of queries and keys.
+
+Attention has grouped KV heads (as many as query heads: MHA; one: MQA). It knows no rotation, no KV
+and no mask: those are the attention backend's. `engine.models.decoder` builds it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.interface import LayerAttention
+from engine.model_store import Architecture
+from engine.models.layers import Ops, TensorSource
+
+
+class AttentionBlock:
+    """A layer's attention: H query heads over K KV heads of D channels."""
+
+    def __init__(self, config: Architecture, source: TensorSource, ops: Ops) -> None:
+        self._ops = ops
+        self._eps = config.norm_eps
+        self._heads, self._kv_heads = config.heads, config.kv_heads
+        self._head_dim = config.head_dim
+        self._qk_norm = config.qk_norm
+        self.qkv = ops.linear(
+            *source.joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        )
+        self.output = ops.linear(*source.joined("self_attn.o_proj"))
+        self.sinks = source.tensor("self_attn.sinks") if config.sinks else None
+        if config.qk_norm:
+            self._q_norm = source.weight("self_attn.q_norm")
+            self._k_norm = source.weight("self_attn.k_norm")
+
+    def attend(self, layer: int, x: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
+        """Return what the heads read, [T, H * D], before the output projection."""
+        qkv = self.qkv(x)
+        if self._qk_norm:
+            self._norm_queries_and_keys(qkv)
+        return attention.attend(layer, qkv, self.sinks)
+
+    def _norm_queries_and_keys(self, qkv: torch.Tensor) -> None:
+        """Norm q and k in place: over each head's channels, or over all heads at once."""
+        tokens, queries = len(qkv), self._heads * self._head_dim
+        keys = queries + self._kv_heads * self._head_dim
+        width = self._head_dim if self._qk_norm == "head" else -1
+        for part, weight in (
+            (qkv[:, :queries], self._q_norm),
+            (qkv[:, queries:keys], self._k_norm),
+        ):
+            rows = part.reshape(tokens, -1) if width < 0 else part.reshape(-1, width)
+            normed, _ = self._ops.norm(rows, None, weight, self._eps)
+            part.copy_(normed.view(tokens, -1))

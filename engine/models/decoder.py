@@ -1,0 +1,138 @@
+"""The decoder: one forward pass for every family of `engine.model_store.families`.
+
+A layer is a mixer (attention) and an MLP or experts, with norms where the architecture places them.
+The attention backend rotates, writes KV and attends; this file has everything else. It knows no
+family, file format or device: an `Architecture` says what a layer computes, `Ops` how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.interface import LayerAttention
+from engine.model_store import Architecture
+from engine.models.attention_block import AttentionBlock
+from engine.models.latent_block import LatentBlock
+from engine.models.layers import Mlp, Ops, TensorSource, mean_norm
+from engine.models.moe import Experts
+from engine.weights import Weights
+
+Norm = Callable[
+    [torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+]
+
+
+class DecoderModel:
+    """`engine.models.interface.Model` for every architecture, on any device by `ops`.
+
+    T tokens, C channels.
+    """
+
+    def __init__(self, config: Architecture, weights: Weights, ops: Ops) -> None:
+        """Removes the tensors from `weights`: q, k and v are joined into one matrix, gate and up
+        into another."""
+        self.config = config
+        self.embeddings = weights.pop("model.embed_tokens.weight")
+        self._norm: Norm = ops.norm if config.norm == "rms" else mean_norm
+        self.layers = [
+            DecoderLayer(config, TensorSource(weights, f"model.layers.{i}."), i, ops)
+            for i in range(len(config.layers))
+        ]
+        self.norm = weights.pop("model.norm.weight")
+        self.head = ops.linear(weights.pop("lm_head.weight", self.embeddings), None)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        attention: LayerAttention,
+        output_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `engine.models.interface.Model`.
+
+        With `output_rows`, everything after the last layer's attention is computed for these rows
+        alone.
+        """
+        hidden = F.embedding(token_ids, self.embeddings)
+        if self.config.embed_scale != 1.0:
+            hidden = hidden * self.config.embed_scale
+        residual: torch.Tensor | None = None
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            rows = output_rows if index == last else None
+            hidden, residual = layer.forward(hidden, residual, attention, rows)
+        hidden, _ = self._norm(hidden, residual, self.norm, self.config.norm_eps)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `engine.models.interface.Model`; in the weights' dtype."""
+        logits, config = self.head(hidden), self.config
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if config.logit_cap:
+            logits = torch.tanh(logits / config.logit_cap) * config.logit_cap
+        return logits
+
+
+class DecoderLayer:
+    """One decoder layer. Norms that the architecture does not place are None."""
+
+    def __init__(self, config: Architecture, source: TensorSource, index: int, ops: Ops) -> None:
+        place, layer = config.place, config.layers[index]
+        before, after = place != "post", place in ("post", "sandwich")
+        self.index = index
+        self.is_parallel = place == "parallel"
+        self.eps = config.norm_eps
+        self.residual_scale = config.residual_scale
+        self._norm: Norm = ops.norm if config.norm == "rms" else mean_norm
+        self.attention_norm = source.weight("input_layernorm") if before else None
+        self.attention_output_norm = source.weight("attention_output_layernorm") if after else None
+        has_mlp_norm = before and not self.is_parallel
+        self.mlp_norm = source.weight("post_attention_layernorm") if has_mlp_norm else None
+        self.mlp_output_norm = source.weight("mlp_output_layernorm") if after else None
+        self.mixer = (
+            AttentionBlock(config, source, ops)
+            if layer.mixer == "gqa"
+            else LatentBlock(config, source, ops)
+        )
+        self.mlp: Callable[[torch.Tensor], torch.Tensor] = (
+            Mlp(source, ops, config.activation, "mlp")
+            if layer.ffn == "dense"
+            else Experts(config, source, ops)
+        )
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None,
+        attention: LayerAttention, output_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Return (hidden, residual) for the next layer, both [T, C], or `output_rows` of them.
+
+        `hidden` is added to `residual` before each norm.
+        """
+        hidden, residual = self._enter(hidden, residual, self.attention_norm)
+        attended = self.mixer.attend(self.index, hidden, attention)
+        if output_rows is not None:
+            attended, residual = attended[output_rows], residual[output_rows]
+            hidden = hidden[output_rows] if self.is_parallel else hidden
+        mixed = self._leave(self.mixer.output(attended), self.attention_output_norm)
+        if self.is_parallel:
+            return mixed + self._leave(self.mlp(hidden), None), residual
+        hidden, residual = self._enter(mixed, residual, self.mlp_norm)
+        return self._leave(self.mlp(hidden), self.mlp_output_norm), residual
+
+    def _enter(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a block's input and the residual stream, `hidden` added."""
+        if norm is not None:
+            return self._norm(hidden, residual, norm, self.eps)
+        total = hidden if residual is None else residual + hidden
+        return total, total
+
+    def _leave(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """Return a block's output as it is added to the residual stream."""
+        if norm is not None:
+            hidden, _ = self._norm(hidden, None, norm, self.eps)
+        return hidden if self.residual_scale == 1.0 else hidden * self.residual_scale

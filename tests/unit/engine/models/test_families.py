@@ -1,0 +1,174 @@
+"""Every family against transformers, on tiny random models with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from engine.attention.batch import make_batch
+from engine.attention.torch_backend import TorchAttention
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
+from engine.model_store import Architecture, prepare
+from engine.models.layers import TorchOps
+from engine.models.registry import build_model
+from engine.plan import Group, Row, StepPlan
+from engine.weights import Weights, load_weights
+from tests.families import TINY, VOCAB, make, save_folder, write_gguf
+
+pytestmark = pytest.mark.slow
+
+BLOCK, CONTEXT, CPU = 16, 256, torch.device("cpu")
+TOKENS = 90
+ERROR_MAX = 3e-5
+"""In units of the logits' standard deviation: both sides round sums in fp32 (measured: 1.5e-5)."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Paged:
+    """A model over its own KV, and the logits of plans."""
+
+    def __init__(self, config: Architecture, weights: Weights) -> None:
+        self.kv = KvStorage(kv_format(config, torch.float32, BLOCK), 24, CPU)
+        self.kv.data.fill_(1e30)  # a slot that is read before it is written shows
+        self.attention = TorchAttention(config, self.kv, CONTEXT)
+        self.model = build_model(config, dict(weights), TorchOps())
+
+    def logits(self, *rows: Row, groups: tuple[Group, ...] = ()) -> torch.Tensor:
+        with torch.inference_mode():
+            plan = StepPlan(step=0, rows=rows, groups=groups)
+            batch = make_batch(plan, BLOCK, lambda _: 0)
+            self.attention.begin(plan, batch)
+            return self.model.logits(self.model.forward(batch.token_ids, self.attention))
+
+
+def tokens_of(seed: int = 5) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (TOKENS,), generator=generator).tolist()
+
+
+def prompt(tokens: list[int], start: int, count: int, blocks: list[int], index: int = 0) -> Row:
+    return Row(index, start, count, blocks, 0, tokens[start : start + count])
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max() / expected.std())
+
+
+def all_forms(paged: Paged, tokens: list[int]) -> dict[str, torch.Tensor]:
+    """Return the logits of a prompt computed in each way, by name; each has the last position."""
+    blocks, other = [9, 0, 8, 1, 7, 2], [9, 0, 8, 1, 12, 13]
+    whole = paged.logits(prompt(tokens, 0, TOKENS, blocks))
+    slices = torch.cat(
+        [paged.logits(prompt(tokens, at, min(7, TOKENS - at), blocks))
+         for at in range(0, TOKENS, 7)]
+    )  # fmt: skip
+    hit = paged.logits(prompt(tokens, 64, TOKENS - 64, other))
+    forked = hit
+    for at in range(80, TOKENS):
+        forked = paged.logits(
+            prompt(tokens, at, 1, blocks), prompt(tokens, at, 1, other, 1),
+            groups=(Group(0, 2, 0, 4),),
+        )  # fmt: skip
+    return {"whole": whole, "in slices of 7": slices, "after a hit": hit, "forked": forked[1:]}
+
+
+def expected_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    """Names, order of channels, rotation, norms, masks, experts: each would show."""
+    model = make(name)
+    card = prepare("tiny", save_folder(model, tmp_path / "m"), tmp_path)
+    expected = expected_of(model, tokens_of())
+
+    paged = Paged(card.config, load_weights(card, torch.float32))
+
+    for form, logits in all_forms(paged, tokens_of()).items():
+        assert error(logits, expected[-len(logits) :]) < ERROR_MAX, form
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_gguf_file_gives_the_same_model(name: str, tmp_path: Path) -> None:
+    """A GGUF file names tensors its own way, permutes some, and leaves fields out."""
+    model = make(name)
+    folder = save_folder(model, tmp_path / "m")
+    file = prepare("file", write_gguf(name, model, folder, tmp_path / "m.gguf"), tmp_path)
+    expected = expected_of(model, tokens_of())
+
+    paged = Paged(file.config, load_weights(file, torch.float32))
+
+    for form, logits in all_forms(paged, tokens_of()).items():
+        assert error(logits, expected[-len(logits) :]) < ERROR_MAX, form
+
+
+def window_of(config: Architecture, change: int) -> Architecture:
+    layers = tuple(replace(la, window=la.window + change if la.window else 0)
+                   for la in config.layers)  # fmt: skip
+    return replace(config, layers=layers)
+
+
+def moe_of(config: Architecture, **change: Any) -> Architecture:
+    assert config.moe is not None
+    return replace(config, moe=replace(config.moe, **change))
+
+
+def local_theta(config: Architecture) -> Architecture:
+    return replace(config, ropes={**config.ropes, "local": config.ropes["full"]})
+
+
+WRONG: dict[str, tuple[str, Callable[[Architecture], Architecture]]] = {
+    "window one longer": ("gemma3", lambda c: window_of(c, 1)),
+    "window one shorter": ("gpt-oss", lambda c: window_of(c, -1)),
+    "norms without the 1": ("gemma3", lambda c: replace(c, norms_less_one=False)),
+    "norms with another 1": ("qwen3", lambda c: replace(c, norms_less_one=True)),
+    "local theta swapped": ("gemma3", local_theta),
+    "neighbours for halves": ("qwen3", lambda c: replace(c, interleaved=True)),
+    "halves for neighbours": ("glm4", lambda c: replace(c, interleaved=False)),
+    "latents by halves": ("deepseek v3", lambda c: replace(c, interleaved=False)),
+    "rotation in every layer": (
+        "smollm3", lambda c: replace(c, layers=tuple(replace(la, rope="full") for la in c.layers))),
+    "no cap of the scores": ("gemma2", lambda c: replace(c, score_cap=0.0)),
+    "no cap of the logits": ("gemma2", lambda c: replace(c, logit_cap=0.0)),
+    "plain scale": ("granite", lambda c: replace(c, score_scale=0.0)),
+    "residual unscaled": ("granite", lambda c: replace(c, residual_scale=1.0)),
+    "embedding unscaled": ("gemma", lambda c: replace(c, embed_scale=1.0)),
+    "mean kept": ("cohere2", lambda c: replace(c, norm="rms")),
+    "queries do not grow": ("ministral3", lambda c: replace(c, query_growth=None)),
+    "experts not renormalised": ("qwen3 moe", lambda c: moe_of(c, renormalise=False)),
+    "experts of all groups": ("deepseek v3", lambda c: moe_of(c, groups=1, groups_kept=1)),
+    "softmax over all": ("gpt-oss", lambda c: moe_of(c, score="softmax", renormalise=False)),
+    "weights of experts doubled": ("qwen2 moe", lambda c: moe_of(c, scale=2.0)),
+    "short factors": ("phi3 long", lambda c: replace(
+        c, ropes={"full": replace(c.ropes["full"], long_divisors=())})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_variant_is_seen(wrong: str, tmp_path: Path) -> None:
+    """The comparison above can fail: each of these loads, runs and answers nonsense."""
+    name, change = WRONG[wrong]
+    model = make(name)
+    card = prepare("tiny", save_folder(model, tmp_path / "m"), tmp_path)
+    card = replace(card, config=change(card.config))
+    weights = load_weights(card, torch.float32)
+
+    logits = Paged(card.config, weights).logits(prompt(tokens_of(), 0, TOKENS, list(range(6))))
+
+    assert error(logits, expected_of(model, tokens_of())) > 100 * ERROR_MAX
