@@ -18,10 +18,10 @@ from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.plan import BegunSequence, BlockCopy, Mask, Row, Sampled, StepPlan, StepResult
 
-Slot = tuple[bytes, int]
-"""The content of a slot of the fake KV: its namespace and the exact prefix."""
+Slot = tuple[bytes, int, int]
+"""The content of a slot of the fake KV: its namespace, its KV group and the exact prefix."""
 
-BROKEN: Slot = (b"", -1)
+BROKEN: Slot = (b"", -1, -1)
 """The content that a failed step has written."""
 
 
@@ -90,11 +90,15 @@ class FakeRunner:
     `fail_launch` and `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose
     first sampling sequence is reported as failed. A broken step writes broken slots, which no row
     may read later. `words`: tokens that every sequence samples first. `computed_tokens` counts all
-    computed tokens. Single-threaded; every call is O(tokens).
+    computed tokens. With `windows`, a row reads in each window group the keys in its window, and
+    fails at a hole or a slot of another group. Single-threaded; every call is O(tokens).
     """
 
-    def __init__(self, blocks: int, block_size: int, *, vocab_size: int) -> None:
+    def __init__(
+        self, blocks: int, block_size: int, *, vocab_size: int, windows: tuple[int, ...] = ()
+    ) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.vocab_size = vocab_size
         self.slots: list[Slot | None] = [None] * (blocks * block_size)
         self.namespace_of: Callable[[int], bytes] | None = None
@@ -185,15 +189,22 @@ class FakeRunner:
             raise OracleError(f"{row.sequence_id}: computes tokens that are not its own")
         if row.samples and end != len(own):
             raise OracleError(f"{row.sequence_id}: draws from a position that is not its last")
-        if end > len(row.block_ids) * self.block_size:
+        if len(row.beside) != len(self.windows):
+            raise OracleError(f"{row.sequence_id}: {len(row.beside)} tables beside the first")
+        if any(end > len(table) * self.block_size for table in (row.block_ids, *row.beside)):
             raise OracleError(f"{row.sequence_id}: its block table does not reach {end}")
         in_flight = set().union(*self._broken.values())
-        broken = [self._read(row, position, in_flight) for position in range(row.start)]
+        firsts = (0, *(max(0, row.start - window + 1) for window in self.windows))
+        broken = [
+            self._read(row, group, position, in_flight)
+            for group, first in enumerate(firsts)
+            for position in range(first, row.start)
+        ]
         return any(broken)
 
-    def _read(self, row: Row, position: int, in_flight: set[int]) -> bool:
-        found = self.slots[self._slot(row, position)]
-        where = f"position {position} of {row.sequence_id}"
+    def _read(self, row: Row, group: int, position: int, in_flight: set[int]) -> bool:
+        found = self.slots[self._slot(row, group, position)]
+        where = f"position {position} of {row.sequence_id} in group {group}"
         if found is None:
             raise OracleError(f"{where} was never written")
         if found is BROKEN:
@@ -202,18 +213,19 @@ class FakeRunner:
             return True
         if found[0] != self._namespace(row.sequence_id):
             raise OracleError(f"{where} belongs to another namespace")
-        if found[1] != self.tags[row.sequence_id][position]:
+        if found[1:] != (group, self.tags[row.sequence_id][position]):
             raise OracleError(f"{where} holds another prefix")
         return False
 
     def _write(self, row: Row, written: set[int], *, is_broken: bool) -> None:
         namespace, tags = self._namespace(row.sequence_id), self.tags[row.sequence_id]
-        for position in range(row.start, row.start + row.count):
-            slot = self._slot(row, position)
-            if slot in written:
-                raise OracleError(f"{row.sequence_id}: a slot that another row writes too")
-            written.add(slot)
-            self.slots[slot] = BROKEN if is_broken else (namespace, tags[position])
+        for group in range(1 + len(self.windows)):
+            for position in range(row.start, row.start + row.count):
+                slot = self._slot(row, group, position)
+                if slot in written:
+                    raise OracleError(f"{row.sequence_id}: a slot that another row writes too")
+                written.add(slot)
+                self.slots[slot] = BROKEN if is_broken else (namespace, group, tags[position])
         self.computed_tokens += row.count
 
     def _draw(self, sequence_id: int, row: Row, mask: Mask | None) -> Sampled:
@@ -270,9 +282,12 @@ class FakeRunner:
         kept = self.slots[src : src + copy.tokens]
         self.slots[dst : dst + size] = kept + [None] * (size - copy.tokens)
 
-    def _slot(self, row: Row, position: int) -> int:
+    def _slot(self, row: Row, group: int, position: int) -> int:
         block, offset = divmod(position, self.block_size)
-        return row.block_ids[block] * self.block_size + offset
+        block_id = (row.block_ids, *row.beside)[group][block]
+        if block_id < 0:
+            raise OracleError(f"{row.sequence_id}: a hole at {position} in group {group}")
+        return block_id * self.block_size + offset
 
     def _namespace(self, sequence_id: int) -> bytes:
         return b"" if self.namespace_of is None else self.namespace_of(sequence_id)
@@ -288,3 +303,7 @@ class FakeRunner:
                     raise OracleError(f"{group}: rows with different blocks")
                 if group.end_block * self.block_size > row.start:
                     raise OracleError(f"{group}: a block that is not in place yet")
+            for tables in zip(*(row.beside for row in rows), strict=True):
+                for entries in zip(*(t[: group.end_block] for t in tables), strict=True):
+                    if len({block_id for block_id in entries if block_id >= 0}) > 1:
+                        raise OracleError(f"{group}: rows with different window blocks")

@@ -40,6 +40,7 @@ from engine.api import (
 from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import GRAMMAR_FAILURES, Constraints
+from engine.core.launch_pacing import ROWS_MAX, LaunchPacing
 from engine.core.maintenance import Maintenance
 from engine.core.planner import InFlightStep, StepPlanner
 from engine.core.request_checks import check_request
@@ -51,7 +52,7 @@ from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
-from engine.scheduler.step_cost import StepCost
+from engine.scheduler.step_cost import StepCost, StepWork
 
 FAILURES = {
     "nan_logits": "The model produced logits that are not numbers.",
@@ -94,6 +95,7 @@ class Core:
         self.on_step_failed: Callable[[int, Exception], None] = lambda step, error: None
         self._events: list[Event] = []
         self._pending_steps: deque[InFlightStep] = deque()
+        self._pacing = LaunchPacing()
         self._timeouts = Timeouts()
         self._maintenance = Maintenance(cache, self.check, config.check_interval_s, clock())
         self._planner = StepPlanner(cache, self.scheduler, self._add_sequence)
@@ -143,7 +145,13 @@ class Core:
         now_s = self.clock()
         found = self.cache.peek(call.namespace, call.tokens, now_s)
         expires_in_s = None if found.expires_at_s is None else max(0.0, found.expires_at_s - now_s)
-        return Peeked(call.call_id, found.cached_tokens, found.promised_tokens, expires_in_s)
+        return Peeked(
+            call_id=call.call_id,
+            cached_tokens=found.cached_tokens,
+            promised_tokens=found.promised_tokens,
+            expires_in_s=expires_in_s,
+            window_gone_tokens=found.window_gone_tokens,
+        )
 
     def erase(self, call: Erase) -> Erased:
         """Erase a namespace, a lease of it, or everything under a token prefix.
@@ -204,6 +212,7 @@ class Core:
         O(sequences).
         """
         self.requests.check()
+        self._pacing.check()
         self.scheduler.queue.check()
         self.scheduler.running.check()
 
@@ -212,6 +221,13 @@ class Core:
         """Return whether every live request waits for its grammar and no step is in flight."""
         compiling = len(self.scheduler.compiling)
         return bool(compiling) and compiling == len(self.requests) and not self._pending_steps
+
+    def launch_hold_s(self) -> float:
+        """Return the seconds for which the next `step` should wait, so that requests that arrive
+        meanwhile are part of it; 0 where there is something to report or to compute. O(1).
+        """
+        must_step = self._events or self.constraints.has_pending_masks or self.scheduler.isolation
+        return 0.0 if must_step else self._pacing.hold_s(self.clock())
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -240,6 +256,7 @@ class Core:
             and (stalled := self._timeouts.find_stalled(self.requests))
         ):
             self._give_up(stalled, now_s)
+        self._pace()
         self._maintenance.run(now_s, is_busy=bool(self.requests or self._pending_steps))
         events, self._events = self._events, []
         return events
@@ -263,8 +280,31 @@ class Core:
 
     # -- results ------------------------------------------------------------------------------
 
+    def _pace(self) -> None:
+        """Let the next launch wait for requests, where exactly one step is in flight.
+
+        Where prompts are not finished, requests wait or the batch is large, the next step is long
+        to launch and has work enough: it is launched at once.
+        """
+        cost = self.engine_stats.step_cost
+        if len(self._pending_steps) != 1 or not cost.is_measured:
+            return
+        pieces = [piece for piece, _ in self._pending_steps[0].slices if piece.count]
+        is_busy = (
+            len(pieces) > ROWS_MAX
+            or len(self.requests) > self.scheduler.running.totals.requests
+            or any(
+                piece.start + piece.count < len(piece.sequence.parent.request.tokens)
+                for piece in pieces
+            )
+        )
+        if not is_busy:
+            work = StepWork.of((piece.start, piece.count) for piece in pieces)
+            self._pacing.running_alone(self.clock(), cost.seconds(work))
+
     def _collect(self) -> None:
         pending = self._pending_steps.popleft()
+        began_s = self.clock()
         try:
             result = self.runner.collect()
         except InvariantViolation:
@@ -273,6 +313,7 @@ class Core:
             self._fail_step(pending, error)
             return
         now_s = self.clock()
+        self._pacing.collected(now_s - began_s)
         if result.step != pending.step:
             raise InvariantViolation(
                 f"the runner returned step {result.step}; expected step {pending.step}"
@@ -300,6 +341,7 @@ class Core:
             now_s,
             computed - len(pending.sampling),
             ((piece.start, piece.count) for piece, _ in pending.slices if piece.count),
+            result.elapsed_s,
         )
 
     def _commit_slice(
@@ -489,7 +531,11 @@ class Core:
         self.engine_stats.cached_tokens += table.kv_tokens
         self._events.append(
             Started(
-                active.request.request_id, len(active.request.tokens), table.kv_tokens, table.leases
+                request_id=active.request.request_id,
+                prompt_tokens=len(active.request.tokens),
+                cached_tokens=table.kv_tokens,
+                leases=table.leases,
+                window_gone_tokens=table.window_gone_tokens,
             )
         )
 

@@ -127,6 +127,7 @@ class StepPlanner:
             samples=tuple(sampler.sequence_id for sampler in sampling),
             prompt_logprobs=request.prompt_logprobs if in_prompt else None,
             next_token_id=tokens[end] if in_prompt and end < len(request.tokens) else None,
+            beside=table.beside,
         )
 
     def _add_copy_targets(self, pending: InFlightStep, copied: set[int]) -> None:

@@ -68,11 +68,13 @@ class EngineStats:
         now_s: float,
         prefill_tokens: int,
         slices: Iterable[tuple[int, int]] = (),
+        device_s: float = 0.0,
     ) -> None:
         """Record a collected step; `prefill_tokens` of its tokens were not the last of a sequence.
 
         `slices`: the first position and the tokens of each row. A step's time runs from its launch,
-        or from the end of the previous step where they overlap.
+        or from the end of the previous step where they overlap; the cost of steps takes `device_s`,
+        the device's own time, where the runner measured it.
         """
         elapsed_s = now_s - max(launched_at_s, self._stepped_at_s)
         self._stepped_at_s = now_s
@@ -81,7 +83,7 @@ class EngineStats:
             if prefill_tokens > 0:
                 self._prefill_per_s = _smooth(self._prefill_per_s, prefill_tokens / elapsed_s)
             if prefill_tokens > 0 or self.step % DECODES_PER_RECORD == 0:
-                self.step_cost.record(StepWork.of(slices), elapsed_s)
+                self.step_cost.record(StepWork.of(slices), device_s or elapsed_s)
 
     def wait_s(self, requests: RequestTable, turn: Payer) -> float:
         """Return the seconds until a payer's waiting requests have started, by its share of the
@@ -124,6 +126,8 @@ class EngineStats:
             evicted_blocks_total=held.evicted_blocks_total,
             expired_blocks_total=held.expired_blocks_total,
             copied_blocks_total=held.copied_blocks_total,
+            window_blocks=held.window_blocks,
+            window_gone_tokens_total=held.window_gone_tokens_total,
             preemptions_total=scheduler.preemptions,
             steps_per_s=1 / self._step_s if self._step_s > 0 else 0.0,
             prefill_tokens_per_s=self._prefill_per_s,

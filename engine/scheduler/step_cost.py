@@ -30,6 +30,9 @@ REFIT_STEPS: Final = 4
 PRIOR_TOKENS, PRIOR_S, PRIOR_WEIGHT = 64, 0.032, 0.02
 """A step that stands for no measurement yet: so a new engine begins with short slices."""
 
+KNOWN_STEPS: Final = 32
+"""Recorded steps from which predictions are more than the prior."""
+
 SLICE_TOKENS: Final = 16
 SLICE_TOKENS_MIN: Final = 2 * SLICE_TOKENS
 """Prompt tokens of a step that time does not limit."""
@@ -107,6 +110,11 @@ class StepCost:
         self._add(self._sums[index], work, elapsed_s, 1.0)
         self._recorded += 1
         self._new_steps += 1
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether enough steps were recorded for predictions to rest on measurements."""
+        return self._recorded >= KNOWN_STEPS
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step. O(1); now and then a fit of about 100 µs."""

@@ -196,7 +196,8 @@ class _DiscardSink:
 
 def log(event: str, **facts: object) -> None:
     """Write one JSON line to standard error; do nothing if its reader has gone."""
-    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    now = datetime.now(UTC).replace(tzinfo=None)
+    at = f"{now.isoformat(timespec='milliseconds')}Z"
     line = msgspec.json.encode({"at": at, "event": event, **facts})
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.buffer.write(line + b"\n")
@@ -209,14 +210,14 @@ def log_failed_step(step: int, error: Exception) -> None:
     Messages are left out: they may quote a prompt.
     """
     causes: list[str] = []
-    at: list[str] = []
+    raised: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(causes) < CAUSES_MAX:
         causes.append(type(cause).__name__)
         frames = traceback.extract_tb(cause.__traceback__)[-FRAMES_MAX:]
-        at += [f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in frames]
+        raised += [f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in frames]
         cause = cause.__cause__ or cause.__context__
-    log("step_failed", step=step, error=causes[0], causes=causes[1:], at=at)
+    log("step_failed", step=step, error=causes[0], causes=causes[1:], frames=raised)
 
 
 async def run(

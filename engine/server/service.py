@@ -166,13 +166,15 @@ class EngineService:
         """Handle all commands in the inbox; without work, wait for one until the heartbeat.
 
         Returns False to stop. The core runs its maintenance at each heartbeat, so no block expires
-        later than that. Grammars that are being compiled are polled in between.
+        later than that. Grammars that are being compiled are polled in between. While a step runs
+        on the device, all commands that come until the next launch is due are handled.
         """
         is_busy = core.has_work() or core.is_recounting
         wait_s = 0.0 if is_busy else max(0.0, self._heartbeat_at_s - self.clock())
         if core.is_waiting_for_grammars:
             wait_s = COMPILE_POLL_S
         while True:
+            wait_s = max(wait_s, core.launch_hold_s())
             try:
                 item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             except queue.Empty:
@@ -333,7 +335,10 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         built = build_runner(card, config)
     core = Core(
         PrefixCache(
-            blocks=built.blocks, block_size=config.block_size, context_tokens=built.context
+            blocks=built.blocks,
+            block_size=config.block_size,
+            context_tokens=built.context,
+            windows=built.kv_format.windows,
         ),
         built.runner,
         config,
@@ -358,6 +363,7 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         device=built.device,
         pid=os.getpid(),
         promisable_blocks=core.cache.promisable_blocks,
+        kv_windows=built.kv_format.windows,
     )
     return core, info
 

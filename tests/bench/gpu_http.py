@@ -31,6 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.config import EngineConfig
 from engine.model_store import ModelCard, load_card
 from gateway import app
+from gateway.cli.database import KEY_FILE, open_store
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
 from tests.bench import open_loop
 from tests.bench.gpu_workloads import LLAMA_8B, OUTPUT, WORKLOADS, Workload, print_line
@@ -90,7 +91,7 @@ def config_of(data: Path, sequences: int) -> Config:
 def serve(data: Path, sequences: int) -> int:
     """Run the server, in its own process."""
     config = config_of(data, sequences)
-    store, _ = app.open_store(config)
+    store, _ = open_store(config)
     card = load_card(data / "model")
     return asyncio.run(
         app.serve(config, card, store, lambda _: print_line("ready"), lambda: config)
@@ -298,7 +299,7 @@ def main() -> int:
                 line = server.stdout.readline()
                 assert line.startswith("ready"), f"unexpected line from the server: {line!r}"
                 print_line(f"ready after {time.perf_counter() - started:.1f} s")
-                key = (data / app.KEY_FILE).read_text().strip()
+                key = (data / KEY_FILE).read_text().strip()
                 works = [work for work in WORKLOADS if work.name in names]
                 clients = Clients(key, options.clients)
                 try:

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine.api import CacheGrant, Request, Sampling, Tokens
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture, Layer
 from engine.models.gpu_layers import GpuOps
 from engine.models.registry import build_model
 from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
@@ -217,7 +217,7 @@ def summary(
 
 def check() -> None:
     """Print how graphs differ from launches operation by operation, on two layers."""
-    config = msgspec.structs.replace(LLAMA_8B, layers=2)
+    config = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),) * 2)
     device = torch.device("cuda")
     model = build_model(config, random_weights(config, torch.bfloat16, 0, device), GpuOps())
     form = kv_format(config, torch.bfloat16, BLOCK)
@@ -274,7 +274,7 @@ def compared(
 class MixedBench:
     """The sections that need the whole model."""
 
-    def __init__(self, config: ModelConfig, blocks: int, seconds: float) -> None:
+    def __init__(self, config: Architecture, blocks: int, seconds: float) -> None:
         self.bench = Bench(config, blocks)
         self.runner = self.bench.runner
         self.seconds = seconds
@@ -492,7 +492,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     rest = [name for name in wanted if name != "check"]
     if rest:
-        config = msgspec.structs.replace(LLAMA_8B, layers=options.layers)
+        config = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),) * options.layers)
         bench = MixedBench(config, options.blocks, options.seconds)
         for name in rest:
             guarded(name, getattr(bench, name))

@@ -21,7 +21,7 @@ import torch
 from engine.attention.gpu_backend import GpuAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture, Layer, Rope
 from engine.runner.gpu_runner import BUCKETS, MIXED_BUCKETS, MIXED_CLASSES
 from kernels.gpu.tree_attention import tree_attention
 from kernels.gpu.work_list import Slices
@@ -39,9 +39,15 @@ BLOCKS, SEQUENCES, TOKENS = 6_000, 512, 8_480
 ERROR_MAX = 8e-3
 
 
-def model_of(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
+def model_of(heads: int, kv_heads: int, head_dim: int) -> Architecture:
     return msgspec.structs.replace(
-        LLAMA_8B, layers=2, heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=131_072
+        LLAMA_8B,
+        layers=(Layer(),) * 2,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        context=131_072,
+        ropes={"full": Rope(500_000.0, head_dim)},
     )
 
 

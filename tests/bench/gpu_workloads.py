@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import ModelConfig
+from engine.model_store import Architecture, Layer, Rope
 from engine.models.gpu_layers import GpuOps
 from engine.models.registry import build_model
 from engine.plan import StepResult
@@ -35,9 +35,9 @@ from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
 from engine.weights import random_weights
 
-LLAMA_8B = ModelConfig(
-    architecture="llama",
-    layers=32,
+LLAMA_8B = Architecture(
+    family="llama",
+    layers=(Layer(),) * 32,
     hidden=4096,
     intermediate=14_336,
     heads=32,
@@ -45,7 +45,7 @@ LLAMA_8B = ModelConfig(
     head_dim=128,
     vocab=128_256,
     context=16_384,
-    rope_theta=500_000.0,
+    ropes={"full": Rope(500_000.0, 128)},
 )
 BLOCK, OUTPUT = 16, 128
 
@@ -130,7 +130,7 @@ class TimedRunner(GpuRunner):
 class Bench:
     """One model on a GPU, and a core over it."""
 
-    def __init__(self, config: ModelConfig, blocks: int) -> None:
+    def __init__(self, config: Architecture, blocks: int) -> None:
         device = torch.device("cuda")
         self.config = config
         weights = random_weights(config, torch.bfloat16, 0, device)
@@ -257,7 +257,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=20_000)
     options = parser.parse_args()
-    bench = Bench(msgspec.structs.replace(LLAMA_8B, layers=options.layers), options.blocks)
+    config = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),) * options.layers)
+    bench = Bench(config, options.blocks)
     print_line(f"{torch.cuda.get_device_name()}, copy {bench.copy_rate / 1e9:.0f} GB/s")
     results = []
     for work in WORKLOADS:

@@ -168,7 +168,9 @@ class StepBench(Bench):
     """The engine of `gpu_workloads`, with grammars."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(msgspec.structs.replace(LLAMA_8B, layers=layers), 20_000)
+        super().__init__(
+            msgspec.structs.replace(LLAMA_8B, layers=LLAMA_8B.layers[:1] * layers), 20_000
+        )
         self.core = Core(
             PrefixCache(blocks=20_000, block_size=BLOCK),
             self.runner,
@@ -231,7 +233,7 @@ def main() -> None:
     """Print one line per measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="32,100,200")
-    parser.add_argument("--layers", type=int, default=LLAMA_8B.layers)
+    parser.add_argument("--layers", type=int, default=len(LLAMA_8B.layers))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cpu", action="store_true", help="the CPU's sampler alone")
     options = parser.parse_args()

@@ -16,7 +16,9 @@ GREEDY = Sampling(temperature=0)
 class RecordedWorld(World):
     """A world that records its plans by request id."""
 
-    def __init__(self, *, blocks: int = 64, depth: int = 1, **config: Any) -> None:
+    def __init__(
+        self, *, blocks: int = 64, depth: int = 1, windows: tuple[int, ...] = (), **config: Any
+    ) -> None:
         settings: dict[str, Any] = {
             "step_tokens_max": 16,
             "prefill_chunk_tokens_max": 8,
@@ -29,6 +31,7 @@ class RecordedWorld(World):
             depth=depth,
             context_tokens=1000,
             promises=False,
+            windows=windows,
         )
         self.plans: list[StepPlan] = []
         self.rows: list[dict[str, int]] = []

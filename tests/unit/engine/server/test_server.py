@@ -289,7 +289,7 @@ async def test_a_failed_step_is_logged_with_its_cause() -> None:
         await first(client, request("b"), Finished)
 
         assert failed["error"] == "ValueError"
-        assert failed["at"][-1].startswith("fake_engine_process.py:")
+        assert failed["frames"][-1].startswith("fake_engine_process.py:")
         assert "units" not in json.dumps(failed)
         await client.close()
 
