@@ -296,6 +296,12 @@ class Limiter:
         now_ns = self.now_ns()
         return _states([one.row for one in self._peek(identity, now_ns)], now_ns)
 
+    def status_of_tenant(self, tenant_id: int, limits: Limits) -> dict[Meter, LimitState]:
+        """Return the state of each of a tenant's own limits. O(limits)."""
+        now_ns = self.now_ns()
+        usage = self._tenants.get(tenant_id) or _Usage("tenant")
+        return _states([usage.apply(limits, now_ns)], now_ns)
+
     def release(self, accounts: tuple[_Usage, _Usage]) -> None:
         """End a request of these two; called once by `Reservation.settle`."""
         tenant, key = accounts

@@ -7,6 +7,7 @@ other modules of `tenancy`, and the gateway, use these types.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Literal, get_args
@@ -15,6 +16,12 @@ from msgspec import Struct
 
 WallClock = Callable[[], int]
 """A function that returns milliseconds since the epoch, UTC."""
+
+
+def wall_ms() -> int:
+    """Return Unix milliseconds, the ledger's clock. Only what starts a program calls it; everything
+    else takes a clock."""
+    return time.time_ns() // 1_000_000
 
 
 def format_utc(at_ms: object) -> str:
@@ -51,7 +58,8 @@ class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
 class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant's share of the cache and of the engine's time, without the engine's types.
 
-    `classes`: the retention classes that the tenant may use; None allows all.
+    `classes`: the retention classes that the tenant may use; None allows all. `default_class`: the
+    class of requests that name none; None leaves it to their API.
     `promised_blocks_max`: how many blocks may be promised to the tenant at a time; None leaves the
     bound to the engine.
     """
@@ -62,6 +70,7 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     classes: tuple[str, ...] | None = None
     promised_blocks_max: int | None = None
+    default_class: str | None = None
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -92,6 +101,7 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     priority: int = 0
     classes: tuple[str, ...] | None = None
     promised_blocks_max: int | None = None
+    default_class: str | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     input_tokens_per_minute: int | None = None
@@ -108,6 +118,7 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             priority=self.priority,
             classes=self.classes,
             promised_blocks_max=self.promised_blocks_max,
+            default_class=self.default_class,
         )
 
     @property

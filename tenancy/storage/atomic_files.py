@@ -24,7 +24,8 @@ def atomic_write(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """Yield the path of an empty part file, which replaces `target` when the block has ended.
 
     If the block raises, the part file is removed, and all files beside it whose names begin with
-    its name. Removes the part files of dead writers in the folder. Raises OSError.
+    its name. Removes the part files of dead writers in the folder. Raises OSError, which names
+    `target`, also for a write in the block that names no file.
     """
     _remove_stale_parts(target.parent)
     part, file = _create_part(target, mode)
@@ -33,6 +34,11 @@ def atomic_write(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
         os.fsync(file)
         part.replace(target)
         fsync_path(target.parent)
+    except OSError as error:
+        names_none = error.filename is None and error.errno is not None  # a failed write or fsync
+        if names_none or error.filename == str(part):
+            error.filename = str(target)
+        raise
     finally:
         _remove(part)
         os.close(file)

@@ -26,19 +26,19 @@ ACTIONS = (
     *("key.create", "key.change", "key.rotate", "key.revoke", "key.declare"),
     *("shared_scope.set", "shared_scope.remove", "shared_scope.declare"),
     *("rate_card.add", "budget.set", "ledger.adjust", "ledger.close", "ledger.restore"),
-    "cache.erase",
+    *("cache.erase", "webhook.test"),
 )
 """Every action that is recorded."""
 _ENCODE = msgspec.json.Encoder(order="sorted").encode
 
-ActorKind = Literal["admin_key", "command", "file"]
+ActorKind = Literal["admin_key", "command", "file", "trusted_header"]
 
 
 class Actor(Struct, frozen=True):
     """The party that makes a change, and the time.
 
-    `actor_id`: the number of the administrator's key, or the user of the command. `address`: of the
-    administrator's client.
+    `actor_id`: the number of the administrator's key, the user of the command, or the user that a
+    trusted proxy named. `address`: of the administrator's client, or of the proxy.
     """
 
     kind: ActorKind

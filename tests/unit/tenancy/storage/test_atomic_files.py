@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -55,6 +57,16 @@ def test_replaces_target_when_complete(tmp_path: Path) -> None:
     assert (meanwhile, target.read_text()) == ("before", "whole")
     assert target.stat().st_mode & 0o777 == 0o600
     assert names(tmp_path) == ["a"]
+
+
+def test_failed_write_names_the_target(tmp_path: Path) -> None:
+    """The system's error of a write names no file; the part file's name would help no reader."""
+    target = tmp_path / "a"
+    with pytest.raises(OSError, match="No space left") as caught, atomic_write(target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert caught.value.filename == str(target)
+    assert names(tmp_path) == []
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:

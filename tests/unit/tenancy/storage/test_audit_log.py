@@ -8,6 +8,7 @@ from msgspec import structs
 
 from tenancy.accounting.backups import mark_restored
 from tenancy.accounting.closing import close_days
+from tenancy.accounting.webhook_outbox import WebhookEvent, put_event
 from tenancy.accounts import keys, tenants
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
@@ -68,6 +69,7 @@ def change_everything(store: Store, wall: Wall) -> list[str]:
     reconcile(store, wall, declared, [ScopeTerms(name="filed", owner="cid")], BY)
     tenants.create_tenant(store, wall, "dan", by=BY)
     delete_tenant(store, wall, "dan", BY)
+    put_event(store, WebhookEvent("1", "webhook.test", {}), ["ops"], wall(), BY)
     return secrets
 
 
