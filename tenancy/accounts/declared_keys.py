@@ -30,7 +30,7 @@ from tenancy.accounts.keys import (
 from tenancy.errors import BadName
 from tenancy.limits import check_limits
 from tenancy.storage.interface import Row, Store, Transaction
-from tenancy.types import Limits, WallClock
+from tenancy.types import Limits, ToleranceMode, WallClock
 
 KEYS_DECLARED_MAX = 10_000
 """The most keys that a configuration file may declare."""
@@ -41,7 +41,7 @@ class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """One `[[tenants.keys]]` table: the settings of `trunkline key create`, with limits inlined.
 
     `sha256`: the digest of the whole key, in hexadecimal. `file`: alternatively, the file from
-    which the gateway reads the key.
+    which the gateway reads the key. `tolerance`: None leaves it to the server.
     """
 
     label: str
@@ -50,6 +50,7 @@ class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True)
     workspace: str = "default"
     scopes: tuple[str, ...] = SCOPES
     expires: Annotated[datetime, Meta(tz=True)] | None = None
+    tolerance: ToleranceMode | None = None
 
     @property
     def limits(self) -> Limits:
@@ -74,6 +75,7 @@ class _Terms(Struct, frozen=True):
     scopes: str
     expires_ms: int | None
     limits: str
+    tolerance: ToleranceMode | None
 
 
 _KeyPath = tuple[str, str]
@@ -168,9 +170,9 @@ def _apply_change(
         return _insert(db, now_ms, at, new), "created"
     if old.digest == new.digest:
         db.execute(
-            "update keys set workspace = ?, scopes = ?, expires_ms = ?, limits = ?"
+            "update keys set workspace = ?, scopes = ?, expires_ms = ?, limits = ?, tolerance = ?"
             " where key_id = ?",
-            (new.workspace, new.scopes, new.expires_ms, new.limits, key_id),
+            (new.workspace, new.scopes, new.expires_ms, new.limits, new.tolerance, key_id),
         )
         return key_id, "changed"
     _revoke(db, now_ms, key_id)
@@ -189,11 +191,12 @@ def _insert(
     shown = DIGEST_PREFIX + new.digest.hex()[:SHOWN_CHARS]
     made = db.rows(
         "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
-        " scopes, limits, line_id, is_declared) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
+        " scopes, limits, tolerance, line_id, is_declared)"
+        " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
         " returning key_id",
         (
             *(new.digest, shown, tenant_id, new.workspace, label, now_ms, new.expires_ms),
-            *(new.scopes, new.limits, line_id),
+            *(new.scopes, new.limits, new.tolerance, line_id),
         ),
     )
     return int(made[0][0])
@@ -246,7 +249,8 @@ def _describe(at: _KeyPath) -> str:
 
 _TENANTS = "select name, tenant_id from tenants where is_declared = 1"
 _DECLARED = (
-    "select name, label, key_id, digest, workspace, scopes, expires_ms, keys.limits from keys"
+    "select name, label, key_id, digest, workspace, scopes, expires_ms, keys.limits, tolerance"
+    " from keys"
     " join tenants using (tenant_id) where keys.is_declared = 1 and tenants.is_declared = 1"
 )
 
@@ -267,6 +271,7 @@ def _wanted_terms(wanted: DeclaredKeys) -> dict[_KeyPath, _Terms]:
             encode_scopes(key.scopes),
             None if key.expires is None else round(key.expires.timestamp() * 1000),
             encode_limits(key.limits),
+            key.tolerance,
         )
         for tenant, keys in wanted.items()
         for key in keys

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 
 from tenancy.accounts.shared_scopes import list_owned_scopes
-from tenancy.accounts.stored_responses import forget_stored
 from tenancy.accounts.tenants import (
     TenantRecord,
     find_tenant_in,
@@ -20,14 +19,22 @@ from tenancy.accounts.tenants import (
 from tenancy.errors import BadName, ConstraintBroken
 from tenancy.ledger import idempotency
 from tenancy.pseudonyms import PSEUDONYM_PREFIX, check_not_deleted, is_pseudonym
+from tenancy.responses.conversations import forget_conversations
+from tenancy.responses.stored_responses import forget_stored
 from tenancy.storage.audit_log import Actor, forget_values, record
 from tenancy.storage.interface import Store, Transaction
 from tenancy.types import TenantSettings, WallClock
 
+_PERSONAL = (
+    *("scope_members", "written_prefixes", "stored_sums", "history_samples", "request_records"),
+    *("findings", "prompt_origins", "webhook_deliveries", "request_users"),
+)
+"""Tables whose rows of a tenant go with it, also where its ledger rows stay."""
+
 
 def delete_tenant(store: Store, clock: WallClock, name: str, by: Actor | None = None) -> str | None:
-    """Delete a tenant with its keys, limits, budgets, memberships, cached contents and stored
-    responses.
+    """Delete a tenant with its keys, limits, budgets, memberships, cached contents, stored
+    responses and conversations.
 
     Returns the pseudonym under which its ledger rows stay, or None if it has none; then its number
     is deleted too. Raises BadName while the tenant owns a shared scope, is declared, or has running
@@ -38,14 +45,8 @@ def delete_tenant(store: Store, clock: WallClock, name: str, by: Actor | None = 
             tenant_id = _find_deletable(db, name).tenant.tenant_id
             idempotency.forget(db, tenant_id)
             forget_stored(db, tenant_id)
-            for table in (
-                "scope_members",
-                "keys",
-                "named_sums",
-                "stored_sums",
-                "written_prefixes",
-                "tenants",
-            ):
+            forget_conversations(db, tenant_id)
+            for table in (*_PERSONAL, "keys", "named_sums", "tenants"):
                 db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
             _record(db, by, tenant_id)
         return None
@@ -95,7 +96,8 @@ def _pseudonymise(db: Transaction, found: TenantRecord, now_ms: int) -> str:
         raise BadName("name_taken", f"pseudonym is taken: {pseudonym}")
     idempotency.forget(db, tenant_id)
     forget_stored(db, tenant_id)
-    for table in ("scope_members", "budgets", "budget_windows", "written_prefixes", "stored_sums"):
+    forget_conversations(db, tenant_id)
+    for table in (*_PERSONAL, "budgets", "budget_windows"):
         db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
     for key_id, digest in db.rows(
         "select key_id, digest from keys where tenant_id = ?", (tenant_id,)

@@ -6,6 +6,7 @@ The module knows no HTTP and no engine. The admin API and the command line call 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -62,7 +63,7 @@ class TenantRecord(Struct, frozen=True):
 
 _TENANTS = (
     "select tenant_id, name, status, created_ms, tier, is_declared, floor_blocks, ceiling_blocks,"
-    " weight, priority, classes, promised_blocks_max, limits from tenants"
+    " weight, priority, classes, promised_blocks_max, default_class, limits from tenants"
 )
 
 
@@ -261,7 +262,8 @@ def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) ->
     check_settings(settings)
     db.execute(
         "update tenants set tier = ?, floor_blocks = ?, ceiling_blocks = ?, weight = ?,"
-        " priority = ?, classes = ?, promised_blocks_max = ?, limits = ? where tenant_id = ?",
+        " priority = ?, classes = ?, promised_blocks_max = ?, default_class = ?, limits = ?"
+        " where tenant_id = ?",
         (
             settings.tier,
             settings.floor_blocks,
@@ -270,6 +272,7 @@ def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) ->
             settings.priority,
             None if settings.classes is None else " ".join(settings.classes),
             settings.promised_blocks_max,
+            settings.default_class,
             encode_limits(settings.limits),
             tenant_id,
         ),
@@ -313,6 +316,15 @@ def check_settings(settings: TenantSettings) -> None:
         raise BadName("bad_policy", f"too many retention classes: limit {CLASSES_MAX}")
     for name in settings.classes or ():
         check_name(name, "retention class")
+    default = settings.default_class
+    if default is not None:
+        check_name(default, "retention class")
+        if settings.classes is not None and default not in settings.classes:
+            raise BadName(
+                "bad_policy",
+                f"default_class is not allowed: {default!r}; expected one of the tenant's classes:"
+                f" {', '.join(settings.classes) or 'none'}",
+            )
 
 
 def find_tenant_in(db: Transaction, name: str) -> TenantRecord:
@@ -328,12 +340,15 @@ def _record_of(row: Row) -> TenantRecord:
     classes = None if row[10] is None else tuple(row[10].split())
     return TenantRecord(
         Tenant(*(*row[:5], bool(row[5]))),
-        CachePolicy(*(*row[6:10], classes, row[11])),
-        decode_limits(row[12]),
+        CachePolicy(*(*row[6:10], classes, row[11], row[12])),
+        decode_limits(row[13]),
     )
 
 
 def _unknown_tenant(name: str, names: list[str]) -> BadName:
     known = ", ".join(names[:10]) or "none"
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return BadName("tenant_unknown", f"unknown tenant: {name[:80]!r} (known: {known}{more})")
+    close = difflib.get_close_matches(name[:80], names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    message = f"unknown tenant: {name[:80]!r}{hint} (known: {known}{more})"
+    return BadName("tenant_unknown", message)

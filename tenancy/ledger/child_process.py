@@ -20,6 +20,8 @@ from contextlib import suppress
 
 import msgspec
 
+from tenancy.types import format_utc
+
 READ_BYTES = 2**16
 """Bytes per read: as many as a transaction of small ledger items."""
 
@@ -93,10 +95,10 @@ def run(name: str, serve: Callable[[socket.socket], int]) -> int:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[-6:]
         facts = {
-            "at_ms": time.time_ns() // 1_000_000,
+            "at": format_utc(time.time_ns() // 1_000_000),
             "event": f"{name}_failed",
             "error": type(error).__name__,
-            "at": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
+            "frames": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
         }
         with suppress(OSError):
             os.write(2, msgspec.json.encode(facts) + b"\n")

@@ -10,10 +10,13 @@ from tenancy.accounting.usage import usage
 from tenancy.ledger.idempotency import find
 from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.budgets import budget_states
+from tenancy.pricing.charges import is_charged
 from tenancy.storage.backends import open_store
 from tests.crash.ledger_child import (
     answer,
+    charge_pico,
     claim,
+    ending,
     entry,
     furnish,
     is_named,
@@ -37,13 +40,16 @@ def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = froz
         found = {row[0]: row[1:] for row in rows}
         assert len(found) == len(rows), "an entry is there twice"
         assert confirmed <= set(found), "a confirmed entry is lost"
-        for request_id, (ending, tokens, charge) in found.items():
-            right = {output_tokens(request_id)}
-            if ending == "interrupted":
+        for request_id, (how, tokens, charge) in found.items():
+            right, cost = {output_tokens(request_id)}, charge_pico(request_id)
+            if how == "interrupted":
                 right = {0} if is_named(request_id) else {0, noted_tokens(request_id)}
+                cost = tokens * 10**6
+            else:
+                assert how == ending(request_id), "an entry has another ending"
             assert tokens in right, "an entry is not what was sent, or noted"
-            assert charge == tokens * 10**6, "an entry is not charged what it costs"
-        assert all(found[request_id][0] == "done" for request_id in confirmed)
+            assert charge == cost, "an entry is not charged what it costs"
+        assert all(found[request_id][0] == ending(request_id) for request_id in confirmed)
         assert ledger.open_holds() == 0, "a hold was left open"
         names = {row[0] for row in store.query("select name from named_requests")}
         whole = {one for one in found if found[one][0] == "done" and is_named(one)}
@@ -58,11 +64,11 @@ def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = froz
         (state,) = budget_states(store, lambda: 3)
         assert state.reserved_pico == 0, "a reservation has no hold"
         assert state.spent_pico == sum(row[3] for row in rows), "a budget is not its charges"
-        done = sum(ending == "done" for ending, _, _ in found.values())
+        charged = sum(how != "interrupted" and is_charged(how) for how, _, _ in found.values())
         breaches = store.query(
             "select sum(amount_pico) from adjustments where reason like '%lost%'"
         )
-        assert breaches == [(-3 * done or None,)], "a broken promise is not credited once"
+        assert breaches == [(-3 * charged or None,)], "a broken promise is not credited once"
         assert check_books(store) == []
         return len(rows)
     finally:

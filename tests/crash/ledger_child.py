@@ -20,13 +20,15 @@ from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger, NamedEntry, StorageReading
 from tenancy.pricing.budgets import Budget, set_budget
-from tenancy.pricing.charges import RateCard
+from tenancy.pricing.charges import PAYERS, RateCard, is_charged
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
 
 AT_ONCE = 4
+ENDINGS = sorted(set(PAYERS) - {"interrupted"})
+"""Every ending but that of a request whose process died."""
 CARD = RateCard("std", output=10**6, cache_write={"5m": 3}, breach_credit="write_price")
 """Each entry has one token of a broken promise."""
 
@@ -36,6 +38,17 @@ def output_tokens(request_id: str) -> int:
     return 1 + int(request_id.rpartition("-")[2]) % 7
 
 
+def ending(request_id: str) -> str:
+    """Return how a request ends: whole if it has an idempotency key, else in each way in turn."""
+    number = int(request_id.rpartition("-")[2])
+    return "done" if is_named(request_id) else ENDINGS[number // AT_ONCE % len(ENDINGS)]
+
+
+def charge_pico(request_id: str) -> int:
+    """Return what a settled request costs: nothing where the operator pays."""
+    return output_tokens(request_id) * 10**6 if is_charged(ending(request_id)) else 0
+
+
 def entry(request_id: str) -> UsageEntry:
     """Return the entry that a request id must have."""
     return UsageEntry(
@@ -43,7 +56,7 @@ def entry(request_id: str) -> UsageEntry:
         tenant_id=1,
         key_id=1,
         model="m",
-        ending="done",
+        ending=ending(request_id),
         started_ms=1,
         ended_ms=2,
         prompt_tokens=5,
@@ -56,7 +69,7 @@ def entry(request_id: str) -> UsageEntry:
         recomputed_promised_tokens=1,
         epoch="e1",
         rate_card_id="std@1",
-        charge_pico=output_tokens(request_id) * 10**6,
+        charge_pico=charge_pico(request_id),
     )
 
 

@@ -68,6 +68,7 @@ def test_declared_key_authenticates(store: Store, wall: Wall) -> None:
     """By its digest, with its declared settings; omitted settings have the defaults of `key
     create`."""
     lab = keyed("lab", APP, workspace="lab", scopes=("usage",), expires=LATER, requests_at_once=3)
+    lab = replace(lab, tolerance="strict")
     made = told(store, wall, ada(keyed(), lab))
     of_lab, of_web = list_keys(store)
     by_hand = create_key(store, wall, 1, label="web")
@@ -77,6 +78,7 @@ def test_declared_key_authenticates(store: Store, wall: Wall) -> None:
     assert (opens(store, wall, WEB), opens(store, wall, APP)) == ("default", "lab")
     assert (of_lab.scopes, of_lab.expires_ms) == (("usage",), LATER_MS)
     assert of_lab.limits == Limits(requests_at_once=3)
+    assert (of_lab.tolerance, of_web.tolerance) == ("strict", None)
     assert (of_web.scopes, of_web.expires_ms, of_web.limits) == (plain.scopes, None, plain.limits)
     assert (of_web.is_declared, plain.is_declared) == (True, False)
 
@@ -133,6 +135,7 @@ def test_expired_key_can_be_replaced(store: Store, wall: Wall) -> None:
         ({"expires": LATER}, "expires_ms", LATER_MS),
         ({"tokens_per_minute": 7}, "limits", Limits(tokens_per_minute=7)),
         ({"workspace": "lab"}, "workspace", "lab"),
+        ({"tolerance": "lenient"}, "tolerance", "lenient"),
     ],
 )
 def test_changed_settings_change_the_key(

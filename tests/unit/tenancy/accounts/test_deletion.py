@@ -6,6 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from tenancy.accounting.audit import check_books
+from tenancy.accounting.request_records import RequestRecord, write_records
+from tenancy.accounting.samples import Sample, write_samples
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.cached_contents import (
     CachedContentQuota,
@@ -143,3 +145,20 @@ def test_ids_of_deleted_tenants_are_not_reused(store: Store, wall: Wall) -> None
 
     assert next_tenant == 2
     assert [key.key_id for key in list_keys(store)] == [2]
+
+
+@pytest.mark.parametrize("has_entries", [True, False])
+def test_samples_and_records_of_requests_go(store: Store, wall: Wall, has_entries: bool) -> None:
+    """They are kept for charts and support, and no invoice needs them."""
+    if has_entries:
+        furnish(store, wall)
+    else:
+        create_tenant(store, wall, "ada")
+    write_samples(store, [Sample(1, 0), Sample(2, 0)])
+    for number in (1, 2):
+        record = RequestRecord(f"q{number}", number, 1, "/", "", "m", False, 429, "refused", "c", 1)
+        write_records(store, [record])
+    delete_tenant(store, wall, "ada")
+
+    for table in ("history_samples", "request_records"):
+        assert store.query(f"select tenant_id from {table}") == [(2,)]

@@ -314,8 +314,10 @@ def test_unknown_tenant_error_lists_known_names(store: Store, wall: Wall) -> Non
     for number in range(12):
         create_tenant(store, wall, f"t{number:02}")
 
-    with pytest.raises(BadName, match=r"'t1' \(known: t00, .*, t09 and 2 more\)"):
+    with pytest.raises(BadName, match=r"'t1'; did you mean 't11'\? \(known: t00, .* and 2 more\)"):
         find_tenant(store, "t1")
+    with pytest.raises(BadName, match=r"'quite-another' \(known: t00"):
+        find_tenant(store, "quite-another")
 
 
 @pytest.mark.parametrize(

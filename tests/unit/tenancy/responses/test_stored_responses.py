@@ -7,20 +7,20 @@ from msgspec.structs import replace
 
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
-from tenancy.accounts.stored_responses import (
-    NO_QUOTA,
+from tenancy.accounts.tenants import create_tenant
+from tenancy.responses.stored_responses import (
     SWEPT_AT_ONCE,
     ResponseRecord,
-    StorageQuota,
     StoredTurn,
     delete_response,
     erase_stored,
     find_response,
+    load_parts,
     load_thread,
     store_responses,
     sweep_stored,
 )
-from tenancy.accounts.tenants import create_tenant
+from tenancy.responses.stored_sums import NO_QUOTA, StorageQuota
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
@@ -72,6 +72,20 @@ def test_thread_has_its_turns_in_order(owned: Store) -> None:
         first,
         StoredTurn("r3", b"in3", b"out1"),
     ]
+
+
+def test_parts_of_responses_are_loaded_within_a_bound(owned: Store) -> None:
+    """Of the workspace, and only of responses that are there."""
+    keep(owned, ONE, TWO)
+    ids = ["r1", "r2", "r9"]
+
+    mine = 1, "default"
+    assert load_parts(owned, mine, "input", ids, 2_000, 6) == {"r1": b"in1", "r2": b"in2"}
+    assert load_parts(owned, mine, "response", ["r1"], 2_000, 4) == {"r1": b"out1"}
+    assert load_parts(owned, mine, "input", ids, 2_000, 5) is None
+    assert load_parts(owned, (2, "default"), "input", ids, 2_000, 6) == {}
+    assert load_parts(owned, (1, "other"), "input", ids, 2_000, 6) == {}
+    assert load_parts(owned, mine, "input", ids, 99_000, 6) == {}
 
 
 def test_earlier_responses_live_as_long_as_the_latest(owned: Store) -> None:

@@ -8,40 +8,41 @@ opaque bytes. `gateway.generation.stored_responses` writes and loads them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
 
-from tenancy.pseudonyms import is_pseudonym
-from tenancy.storage.interface import Row, Store, Transaction
+from tenancy.responses.conversations import ItemsChange, append_items_in
+from tenancy.responses.stored_sums import (
+    Obstacle,
+    StorageQuota,
+    Sums,
+    obstacle_of_owner,
+    subtract,
+)
+from tenancy.storage.interface import (
+    Store,
+    Transaction,
+    Value,
+    pad_to_power_of_two,
+    placeholders,
+)
 
 SWEPT_AT_ONCE = 200
 """Rows that one transaction sweeps, so that other transactions wait only briefly."""
+LOADED_AT_ONCE = 16
+"""Most responses that one query loads, so that few are in memory at a time."""
 RENEWALS_PER_LIFETIME = 24
 """A thread's expiry is renewed this often at most: a renewal writes each of its rows."""
-
-Obstacle = Literal["", "tenant_deleted", "erased", "previous_missing", "quota"]
-"""Why a response is not stored; empty if it is."""
-
-
-class StorageQuota(Struct, frozen=True):
-    """Bounds on one tenant's stored responses."""
-
-    responses_max: int = 100_000
-    bytes_max: int = 256 * 2**20
-
-
-NO_QUOTA = StorageQuota()
-"""For changes that store nothing."""
 
 
 class ResponseRecord(Struct, frozen=True):
     """A response to store.
 
     `previous_id`: the response that it continues. `input`: the request's own items; `response`: the
-    response as it was sent.
+    response as it was sent. `is_kept`: whether the response itself is stored; `turn`: the items
+    that are appended to its conversation. Both are stored or none is.
     """
 
     response_id: str
@@ -52,11 +53,18 @@ class ResponseRecord(Struct, frozen=True):
     input: bytes
     response: bytes
     previous_id: str | None = None
+    is_kept: bool = True
+    turn: ItemsChange | None = None
 
     @property
     def size(self) -> int:
-        """Bytes that the quota counts."""
-        return len(self.input) + len(self.response)
+        """Bytes of the stored response that the quota counts."""
+        return len(self.input) + len(self.response) if self.is_kept else 0
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all that is stored."""
+        return self.size + (0 if self.turn is None else self.turn.size)
 
 
 class StoredTurn(Struct, frozen=True):
@@ -67,62 +75,14 @@ class StoredTurn(Struct, frozen=True):
     response: bytes
 
 
-class Sums:
-    """What tenants store, within one transaction; read once per tenant and written at the end."""
-
-    def __init__(self, db: Transaction, quota: StorageQuota = NO_QUOTA) -> None:
-        self._db = db
-        self._quota = quota
-        self._sums: dict[int, tuple[int, int]] = {}
-
-    def has_room(self, tenant_id: int, responses: int, size: int) -> bool:
-        """Return whether the tenant may store so much more."""
-        held, used = self._of(tenant_id)
-        return (
-            held + responses <= self._quota.responses_max and used + size <= self._quota.bytes_max
-        )
-
-    def add(self, tenant_id: int, responses: int, size: int) -> None:
-        """Count so many more responses and bytes, or fewer."""
-        held, used = self._of(tenant_id)
-        self._sums[tenant_id] = held + responses, used + size
-
-    def subtract(self, deleted: Sequence[Row]) -> None:
-        """Count deleted rows (tenant id, bytes)."""
-        responses: Counter[int] = Counter()
-        sizes: Counter[int] = Counter()
-        for tenant_id, size in deleted:
-            responses[tenant_id] += 1
-            sizes[tenant_id] += size
-        for tenant_id, count in responses.items():
-            self.add(tenant_id, -count, -sizes[tenant_id])
-
-    def finish(self) -> None:
-        """Write the sums."""
-        self._db.execute_many(
-            "insert into stored_sums (tenant_id, responses, bytes) values (?, ?, ?)"
-            " on conflict (tenant_id) do update set responses = excluded.responses,"
-            " bytes = excluded.bytes",
-            [(tenant_id, *sums) for tenant_id, sums in sorted(self._sums.items())],
-        )
-
-    def _of(self, tenant_id: int) -> tuple[int, int]:
-        if tenant_id not in self._sums:
-            rows = self._db.rows(
-                "select responses, bytes from stored_sums where tenant_id = ?", (tenant_id,)
-            )
-            self._sums[tenant_id] = (rows[0][0], rows[0][1]) if rows else (0, 0)
-        return self._sums[tenant_id]
-
-
 def store_responses(
     store: Store, records: Sequence[ResponseRecord], quota: StorageQuota, thread_bytes_max: int
 ) -> list[Obstacle]:
     """Store responses in one transaction; return the obstacle of each that is not stored.
 
     A response is not stored if its tenant is deleted, if its tenant or workspace was erased since
-    the request began, if the response that it continues is gone, or if it exceeds the quota or
-    makes its thread longer than `thread_bytes_max`. Raises StoreError.
+    the request began, if the response or the conversation that it continues is gone, or if it
+    exceeds the quota or makes its thread longer than `thread_bytes_max`. Raises StoreError.
     """
     with store.change() as db:
         sums = Sums(db, quota)
@@ -166,6 +126,31 @@ def load_thread(
     return [StoredTurn(row[0], bytes(row[2]), bytes(row[3])) for row in rows]
 
 
+def load_parts(
+    store: Store,
+    owner: tuple[int, str],
+    part: Literal["input", "response"],
+    response_ids: Sequence[str],
+    now_ms: int,
+    bytes_max: int,
+) -> dict[str, bytes] | None:
+    """Return the own items or the response of each stored response that there is, by its id.
+
+    `owner`: tenant and workspace. `response_ids`: at least one, at most `LOADED_AT_ONCE`. None if
+    they have more than `bytes_max` bytes together. Cost: O(ids + bytes). Raises StoreError.
+    """
+    ids = pad_to_power_of_two(response_ids)
+    where = (
+        f"from stored_responses where response_id in {placeholders(len(ids))}"
+        " and tenant_id = ? and workspace = ? and expires_ms > ?"
+    )
+    values: list[Value] = [*ids, *owner, now_ms]
+    if store.query(f"select coalesce(sum(length({part})), 0) {where}", values)[0][0] > bytes_max:
+        return None
+    rows = store.query(f"select response_id, {part} {where}", values)
+    return {row[0]: bytes(row[1]) for row in rows}
+
+
 def delete_response(
     store: Store, tenant_id: int, workspace: str, response_id: str, now_ms: int
 ) -> bool:
@@ -176,7 +161,7 @@ def delete_response(
             f"delete from stored_responses where {_LIVE} returning tenant_id, bytes",
             (response_id, tenant_id, workspace, now_ms),
         )
-        _subtract(db, deleted)
+        subtract(db, deleted)
     return bool(deleted)
 
 
@@ -193,7 +178,7 @@ def forget_stored(
         " returning tenant_id, bytes",
         (tenant_id, workspace, until_ms),
     )
-    _subtract(db, deleted)
+    subtract(db, deleted)
 
 
 def erase_stored(
@@ -214,23 +199,8 @@ def sweep_stored(store: Store, now_ms: int) -> bool:
             " returning tenant_id, bytes",
             (now_ms, SWEPT_AT_ONCE),
         )
-        _subtract(db, deleted)
+        subtract(db, deleted)
     return len(deleted) == SWEPT_AT_ONCE
-
-
-def _obstacle_of_owner(
-    db: Transaction, tenant_id: int, workspace: str, since_ms: int
-) -> Literal["", "tenant_deleted", "erased"]:
-    """Return why nothing may be stored for a request that began at `since_ms`, or an empty text:
-    an erasure also covers what a running request was about to store."""
-    names = db.rows("select name from tenants where tenant_id = ?", (tenant_id,))
-    if not names or is_pseudonym(names[0][0]):
-        return "tenant_deleted"
-    erased = db.rows(
-        "select 1 from erasures where tenant_id = ? and at_ms >= ? and what in ('all', ?) limit 1",
-        (tenant_id, since_ms, f"workspace {workspace}"),
-    )
-    return "erased" if erased else ""
 
 
 _LIVE = "response_id = ? and tenant_id = ? and workspace = ? and expires_ms > ?"
@@ -240,7 +210,7 @@ def _store_response(
     db: Transaction, sums: Sums, record: ResponseRecord, thread_bytes_max: int
 ) -> Obstacle:
     tenant_id, size = record.tenant_id, record.size
-    obstacle = _obstacle_of_owner(db, tenant_id, record.workspace, record.created_ms)
+    obstacle: Obstacle = obstacle_of_owner(db, tenant_id, record.workspace, record.created_ms)
     if obstacle:
         return obstacle
     thread_id, thread_bytes = record.response_id, size
@@ -253,8 +223,13 @@ def _store_response(
         if not rows:
             return "previous_missing"
         thread_id, thread_bytes = rows[0][0], rows[0][1] + size
-    if thread_bytes > thread_bytes_max or not sums.has_room(tenant_id, 1, size):
+    room = int(record.is_kept), record.total_size
+    if thread_bytes > thread_bytes_max or not sums.has_room(tenant_id, *room):
         return "quota"
+    if record.turn is not None:
+        obstacle = append_items_in(db, sums, record.turn, thread_bytes_max)
+    if obstacle or not record.is_kept:
+        return obstacle
     sums.add(tenant_id, 1, size)
     db.execute(
         "insert into stored_responses (response_id, tenant_id, workspace, thread_id, previous_id,"
@@ -288,9 +263,3 @@ def _renew(db: Transaction, thread_id: str, record: ResponseRecord) -> None:
         " and response_id <> ?4",
         (record.expires_ms + slack_ms, thread_id, record.expires_ms, record.response_id),
     )
-
-
-def _subtract(db: Transaction, deleted: Sequence[Row]) -> None:
-    sums = Sums(db)
-    sums.subtract(deleted)
-    sums.finish()

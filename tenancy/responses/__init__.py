@@ -1,0 +1,1 @@
+"""Stored responses and conversations in the database, within each tenant's quota."""
