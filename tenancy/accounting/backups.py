@@ -9,6 +9,7 @@ module.
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def backup(path: Path, target: Path) -> int:
     bytes.
 
     O(size). Creates `target`, readable by its owner only. Raises StoreError, also if `target`
-    exists.
+    exists; `no_room` if its disk is full.
     """
     if target.exists():
         raise StoreError("target_exists", f"File exists: {target}; expected a new file.")
@@ -124,9 +125,32 @@ def _copy(source: Path, target: Path) -> None:
                 pages.step(-1)
     except apsw.NotADBError as error:
         raise StoreError("unusable", f"Not a database: {source}.") from error
+    except apsw.FullError as error:
+        raise _no_room(source, target) from error
+    except apsw.IOError as error:
+        # SQLite's message would be "not an error": the result of the other connection.
+        if getattr(error, "extendedresult", 0) in _READ_ERRORS:  # untyped in apsw
+            raise StoreError("unusable", f"Cannot read {source}: the disk reports an error.") from (
+                error
+            )
+        raise _no_room(source, target) from error
     except apsw.Error as error:
         raise StoreError("unusable", f"Cannot copy {source}: {error}.") from error
     _make_single_file(target)
+
+
+_READ_ERRORS = (apsw.SQLITE_IOERR_READ, apsw.SQLITE_IOERR_SHORT_READ)
+
+
+def _no_room(source: Path, target: Path) -> StoreError:
+    """Return the error of a copy that its target's disk did not take, with the needed bytes."""
+    folder = target.parent
+    message = (
+        f"Cannot write the copy in {folder}: it needs {source.stat().st_size} bytes, and the disk"
+        f" took less ({shutil.disk_usage(folder).free} are free). Free space there, or choose a"
+        " folder on another disk."
+    )
+    return StoreError("no_room", message)
 
 
 def _make_single_file(path: Path) -> None:

@@ -32,9 +32,15 @@ TABLES: dict[str, tuple[str, ...]] = {
     "erasures": ("receipt_id",),
     "cached_contents": ("resource_id",),
     "stored_responses": ("response_id",),
+    "conversations": ("conversation_id",),
+    "conversation_items": ("conversation_id", "position"),
     "stored_sums": ("tenant_id",),
     "written_prefixes": ("gateway", "namespace", "digest", "class"),
+    "findings": ("tenant_id", "hour_ms", "model", "cause", "place"),
+    "prompt_origins": ("gateway", "tenant_id"),
     "audit_log": ("audit_id",),
+    "request_users": ("request_id",),
+    "webhook_deliveries": ("event_id", "endpoint"),
     "rate_cards": ("name", "version"),
     "budgets": ("tenant_id", "key_id", "window"),
     "budget_windows": ("tenant_id", "key_id", "window", "starts_ms"),
@@ -54,6 +60,8 @@ TABLES: dict[str, tuple[str, ...]] = {
     "ledger_epochs": ("number",),
     "charging_rules": ("rule",),
     "engine_pool": ("one",),
+    "history_samples": ("tenant_id", "span_ms", "at_ms", "gateway"),
+    "request_records": ("request_id",),
 }
 """The moved tables with their primary keys, in an order in which references already exist.
 
@@ -83,7 +91,12 @@ file's first epoch.
 
 _PAGE = 2_000
 """Rows of one page."""
-_LARGE_ROW_TABLES = ("cached_contents", "named_requests", "stored_responses")
+_LARGE_ROW_TABLES = (
+    "cached_contents",
+    "named_requests",
+    "stored_responses",
+    "conversation_items",
+)
 """Tables whose rows may have megabytes, so a page has one row."""
 
 Stage = Literal["checked", "written", "read back"]

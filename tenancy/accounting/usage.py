@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tenancy.ledger.aggregates import ENTRY_SUMS, HOUR_MS
 from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
@@ -19,7 +19,7 @@ from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Row, Store, Value
 from tenancy.types import DAY_MS, UsageEntry
 
-UsageGroup = Literal["tenant", "key", "model", "hour", "day"]
+UsageGroup = Literal["tenant", "key", "model", "user", "hour", "day"]
 """A column to group by."""
 
 
@@ -28,7 +28,7 @@ class UsageTotal(Struct, frozen=True):
 
     `hits`: requests that read the cache. `ttft_*`: how many requests reported a time to first
     token, and its sum, for hits and misses. `key_id`, `model` and `from_ms` (the start of the hour
-    or day) are set if the query groups by them.
+    or day) are set if the query groups by them, and `user`: "" for entries that name none.
     """
 
     tenant: str
@@ -51,6 +51,7 @@ class UsageTotal(Struct, frozen=True):
     key_id: int | None = None
     model: str | None = None
     from_ms: int | None = None
+    user: str | None = None
 
 
 _SUMS = (*HOUR_SUMS, "adjusted_micros", "adjusted_rest")
@@ -58,6 +59,8 @@ _GROUPS: dict[UsageGroup, str] = {
     "tenant": "name",
     "key": "key_id",
     "model": "model",
+    "user": "coalesce((select user_ref from request_users"
+    " where request_users.request_id = ledger.request_id), '')",
     "hour": "hour_ms",
     "day": f"hour_ms / {DAY_MS} * {DAY_MS}",
 }
@@ -89,12 +92,15 @@ def usage(
 ) -> list[UsageTotal]:
     """Return sums of what was booked in [since_ms, until_ms), by tenant and the groups of `by`.
 
-    O(days * keys * models) of the tenants, or hours if `by` names the hour.
+    O(days * keys * models) of the tenants, or hours if `by` names the hour; O(entries of the
+    period) if `by` names the user.
     """
     groups: list[UsageGroup] = ["tenant", *(name for name in by if name != "tenant")]
     end_ms = 2**62 if until_ms is None else max(until_ms, since_ms)
     sums: dict[Row, list[int]] = {}
-    levels = _LEVELS if "hour" in groups else (_DAYS, *_LEVELS)
+    levels: tuple[_Level, ...] = _LEVELS if "hour" in groups else (_DAYS, *_LEVELS)
+    if "user" in groups:
+        levels = ()  # sums of hours and days know no users
     for level, first_ms, after_ms in _split_period(since_ms, end_ms, levels):
         values = (tenant, key_id, model, first_ms, after_ms)
         if level is None:
@@ -102,6 +108,24 @@ def usage(
         else:
             _add_level(store, sums, groups, level, values)
     return [_total(groups, group, sums[group]) for group in sorted(sums)]
+
+
+_SUMMED = tuple(
+    name
+    for name in UsageTotal.__struct_fields__
+    if name not in ("tenant", "key_id", "model", "from_ms", "user")
+)
+
+
+def sum_tenants(found: list[UsageTotal]) -> list[UsageTotal]:
+    """Sum over all tenants for each key, model, user and hour or day, in that order. O(rows)."""
+    totals: dict[tuple[int, str, str, int], UsageTotal] = {}
+    for one in found:
+        group = (one.key_id or 0, one.model or "", one.user or "", one.from_ms or 0)
+        before = totals.get(group, UsageTotal(tenant=""))
+        sums = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
+        totals[group] = structs.replace(one, tenant="", **sums)
+    return [totals[group] for group in sorted(totals)]
 
 
 def span_of(
@@ -250,4 +274,5 @@ def _total(groups: Sequence[UsageGroup], group: Row, row: Sequence[int]) -> Usag
         key_id=of.get("key"),
         model=of.get("model"),
         from_ms=of.get("hour", of.get("day")),
+        user=of.get("user"),
     )

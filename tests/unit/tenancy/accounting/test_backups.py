@@ -68,6 +68,34 @@ def refusal(source: Path, path: Path, wall: Wall) -> str:
     return caught.value.code
 
 
+FULL = """
+import resource, sys
+from pathlib import Path
+from tenancy.accounting.backups import backup
+from tenancy.errors import StoreError
+source, target = map(Path, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    backup(source, target)
+except StoreError as error:
+    print(error.code, error.message)
+"""
+
+
+def test_backup_onto_a_full_disk_names_the_folder_and_the_bytes(path: Path, tmp_path: Path) -> None:
+    """With the operating system's file size limit, not a fake. SQLite says "not an error"."""
+    (tmp_path / "full").mkdir()
+    size = path.stat().st_size
+    command = [sys.executable, "-c", FULL, str(path), str(tmp_path / "full" / "copy.db")]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+
+    assert size > 100_000, "the copy must not fit"
+    assert said.stdout.startswith(f"no_room Cannot write the copy in {tmp_path / 'full'}: it needs")
+    assert f"{size} bytes" in said.stdout
+    assert "Free space there" in said.stdout
+    assert list((tmp_path / "full").iterdir()) == []
+
+
 def test_backup_beside_a_writing_server_is_complete(path: Path, wall: Wall) -> None:
     """As of one commit, in one file, readable by its owner only; the server does not wait."""
     store = SqliteStore(path)

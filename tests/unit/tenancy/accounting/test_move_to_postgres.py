@@ -13,6 +13,8 @@ from msgspec.structs import replace
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days
 from tenancy.accounting.move_to_postgres import COUNTED, TABLES, Stage, move
+from tenancy.accounting.request_records import RequestRecord, write_records
+from tenancy.accounting.samples import Sample, SampleDetails, write_samples
 from tenancy.accounting.usage import usage
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.cached_contents import (
@@ -24,7 +26,6 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
 from tenancy.accounts.keys import create_admin_key, create_key, rotate_key
 from tenancy.accounts.shared_scopes import ScopeTerms, set_scope
-from tenancy.accounts.stored_responses import ResponseRecord, StorageQuota, store_responses
 from tenancy.accounts.tenants import create_tenant, write_floor_blocks_max
 from tenancy.errors import StoreError
 from tenancy.ledger.adjustments import Adjustment, adjust
@@ -36,6 +37,13 @@ from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
+from tenancy.responses.conversations import (
+    ConversationRecord,
+    ItemRecord,
+    create_conversation,
+)
+from tenancy.responses.stored_responses import ResponseRecord, store_responses
+from tenancy.responses.stored_sums import StorageQuota
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import CachePolicy
@@ -70,6 +78,8 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
             CachedContentQuota(),
         )
         turn = ResponseRecord("r1", 1, "lab", 1, 10**15, b"[]", b"{}")
+        talk = ConversationRecord("c1", 1, "lab", 1, 10**15, b"{}")
+        create_conversation(store, talk, [ItemRecord("i1", b"{}")], StorageQuota(), 10**6)
         store_responses(store, [turn], StorageQuota(), 10**6)
         write_floor_blocks_max(store, 99)
         write_receipt(store, ErasureReceipt("receipt", 1, 1, 1, "all", 2, "digest", 3))
@@ -95,6 +105,11 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         delete_tenant(store, wall, "gone")
         with store.change() as db:
             db.execute("insert into charging_rules values (1, 2)")
+            db.execute("insert into request_users values ('1-0', 1, 'alice')")
+            db.execute(
+                "insert into webhook_deliveries (event_id, endpoint, event_type, tenant_id, body,"
+                " created_ms, next_ms) values ('evt_1', 'ops', 'key.expires', 1, x'7b7d', 1, 2)"
+            )
             db.execute(
                 "insert into audit_log values (7, 1, 'command', 'root', '', 'tenant.create', 1,"
                 " 'tenant:1', null, '{}')"
@@ -103,6 +118,13 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
                 "insert into written_prefixes values ('', x'01', x'02', '1h', 1, 9, '{}', null,"
                 " 5, 'e1', 1, 'm', 't', x'')"
             )
+            db.execute("insert into findings values (1, 0, 'm', 'c', 'p', 1, 2, 3, 4, '[]', '{}')")
+            db.execute("insert into prompt_origins values ('', 1, 'm', 't', 1, '', '')")
+        write_samples(store, [Sample(1, 60_000, SampleDetails({"overloaded": 1}, {9: 1}))])
+        write_records(
+            store,
+            [RequestRecord("q", 1, 1, "/r", "openai", "m", False, 503, "refused", "overloaded", 1)],
+        )
         yield store
 
 

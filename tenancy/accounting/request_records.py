@@ -1,0 +1,199 @@
+"""Records of ended requests: what the ledger does not hold of them, for a bounded time.
+
+A record has counts, times and codes, never text. The newest `RECORDS_MAX` of at most a week are
+kept. `list_requests` joins them with the ledger's entries: request ids begin with the millisecond
+at which a request was received, so both are ordered by time. `gateway.background.history_sampling`
+writes records; the admin API reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
+from tenancy.storage.interface import Row, Store
+from tenancy.types import DAY_MS, UsageEntry
+
+RECORDS_MAX = 50_000
+KEPT_MS = 7 * DAY_MS
+DELETED_AT_ONCE = 2_000
+"""Records that one transaction deletes, so that other writers wait only briefly."""
+_TIME_DIGITS, _ID_DIGITS = 12, 32
+_LAST_ID = "g"
+"""A text above every request id, which is hexadecimal."""
+_ENTRIES = ", ".join(f"ledger.{name}" for name in ENTRY_FIELDS)
+
+
+class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
+    """One ended request. Times are seconds after it was received; None where not reached.
+
+    `tenant_id` 0: no valid key. `endpoint`: the declared route. `submitted_s`: the engine accepted
+    the request; `started_s`: its first step began; `settled_s`: the ledger entry was durable.
+    `missed`: the cause of the first miss; `missed_tokens`: prompt tokens written before and not
+    read. `segments`: parts of the prompt as (path in the request, token at which it ends), in order
+    of their ends; of many, the first and the last.
+    """
+
+    request_id: str
+    tenant_id: int
+    key_id: int
+    endpoint: str
+    dialect: str
+    model: str
+    is_stream: bool
+    status: int
+    ending: str
+    code: str
+    total_s: float
+    submitted_s: float | None = None
+    started_s: float | None = None
+    first_token_s: float | None = None
+    settled_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    missed: str = ""
+    missed_tokens: int = 0
+    segments: tuple[tuple[str, int], ...] = ()
+
+
+class RequestFilter(Struct, frozen=True):
+    """Conditions that all have to hold: a tenant, a code or an ending, and a time of receipt in
+    [since_ms, until_ms). `before_id`: only requests before this one."""
+
+    since_ms: int
+    until_ms: int
+    tenant_id: int | None = None
+    code: str | None = None
+    before_id: str | None = None
+
+
+class EndedRequest(Struct, frozen=True):
+    """An ended request as far as it is known: its ledger entry, its record, or both."""
+
+    request_id: str
+    entry: UsageEntry | None
+    record: RequestRecord | None
+    entry_id: int = 0
+
+
+def received_ms(request_id: str) -> int | None:
+    """Return when a request was received, by its id; None for an id of another form."""
+    try:
+        return int(request_id[:_TIME_DIGITS], 16) if len(request_id) == _ID_DIGITS else None
+    except ValueError:
+        return None
+
+
+def write_records(store: Store, records: Sequence[RequestRecord]) -> None:
+    """Write records in one transaction. Raises StoreError."""
+    with store.change() as db:
+        db.execute_many(
+            "insert into request_records (request_id, tenant_id, code, record)"
+            " values (?, ?, ?, ?) on conflict (request_id) do nothing",
+            [
+                (one.request_id, one.tenant_id, _code(one), msgspec.msgpack.encode(one))
+                for one in records
+            ],
+        )
+
+
+def delete_old_records(store: Store, now_ms: int) -> bool:
+    """Delete records older than a week or beyond `RECORDS_MAX`, up to `DELETED_AT_ONCE`.
+
+    Returns whether more are left. Raises StoreError.
+    """
+    (count,) = store.query("select count(*) from request_records")[0]
+    (old,) = store.query(
+        "select count(*) from request_records where request_id < ?", (_first_id(now_ms - KEPT_MS),)
+    )[0]
+    surplus = max(count - RECORDS_MAX, old)
+    if surplus <= 0:
+        return False
+    with store.change() as db:
+        db.execute(
+            "delete from request_records where request_id in"
+            " (select request_id from request_records order by request_id limit ?)",
+            (min(surplus, DELETED_AT_ONCE),),
+        )
+    return bool(surplus > DELETED_AT_ONCE)
+
+
+def list_requests(store: Store, wanted: RequestFilter, limit: int) -> list[EndedRequest]:
+    """Return ended requests, the last received first.
+
+    O(limit), and with a filter O(entries of the period). Raises StoreError.
+    """
+    before = min(wanted.before_id or _LAST_ID, _first_id(wanted.until_ms))
+    values = (_first_id(wanted.since_ms), before, wanted.tenant_id, wanted.code, limit)
+    own = (
+        "{0}.request_id >= ?1 and {0}.request_id < ?2"
+        " and (cast(?3 as bigint) is null or {0}.tenant_id = ?3)"
+        " and (cast(?4 as text) is null or {0}.{1} = ?4) order by {0}.request_id desc limit ?5"
+    )
+    settled = store.query(
+        f"select entry_id, record, {_ENTRIES} from ledger left join request_records using"
+        f" (request_id) where {own.format('ledger', 'ending')}",
+        values,
+    )
+    others = store.query(
+        "select record from request_records as r where not exists (select 1 from ledger where"
+        f" ledger.request_id = r.request_id) and {own.format('r', 'code')}",
+        values,
+    )
+    found = [*map(_settled, settled), *map(_unsettled, others)]
+    return sorted(found, key=lambda one: one.request_id, reverse=True)[:limit]
+
+
+def find_request(store: Store, request_id: str) -> EndedRequest | None:
+    """Return one ended request, or None. O(1). Raises StoreError."""
+    settled = store.query(
+        f"select entry_id, record, {_ENTRIES} from ledger left join request_records using"
+        " (request_id) where ledger.request_id = ?",
+        (request_id,),
+    )
+    if settled:
+        return _settled(settled[0])
+    rows = store.query("select record from request_records where request_id = ?", (request_id,))
+    return _unsettled(rows[0]) if rows else None
+
+
+def last_request_ms(store: Store, tenant_id: int) -> int | None:
+    """Return when the tenant's last recorded or settled request was received; None if none was.
+    O(1). Raises StoreError."""
+    (booked_ms,) = store.query(
+        "select max(booked_ms) from ledger where tenant_id = ?", (tenant_id,)
+    )[0]
+    (last_id,) = store.query(
+        "select max(request_id) from request_records where tenant_id = ?", (tenant_id,)
+    )[0]
+    known = (booked_ms, None if last_id is None else received_ms(last_id))
+    return max((at_ms for at_ms in known if at_ms is not None), default=None)
+
+
+def _first_id(at_ms: int) -> str:
+    """Return the lowest id of a request received at an instant or later."""
+    return f"{max(0, at_ms):0{_TIME_DIGITS}x}"
+
+
+def _code(record: RequestRecord) -> str:
+    """Return the code of a refusal or failure, or else the ending."""
+    return record.code or record.ending
+
+
+_RECORD = msgspec.msgpack.Decoder(RequestRecord).decode
+
+
+def _settled(row: Row) -> EndedRequest:
+    entry_id, record, *fields = row
+    entry = entry_of(fields)
+    known = None if record is None else _RECORD(bytes(record))
+    return EndedRequest(entry.request_id, entry, known, entry_id)
+
+
+def _unsettled(row: Row) -> EndedRequest:
+    record = _RECORD(bytes(row[0]))
+    return EndedRequest(record.request_id, None, record)

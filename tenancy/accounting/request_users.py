@@ -1,0 +1,43 @@
+"""The end users that requests name, for usage by user.
+
+A note is beside the ledger, not in it: sums of money never depend on it, and an entry without a
+note counts for no user. The gateway writes notes of running requests in batches; `usage` reads
+them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from tenancy.storage.interface import Store
+
+USER_CHARACTERS_MAX = 64
+"""A longer user is stored as a digest."""
+
+
+class UserNote(Struct, frozen=True):
+    """The user that a request named."""
+
+    request_id: str
+    tenant_id: int
+    user: str
+
+
+def user_ref(user: str) -> str:
+    """Return a user as it is stored: as sent, or a digest of a long or unprintable one. O(1)."""
+    if len(user) <= USER_CHARACTERS_MAX and user.isprintable():
+        return user
+    return f"sha256:{hashlib.sha256(user.encode(errors='replace')).hexdigest()[:32]}"
+
+
+def write_users(store: Store, notes: Sequence[UserNote]) -> None:
+    """Write notes; a request that has one keeps it. Raises StoreError."""
+    with store.change() as db:
+        db.execute_many(
+            "insert into request_users (request_id, tenant_id, user_ref) values (?, ?, ?)"
+            " on conflict (request_id) do nothing",
+            [(one.request_id, one.tenant_id, one.user) for one in notes],
+        )
