@@ -1,0 +1,199 @@
+"""The tables `findings` and `prompt_origins`: counts of findings, and models of earlier prompts.
+
+A count says how many prompts of a tenant were computed, or paid for, again in one hour, because of
+one cause at one place. It holds names, numbers and request ids, never text. Counts of several
+gateways and of several writes add up. `gateway.findings` writes and reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec import Struct, structs
+
+from tenancy.storage.interface import Row, Store, Transaction, pad_to_power_of_two, placeholders
+
+EXAMPLES_MAX = 3
+"""Request ids of one count, the latest ones."""
+FACTS_MAX = 32
+"""Facts of one count."""
+PLACES_MAX = 64
+"""Places of one tenant and hour; further ones are not counted."""
+ROWS_MAX = 50_000
+"""Counts that one query reads: those of the latest hours."""
+
+
+class FindingCount(Struct, frozen=True, array_like=True):
+    """What prompts of one tenant added to one cause at one place in one hour.
+
+    `place`: the field of the request, folded, or another place that the cause names. `facts`: sums
+    by name that its sentence is made of.
+    """
+
+    tenant_id: int
+    hour_ms: int
+    cause: str
+    place: str
+    requests: int = 0
+    wasted_tokens: int = 0
+    first_ms: int = 0
+    last_ms: int = 0
+    examples: tuple[str, ...] = ()
+    facts: dict[str, int] = {}
+    model: str = ""
+
+    @property
+    def key(self) -> tuple[int, int, str, str, str]:
+        """The key of its row."""
+        return self.tenant_id, self.hour_ms, self.model, self.cause, self.place
+
+    def plus(self, other: FindingCount) -> FindingCount:
+        """Return the sum of two counts of one cause; the first one's key stays. O(facts)."""
+        facts = dict(self.facts)
+        for name, number in other.facts.items():
+            if name in facts or len(facts) < FACTS_MAX:
+                facts[name] = facts.get(name, 0) + number
+        first, last = sorted((self, other), key=lambda one: one.last_ms)
+        return structs.replace(
+            self,
+            requests=self.requests + other.requests,
+            wasted_tokens=self.wasted_tokens + other.wasted_tokens,
+            first_ms=min(self.first_ms, other.first_ms),
+            last_ms=last.last_ms,
+            examples=(*first.examples, *last.examples)[-EXAMPLES_MAX:],
+            facts=facts,
+        )
+
+
+class PromptOrigin(Struct, frozen=True):
+    """The digests of the model and the template that a tenant's prompts are made for since
+    `since_ms`, and of those before; "" if there were none. `gateway`: the gateway that served them,
+    since those of one database may serve other models; "" for a database that has one."""
+
+    tenant_id: int
+    model: str
+    template: str
+    since_ms: int
+    model_before: str = ""
+    template_before: str = ""
+    gateway: str = ""
+
+
+_COLUMNS = (
+    *("tenant_id", "hour_ms", "cause", "place", "requests", "wasted_tokens", "first_ms", "last_ms"),
+    *("examples", "facts", "model"),
+)
+_SUMMED = ("requests", "wasted_tokens", "first_ms", "last_ms", "examples", "facts")
+_UPSERT = (
+    f"insert into findings ({', '.join(_COLUMNS)}) values {placeholders(len(_COLUMNS))}"
+    " on conflict (tenant_id, hour_ms, model, cause, place) do update set "
+    + ", ".join(f"{name} = excluded.{name}" for name in _SUMMED)
+)
+_ORIGIN_COLUMNS = PromptOrigin.__struct_fields__
+_UPSERT_ORIGIN = (
+    f"insert into prompt_origins ({', '.join(_ORIGIN_COLUMNS)})"
+    f" values {placeholders(len(_ORIGIN_COLUMNS))} on conflict (gateway, tenant_id) do update set "
+    + ", ".join(f"{name} = excluded.{name}" for name in _ORIGIN_COLUMNS[1:-1])
+)
+
+
+def add_counts(
+    store: Store, counts: Iterable[FindingCount], origins: Sequence[PromptOrigin] = ()
+) -> None:
+    """Add counts to their rows, and replace origins, all or nothing. Tenants that are gone are left
+    out. O(counts). Raises StoreError."""
+    new = list(counts)
+    if not new and not origins:
+        return
+    with store.change() as db:
+        wanted = {one.tenant_id for one in new} | {one.tenant_id for one in origins}
+        known = _known_tenants(db, sorted(wanted))
+        rows = []
+        for (tenant_id, hour_ms), group in _by_tenant_and_hour(new).items():
+            if tenant_id not in known:
+                continue
+            where = "tenant_id = ? and hour_ms = ?"
+            stored = {one.key: one for one in _read(db, where, (tenant_id, hour_ms))}
+            for one in group:
+                before = stored.get(one.key)
+                if before is not None or len(stored) < PLACES_MAX:
+                    stored[one.key] = one if before is None else before.plus(one)
+            changed = {one.key for one in group}
+            rows += [_row(one) for key, one in stored.items() if key in changed]
+        db.execute_many(_UPSERT, rows)
+        kept = [structs.astuple(one) for one in origins if one.tenant_id in known]
+        db.execute_many(_UPSERT_ORIGIN, kept)
+
+
+def read_counts(
+    store: Store, since_ms: int, until_ms: int, tenant_id: int | None = None
+) -> list[FindingCount]:
+    """Return the counts of the hours that begin in [since_ms, until_ms), of one tenant or of all,
+    latest hours first; at most `ROWS_MAX`. Raises StoreError."""
+    with store.snapshot() as db:
+        return _read(
+            db,
+            "hour_ms >= ? and hour_ms < ? and (cast(? as bigint) is null or tenant_id = ?)"
+            f" order by hour_ms desc limit {ROWS_MAX}",
+            (since_ms, until_ms, tenant_id, tenant_id),
+        )
+
+
+def read_origins(store: Store, gateway: str = "") -> dict[int, PromptOrigin]:
+    """Return the origins of one gateway's tenants by id. O(tenants). Raises StoreError."""
+    rows = store.query(
+        f"select {', '.join(_ORIGIN_COLUMNS)} from prompt_origins where gateway = ?", (gateway,)
+    )
+    return {row[0]: PromptOrigin(*row) for row in rows}
+
+
+def delete_old_counts(store: Store, before_ms: int) -> None:
+    """Delete the counts of hours before `before_ms`. Raises StoreError."""
+    if store.query("select 1 from findings where hour_ms < ? limit 1", (before_ms,)):
+        with store.change() as db:
+            db.execute("delete from findings where hour_ms < ?", (before_ms,))
+
+
+def _read(db: Transaction, where: str, values: Sequence[int | None]) -> list[FindingCount]:
+    rows = db.rows(f"select {', '.join(_COLUMNS)} from findings where {where}", values)
+    return [_count(row) for row in rows]
+
+
+def _count(row: Row) -> FindingCount:
+    *keys_and_sums, examples, facts, model = row
+    values = (
+        *keys_and_sums,
+        msgspec.json.decode(examples, type=tuple[str, ...]),
+        msgspec.json.decode(facts, type=dict[str, int]),
+        model,
+    )
+    return FindingCount(*values)
+
+
+def _row(count: FindingCount) -> tuple[int | str, ...]:
+    values = structs.astuple(structs.replace(count, examples=(), facts={}))
+    examples, facts = msgspec.json.encode(count.examples), msgspec.json.encode(count.facts)
+    return (*values[:8], examples.decode(), facts.decode(), count.model)
+
+
+def _by_tenant_and_hour(
+    counts: Iterable[FindingCount],
+) -> dict[tuple[int, int], list[FindingCount]]:
+    """Return the counts by tenant and hour, those of one key added up."""
+    sums: dict[tuple[int, int, str, str, str], FindingCount] = {}
+    for one in counts:
+        before = sums.get(one.key)
+        sums[one.key] = one if before is None else before.plus(one)
+    groups: dict[tuple[int, int], list[FindingCount]] = {}
+    for one in sums.values():
+        groups.setdefault((one.tenant_id, one.hour_ms), []).append(one)
+    return groups
+
+
+def _known_tenants(db: Transaction, tenant_ids: Sequence[int]) -> set[int]:
+    wanted = pad_to_power_of_two(tenant_ids)
+    rows = db.rows(
+        f"select tenant_id from tenants where tenant_id in {placeholders(len(wanted))}", wanted
+    )
+    return {row[0] for row in rows}

@@ -1,0 +1,553 @@
+"""Compare each prompt of a tenant with its earlier ones: what could be reused, what was lost, and
+where a prompt parts from the prompts before it although much the same text follows.
+
+A prompt is a chain of parts (all tools, a system text, a message). Of each part the module keeps
+keyed digests, its length, and, of system texts and first messages, keyed digests of twelve tokens
+in a row, which show where a text changes and how much of the rest is the same. It keeps no token
+and no text, and the key never leaves the process. Memory is bounded: some hundred prompts of the
+latest namespaces. The module knows no engine and no clock;
+`gateway.analytics.prompt_findings` calls it.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nsmallest
+from itertools import pairwise
+from typing import Literal, TypeVar
+
+from msgspec import Struct, structs
+from xxhash import xxh3_64_intdigest
+
+T = TypeVar("T")
+
+LANES_MAX = 256
+"""Namespaces of one tenant whose prompts are kept, the latest ones."""
+LANES_BYTES_MAX = 3 * 2**20
+"""About how large they are together; beyond it the oldest ones are dropped."""
+RECENT_MAX = 32
+"""Prompts of one namespace that the next one is compared with."""
+RECENT_PARTS_MAX = 640
+"""Parts of these prompts together."""
+HEADS_MAX = 12
+"""Beginnings (tools and system texts) of one namespace that the next one is compared with."""
+PREFIXES_MAX = 1_024
+"""Prefixes of one namespace that are known again."""
+WINDOWS_MAX = 20
+"""Parts of one namespace with window digests, at most 10 kB each."""
+PARTS_MAX = 512
+"""Parts of one prompt that are considered."""
+
+WINDOW_TOKENS = 12
+"""Tokens in a row that one digest stands for: about nine words, which unrelated texts rarely
+share."""
+WINDOWED_TOKENS_MAX = 8_192
+SAMPLED_WINDOWS = 192
+"""Of a part with more windows than this, a power of two less of them are kept, by first token."""
+CHECK_TOKENS = 16
+"""Tokens between two digests of a text's beginning: how exactly the place of a change is known."""
+
+LEAST_WINDOWS = 32
+_LANE_BYTES = 3_000
+_RANK_FACTOR, _RANK_MAX = 2_654_435_761, 2**32 - 1  # Knuth's multiplicative hash
+
+Tier = Literal["tools", "system", "messages"]
+ChangeCause = Literal[
+    "tools_reordered", "tools_changed", "system_changes", "history_edited", "prompt_changes"
+]
+
+
+class PromptPart(Struct, frozen=True):
+    """A part of a prompt: its tokens are [start, end). `is_answer`: an assistant's message, a tool
+    call or its result: what only a conversation has."""
+
+    path: str
+    tier: Tier
+    start: int
+    end: int
+    is_answer: bool = False
+
+
+class ObservedPrompt(Struct, frozen=True):
+    """A prompt that was computed. `data`: its first token ids, four bytes each; `parts` cover no
+    more. `total` and `cached`: tokens of the prompt, and those found in the cache. `losses`: blocks
+    that its namespace has lost so far, by cause; None if that was not looked up."""
+
+    data: bytes
+    parts: tuple[PromptPart, ...]
+    total: int
+    cached: int
+    started_s: float
+    ended_s: float
+    epoch: str = ""
+    losses: Mapping[str, int] | None = None
+
+
+class Divergence(Struct, frozen=True):
+    """Where a prompt parts from an earlier one. `shared`: tokens before the first difference, and
+    `at` those of them inside the part at `path`, which has `part_tokens`. `repeated`: tokens behind
+    the difference that the earlier prompt also had there; `is_repetition`: they are so many that
+    the change, and not another text, is why they were computed again. `changed`: the tokens of the
+    part that differ, about. `is_shortened`: messages before the rest were left out."""
+
+    cause: ChangeCause
+    path: str
+    shared: int
+    at: int
+    part_tokens: int
+    repeated: int
+    changed: int
+    is_repetition: bool
+    is_shortened: bool = False
+
+
+class PromptReuse(Struct, frozen=True):
+    """A prompt beside the earlier ones of its namespace.
+
+    `known`: tokens of the longest prefix that an earlier prompt had computed before this one began,
+    and `known_digest` its digest; it was last used `idle_s` seconds before. `lost`: those of its
+    tokens that were not cached any more, because of `lost_by`: `restarted`, or the causes by which
+    the namespace lost blocks since, with their number. `is_new_head`: no earlier prompt began with
+    the same tools and system text.
+    `is_new_conversation`: the first message is new, and nothing that was computed again is to
+    blame.
+    """
+
+    known: int = 0
+    known_digest: int = 0
+    lost: int = 0
+    idle_s: float = 0.0
+    lost_by: Mapping[str, int] = {}
+    divergence: Divergence | None = None
+    is_new_head: bool = False
+    is_new_conversation: bool = False
+
+
+LOST_TOKENS_MIN = 64
+"""Fewer tokens are not reported as lost: a cache keeps whole blocks."""
+REPEATED_TOKENS_MIN = 64
+REPEATED_SHARE_MIN = 0.25
+"""The least share of the tokens behind a change that must be the same as before."""
+REPEATED_SHARE_OF_MESSAGE_MIN = 0.7
+"""The same inside one message: users ask similar things, about the same documents."""
+ENOUGH_REPEATED_SHARE = 0.8
+COMPARED_MAX = 12
+STABLE_SHARE_MIN = 0.35
+"""The least share of the latest `COMPARED_MAX` prompts that must have the rest of a message too."""
+
+
+class _Prefix:
+    """A known prefix: when it was last used, in which state of the cache, and whether a prompt
+    ended here."""
+
+    __slots__ = ("ended_s", "epoch", "is_end", "losses")
+
+    def __init__(self) -> None:
+        self.ended_s = 0.0
+        self.epoch = ""
+        self.losses: Mapping[str, int] = {}
+        self.is_end = False
+
+
+class _Windows(Struct, frozen=True):
+    """Digests of a part's token windows: `places` and `digests` of those whose `ranks`, which their
+    first tokens give, are below 2**32 / `step`. `first`: digests of its first tokens, up to each of
+    them; `checks`: digests of its beginning, after each `CHECK_TOKENS`. `least`: the smallest
+    digests, of which texts with much in common share some."""
+
+    step: int
+    places: array[int]
+    digests: array[int]
+    ranks: array[int]
+    first: array[int]
+    checks: array[int]
+    least: frozenset[int]
+    tokens: int
+
+
+class _Overlap(Struct, frozen=True):
+    """Tokens that two texts share before their first difference, and behind it."""
+
+    before: int
+    behind: int
+
+
+class _Sketch(Struct, frozen=True):
+    """A prompt's digests: `own` of each part's tokens, `upto` of all tokens up to its end.
+    `heads`: how many parts come before the first message. `later`: `own` as a set."""
+
+    parts: tuple[PromptPart, ...]
+    own: tuple[int, ...]
+    upto: tuple[int, ...]
+    heads: int
+    later: frozenset[int]
+
+    @property
+    def head_digest(self) -> int:
+        """Digest of everything before the first message; 0 if there is nothing."""
+        return self.upto[self.heads - 1] if self.heads else 0
+
+
+class _Lane:
+    """The prompts of one namespace."""
+
+    def __init__(self) -> None:
+        self.prefixes: OrderedDict[int, _Prefix] = OrderedDict()
+        self.recent: deque[_Sketch] = deque(maxlen=RECENT_MAX)
+        self.heads: OrderedDict[int, _Sketch] = OrderedDict()
+        self.windows: OrderedDict[int, _Windows] = OrderedDict()
+        self.token_bags: OrderedDict[int, int] = OrderedDict()
+        self.bytes = 0
+
+    def size(self) -> int:
+        """Return about how many bytes this takes. O(prompts kept)."""
+        parts = sum(len(one.parts) for one in (*self.recent, *self.heads.values()))
+        windows = sum(len(one.places) + len(one.checks) for one in self.windows.values())
+        return _LANE_BYTES + 240 * len(self.prefixes) + 300 * parts + 16 * windows
+
+
+class PromptChanges:
+    """The latest prompts of one tenant, as digests. Belongs to one thread."""
+
+    def __init__(self, key: int) -> None:
+        """`key`: a random number of 64 bits; digests of different keys tell nothing together."""
+        self._key = key
+        self._lanes: OrderedDict[bytes, _Lane] = OrderedDict()
+        self._bytes = 0
+
+    def note(self, namespace: bytes, prompt: ObservedPrompt) -> PromptReuse:
+        """Compare a prompt with the earlier ones of its namespace, and keep it.
+
+        O(tokens) at memory speed; of a new system text or first message about 0.2 us a token.
+        """
+        lane = self._lanes.setdefault(namespace, _Lane())
+        self._lanes.move_to_end(namespace)
+        sketch = self._sketch(prompt)
+        if not sketch.parts:
+            return PromptReuse()
+        found = self._compare(lane, sketch, prompt)
+        self._keep(lane, sketch, prompt)
+        self._drop_oldest(lane)
+        return found
+
+    # -- comparing ----------------------------------------------------------------------------
+
+    def _compare(self, lane: _Lane, sketch: _Sketch, prompt: ObservedPrompt) -> PromptReuse:
+        deepest = next(
+            (at for at in reversed(range(len(sketch.upto))) if sketch.upto[at] in lane.prefixes),
+            -1,
+        )
+        past = _past(lane, sketch, prompt)
+        next_part = deepest + 1
+        is_new_head = sketch.heads > 0 and next_part < sketch.heads
+        divergence = None
+        if next_part < len(sketch.parts):
+            divergence = self._divergence(lane, sketch, next_part, prompt)
+        is_repetition = divergence is not None and divergence.is_repetition
+        is_first_message = next_part == sketch.heads and next_part < len(sketch.parts)
+        return structs.replace(
+            past,
+            divergence=divergence,
+            is_new_head=is_new_head,
+            is_new_conversation=not is_repetition and (is_new_head or is_first_message),
+        )
+
+    def _divergence(
+        self, lane: _Lane, sketch: _Sketch, at: int, prompt: ObservedPrompt
+    ) -> Divergence | None:
+        """Return where the prompt parts from the earlier prompt that had most of the rest; None
+        without one. `at`: its first part that is new here."""
+        before = sketch.upto[at - 1] if at else 0
+        others: Iterable[_Sketch] = reversed(lane.recent)
+        if at < sketch.heads:
+            others = reversed(lane.heads.values())
+        best: Divergence | None = None
+        compared = repeated = 0
+        for other in others:
+            if len(other.parts) <= at or (at and other.upto[at - 1] != before):
+                continue
+            looks_inside = compared < COMPARED_MAX
+            found = self._compare_from(lane, sketch, other, at, prompt, looks_inside=looks_inside)
+            if looks_inside:
+                compared += 1
+                repeated += found.is_repetition
+            if best is None or (found.is_repetition, found.repeated, found.shared) > (
+                best.is_repetition,
+                best.repeated,
+                best.shared,
+            ):
+                best = found
+                if best.is_repetition and best.cause != "prompt_changes":
+                    rest = prompt.parts[-1].end - best.shared
+                    if best.repeated >= ENOUGH_REPEATED_SHARE * rest:
+                        break  # another prompt has hardly more in common
+        if best is not None and best.cause == "prompt_changes":
+            # Documents come back in some prompts, in any place; text that stays is in many.
+            is_stable = repeated >= STABLE_SHARE_MIN * compared
+            best = structs.replace(best, is_repetition=best.is_repetition and is_stable)
+        return best
+
+    def _compare_from(
+        self,
+        lane: _Lane,
+        sketch: _Sketch,
+        other: _Sketch,
+        at: int,
+        prompt: ObservedPrompt,
+        *,
+        looks_inside: bool,
+    ) -> Divergence:
+        """Compare with one earlier prompt that has the same parts before part `at`.
+
+        `looks_inside`: also at what the texts of this part have in common. O(parts), and then
+        O(windows).
+        """
+        part, was = sketch.parts[at], other.parts[at]
+        inside, is_reordered = _Overlap(0, 0), False
+        if part.tier == was.tier:
+            if part.tier == "tools":
+                bag = self._token_bag(lane, sketch.own[at], prompt.data, part)
+                is_reordered = lane.token_bags.get(other.own[at]) == bag
+            if at <= sketch.heads and looks_inside:
+                inside = self._overlap(lane, sketch, other, at, prompt)
+        length = part.end - part.start
+        if is_reordered:
+            inside = _Overlap(inside.before, length - inside.before)
+        same: Counter[int] = Counter()
+        if not other.later.isdisjoint(sketch.own[at:]):
+            same = Counter(sketch.own[at:]) & Counter(other.own[at:])
+        later, has_answer = 0, False
+        for place in range(at, len(sketch.parts)) if same else ():
+            own, one = sketch.own[place], sketch.parts[place]
+            if same[own] > 0:
+                same[own] -= 1
+                later += one.end - one.start
+                has_answer |= one.is_answer
+        is_shortened = sketch.own[at] in other.own[at + 1 :]
+        cause = _cause(part, was, is_reordered=is_reordered, has_answer=has_answer)
+        repeated = inside.behind + later
+        upto = sketch.parts[max(sketch.heads - 1, at)].end if at < sketch.heads else prompt.total
+        rest = max(1, upto - part.start - inside.before)
+        least, is_continuation = REPEATED_SHARE_MIN, False
+        if cause == "prompt_changes":
+            # A conversation that continues an earlier prompt with another answer is not a change.
+            least = REPEATED_SHARE_OF_MESSAGE_MIN
+            is_continuation = part.is_answer or (at > 0 and _ends_at(lane, sketch.upto[at - 1]))
+        return Divergence(
+            cause=cause,
+            path=part.path,
+            shared=part.start + inside.before,
+            at=inside.before,
+            part_tokens=length,
+            repeated=repeated,
+            changed=max(1, length - inside.before - inside.behind),
+            is_repetition=repeated >= max(REPEATED_TOKENS_MIN, least * rest)
+            and not is_continuation,
+            is_shortened=is_shortened,
+        )
+
+    def _overlap(
+        self, lane: _Lane, sketch: _Sketch, other: _Sketch, at: int, prompt: ObservedPrompt
+    ) -> _Overlap:
+        """Return what two texts have in common, by their windows; nothing if the earlier one's are
+        not kept any more."""
+        theirs = lane.windows.get(other.own[at])
+        own = self._windows_of(lane, sketch.own[at], prompt.data, sketch.parts[at])
+        return _Overlap(0, 0) if theirs is None else _overlap(own, theirs)
+
+    def _drop_oldest(self, lane: _Lane) -> None:
+        """Drop the namespaces used longest ago, until the others have room beside `lane`."""
+        size = lane.size()
+        self._bytes += size - lane.bytes
+        lane.bytes = size
+        while len(self._lanes) > 1 and (
+            self._bytes > LANES_BYTES_MAX or len(self._lanes) > LANES_MAX
+        ):
+            self._bytes -= self._lanes.popitem(last=False)[1].bytes
+
+    # -- keeping ------------------------------------------------------------------------------
+
+    def _keep(self, lane: _Lane, sketch: _Sketch, prompt: ObservedPrompt) -> None:
+        for place, digest in enumerate(sketch.upto):
+            prefix = lane.prefixes.get(digest)
+            if prefix is None:
+                prefix = lane.prefixes[digest] = _Prefix()
+            lane.prefixes.move_to_end(digest)
+            prefix.ended_s, prefix.epoch = prompt.ended_s, prompt.epoch
+            if prompt.losses is not None:
+                prefix.losses = prompt.losses
+            if place == len(sketch.upto) - 1 and place >= sketch.heads:
+                prefix.is_end = True
+        _shorten(lane.prefixes, PREFIXES_MAX)
+        parts_max = max(RECENT_PARTS_MAX, 2 * len(sketch.parts))
+        previous = lane.recent[-1] if lane.recent else None
+        if previous is not None and sketch.upto[: len(previous.upto)] == previous.upto:
+            lane.recent.pop()  # this prompt continues it
+        lane.recent.append(sketch)
+        while len(lane.recent) > 1 and sum(len(one.parts) for one in lane.recent) > parts_max:
+            lane.recent.popleft()
+        for place in range(min(sketch.heads + 1, len(sketch.parts))):
+            part, own = sketch.parts[place], sketch.own[place]
+            self._windows_of(lane, own, prompt.data, part)
+            if part.tier == "tools":
+                self._token_bag(lane, own, prompt.data, part)
+        if sketch.heads:
+            lane.heads[sketch.head_digest] = sketch
+            lane.heads.move_to_end(sketch.head_digest)
+            _shorten(lane.heads, HEADS_MAX)
+
+    def _sketch(self, prompt: ObservedPrompt) -> _Sketch:
+        data, key = prompt.data, self._key
+        own, upto, digest = [], [], 0
+        for part in prompt.parts[:PARTS_MAX]:
+            one = xxh3_64_intdigest(data[4 * part.start : 4 * part.end], seed=key)
+            digest = xxh3_64_intdigest(struct.pack("<QQQ", digest, one, part.end), seed=key)
+            own.append(one)
+            upto.append(digest)
+        parts = prompt.parts[:PARTS_MAX]
+        heads = next((n for n, part in enumerate(parts) if part.tier == "messages"), len(parts))
+        return _Sketch(parts, tuple(own), tuple(upto), heads, frozenset(own))
+
+    def _windows_of(self, lane: _Lane, own: int, data: bytes, part: PromptPart) -> _Windows:
+        found = lane.windows.get(own)
+        if found is None:
+            found = lane.windows[own] = self._windows(data[4 * part.start : 4 * part.end])
+        lane.windows.move_to_end(own)
+        _shorten(lane.windows, WINDOWS_MAX)
+        return found
+
+    def _windows(self, data: bytes) -> _Windows:
+        """Return the window digests of a text. O(tokens), about 0.1 us each."""
+        key, tokens = self._key, memoryview(data).cast("I").tolist()
+        count = max(0, min(len(tokens), WINDOWED_TOKENS_MAX) - WINDOW_TOKENS + 1)
+        step = 1
+        while count > step * SAMPLED_WINDOWS:
+            step *= 2
+        ranks = [token * _RANK_FACTOR & _RANK_MAX for token in tokens[:count]]
+        limit = _RANK_MAX // step
+        places = [at for at, rank in enumerate(ranks) if rank <= limit]
+        width = 4 * WINDOW_TOKENS
+        digests = [xxh3_64_intdigest(data[4 * at : 4 * at + width], key) for at in places]
+        first_tokens = range(1, min(len(tokens), WINDOW_TOKENS) + 1)
+        checks, digest = [], key
+        checked = 4 * min(len(tokens), WINDOWED_TOKENS_MAX)
+        for end in range(4 * CHECK_TOKENS, checked + 1, 4 * CHECK_TOKENS):
+            digest = xxh3_64_intdigest(data[end - 4 * CHECK_TOKENS : end], digest)
+            checks.append(digest)
+        return _Windows(
+            step,
+            array("I", places),
+            array("Q", digests),
+            array("I", [ranks[at] for at in places]),
+            array("Q", [xxh3_64_intdigest(data[: 4 * n], key) for n in first_tokens]),
+            array("Q", checks),
+            frozenset(nsmallest(LEAST_WINDOWS, digests)),
+            len(tokens),
+        )
+
+    def _token_bag(self, lane: _Lane, own: int, data: bytes, part: PromptPart) -> int:
+        """Return a digest of a part's tokens without their order."""
+        found = lane.token_bags.get(own)
+        if found is None:
+            tokens = sorted(memoryview(data)[4 * part.start : 4 * part.end].cast("I"))
+            packed = struct.pack(f"{len(tokens)}I", *tokens)
+            found = lane.token_bags[own] = xxh3_64_intdigest(packed, seed=self._key)
+        lane.token_bags.move_to_end(own)
+        _shorten(lane.token_bags, WINDOWS_MAX)
+        return found
+
+
+def _past(lane: _Lane, sketch: _Sketch, prompt: ObservedPrompt) -> PromptReuse:
+    """Return the prefix known before the prompt began: since when it was not used, and how many of
+    its tokens were lost and why."""
+    for place in reversed(range(len(sketch.upto))):
+        digest = sketch.upto[place]
+        prefix = lane.prefixes.get(digest)
+        if prefix is None or prefix.ended_s > prompt.started_s:
+            continue
+        known, idle_s = sketch.parts[place].end, prompt.started_s - prefix.ended_s
+        lost = min(known, prompt.total - 1) - prompt.cached
+        if lost < LOST_TOKENS_MIN:
+            return PromptReuse(known, digest, idle_s=idle_s)
+        lost_by = {}
+        if prefix.epoch != prompt.epoch:
+            lost_by["restarted"] = 1
+        else:
+            for cause, blocks in (prompt.losses or {}).items():
+                if blocks > prefix.losses.get(cause, 0):
+                    lost_by[cause] = blocks - prefix.losses.get(cause, 0)
+        return PromptReuse(known, digest, lost, idle_s, lost_by)
+    return PromptReuse()
+
+
+def _ends_at(lane: _Lane, digest: int) -> bool:
+    prefix = lane.prefixes.get(digest)
+    return prefix is not None and prefix.is_end
+
+
+def _cause(
+    part: PromptPart, was: PromptPart, *, is_reordered: bool, has_answer: bool
+) -> ChangeCause:
+    if "tools" in (part.tier, was.tier):
+        return "tools_reordered" if is_reordered else "tools_changed"
+    if "system" in (part.tier, was.tier):
+        return "system_changes"
+    return "history_edited" if has_answer else "prompt_changes"
+
+
+def _overlap(own: _Windows, theirs: _Windows) -> _Overlap:
+    """Compare two texts by their windows. O(windows)."""
+    before = CHECK_TOKENS * _common(own.checks, theirs.checks)
+    if not before:
+        before = _common(own.first, theirs.first)
+    if own.least.isdisjoint(theirs.least):
+        return _Overlap(before, 0)
+    limit = _RANK_MAX // max(own.step, theirs.step)
+    behind = _digests_behind(own, before, limit)
+    total = sum(behind.values())
+    if not total:
+        return _Overlap(before, 0)
+    share = sum((behind & _digests_behind(theirs, before, limit)).values()) / total
+    # A change of one token hides all windows that contain it.
+    hidden = 0 if share in (0.0, 1.0) else WINDOW_TOKENS - 1
+    rest = max(0, own.tokens - before)
+    return _Overlap(before, min(rest, round(share * rest) + hidden))
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first digests are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _digests_behind(windows: _Windows, place: int, limit: int) -> Counter[int]:
+    rows = zip(windows.places, windows.digests, windows.ranks, strict=True)
+    return Counter([digest for at, digest, rank in rows if at >= place and rank <= limit])
+
+
+def _shorten(kept: OrderedDict[int, T], most: int) -> None:
+    while len(kept) > most:
+        kept.popitem(last=False)
+
+
+def parts_of(marks: Sequence[tuple[int, str, Tier, bool]], tokens: int) -> tuple[PromptPart, ...]:
+    """Return the parts of a prompt from the ends of its segments: (end, path, tier, is_answer), in
+    any order. Tools that follow each other are one part; text behind the last end belongs to no
+    part; a prompt without marks is one message."""
+    if not marks:
+        return (PromptPart("prompt", "messages", 0, tokens),) if tokens else ()
+    found: list[PromptPart] = []
+    ordered = sorted(((0, "", "messages", False), *marks), key=lambda mark: mark[0])
+    for (start, *_), (end, path, tier, is_answer) in pairwise(ordered):
+        if end <= start or end > tokens:
+            continue
+        if tier == "tools" and found and found[-1].tier == "tools":
+            first = found.pop()
+            found.append(PromptPart(first.path, "tools", first.start, end))
+        else:
+            path = "tools" if tier == "tools" else path
+            found.append(PromptPart(path, tier, start, end, is_answer))
+    return tuple(found)
