@@ -3,7 +3,8 @@
 Work of one request that takes long must neither hold the event loop nor the work of other tenants.
 Tenants take turns, a tenant never holds the last thread, and its waiting work is bounded. Work
 whose client has left is dropped before it begins, and can ask whether it still matters. The pool
-knows no prompts; `gateway.generation.preparation` submits to it.
+knows no prompts; `gateway.generation.preparation` submits to it, and answers with the logprobs of
+whole prompts are rendered in it.
 """
 
 from __future__ import annotations
@@ -65,14 +66,15 @@ class PreparationPool:
         """Waiting work by tenant; the tenants in the order of their turns."""
         self._running: Counter[int] = Counter()
 
-    async def run(self, tenant_id: int, work: Work[T]) -> T:
+    async def run(self, tenant_id: int, work: Work[T], *, is_admitted: bool = False) -> T:
         """Run `work` when it is the tenant's turn, and return its result.
 
-        A cancelled caller leaves at once: waiting work is dropped, running work is told. Raises
-        what `work` raises, and Refusal if too much of the tenant's work is waiting.
+        `is_admitted`: the work is of a running request, whose answer is not refused any more. A
+        cancelled caller leaves at once: waiting work is dropped, running work is told. Raises what
+        `work` raises, and Refusal if too much of the tenant's work is waiting.
         """
         queue = self._waiting.setdefault(tenant_id, deque())
-        if len(queue) >= WAITING_PER_TENANT_MAX:
+        if len(queue) >= WAITING_PER_TENANT_MAX and not is_admitted:
             message = (
                 f"Too many requests wait to be prepared: limit {WAITING_PER_TENANT_MAX}; wait for"
                 " answers before you send more."

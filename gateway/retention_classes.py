@@ -16,6 +16,7 @@ from engine.api import Retention
 from tenancy.errors import BadName, BadPrice
 from tenancy.pricing.charges import ANY, RateCard
 from tenancy.reuse.advice import ClassTerms
+from tenancy.types import TenantSettings
 
 RESOURCE = "resource"
 """The class of cached contents: it expires with its content and cannot be requested by name."""
@@ -123,6 +124,11 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
         nothing."""
         if message := self._unknown(names, ()):
             raise BadName("retention_unknown", message)
+
+    def check_settings(self, settings: TenantSettings) -> None:
+        """Check the classes of a tenant's settings. Raises BadName."""
+        default = settings.default_class
+        self.check_classes([*(settings.classes or ()), *([] if default is None else [default])])
 
     def check_card(self, card: RateCard) -> None:
         """Check a rate card. Raises BadPrice for a price of an unknown class: no usage would match

@@ -33,7 +33,7 @@ from gateway.caching.prefix_index import (
     digest_prefixes,
 )
 from gateway.caching.promises import PromiseTally
-from gateway.dialects.canonical import Call, Diagnosis, Rendered, ShortLease, UsageRecord
+from gateway.dialects.canonical import UNNAMED, Call, Diagnosis, Rendered, ShortLease, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.retention_classes import BEST_EFFORT, CacheProfile, CachingConfig
 
@@ -41,13 +41,15 @@ from gateway.retention_classes import BEST_EFFORT, CacheProfile, CachingConfig
 class CacheScope(Struct, frozen=True):
     """The scope of a call's prefixes: the engine's `namespace`, the tenant that owns the written
     prefixes, and `name`, the tenant and workspace, for fingerprints. `classes`: retention classes
-    that the tenant may use; None: all. `origin`: the writer, its model and its template."""
+    that the tenant may use; None: all. `origin`: the writer, its model and its template.
+    `default_class`: the class of calls and breakpoints that name none; None: the dialect's."""
 
     namespace: Namespace
     tenant_id: int
     name: str
     classes: tuple[str, ...] | None = None
     origin: PrefixOrigin = NO_ORIGIN
+    default_class: str | None = None
 
 
 class ContractManager:
@@ -102,6 +104,9 @@ class ContractManager:
         names = {mark.retention for mark in rendered.boundaries}
         names.add(ask.implicit)
         names.discard(None)
+        if not names and ask.lookup is None and scope.default_class is not None:
+            ask = replace(ask, implicit=scope.default_class)
+            names = {scope.default_class}
         if names and call.operation != "count":  # most calls name no class and write nothing
             named = {name: self._class(name, scope, classes) for name in names if name is not None}
             least = max(1, self.config.profile(ask.profile).min_tokens)
@@ -177,6 +182,8 @@ class ContractManager:
     def _class(
         self, name: str, scope: CacheScope, classes: Mapping[str, Retention] | None
     ) -> Retention:
+        if name.endswith(UNNAMED):
+            name = scope.default_class or name.removesuffix(UNNAMED)
         own = (classes or {}).get(name)
         if own is not None:
             return own
@@ -208,6 +215,10 @@ class Contract:
         self._digests = digests
         self._started_s = started_s
         self._erasures = manager.entries.erasures
+        self.is_unmarked = not terms.writes and not terms.is_below and terms.lookup != "longest"
+        """Whether the call's dialect reads nothing without breakpoints, and it has none."""
+        self.min_tokens = terms.profile.min_tokens
+        """Shorter prefixes are neither read nor written."""
         self._granted: dict[int, int] = {}
         self._record: UsageRecord | None = None
         self._read_entry: IndexedPrefix | None = None
@@ -234,13 +245,22 @@ class Contract:
         """Return the usage if the engine had this many tokens cached; changes nothing."""
         return self._terms.split(cached_tokens, None, self._manager.clock())[0]
 
-    def explain(self, cached_tokens: int) -> str:
-        """Return why less than requested would be read with this many cached tokens."""
-        read = self.expect(cached_tokens).read_tokens()
-        return self._why_missed(read, cached_tokens, self._manager.clock())
+    def explain(self, cached_tokens: int, window_gone_tokens: int = 0) -> str:
+        """Return why less than requested would be read with this many cached tokens.
 
-    def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> UsageRecord:
-        """Settle the read when the engine starts: record usage and grants, renew what was read."""
+        `window_gone_tokens`: further tokens that would be cached but for the blocks of a window.
+        """
+        read = self.expect(cached_tokens).read_tokens()
+        reach = cached_tokens + window_gone_tokens
+        return self._why_missed(read, cached_tokens, reach, self._manager.clock())
+
+    def begin(
+        self, cached_tokens: int, grants: Sequence[LeaseGrant], window_gone_tokens: int = 0
+    ) -> UsageRecord:
+        """Settle the read when the engine starts: record usage and grants, renew what was read.
+
+        `window_gone_tokens`: see `explain`.
+        """
         now_s = self._manager.clock()
         terms = self._terms
         if terms.writes:
@@ -253,7 +273,8 @@ class Contract:
         if short is not None and self._manager.tells_leases:
             self._record = replace(self._record, short_lease=short)
         read = self._record.read_tokens()
-        self._missed = self._why_missed(read, cached_tokens, now_s)
+        reach = cached_tokens + window_gone_tokens
+        self._missed = self._why_missed(read, cached_tokens, reach, now_s)
         if self._missed:
             self.missed_segment = self._digests.segment_behind(cached_tokens)
             if terms.candidates:
@@ -327,14 +348,19 @@ class Contract:
             return base
         return replace(base, out=usage.output_tokens)
 
+    def losses(self) -> dict[str, int]:
+        """Return the blocks that the call's namespace has lost so far, by cause."""
+        return self._manager.losses(self._scope.namespace)
+
     def why_missed(self) -> str:
         """Return why less was read than requested; "" if nothing was missing.
 
         A difference that the request itself shows (see `diagnosis`) comes first. Otherwise the fate
         of the longest prefix found: expired, or lost to its own quota, to pressure from others, to
-        an erasure or to an engine restart. If no prefix was found, the same content may be cached
-        where this call cannot read it: in another namespace, or under another template or model. If
-        the index is younger than the retention, the cause is unknown.
+        an erasure or to an engine restart, or there but for the blocks of a window. If no prefix
+        was found, the same content may be cached where this call cannot read it: in another
+        namespace, or under another template or model. If the index is younger than the retention,
+        the cause is unknown.
         """
         if self._missed and self.diagnosis is not None and self.diagnosis.outcome == "miss":
             return str(self.diagnosis.cause)
@@ -342,7 +368,7 @@ class Contract:
 
     # -- internals ----------------------------------------------------------------------------
 
-    def _why_missed(self, read: int, cached_tokens: int, now_s: float) -> str:
+    def _why_missed(self, read: int, cached_tokens: int, reach: int, now_s: float) -> str:
         terms = self._terms
         if terms.lookup == "none":
             return ""
@@ -358,7 +384,10 @@ class Contract:
         if not longest.is_live(now_s):
             return "expired"
         # The prefix is cached but not read: a longer promise was requested, or counts are coarse.
-        return "" if terms.is_cached(longest.tokens, cached_tokens) else self._loss_cause(longest)
+        if terms.is_cached(longest.tokens, cached_tokens):
+            return ""
+        is_there = terms.is_cached(longest.tokens, reach)
+        return "window_gone" if is_there else self._loss_cause(longest)
 
     def _cause_elsewhere(self, read: int, now_s: float) -> str:
         """Return the cause if no prefix was found here: did the tenant write it elsewhere?"""

@@ -9,12 +9,17 @@ no other dialect. A unary reply is the fold of the stream. All values are frozen
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from engine.api import Grammar, Sampling
 from gateway.dialects.tolerance import Mode
+
+TOOLS_MAX = 512
+"""Most functions of one request, in any dialect: each costs a rendering and a schema, and agents
+with many servers of tools declare some 100."""
 
 # --- the prompt --------------------------------------------------------------------------------
 
@@ -37,7 +42,8 @@ class Segment(Struct, frozen=True):
 
     `path` is the segment's field in the request ("messages[2].content[0]"), for errors and miss
     diagnosis. A segment holds either `text` or a `call` that the assistant made. In a tool's
-    result, `answers` is the id of the call.
+    result, `answers` is the id of the call. `is_thought`: the text is what the assistant thought
+    before an earlier answer; the template decides whether the model sees it again.
     """
 
     role: Role
@@ -50,6 +56,7 @@ class Segment(Struct, frozen=True):
     """Retention class of a breakpoint after this segment; None: no breakpoint."""
     call: ToolCall | None = None
     answers: str | None = None
+    is_thought: bool = False
 
     @property
     def tier(self) -> Tier:
@@ -87,14 +94,41 @@ class ToolChoice(Struct, frozen=True):
 class OutputFormat(Struct, frozen=True):
     """The required format of the answer's text.
 
-    `schema` is JSON Schema as JSON text; `path` is its field in the request. `strict`: keywords
-    that no grammar can enforce are refused; otherwise they are ignored.
+    `schema` is JSON Schema as JSON text, a regular expression or a grammar in Lark or GBNF;
+    `path` is its field in the request. `strict`: keywords that no grammar can enforce are refused;
+    otherwise they are ignored.
     """
 
-    kind: Literal["text", "json_object", "json_schema"] = "text"
+    kind: Literal["text", "json_object", "json_schema", "regex", "lark"] = "text"
     schema: str = ""
     path: str = "schema"
     strict: bool = True
+
+
+class Thinking(Struct, frozen=True):
+    """How long the model should think before it answers; models that do not think ignore it.
+
+    `is_on` None: as `effort` says, or else as the model does by default. `effort`: "none" to
+    "xhigh", "" for none given. `budget_tokens`: most tokens of thought. `is_shown`: whether the
+    answer has the thoughts; they are counted in usage in any case.
+    """
+
+    is_on: bool | None = None
+    effort: str = ""
+    budget_tokens: int | None = None
+    is_shown: bool = True
+
+    def is_on_for(self, off_efforts: Collection[str]) -> bool | None:
+        """Return whether the model should think; None: as it does by default."""
+        if self.is_on is not None:
+            return self.is_on
+        if self.budget_tokens is not None:
+            return self.budget_tokens > 0
+        return self.effort not in off_efforts if self.effort else None
+
+
+DEFAULT_THINKING = Thinking()
+"""What a request without a word about thinking asks for."""
 
 
 class Prompt(Struct, frozen=True):
@@ -113,6 +147,7 @@ class Prompt(Struct, frozen=True):
     output_format: OutputFormat = OutputFormat()
     resource: str = ""
     continues: bool = False
+    thinking: Thinking = DEFAULT_THINKING
 
     @property
     def field(self) -> str:
@@ -128,6 +163,7 @@ class Boundary(Struct, frozen=True, omit_defaults=True):
     The first `tokens` prompt tokens hold the segment at `path` and every segment before it in API
     order. Where a template writes parts in another order, the offset is the furthest of theirs.
     Consecutive boundaries with the same non-empty `run` count as one position of a lookback.
+    `own_tokens`: where the part itself ends, if an earlier part ends behind it; else 0.
     """
 
     tokens: int
@@ -137,14 +173,20 @@ class Boundary(Struct, frozen=True, omit_defaults=True):
     role: str = "user"
     ends_message: bool = True
     run: Literal["", "call", "result"] = ""
+    own_tokens: int = 0
 
 
 class Rendered(Struct, frozen=True, omit_defaults=True):
-    """A rendered prompt: its token ids, its segment boundaries, and the answer's grammar."""
+    """A rendered prompt: its token ids, its segment boundaries, and the answer's grammar.
+
+    `thought`: "open" if the prompt ends inside a thought, "possible" if the answer may begin with
+    one, "" if it does not think.
+    """
 
     token_ids: tuple[int, ...]
     boundaries: tuple[Boundary, ...] = ()
     grammar: Grammar | None = None
+    thought: Literal["", "possible", "open"] = ""
 
 
 class GenerationParameters(Struct, frozen=True):
@@ -170,6 +212,11 @@ class GenerationParameters(Struct, frozen=True):
     echo: bool = False
     prompt_logprobs: int | None = None
     report_logprobs: bool = True
+
+
+UNNAMED = "?"
+"""Ends the retention class of a breakpoint whose request names none: `5m?` is the tenant's default
+class, or `5m` for a tenant without one."""
 
 
 class CacheDirectives(Struct, frozen=True):
@@ -198,15 +245,29 @@ class CacheDirectives(Struct, frozen=True):
     """Settings (name, value) that the dialect repeats in its answer."""
 
 
+class ItemReference(Struct, frozen=True):
+    """A stored item that a request names by id: number `number` of the input or of the output of
+    the stored response `response_id`, which the dialect reads from the item's id."""
+
+    item_id: str
+    response_id: str
+    part: Literal["input", "output"]
+    number: int
+
+
 class ThreadDirectives(Struct, frozen=True):
     """What a call continues, and what is stored of it.
 
-    `previous_id`: the stored response that it continues; "" for none. `store`: whether to store the
-    response. `input`: the request's own items as a JSON list. A call with `is_pending` has no
-    prompt: it must be parsed again with the earlier items in `RequestMetadata.history`.
+    `previous_id`: the stored response that it continues; "" for none. `conversation_id`: the
+    conversation that it continues, to which its own items and its output are appended.
+    `references`: stored items that its input names. `store`: whether to store the response.
+    `input`: the request's own items as a JSON list. A call with `is_pending` has no prompt: it must
+    be parsed again with the earlier items in `RequestMetadata.earlier`.
     """
 
     previous_id: str = ""
+    conversation_id: str = ""
+    references: tuple[ItemReference, ...] = ()
     store: bool = False
     input: bytes = b""
     is_pending: bool = False
@@ -241,11 +302,30 @@ class Call(Struct, frozen=True):
     thread: ThreadDirectives = NO_THREAD
 
 
+class StoredItem(Struct, frozen=True):
+    """An item as a conversation keeps it. `data`: its JSON, with its id."""
+
+    item_id: str
+    data: bytes
+
+
+class EarlierItems(Struct, frozen=True):
+    """The stored items that a request needs. `history`: those that it continues, in order.
+    `referenced`: those that it names, by id; an item that is not stored is left out."""
+
+    history: tuple[dict[str, Any], ...] = ()
+    referenced: Mapping[str, dict[str, Any]] = {}
+
+
+NO_EARLIER_ITEMS = EarlierItems()
+"""For requests that continue nothing and name no stored item."""
+
+
 class RequestMetadata(Struct, frozen=True):
     """Path and header fields of a request that a dialect may read, and its key's tolerance.
 
-    `model` and `action` come from the path, `version` and `betas` from headers. `history`: the
-    earlier items that the request continues (`ThreadDirectives`); None before they are loaded.
+    `model` and `action` come from the path, `version` and `betas` from headers. `earlier`: the
+    stored items that the request needs (`ThreadDirectives`); None before they are loaded.
     """
 
     model: str = ""
@@ -253,7 +333,7 @@ class RequestMetadata(Struct, frozen=True):
     version: str = ""
     betas: tuple[str, ...] = ()
     tolerance: Mode = "standard"
-    history: tuple[dict[str, Any], ...] | None = None
+    earlier: EarlierItems | None = None
 
 
 NO_METADATA = RequestMetadata()
@@ -293,6 +373,8 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
     """Tokens read by contract but computed again: eviction or a restart broke their promise."""
     short_lease: ShortLease | None = None
     """The first lease that was not granted whole: why a write is smaller than requested."""
+    thinking: int = 0
+    """Tokens of `out` that are thoughts."""
 
     def extras(self) -> dict[str, Any]:
         """Return what this server says beyond a dialect's usage object: empty, or `trunkline`."""
@@ -332,6 +414,13 @@ class Text(Struct, frozen=True, tag="text"):
     index: int
     text: str
     tokens: tuple[TokenText, ...] = ()
+
+
+class Thought(Struct, frozen=True, tag="thought"):
+    """More of what choice `index` thinks before its answer."""
+
+    index: int
+    text: str
 
 
 class CallText(Struct, frozen=True, tag="call_text"):
@@ -377,6 +466,7 @@ Cause = Literal[
     "expired",
     "evicted_own_quota",
     "evicted_pressure",
+    "window_gone",
     "erased",
     "restarted",
     "below_minimum",
@@ -417,7 +507,7 @@ class Begin(Struct, frozen=True, tag="begin"):
     diagnosis: Diagnosis | None = None
 
 
-Delta = Begin | Text | CallText | OutputCount | ChoiceEnd | End
+Delta = Begin | Text | Thought | CallText | OutputCount | ChoiceEnd | End
 
 
 class Reply(Struct, frozen=True):

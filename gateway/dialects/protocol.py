@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from gateway.dialects.canonical import Call, Delta, End, Reply, RequestMetadata
+from gateway.dialects.canonical import Call, Delta, End, Reply, RequestMetadata, StoredItem
 from gateway.errors import Refusal
 
 
@@ -44,12 +44,18 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class StoredEncoder(Encoder, Protocol):
-    """Encodes an answer that may be stored. `is_stored`: what the answer says about that."""
+    """Encodes an answer that may be stored. `is_stored`: what the answer says about that, and
+    `is_appended` about the items in their conversation."""
 
     is_stored: bool
+    is_appended: bool
 
     def response(self, end: End) -> bytes:
         """Return the complete response. All deltas before the end must have been encoded."""
+
+    def turn(self) -> list[StoredItem]:
+        """Return the request's items and the answer's, as a conversation keeps them, after all
+        deltas before the end. O(bytes)."""
 
 
 class Dialect(ErrorShape, Protocol):

@@ -35,7 +35,18 @@ REASONING_HINTS = frozenset(
         *("include_reasoning", "separate_reasoning", "stream_reasoning", "preserve_thinking"),
     }
 )
-"""How much a model should reason, and where its reasoning is shown. The served models have none."""
+"""How much a model should reason, and where its reasoning is shown; only some models do."""
+
+THINKING_FIELDS = frozenset(
+    {
+        *("reasoning_effort", "reasoning", "thinking", "thinking_budget", "enable_thinking"),
+        *("think", "include_reasoning", "reasoning.effort", "output_config.effort"),
+        *("chat_template_kwargs.enable_thinking", "chat_template_kwargs.thinking"),
+        *("chat_template_kwargs.reasoning_effort", "chat_template_kwargs.thinking_budget"),
+        "generationConfig.thinkingConfig",
+    }
+)
+"""Names of the hints that a model that thinks honours."""
 
 SERVICE_HINTS = frozenset(
     {
@@ -95,6 +106,8 @@ class Tolerance:
 
     def __init__(self, mode: Mode = "standard") -> None:
         self.mode = mode
+        self.hints: dict[str, Any] = {}
+        """Values of the hints on reasoning: a model that thinks honours them."""
         self._ignored: dict[str, None] = {}
 
     @property
@@ -164,6 +177,11 @@ class Tolerance:
 def asks_nothing(value: object) -> bool:
     """Return whether a field's value is null or empty."""
     return value is None or value == {} or value == [] or value == ""
+
+
+def without_thinking(ignored: Collection[str]) -> tuple[str, ...]:
+    """Return the names that have no effect even where the model thinks. O(names)."""
+    return tuple(name for name in ignored if name not in THINKING_FIELDS)
 
 
 @cache

@@ -14,9 +14,11 @@ from itertools import groupby
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gateway.dialects.canonical import Boundary, Prompt, Segment, Tool, ToolCall
 from gateway.structured_output.json_text import parse_arguments, parse_schema
+from gateway.structured_output.thinking import NO_THINKING, ThinkingFormat
 from gateway.structured_output.tool_styles import ToolStyle
 
 _TOOLS_INTRO = (
@@ -44,23 +46,27 @@ TemplateTool = dict[str, Any]
 
 
 class TemplateMessage(Struct, frozen=True):
-    """A message for the template. `parts`, and the first item of each pair in `calls`, index
-    `TemplatePart`s."""
+    """A message for the template. `parts`, `thoughts` and the first item of each pair in `calls`
+    index `TemplatePart`s."""
 
     role: str
     parts: tuple[int, ...] = ()
     calls: tuple[tuple[int, ToolCall], ...] = ()
     name: str | None = None
     answers: str | None = None
+    thoughts: tuple[int, ...] = ()
 
 
 class TemplateInput(Struct, frozen=True):
     """The input of a template: `messages` made of `parts`, and `tools` if the template writes them;
-    tools are then the first parts."""
+    tools are then the first parts. `variables`: further variables; `thoughts_key`: the key of a
+    message's thoughts, "" if the template takes none."""
 
     parts: tuple[TemplatePart, ...]
     messages: tuple[TemplateMessage, ...]
     tools: tuple[TemplateTool, ...] = ()
+    variables: tuple[tuple[str, object], ...] = ()
+    thoughts_key: str = ""
 
     def for_template(
         self,
@@ -82,6 +88,8 @@ class TemplateInput(Struct, frozen=True):
             text_of(part) for part in message.parts if self.parts[part].text or not message.calls
         )
         made: dict[str, object] = {"role": message.role, "content": content}
+        if message.thoughts and self.thoughts_key:
+            made[self.thoughts_key] = "".join(map(text_of, message.thoughts))
         if message.name is not None:
             made["name"] = message.name
         if message.answers is not None:
@@ -108,14 +116,22 @@ def template_tool(tool: Tool) -> TemplateTool:
     return {"type": "function", "function": function}
 
 
-def build_template_input(prompt: Prompt, style: ToolStyle) -> TemplateInput:
+def build_template_input(
+    prompt: Prompt, style: ToolStyle, thinking: ThinkingFormat = NO_THINKING
+) -> TemplateInput:
     """Build the template's input from a chat. O(segments + tools). Raises Refusal for a schema."""
     maker = _NativeToolBuilder(prompt) if style.is_native else _TextToolBuilder(prompt)
     tools = tuple(map(template_tool, prompt.tools))
     maker.tools(prompt.tools, tools)
     for turn in groupby(enumerate(prompt.segments), key=_message_key):
         maker.turn(list(turn[1]))
-    return TemplateInput(tuple(maker.parts), maker.finished(), tools if style.is_native else ())
+    return TemplateInput(
+        tuple(maker.parts),
+        maker.finished(),
+        tools if style.is_native else (),
+        thinking.variables(prompt.thinking),
+        thinking.history,
+    )
 
 
 def _message_key(numbered: tuple[int, Segment]) -> tuple[int, str, str | None]:
@@ -173,9 +189,11 @@ class _NativeToolBuilder(_InputBuilder):
 
     def turn(self, segments: Sequence[tuple[int, Segment]]) -> None:
         """Add one message."""
-        parts, calls = [], []
+        parts, calls, thoughts = [], [], []
         for number, segment in segments:
-            if segment.call is None:
+            if segment.is_thought:
+                thoughts.append(self.part(segment.text, self.boundary(number)))
+            elif segment.call is None:
                 parts.append(self.part(segment.text, self.boundary(number)))
             else:
                 text = parse_arguments(segment.call.arguments)[1]
@@ -184,7 +202,9 @@ class _NativeToolBuilder(_InputBuilder):
         first = segments[0][1]
         name = first.name or self._names.get(first.answers or "")
         self.messages.append(
-            TemplateMessage(_role(first), tuple(parts), tuple(calls), name, first.answers)
+            TemplateMessage(
+                _role(first), tuple(parts), tuple(calls), name, first.answers, tuple(thoughts)
+            )
         )
 
 
@@ -197,6 +217,7 @@ class _TextToolBuilder(_InputBuilder):
         self._has_turns = False
         self._parts: list[list[int]] = []
         """The parts of each message; those of the last one may still grow."""
+        self._thoughts: list[int] = []
 
     def tools(self, tools: Sequence[Tool], objects: Sequence[TemplateTool]) -> None:
         """Add a system message that lists the tools, one per line."""
@@ -216,8 +237,11 @@ class _TextToolBuilder(_InputBuilder):
         is_result = first.role == "tool"
         role = "user" if is_result else _role(first)
         parts = [self.part("<tool_response>\n")] if is_result else []
-        ends_line = True
+        ends_line, self._thoughts = True, []
         for number, segment in segments:
+            if segment.is_thought:
+                self._thoughts.append(self.part(segment.text, self.boundary(number)))
+                continue
             if segment.call is None:
                 parts.append(self.part(segment.text, self.boundary(number)))
                 ends_line = segment.text.endswith("\n") if segment.text else ends_line
@@ -234,13 +258,14 @@ class _TextToolBuilder(_InputBuilder):
             self._join("\n\n", parts)
         else:
             name = None if is_result else first.name
-            self._append(TemplateMessage(role, name=name), parts)
+            thoughts = tuple(self._thoughts)
+            self._append(TemplateMessage(role, name=name, thoughts=thoughts), parts)
         self._after_result, self._has_turns = is_result, True
 
     def finished(self) -> tuple[TemplateMessage, ...]:
         """Return the messages with their parts; no turn follows."""
         return tuple(
-            TemplateMessage(message.role, tuple(parts), (), message.name)
+            replace(message, parts=tuple(parts))
             for message, parts in zip(self.messages, self._parts, strict=True)
         )
 

@@ -13,16 +13,27 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.model_store import ModelCard, load_card
-from gateway.dialects.canonical import Boundary, Prompt, Rendered, Role, Segment, ToolCall
+from gateway.dialects.canonical import (
+    DEFAULT_THINKING,
+    Boundary,
+    Prompt,
+    Rendered,
+    Role,
+    Segment,
+    Thinking,
+    ToolCall,
+)
 from gateway.errors import Kind, Refusal
 from gateway.prompt.detokenizer import Detokenizer
 from gateway.prompt.layout import (
@@ -43,8 +54,9 @@ from gateway.prompt.owner_cache import OwnerCache
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.token_budget import TokenBudget
 from gateway.prompt.tokenizer import PieceTokenizer
-from gateway.structured_output.grammars import build_grammar
+from gateway.structured_output.grammars import behind_thought, build_grammar
 from gateway.structured_output.json_text import collect_strings, parse_json
+from gateway.structured_output.thinking import ThinkingFormat, detect_thinking
 from gateway.structured_output.tool_styles import ToolStyle, detect_style
 
 SHAPES_STEPS_MAX, SHAPE_MESSAGES_MAX = 65_536, 128
@@ -52,10 +64,11 @@ SHAPES_STEPS_MAX, SHAPE_MESSAGES_MAX = 65_536, 128
 cached shape."""
 
 
+_is_thought = attrgetter("is_thought")
 Laid = TypeVar("Laid", Piece, ShapeStep)
 SegmentShape = tuple[Role, str, str | None, int, str | None]
 """A segment without its text: (role, path, name, message, retention)."""
-_ShapeKey = tuple[tuple[SegmentShape, ...], bool, bool]
+_ShapeKey = tuple[tuple[SegmentShape, ...], bool, bool, Thinking]
 
 
 class Encode(Protocol):
@@ -68,11 +81,12 @@ class Encode(Protocol):
 class ChatShape(Struct, frozen=True):
     """The template's output for every chat with the same roles and names: `steps` in order, `inner`
     with the token ids of the template's own pieces when they do not begin the prompt, and
-    `boundaries` of the segments, tokens not yet set."""
+    `boundaries` of the segments, tokens not yet set. `thought`: as in `Rendered`."""
 
     steps: tuple[ShapeStep, ...]
     inner: tuple[tuple[int, ...], ...]
     boundaries: tuple[Boundary, ...]
+    thought: Literal["", "possible", "open"] = ""
 
 
 class Renderer:
@@ -84,6 +98,7 @@ class Renderer:
         source = card.template_path.read_text()
         self._template = ChatTemplate(source)
         self.tool_style: ToolStyle = detect_style(source, self._template.variables)
+        self.thinking: ThinkingFormat = detect_thinking(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
         words = [text for text in self._token_texts.values() if text]
         self._special_words = re.compile("|".join(map(re.escape, words)) or "(?!)")
@@ -93,8 +108,15 @@ class Renderer:
         self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
         # Each output token is looked up here: a list access instead of a Python call.
         spelt = list(map(self.tokenizer.token_bytes, range(card.config.vocab)))
-        marked = [plain or self._markers.get(i, "").encode() for i, plain in enumerate(spelt)]
-        self._bytes_plain, self._bytes_with_markers = spelt.__getitem__, marked.__getitem__
+        self.token_bytes_max = max(map(len, spelt))
+        thoughts = {i: t for i, t in self._token_texts.items() if t in self.thinking.markers}
+        self._token_bytes = {
+            (False, False): _spell(spelt),
+            (False, True): _spell(spelt, thoughts),
+            (True, False): _spell(spelt, self._markers),
+            (True, True): _spell(spelt, self._markers, thoughts),
+        }
+        self._marker_ids = {t: i for table in (self._markers, thoughts) for i, t in table.items()}
 
     @classmethod
     def load(cls, folder: Path) -> Renderer:
@@ -112,11 +134,15 @@ class Renderer:
         return self.card.stop_token_ids
 
     def detokenizer(
-        self, stops: tuple[str, ...] = (), *, shows_markers: bool = False
+        self,
+        stops: tuple[str, ...] = (),
+        *,
+        shows_markers: bool = False,
+        shows_thoughts: bool = False,
     ) -> Detokenizer:
-        """Return a detokenizer for one choice. `shows_markers`: special tokens that open or close a
-        tool call become part of the text."""
-        return Detokenizer(self._bytes_with_markers if shows_markers else self._bytes_plain, stops)
+        """Return a detokenizer for one choice. `shows_markers` and `shows_thoughts`: special tokens
+        that open or close a tool call, or a thought, become part of the text."""
+        return Detokenizer(self._token_bytes[shows_markers, shows_thoughts], stops)
 
     def special_text(self, token_id: int) -> str:
         """Return how the template writes a special token; "" for other tokens."""
@@ -133,7 +159,7 @@ class Renderer:
         cannot be rendered, and what `budget` raises.
         """
         encode: Encode = partial(self.tokenizer.encode, owner=owner, budget=budget)
-        grammar = build_grammar(prompt, self.tool_style, self._marker_ids())
+        grammar = build_grammar(prompt, self.tool_style, self._marker_ids)
         start: tuple[int, ...] = ()
         if self.card.add_bos and self.card.bos_token_id is not None:
             start = (self.card.bos_token_id,)
@@ -143,6 +169,8 @@ class Renderer:
             _check_text(prompt.text, "prompt")
             ids = start + encode(prompt.text, specials=True)
             return Rendered(ids, grammar=grammar)
+        if not self.thinking.history and any(map(_is_thought, prompt.segments)):
+            prompt = replace(prompt, segments=tuple(filterfalse(_is_thought, prompt.segments)))
         for segment in prompt.segments:
             _check_text(segment.text, segment.path)
             if not _is_plain(segment) or segment.name is not None:
@@ -152,6 +180,10 @@ class Renderer:
             rendered = self._render_full(prompt, owner, encode)
         else:
             rendered = _render_shape(prompt, shape, encode)
+        if rendered.thought:
+            grammar = behind_thought(
+                grammar, self.thinking, rendered.thought, self._marker_ids, prompt.thinking
+            )
         return rendered if grammar is None else replace(rendered, grammar=grammar)
 
     def uncached_chars(self, prompt: Prompt, owner: int = 0) -> int:
@@ -208,7 +240,8 @@ class Renderer:
         if not all(map(_is_plain, segments)):
             return None
         bare = tuple([(s.role, s.path, s.name, s.message, s.retention) for s in segments])
-        key = (bare, prompt.add_generation_prompt, prompt.continues)
+        wanted = prompt.thinking if self.thinking.kind != "none" else DEFAULT_THINKING
+        key = (bare, prompt.add_generation_prompt, prompt.continues, wanted)
         known = self._shapes.get(owner, key)
         if known is None:
             known = (self._shape(*key, encode),)
@@ -220,6 +253,7 @@ class Renderer:
         bare: tuple[SegmentShape, ...],
         opens_turn: bool,
         continues: bool,
+        thinking: Thinking,
         encode: Encode,
     ) -> ChatShape | None:
         """Render opaque texts; None if the template reads them or refuses."""
@@ -227,14 +261,22 @@ class Renderer:
             Segment(role, "", path, name, message, retention)
             for role, path, name, message, retention in bare
         )
-        prompt = Prompt(segments, add_generation_prompt=opens_turn, continues=continues)
-        template_input, recorder = build_template_input(prompt, self.tool_style), ReadRecorder()
+        prompt = Prompt(
+            segments, add_generation_prompt=opens_turn, continues=continues, thinking=thinking
+        )
+        template_input = build_template_input(prompt, self.tool_style, self.thinking)
+        recorder = ReadRecorder()
         messages = template_input.for_template(self.tool_style, placeholder, arguments_placeholder)
         for message, template_message in zip(messages, template_input.messages, strict=True):
             is_whole = len(template_message.parts) == 1
             message["content"] = OpaqueText(str(message["content"]), recorder, is_whole=is_whole)
         try:
-            text = self._apply(messages, None, opens_turn=opens_turn and not _is_open_ended(prompt))
+            text = self._apply(
+                messages,
+                None,
+                opens_turn=opens_turn and not _is_open_ended(prompt),
+                variables=template_input.variables,
+            )
         except Refusal:
             return None
         steps = split_shape(text, len(segments))
@@ -243,18 +285,21 @@ class Renderer:
         if _is_open_ended(prompt):
             steps = _drop_after(steps, len(segments) - 1)
         inner = [encode(step.text, specials=True, is_first=False) for step in steps]
-        return ChatShape(steps, tuple(inner), _boundaries_at(template_input, {}))
+        tail = steps[-1].text if steps and steps[-1].part is None else ""
+        thought = self._thought_after(prompt, tail)
+        return ChatShape(steps, tuple(inner), _boundaries_at(template_input, {}), thought)
 
     # -- all other prompts ----------------------------------------------------------------------
 
     def _render_full(self, prompt: Prompt, owner: int, encode: Encode) -> Rendered:
-        template_input = build_template_input(prompt, self.tool_style)
+        template_input = build_template_input(prompt, self.tool_style, self.thinking)
         self._check_tools(prompt, template_input)
         texts = [part.text or "" for part in template_input.parts]
         opens_turn = prompt.add_generation_prompt and not _is_open_ended(prompt)
         whole = self._run_template(
             template_input, texts.__getitem__, arguments_object, opens_turn=opens_turn
         )
+        thought = self._thought_after(prompt, whole)
         marked, pieces = self._split_with_call_placeholders(
             template_input, whole, opens_turn=opens_turn
         )
@@ -265,13 +310,28 @@ class Renderer:
             )
             pieces = split_rendering(marked, whole, template_input.parts)
             if pieces is None:
-                return self._render_unsplit(prompt, template_input, whole, encode)
+                rendered = self._render_unsplit(prompt, template_input, whole, encode)
+                return replace(rendered, thought=thought) if thought else rendered
             self._check_all(prompt, template_input, calls_only=True)
             unmarked = self._offsets.call_ends(template_input, marked)
         offsets = {**self._offsets.tool_ends(template_input, marked, owner), **unmarked}
         if _is_open_ended(prompt):
             pieces = _drop_after(pieces, len(template_input.parts) - 1)
-        return _tokens(template_input, pieces, offsets, len(marked), encode)
+        rendered = _tokens(template_input, pieces, offsets, len(marked), encode)
+        return replace(rendered, thought=thought) if thought else rendered
+
+    def _thought_after(self, prompt: Prompt, tail: str) -> Literal["", "possible", "open"]:
+        """Return whether the answer thinks, from the template's own last text."""
+        if self.thinking.kind == "none" or not prompt.add_generation_prompt:
+            return ""
+        if _is_open_ended(prompt):
+            return ""
+        if self.thinking.kind == "harmony":
+            return "possible"
+        end = tail.rstrip()
+        if end.endswith(self.thinking.opening):
+            return "open"
+        return "" if end.endswith(self.thinking.closing) else "possible"
 
     def _split_with_call_placeholders(
         self, template_input: TemplateInput, whole: str, *, opens_turn: bool
@@ -328,7 +388,12 @@ class Renderer:
     ) -> str:
         """Run the template over the messages."""
         messages = template_input.for_template(self.tool_style, text_of, arguments)
-        return self._apply(messages, list(template_input.tools) or None, opens_turn=opens_turn)
+        return self._apply(
+            messages,
+            list(template_input.tools) or None,
+            opens_turn=opens_turn,
+            variables=template_input.variables,
+        )
 
     def _apply(
         self,
@@ -336,18 +401,17 @@ class Renderer:
         tools: list[TemplateTool] | None,
         *,
         opens_turn: bool,
+        variables: Sequence[tuple[str, object]],
     ) -> str:
         return self._template.render(
             messages,
+            **dict(variables),
             add_generation_prompt=opens_turn,
             tools=tools,
             documents=None,
             bos_token=self._text_of(self.card.bos_token_id),
             eos_token=self._text_of(next(iter(self.card.stop_token_ids), None)),
         )
-
-    def _marker_ids(self) -> dict[str, int]:
-        return {text: token_id for token_id, text in self._markers.items()}
 
     def _text_of(self, token_id: int | None) -> str:
         return self._token_texts.get(token_id, "") if token_id is not None else ""
@@ -365,9 +429,20 @@ def _render_shape(prompt: Prompt, shape: ChatShape, encode: Encode) -> Rendered:
         ends[step.part] = len(ids)
     furthest, found = 0, []
     for boundary, end in zip(shape.boundaries, ends, strict=True):
-        furthest = max(furthest, end)
-        found.append(replace(boundary, tokens=furthest))
-    return Rendered(tuple(ids), tuple(found))
+        if end < furthest:
+            found.append(replace(boundary, tokens=furthest, own_tokens=end))
+        else:
+            found.append(replace(boundary, tokens=end))
+            furthest = end
+    return Rendered(tuple(ids), tuple(found), thought=shape.thought)
+
+
+def _spell(spelt: list[bytes], *tables: Mapping[int, str]) -> Callable[[int], bytes]:
+    """Return the bytes of each token; `tables`: special tokens that are text."""
+    shown = {i: text.encode() for table in tables for i, text in table.items()}
+    if not shown:
+        return spelt.__getitem__
+    return [plain or shown.get(i, b"") for i, plain in enumerate(spelt)].__getitem__
 
 
 def _tokens(
@@ -417,15 +492,17 @@ def _boundaries_at(template_input: TemplateInput, ends: dict[int, int]) -> tuple
     far; a part that the template leaves out ends with the part before it."""
     furthest, found = 0, []
     for number, part in enumerate(template_input.parts):
-        furthest = max(furthest, ends.get(number, 0))
+        end = ends.get(number, 0)
+        furthest = max(furthest, end)
         if part.boundary is not None:
-            found.append(replace(part.boundary, tokens=furthest))
+            own = end if end < furthest else 0
+            found.append(replace(part.boundary, tokens=furthest, own_tokens=own))
     return tuple(found)
 
 
 def _is_plain(segment: Segment) -> bool:
-    """Whether the segment is only text: neither a call nor a call's result."""
-    return segment.call is None and segment.answers is None
+    """Whether the segment is only text: no call, no call's result and no thought."""
+    return segment.call is None and segment.answers is None and not segment.is_thought
 
 
 def _check_text(text: str, path: str) -> None:

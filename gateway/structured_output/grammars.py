@@ -1,4 +1,4 @@
-"""Build the grammar that constrains an answer: JSON, or tool calls in the model's style.
+"""Build the grammar that constrains an answer: its format, or tool calls in the model's style.
 
 An output format alone is passed on unchanged. Forced calls and calls of strict tools become a Lark
 grammar around each tool's schema. The module compiles nothing: the engine does. The renderer
@@ -8,13 +8,21 @@ grammar around each tool's schema. The module compiles nothing: the engine does.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from engine.api import Grammar
-from gateway.dialects.canonical import OutputFormat, Prompt, Tool
+from gateway.dialects.canonical import OutputFormat, Prompt, Thinking, Tool
 from gateway.errors import Kind, Refusal
+from gateway.structured_output.gbnf import GbnfError, is_gbnf, translate_gbnf
 from gateway.structured_output.json_text import parse_schema
-from gateway.structured_output.patterns import UnsupportedPattern, translate_schema
+from gateway.structured_output.patterns import (
+    UnsupportedPattern,
+    translate_pattern,
+    translate_schema,
+)
+from gateway.structured_output.thinking import ThinkingFormat
 from gateway.structured_output.tool_styles import ToolStyle
 
 _OPTIONS = {
@@ -55,12 +63,69 @@ def build_grammar(
     return Grammar("lark", lark.text(answer, parallel=parallel))
 
 
+def behind_thought(
+    grammar: Grammar | None,
+    style: ThinkingFormat,
+    thought: Literal["", "possible", "open"],
+    marker_ids: Mapping[str, int],
+    wanted: Thinking,
+) -> Grammar | None:
+    """Return the grammar of an answer that may think first: it begins behind the thought, and a
+    budget forces the thought's end. None if any text is allowed. `thought`: see `Rendered`.
+    """
+    budget = style.budget(wanted)
+    if not thought or style.kind != "tags" or (grammar is None and not budget):
+        return grammar
+    is_token = style.closing in marker_ids
+    closing = f"<[{marker_ids[style.closing]}]>" if is_token else _literal(style.closing)
+    options = [] if is_token else [f"stop={_literal(style.closing)}"]
+    options += [f"max_tokens={budget}"] if budget else []
+    attributes = f"[{', '.join(options)}]" if options else ""
+    rules = [
+        f"thought{attributes}: /(?s:.*)/",
+        r"answer: /\s*/ wanted",
+        f"wanted: {_nested(grammar)}",
+    ]
+    start = f"thought {closing} answer"
+    if thought == "possible":
+        rules.append(f"opened: {_opened(style, marker_ids)} thought {closing}")
+        start = "opened? answer"
+    return Grammar("lark", "\n".join((f"start: {start}", *rules, "")))
+
+
+def _opened(style: ThinkingFormat, marker_ids: Mapping[str, int]) -> str:
+    token_id = marker_ids.get(style.opening)
+    return rf"/\s*{_regex(style.opening)}/" if token_id is None else f"<[{token_id}]>"
+
+
+def _nested(grammar: Grammar | None) -> str:
+    """Return a grammar as the right side of a rule."""
+    if grammar is None:
+        return "/(?s:.*)/"
+    match grammar.kind:
+        case "lark":
+            return f"%lark {{\n{grammar.text}\n}}"
+        case "regex":
+            return f"/{_between_slashes(grammar.text)}/"
+        case "json_object":
+            return f"%json {_OBJECT}"
+        case _:
+            options = _OPTIONS if grammar.kind == "json_schema" else _LENIENT_OPTIONS
+            return f"%json {_schema_text({**json.loads(grammar.text), 'x-guidance': options})}"
+
+
+def _between_slashes(pattern: str) -> str:
+    """Escape the slashes of a pattern that are not escaped. O(characters)."""
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+
+
 def schema_field(prompt: Prompt) -> str | None:
     """Return the request field of the schema that constrains the answer; for several schemas, the
     list that contains them; None if they share no field. O(tools)."""
     wanted, choice = prompt.output_format, prompt.tool_choice
     is_forced = bool(prompt.tools) and choice.mode == "required"
-    fields = [wanted.path] if wanted.kind == "json_schema" and not is_forced else []
+    has_source = wanted.kind not in ("text", "json_object")
+    fields = [wanted.path] if has_source and not is_forced else []
     if choice.mode != "none":
         fields += [tool.path for tool in callable_tools(prompt) if tool.strict or is_forced]
     if len(fields) == 1:
@@ -86,7 +151,22 @@ def _output_grammar(wanted: OutputFormat) -> Grammar | None:
         supported = _supported_schema(schema, wanted.path, strict=wanted.strict)
         text = wanted.schema if supported is schema else _schema_text(supported)
         return Grammar("json_schema" if wanted.strict else "lenient_json_schema", text)
+    if wanted.kind == "regex":
+        return Grammar("regex", translate_pattern(wanted.schema))
+    if wanted.kind == "lark":
+        return Grammar("lark", _lark(wanted))
     return Grammar("json_object") if wanted.kind == "json_object" else None
+
+
+def _lark(wanted: OutputFormat) -> str:
+    """Return a client's grammar in Lark. Raises Refusal."""
+    if not is_gbnf(wanted.schema):
+        return wanted.schema
+    try:
+        return translate_gbnf(wanted.schema)
+    except GbnfError as error:
+        message = f"{wanted.path}: the grammar cannot be used: {error}."
+        raise Refusal(Kind.BAD, "grammar_invalid", message, param=wanted.path) from error
 
 
 class _LarkGrammar:

@@ -9,6 +9,7 @@ then resolves the breakpoints.
 from __future__ import annotations
 
 from gateway.dialects.anthropic.wire import CacheControl
+from gateway.dialects.canonical import UNNAMED
 from gateway.dialects.validation import invalid_field
 from gateway.errors import Kind, Refusal
 
@@ -45,11 +46,12 @@ class Breakpoints:
         if control is None or self._last is None:
             return
         position, path = self._last
-        if self._last_own == control.retention:
+        own = None if self._last_own is None else _ttl(self._last_own)
+        if own == _ttl(control.retention):
             return
-        if self._last_own is not None:
+        if own is not None:
             problem = (
-                f"ttl {control.retention!r} differs from ttl {self._last_own!r} of the last block"
+                f"ttl {_ttl(control.retention)!r} differs from ttl {own!r} of the last block"
                 f" ({path}); expected equal ttls, or only one cache_control."
             )
             raise invalid_field("cache_control", problem)
@@ -70,7 +72,7 @@ class Breakpoints:
             raise Refusal(Kind.BAD, "too_many_breakpoints", message, param=path)
         shorter = ""
         for path, retention in self._requested:
-            if retention == "5m":
+            if _ttl(retention) == "5m":
                 shorter = shorter or path
             elif shorter:
                 field = path if path == "cache_control" else f"{path}.cache_control"
@@ -85,3 +87,8 @@ class Breakpoints:
     def _mark(self, position: int, retention: str) -> None:
         if self._retentions.get(position) != "1h":  # the longer class covers the shorter one
             self._retentions[position] = retention
+
+
+def _ttl(retention: str) -> str:
+    """Return the `ttl` that the API gives a breakpoint of this class, named or not."""
+    return retention.removesuffix(UNNAMED)

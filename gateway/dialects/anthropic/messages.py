@@ -34,6 +34,8 @@ from gateway.dialects.canonical import (
     Reply,
     RequestMetadata,
     Text,
+    Thinking,
+    Thought,
 )
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
@@ -67,7 +69,9 @@ class AnthropicDialect:
         _check_settings(fields)
         _take_hints(fields, tolerance)
         prompt = msgspec.structs.replace(
-            prompt_of(fields, version, tolerance), output_format=_format(fields)
+            prompt_of(fields, version, tolerance),
+            output_format=_format(fields),
+            thinking=_thinking(fields),
         )
         _check_prompt(prompt)
         operation: Literal["generate", "prewarm", "count"] = "generate"
@@ -134,6 +138,20 @@ def _take_hints(fields: wire.Body, tolerance: Tolerance) -> None:
         tolerance.ignore("output_config.effort")
     tolerance.take_hint("service_tier", fields.service_tier, wire.SERVICE_TIERS)
     tolerance.take_hint("speed", fields.speed, ("standard",))
+
+
+def _thinking(fields: wire.Body) -> Thinking:
+    """Return what the request asks for: without `thinking` the model answers at once."""
+    wanted = fields.thinking
+    if wanted is None or wanted.type == "disabled":
+        return Thinking(is_on=False, is_shown=False)
+    effort = "" if fields.output_config is None else fields.output_config.effort or ""
+    return Thinking(
+        is_on=True,
+        effort=effort,
+        budget_tokens=wanted.budget_tokens,
+        is_shown=wanted.display != "omitted",
+    )
 
 
 def _check_prompt(prompt: Prompt) -> None:
@@ -220,10 +238,13 @@ def _digests(fields: wire.Body) -> tuple[tuple[str, str], ...]:
 
 
 class _Block:
-    """A content block of an answer under construction: text, or a tool use."""
+    """A content block of an answer under construction: text, a thought, or a tool use."""
 
-    def __init__(self, call: int | None, call_id: str = "", name: str = "") -> None:
+    def __init__(
+        self, call: int | None, call_id: str = "", name: str = "", *, is_thought: bool = False
+    ) -> None:
         self.call = call
+        self.is_thought = is_thought
         self._call_id = call_id
         self._name = name
         self._parts: list[str] = []
@@ -231,6 +252,8 @@ class _Block:
     def add(self, piece: str) -> dict[str, Any]:
         """Append a piece and return its stream delta."""
         self._parts.append(piece)
+        if self.is_thought:
+            return {"type": "thinking_delta", "thinking": piece}
         if self.call is None:
             return {"type": "text_delta", "text": piece}
         return {"type": "input_json_delta", "partial_json": piece}
@@ -244,7 +267,20 @@ class _Block:
         text = "".join(self._parts)
         return self._content(text, _parse_object(text) if self.call is not None else {})
 
+    def signature(self) -> str:
+        """Return the signature of a thought: a digest, by which clients tell thoughts apart.
+
+        The thought itself comes back in the history, so nothing is hidden in the signature.
+        """
+        return hashlib.sha256("".join(self._parts).encode()).hexdigest()
+
     def _content(self, text: str, arguments: object) -> dict[str, Any]:
+        if self.is_thought:
+            return {
+                "type": "thinking",
+                "thinking": text,
+                "signature": self.signature() if text else "",
+            }
         if self.call is None:
             return {"type": "text", "text": text}
         return {"type": "tool_use", "id": self._call_id, "name": self._name, "input": arguments}
@@ -282,6 +318,8 @@ class AnthropicEncoder:
                 return b""
             case Text(text=text):
                 return self._append(None, text) if text else b""
+            case Thought(text=text):
+                return self._append(None, text, is_thought=True)
             case CallText(call=call, call_id=call_id, name=name, arguments=arguments):
                 return self._append(call, arguments, call_id, name)
             case ChoiceEnd():
@@ -315,13 +353,22 @@ class AnthropicEncoder:
         reason, sequence = self._stop_reason(last.usage.out)
         return msgspec.json.encode(self._message(blocks, reason, sequence, usage, diagnosis))
 
-    def _append(self, call: int | None, piece: str, call_id: str = "", name: str = "") -> bytes:
+    def _append(
+        self,
+        call: int | None,
+        piece: str,
+        call_id: str = "",
+        name: str = "",
+        *,
+        is_thought: bool = False,
+    ) -> bytes:
         """Append a piece to the open block, or to a new one, and return its events."""
         events = b""
-        if not self._is_open or self._blocks[-1].call != call:
+        last = self._blocks[-1] if self._is_open else None
+        if last is None or (last.call, last.is_thought) != (call, is_thought):
             assert call is None or call_id, "the first piece of a call has its id"
             events = self._close_block()
-            self._blocks.append(_Block(call, call_id, name))
+            self._blocks.append(_Block(call, call_id, name, is_thought=is_thought))
             self._is_open = True
             start = self._blocks[-1].start()
             events += _event("content_block_start", index=self._index, content_block=start)
@@ -334,7 +381,11 @@ class AnthropicEncoder:
         if not self._is_open:
             return b""
         self._is_open = False
-        return _event("content_block_stop", index=self._index)
+        signed = b""
+        if self._blocks[-1].is_thought:
+            delta = {"type": "signature_delta", "signature": self._blocks[-1].signature()}
+            signed = _event("content_block_delta", index=self._index, delta=delta)
+        return signed + _event("content_block_stop", index=self._index)
 
     def _stop_reason(self, output_tokens: int) -> tuple[str, str | None]:
         """Return the stop reason and the stop sequence of a complete answer."""

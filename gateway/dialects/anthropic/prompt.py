@@ -83,6 +83,7 @@ class _MessagesReader:
         self._tolerance = tolerance
         self._breakpoints = Breakpoints()
         self._tools: list[Tool] = []
+        self._tool_names: set[str] = set()
         self._segments: list[Segment] = []
         self._message = -1
         self._role = ""
@@ -134,9 +135,10 @@ class _MessagesReader:
             kind = str(found.input_schema.get("type"))[:64]
             problem = f"unsupported schema type {kind!r}; expected 'object'."
             raise invalid_field(f"{path}.input_schema.type", problem)
-        if any(tool.name == found.name for tool in self._tools):
+        if found.name in self._tool_names:
             problem = f"Tool names must be unique; {found.name!r} is declared twice."
             raise invalid_field(f"{path}.name", problem, "tool_name_conflict")
+        self._tool_names.add(found.name)
         schema = wire.json_text(found.input_schema)
         self._tools.append(
             Tool(found.name, found.description or "", schema, path, bool(found.strict))
@@ -152,7 +154,7 @@ class _MessagesReader:
             if field.name is None:
                 problem = "type 'tool' requires a name; expected the name of a declared tool."
                 raise invalid_field("tool_choice.name", problem, "missing_required_parameter")
-            if all(tool.name != field.name for tool in self._tools):
+            if field.name not in self._tool_names:
                 problem = f"unknown tool {field.name!r}; expected the name of a tool in tools."
                 raise invalid_field("tool_choice.name", problem)
             names = (field.name,)
@@ -205,7 +207,10 @@ class _MessagesReader:
                 raise invalid_field(f"{path}.content", problem)
             before, content_path = len(self._segments), f"{path}.content"
             self._content(message, content_path)
-            if len(self._segments) == before and not is_last:
+            has_content = any(not segment.is_thought for segment in self._segments[before:])
+            if not has_content and is_last:
+                del self._segments[before:]  # a thought alone is nothing to continue
+            elif not has_content:
                 # An assistant turn that holds only thinking still separates its neighbours.
                 self._segments.append(Segment("assistant", "", content_path, None, self._message))
         self._check_calls_answered(f"messages[{len(messages) - 1}]")
@@ -213,7 +218,12 @@ class _MessagesReader:
         if last is None or not last.path.startswith("messages"):
             problem = "no message has content to answer; expected at least one user message."
             raise invalid_field("messages", problem)
-        if self._role != "assistant" or last.role != "assistant" or not last.text:
+        if (
+            self._role != "assistant"
+            or last.role != "assistant"
+            or not last.text
+            or last.is_thought
+        ):
             return False
         if last.text != last.text.rstrip():
             problem = "final assistant content cannot end with trailing whitespace."
@@ -258,7 +268,19 @@ class _MessagesReader:
                     self._call(found, block_path)
                 case wire.ToolResultBlock():
                     self._result(found, block_path)
-                case wire.ThinkingBlock() | wire.RedactedThinkingBlock():
+                case wire.ThinkingBlock():
+                    if found.thinking:
+                        segment = Segment(
+                            "assistant",
+                            found.thinking,
+                            block_path,
+                            None,
+                            self._message,
+                            is_thought=True,
+                        )
+                        self._segments.append(segment)
+                        self._breakpoints.add(self._position, block_path, None, is_eligible=False)
+                case wire.RedactedThinkingBlock():
                     pass
 
     def _text(self, block: wire.TextBlock, path: str, role: str) -> None:

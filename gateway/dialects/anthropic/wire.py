@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.dialects import validation
-from gateway.dialects.canonical import Diagnosis, UsageRecord
+from gateway.dialects.canonical import TOOLS_MAX, UNNAMED, Diagnosis, UsageRecord
 from gateway.dialects.tolerance import HINTS, Tolerance, asks_nothing
 from gateway.errors import TOO_LONG, Kind, Refusal
 
@@ -63,8 +63,8 @@ class CacheControl(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def retention(self) -> str:
-        """Retention class of the breakpoint."""
-        return self.ttl or "5m"
+        """Retention class of the breakpoint; without `ttl` the tenant's default."""
+        return self.ttl or f"5m{UNNAMED}"
 
 
 class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -177,7 +177,7 @@ class Body(Struct, frozen=True, kw_only=True):
     messages: Annotated[list[MessageField], Meta(min_length=1, max_length=MESSAGES_MAX)]
     max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     system: Text | list[dict[str, Any]] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=10_000)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=TOOLS_MAX)] | None = None
     tool_choice: ToolChoiceField | None = None
     stop_sequences: Annotated[list[StopText], Meta(max_length=64)] | None = None
     stream: bool | None = None

@@ -30,6 +30,8 @@ from gateway.dialects.canonical import (
     Reply,
     RequestMetadata,
     Text,
+    Thinking,
+    Thought,
     TokenText,
     UsageRecord,
 )
@@ -127,7 +129,13 @@ def _call(fields: wire.GenerateBody, model: str, tolerance: Tolerance, *, is_str
     choices = settings.candidate_count or 1
     return Call(
         model=model.removeprefix("models/"),
-        prompts=(msgspec.structs.replace(prompt, output_format=_format(settings)),),
+        prompts=(
+            msgspec.structs.replace(
+                prompt,
+                output_format=_format(settings),
+                thinking=_thinking(settings.thinking_config),
+            ),
+        ),
         generation=GenerationParameters(
             max_tokens=settings.max_output_tokens,
             choices=choices,
@@ -159,6 +167,16 @@ def _take_hints(fields: wire.GenerateBody, tolerance: Tolerance) -> None:
 
 
 _NO_THINKING = wire.ThinkingConfig(thinking_budget=0)
+
+
+def _thinking(wanted: wire.ThinkingConfig) -> Thinking:
+    """Return what the request asks for. A negative budget leaves it to the model."""
+    budget = wanted.thinking_budget
+    return Thinking(
+        effort=(wanted.thinking_level or "").lower(),
+        budget_tokens=budget if budget is not None and budget >= 0 else None,
+        is_shown=wanted.include_thoughts,
+    )
 
 
 def _sampling(settings: wire.GenerationConfig) -> Sampling:
@@ -291,6 +309,8 @@ class GeminiEncoder:
             case Text(index=index, text=text, tokens=tokens):
                 self._candidates[index].tokens.extend(tokens)
                 return [self._part(index, {"text": text})] if text else []
+            case Thought(index=index, text=text):
+                return [self._part(index, {"text": text, "thought": True})]
             case CallText(index=index):
                 part = self._candidates[index].add_call(delta)
                 return [] if part is None else [self._part(index, part)]
@@ -338,8 +358,10 @@ def _merge_candidate(merged: dict[str, Any], piece: dict[str, Any]) -> None:
     for part in piece["content"]["parts"]:
         if parts and part == {"text": ""}:
             continue
-        if parts and "text" in part and "text" in parts[-1]:
-            parts[-1] = {"text": parts[-1]["text"] + part["text"]}
+        last = parts[-1] if parts else {}
+        is_same = part.get("thought") == last.get("thought")
+        if "text" in part and "text" in last and is_same:
+            parts[-1] = {**part, "text": last["text"] + part["text"]}
         else:
             parts.append(part)
     merged |= {**piece, "content": {"role": "model", "parts": parts}}
@@ -371,11 +393,13 @@ def usage(record: UsageRecord) -> dict[str, Any]:
     """Return Gemini's usage object."""
     counts: dict[str, Any] = {
         "promptTokenCount": record.total_in,
-        "candidatesTokenCount": record.out,
+        "candidatesTokenCount": record.out - record.thinking,
         "totalTokenCount": record.total_in + record.out,
         "promptTokensDetails": [{"modality": "TEXT", "tokenCount": record.total_in}],
         **record.extras(),
     }
+    if record.thinking:
+        counts["thoughtsTokenCount"] = record.thinking
     cached = record.read_tokens()
     if cached:
         counts["cachedContentTokenCount"] = cached

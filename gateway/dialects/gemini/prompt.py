@@ -9,7 +9,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
+from gateway.dialects.canonical import (
+    TOOLS_MAX,
+    Prompt,
+    Segment,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
 from gateway.dialects.validation import invalid_field
@@ -83,7 +90,8 @@ class _ContentsReader:
                 segment = self._segment(part, content_role, f"{path}.parts[{index}]")
                 if segment is None:
                     continue
-                is_answer_text = segment.role == "assistant" and segment.call is None
+                is_text = segment.call is None and not segment.is_thought
+                is_answer_text = segment.role == "assistant" and is_text
                 if is_answer_text and texts and is_same_turn and index == 0:
                     texts.append(segment.text)
                     continue
@@ -105,7 +113,8 @@ class _ContentsReader:
         if part.function_response is not None:
             return self._result(part.function_response, path)
         if part.thought:
-            return None  # Thoughts are not part of the prompt.
+            text = part.text or ""
+            return Segment("assistant", text, path, is_thought=True) if text else None
         return Segment("assistant" if role == "model" else "user", _only_text(part, path), path)
 
     def _call(self, call: wire.FunctionCall, path: str) -> Segment:
@@ -163,4 +172,6 @@ def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[
                 schema = json_schema(declared.parameters)
             text = msgspec.json.encode(schema or {"type": "object", "properties": {}}).decode()
             found[declared.name] = Tool(declared.name, declared.description, text, path, is_strict)
+    if len(found) > TOOLS_MAX:
+        raise invalid_field("tools", f"{len(found)} functions; expected at most {TOOLS_MAX}.")
     return tuple(found.values())

@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gateway.dialects.canonical import CacheDirectives, Segment, Tool
+from gateway.dialects.canonical import UNNAMED, CacheDirectives, Segment, Tool
 from gateway.dialects.validation import invalid_field
 
 WRITES_MAX = 4
@@ -37,6 +37,11 @@ class CompatCacheControl(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def retention(self) -> str:
+        """Retention class of the breakpoint; without `ttl` the tenant's default."""
+        return self.ttl or f"5m{UNNAMED}"
 
 
 class ChatCacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +72,7 @@ class CacheSettings(Struct, frozen=True):
     def ttl(self) -> str:
         """Retention class of a breakpoint that names none."""
         requested = self.options.ttl if self.options is not None else None
-        return requested or self.retention_class or DEFAULT_TTL
+        return requested or self.retention_class or f"{DEFAULT_TTL}{UNNAMED}"
 
     @property
     def mode(self) -> Literal["implicit", "explicit"]:
@@ -88,14 +93,14 @@ def requested_retention(
     """Return the retention class of a part's breakpoint, OpenAI's own field first."""
     if native is not None:
         return native.ttl or settings.ttl
-    return None if control is None else control.ttl or "5m"
+    return None if control is None else control.retention
 
 
 def with_retention(segment: Segment, control: CompatCacheControl) -> Segment:
     """Return the segment with its message's breakpoint, unless the segment has one."""
     if segment.retention is not None:
         return segment
-    return replace(segment, retention=control.ttl or "5m")
+    return replace(segment, retention=control.retention)
 
 
 def check_settings(settings: CacheSettings) -> None:

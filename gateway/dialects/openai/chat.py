@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
+    DEFAULT_THINKING,
     NO_METADATA,
     Begin,
     CacheDirectives,
@@ -23,14 +24,17 @@ from gateway.dialects.canonical import (
     Delta,
     End,
     OutputCount,
+    OutputFormat,
     Prompt,
     Reply,
     RequestMetadata,
     Text,
+    Thought,
     TokenText,
 )
-from gateway.dialects.openai import cache, tools, wire
+from gateway.dialects.openai import cache, constraints, tools, wire
 from gateway.dialects.openai import chat_prompt as chat
+from gateway.dialects.openai.reasoning import thinking_of
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
 from gateway.errors import Refusal
@@ -70,9 +74,6 @@ RULES = wire.FieldRules(
         "n_predict": ("max_tokens", wire.limit_of),
         "num_predict": ("max_tokens", wire.limit_of),
         "max_output_tokens": ("max_completion_tokens", wire.same),
-        "guided_json": ("response_format", wire.schema_of),
-        "json_schema": ("response_format", wire.schema_of),
-        "structured_outputs": ("response_format", wire.structured_outputs_of),
     },
     switches=frozenset({"chat_template_kwargs"}),
     cleaned={"messages": chat.clean_history, "stream_options": wire.clean_stream_options},
@@ -91,8 +92,27 @@ class ChatJsonFormat(Struct, frozen=True, tag="json_object", tag_field="type"):
     pass
 
 
+class ChatPatternFormat(Struct, frozen=True, tag="regex", tag_field="type"):
+    """A regular expression, under the names of several servers."""
+
+    regex: wire.PatternText | None = None
+    pattern: wire.PatternText | None = None
+    value: wire.PatternText | None = None
+
+
+class ChatGrammarFormat(Struct, frozen=True, tag="grammar", tag_field="type"):
+    """A Lark grammar."""
+
+    grammar: wire.GrammarText
+
+
 class ChatTextFormat(Struct, frozen=True, tag="text", tag_field="type"):
     pass
+
+
+ResponseFormat = (
+    ChatTextFormat | ChatJsonFormat | ChatSchemaFormat | ChatPatternFormat | ChatGrammarFormat
+)
 
 
 class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
@@ -103,7 +123,7 @@ class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: ChatTextFormat | ChatJsonFormat | ChatSchemaFormat | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: wire.Short | None = None
     store: bool | None = None
@@ -142,7 +162,7 @@ class ChatDialect:
             raise invalid_field("top_logprobs", problem)
         if fields.max_tokens == 0:
             raise invalid_field("max_tokens", "Expected `int` >= 1; received 0.")
-        prompt, directives = _prompt(fields)
+        prompt, directives = _prompt(fields, tolerance)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         return Call(
             model=fields.model,
@@ -172,7 +192,7 @@ class ChatDialect:
         return sse.KEEP_ALIVE
 
 
-def _prompt(fields: ChatBody) -> tuple[Prompt, CacheDirectives]:
+def _prompt(fields: ChatBody, tolerance: Tolerance) -> tuple[Prompt, CacheDirectives]:
     settings = cache.CacheSettings(
         fields.prompt_cache_options,
         fields.prompt_cache_retention,
@@ -182,20 +202,41 @@ def _prompt(fields: ChatBody) -> tuple[Prompt, CacheDirectives]:
     declared = chat.tools_of(fields.tools or ())
     unmarked = chat.segments_of(fields.messages, settings)
     segments, directives = cache.apply(declared, unmarked, settings)
-    form = fields.response_format
-    add = fields.add_generation_prompt
+    add, form = fields.add_generation_prompt, fields.response_format
+    choice = chat.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls)
     prompt = Prompt(
         segments=segments,
         tools=tuple(declared),
-        tool_choice=chat.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
-        output_format=tools.output_format(
-            "json_object" if isinstance(form, ChatJsonFormat) else "text",
-            form.json_schema if isinstance(form, ChatSchemaFormat) else None,
-            "response_format.json_schema.schema",
+        tool_choice=choice,
+        output_format=constraints.output_format(
+            _ANY_TEXT if form is None else _own_format(form), fields, tolerance, declared, choice
         ),
         add_generation_prompt=add is None or add,
+        thinking=thinking_of(tolerance.hints) if tolerance.hints else DEFAULT_THINKING,
     )
     return prompt, directives
+
+
+def _own_format(form: ResponseFormat) -> OutputFormat:
+    """Return the format of `response_format`. Raises Refusal for a type without its text."""
+    match form:
+        case ChatTextFormat():
+            return _ANY_TEXT
+        case ChatSchemaFormat():
+            path = "response_format.json_schema.schema"
+            return tools.output_format("text", form.json_schema, path)
+        case ChatJsonFormat():
+            return OutputFormat("json_object")
+        case ChatPatternFormat():
+            pattern = form.regex or form.pattern or form.value
+            if not pattern:
+                raise invalid_field("response_format", "the pattern is empty; expected pattern.")
+            return constraints.of_pattern(pattern, "response_format")
+        case ChatGrammarFormat():
+            return constraints.of_grammar(form.grammar, "response_format.grammar")
+
+
+_ANY_TEXT = OutputFormat()
 
 
 class ChatEncoder:
@@ -222,6 +263,8 @@ class ChatEncoder:
                     before, after = self._frame(index)
                     return self._open(index) + before + msgspec.json.encode(text) + after
                 return self._open(index) + self._chunk(index, {"content": text}, delta)
+            case Thought(index=index, text=text):
+                return self._open(index) + self._chunk(index, {"reasoning_content": text})
             case CallText(index=index):
                 return self._open(index, None) + self._chunk(index, {"tool_calls": [_call(delta)]})
             case ChoiceEnd(index=index, reason=reason):
@@ -347,6 +390,8 @@ def _message(choice: wire.JoinedChoice) -> dict[str, Any]:
         "refusal": None,
         "annotations": [],
     }
+    if choice.thoughts:
+        message["reasoning_content"] = "".join(choice.thoughts)
     if choice.calls:
         message["tool_calls"] = [
             {

@@ -68,7 +68,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One message.
 
     Answers that clients send back carry `refusal`, `audio` and `function_call` as null, and the
-    SDK's `parsed`. `reasoning` and `reasoning_content` are left out of the prompt.
+    SDK's `parsed`. `reasoning_content` (or `reasoning`), a text, is what the assistant thought.
     `cache_control` places a breakpoint after the message.
     """
 
@@ -152,7 +152,7 @@ def tools_of(fields: Sequence[ChatToolField]) -> tuple[Tool, ...]:
                 function.parameters,
                 function.strict,
                 f"{path}.function",
-                None if control is None else control.ttl or "5m",
+                None if control is None else control.retention,
             )
         )
     tools.check_names(found)
@@ -250,6 +250,8 @@ def _is_plain(message: ChatMessage) -> bool:
         and message.role != "tool"
         and not message.tool_calls
         and message.cache_control is None
+        and message.reasoning_content is None
+        and message.reasoning is None
     )
 
 
@@ -281,6 +283,12 @@ class _ChatReader:
         if message.tool_calls and message.role != "assistant":
             problem = f"a {message.role} message has no tool calls; expected role 'assistant'."
             raise invalid_field(f"{path}.tool_calls", problem)
+        thought = message.reasoning_content or message.reasoning
+        if message.role == "assistant" and isinstance(thought, str) and thought:
+            thought_path = f"{path}.reasoning_content"
+            self.segments.append(
+                Segment("assistant", thought, thought_path, None, index, is_thought=True)
+            )
         self._content(message, index, name, answers)
         for number, tool_call in enumerate(message.tool_calls or ()):
             call_path = f"{path}.tool_calls[{number}]"

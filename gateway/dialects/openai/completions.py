@@ -23,13 +23,15 @@ from gateway.dialects.canonical import (
     Delta,
     End,
     OutputCount,
+    OutputFormat,
     Prompt,
     Reply,
     RequestMetadata,
     Text,
+    Thought,
     TokenText,
 )
-from gateway.dialects.openai import wire
+from gateway.dialects.openai import constraints, wire
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field
 from gateway.errors import Refusal
@@ -99,7 +101,10 @@ class CompletionDialect:
         if samples > choices and fields.stream:
             problem = "a stream cannot rank samples; expected best_of equal to n, or no stream."
             raise invalid_field("best_of", problem)
+        form = constraints.output_format(OutputFormat(), fields, tolerance)
         prompts = _prompts(fields.prompt)
+        if form.kind != "text":
+            prompts = tuple(msgspec.structs.replace(one, output_format=form) for one in prompts)
         # Ranking needs logprobs; the answer reports them only if the client asks for them.
         reported = fields.logprobs
         logprobs = 0 if reported is None and samples > choices else reported
@@ -184,6 +189,8 @@ class CompletionEncoder:
             case Begin(usage=usage):
                 self._usage.begin(usage)
                 return b""
+            case Thought():
+                return b""  # a raw prompt has no thoughts
             case OutputCount():
                 self._usage.count(delta)
                 return b""

@@ -1,8 +1,9 @@
 """OpenAI's responses: parse a body to a `Call`.
 
-A request with `previous_response_id` is parsed twice: the second time with the earlier items, which
-`gateway.generation.stored_responses` loads. Functions are pure: `openai.responses_events` encodes
-the answers, and `gateway.api.routes` binds the dialect to paths.
+A request with `previous_response_id`, a conversation or an `item_reference` is parsed twice: the
+second time with the earlier items, which `gateway.generation.stored_responses` loads. Functions are
+pure: `openai.responses_events` encodes the answers, and `gateway.api.routes` binds the dialect to
+paths.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from msgspec import Meta, Struct
 
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
+    NO_EARLIER_ITEMS,
     NO_METADATA,
+    NO_THREAD,
     CacheDirectives,
     Call,
     GenerationParameters,
@@ -25,8 +28,9 @@ from gateway.dialects.canonical import (
     RequestMetadata,
     ThreadDirectives,
 )
-from gateway.dialects.openai import cache, tools, wire
+from gateway.dialects.openai import cache, constraints, stored_items, tools, wire
 from gateway.dialects.openai import responses_prompt as items
+from gateway.dialects.openai.reasoning import thinking_of
 from gateway.dialects.openai.responses_events import ResponsesEncoder
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field
@@ -42,7 +46,6 @@ MAX_OUTPUT_TOKENS = f"{wire.CHAT_FIELD} Expected max_output_tokens."
 REFUSED_FIELDS = {
     **{name: why for name, why in wire.REFUSED_FIELDS.items() if name != "truncate_prompt_tokens"},
     "background": "background responses are not supported; expected false.",
-    "conversation": "this server has no conversations; expected previous_response_id.",
     "prompt": "this server stores no prompts; send instructions and input.",
     "context_management": "this server compacts no contexts; send the items as input.",
     "moderation": "this server has no moderation; omit it.",
@@ -74,14 +77,6 @@ RULES = wire.FieldRules(
     cleaned={"stream_options": wire.clean_stream_options},
 )
 """`max_tool_calls` limits server tools, and this server has none."""
-
-Metadata = Annotated[
-    dict[
-        Annotated[str, Meta(max_length=64)],
-        Annotated[str, Meta(max_length=512)],
-    ],
-    Meta(max_length=16),
-]
 
 
 class ResponsesCacheOptions(cache.ChatCacheOptions, frozen=True, forbid_unknown_fields=True):
@@ -126,6 +121,10 @@ class ResponsesStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
+class ConversationField(Struct, frozen=True, forbid_unknown_fields=True):
+    id: wire.Short
+
+
 class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
     input: (
         Annotated[str, Meta(min_length=1, max_length=10_000_000)]
@@ -139,10 +138,11 @@ class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
     text: TextField | None = None
     reasoning: dict[str, Any] | None = None
     previous_response_id: wire.Short | None = None
+    conversation: wire.Short | ConversationField | None = None
     store: bool | None = None
     include: Annotated[list[wire.Short], Meta(max_length=32)] | None = None
     truncation: Literal["disabled", "auto"] | None = None
-    metadata: Metadata | None = None
+    metadata: wire.Metadata | None = None
     service_tier: wire.Short | None = None
     stream_options: ResponsesStreamOptions | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -168,10 +168,18 @@ class ResponsesDialect:
         tolerance = Tolerance(metadata.tolerance)
         fields = wire.decode(body, ResponsesBody, RULES, tolerance)
         _check(fields)
-        if fields.previous_response_id and metadata.history is None:
-            return self._pending(fields)
+        references = stored_items.references_in(fields.input)
+        thread = ThreadDirectives(
+            fields.previous_response_id or "", _conversation_id(fields), references
+        )
+        if metadata.earlier is None and thread != NO_THREAD:
+            return self._pending(fields, thread)
+        earlier = metadata.earlier or NO_EARLIER_ITEMS
+        if references:
+            found = stored_items.resolve(fields.input, earlier.referenced)
+            fields = msgspec.structs.replace(fields, input=found)
         _take_hints(fields, tolerance)
-        prompt, directives = _prompt(fields, tolerance, metadata.history or ())
+        prompt, directives = _prompt(fields, tolerance, earlier.history)
         options = fields.prompt_cache_options or ResponsesCacheOptions()
         operation: Literal["generate", "prewarm", "count"] = "generate"
         if self._counts:
@@ -186,11 +194,11 @@ class ResponsesDialect:
             stream=bool(fields.stream),
             include_usage=True,
             partition=wire.partition(fields),
-            client_user=fields.user or "",
+            client_user=fields.user or (fields.metadata or {}).get("user_id", ""),
             priority=fields.priority or 0,
             digests=_digests(fields),
             ignored=tolerance.ignored,
-            thread=_thread(fields, is_generated=operation == "generate"),
+            thread=_with_input(thread, fields, is_generated=operation == "generate"),
             cache=msgspec.structs.replace(
                 directives,
                 compare_with=options.comparison_response_id or "",
@@ -199,7 +207,7 @@ class ResponsesDialect:
             ),
         )
 
-    def _pending(self, fields: ResponsesBody) -> Call:
+    def _pending(self, fields: ResponsesBody, thread: ThreadDirectives) -> Call:
         """Return the call of a request whose earlier items are not loaded yet."""
         return Call(
             model=fields.model,
@@ -207,7 +215,7 @@ class ResponsesDialect:
             generation=GenerationParameters(),
             operation="count" if self._counts else "generate",
             stream=bool(fields.stream),
-            thread=ThreadDirectives(fields.previous_response_id or "", is_pending=True),
+            thread=msgspec.structs.replace(thread, is_pending=True),
         )
 
     def encoder(self, call: Call, reply: Reply) -> ResponsesEncoder:
@@ -236,6 +244,9 @@ def _check(fields: ResponsesBody) -> None:
     if LOGPROBS not in (fields.include or ()) and fields.top_logprobs:
         problem = f"only allowed when include has {LOGPROBS!r}."
         raise invalid_field("top_logprobs", problem)
+    if fields.conversation is not None and fields.previous_response_id:
+        problem = "not allowed together with previous_response_id; expected only one of the two."
+        raise invalid_field("conversation", problem)
 
 
 def _take_hints(fields: ResponsesBody, tolerance: Tolerance) -> None:
@@ -251,12 +262,22 @@ def _take_hints(fields: ResponsesBody, tolerance: Tolerance) -> None:
     tolerance.take_hint("service_tier", fields.service_tier, wire.SERVICE_TIERS)
 
 
-def _thread(fields: ResponsesBody, *, is_generated: bool) -> ThreadDirectives:
-    """Return what the request continues and whether it is stored: unless it says otherwise."""
-    if not is_generated or fields.store is False:
-        return ThreadDirectives(fields.previous_response_id or "")
+def _conversation_id(fields: ResponsesBody) -> str:
+    """Return the id of the conversation that the request names; "" for none."""
+    named = fields.conversation
+    return (named.id if isinstance(named, ConversationField) else named) or ""
+
+
+def _with_input(
+    thread: ThreadDirectives, fields: ResponsesBody, *, is_generated: bool
+) -> ThreadDirectives:
+    """Return what the request continues with its own items, if any of it is stored: the response
+    unless the request says otherwise, and the items in their conversation."""
+    store = is_generated and fields.store is not False
+    if not store and not (is_generated and thread.conversation_id):
+        return msgspec.structs.replace(thread, conversation_id="")
     own = msgspec.json.encode(items.items_of(fields.input))
-    return ThreadDirectives(fields.previous_response_id or "", store=True, input=own)
+    return msgspec.structs.replace(thread, store=store, input=own)
 
 
 def _prompt(
@@ -270,18 +291,24 @@ def _prompt(
         items.has_native_breakpoint(fields.input) or items.has_native_breakpoint(history),
     )
     declared = items.tools_of(fields.tools or (), tolerance)
-    unmarked = items.segments_of(fields.instructions, history, fields.input, settings, tolerance)
+    field = "conversation" if fields.conversation else "previous_response_id"
+    unmarked = items.segments_of(
+        fields.instructions, history, field, fields.input, settings, tolerance
+    )
     segments, directives = cache.apply(declared, unmarked, settings)
     form = fields.text.format if fields.text is not None else None
+    choice = items.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls)
+    own = tools.output_format(
+        "json_object" if isinstance(form, ResponsesJsonFormat) else "text",
+        form if isinstance(form, ResponsesSchemaFormat) else None,
+        "text.format.schema",
+    )
     prompt = Prompt(
         segments=segments,
         tools=tuple(declared),
-        tool_choice=items.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls),
-        output_format=tools.output_format(
-            "json_object" if isinstance(form, ResponsesJsonFormat) else "text",
-            form if isinstance(form, ResponsesSchemaFormat) else None,
-            "text.format.schema",
-        ),
+        tool_choice=choice,
+        thinking=thinking_of({**tolerance.hints, "reasoning": fields.reasoning}),
+        output_format=constraints.output_format(own, fields, tolerance, declared, choice),
     )
     return prompt, directives
 
@@ -348,7 +375,9 @@ def _shown_options(options: ResponsesCacheOptions | None) -> dict[str, Any] | No
 
 
 def _shown_tool(field: dict[str, Any]) -> dict[str, Any]:
-    """Return a function with all its fields, as an answer repeats it."""
+    """Return a function with all its fields, as an answer repeats it; a namespace as it came."""
+    if field.get("type") != "function":
+        return field
     shown = {"description": None, "parameters": None, "strict": None, **field}
     shown.pop("cache_control", None)
     return shown

@@ -1,8 +1,8 @@
 """Encoder of OpenAI's responses: deltas to numbered events, or one object.
 
-A response is a list of items: text goes into a message item, each call is a separate item, and one
-item is open at a time. A unary answer is the response in the last event of the stream.
-`openai.responses` makes an encoder for each answer.
+A response is a list of items: text goes into a message item, thoughts into a reasoning item, each
+call is a separate item, and one item is open at a time. A unary answer is the response in the last
+event of the stream. `openai.responses` makes an encoder for each answer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from gateway.dialects.canonical import (
     End,
     OutputCount,
     Reply,
+    StoredItem,
     Text,
+    Thought,
     TokenText,
     UsageRecord,
 )
-from gateway.dialects.openai import wire
+from gateway.dialects.openai import tools, wire
+from gateway.dialects.openai.conversations import named_items
 from gateway.errors import Kind, Refusal
 
 Event = dict[str, Any]
@@ -47,9 +50,11 @@ class ResponsesEncoder:
         self._tokens: list[TokenText] = []
         self._open_call: int | None = None
         self._is_open = False
+        self._is_thought = False
         self._is_truncated = False
         self._diagnosis: Diagnosis | None = None
         self.is_stored = False
+        self.is_appended = bool(call.thread.conversation_id)
 
     def stream(self, delta: Delta) -> bytes:
         """Return the events of one delta, which may be none."""
@@ -81,6 +86,12 @@ class ResponsesEncoder:
         """Return the complete response, after all deltas before the end."""
         return msgspec.json.encode(self._last(end.usage)["response"])
 
+    def turn(self) -> list[StoredItem]:
+        """Return the request's items and the output, as a conversation keeps them. O(bytes)."""
+        own = msgspec.json.decode(self._call.thread.input, type=list[dict[str, Any]])
+        output = [StoredItem(item["id"], msgspec.json.encode(item)) for item in self._output]
+        return named_items(own, self._reply.response_id.removeprefix("resp_")) + output
+
     def _frame(self, event: Event) -> bytes:
         name = event["type"]
         numbered = {"type": name, "sequence_number": self._sequence, **event}
@@ -96,6 +107,8 @@ class ResponsesEncoder:
                 return []
             case Text():
                 return self._text(delta) if delta.text or delta.tokens else []
+            case Thought():
+                return self._thought(delta)
             case CallText():
                 return self._call_text(delta)
             case ChoiceEnd(reason=reason):
@@ -142,6 +155,7 @@ class ResponsesEncoder:
             "created_at": self._reply.created_s,
             "status": status,
             "background": False,
+            **self._conversation(),
             "error": None,
             "incomplete_details": None,
             "model": self._reply.model,
@@ -154,6 +168,13 @@ class ResponsesEncoder:
             **self._echo,
             **more,
         }
+
+    def _conversation(self) -> dict[str, Any]:
+        """Return the conversation that the response belongs to: null, if it was not appended."""
+        name = self._call.thread.conversation_id
+        if not name:
+            return {}
+        return {"conversation": {"id": name} if self.is_appended else None}
 
     # -- items ------------------------------------------------------------------------------------
 
@@ -178,8 +199,11 @@ class ResponsesEncoder:
         self._is_open = False
         item = self._output[-1]
         item["status"] = "incomplete" if self._is_truncated else "completed"
-        closing = self._call_done() if self._open_call is not None else self._message_done()
-        self._open_call = None
+        if self._is_thought:
+            closing = self._thought_done()
+        else:
+            closing = self._call_done() if self._open_call is not None else self._message_done()
+        self._open_call, self._is_thought = None, False
         done = {"output_index": len(self._output) - 1, "item": dict(item)}
         return [*closing, {"type": "response.output_item.done", **done}]
 
@@ -199,7 +223,7 @@ class ResponsesEncoder:
 
     def _text(self, delta: Text) -> list[Event]:
         events: list[Event] = []
-        if not self._is_open or self._open_call is not None:
+        if not self._is_open or self._open_call is not None or self._is_thought:
             events = self._close_item() + self._open_message()
         self._pieces.append(delta.text)
         self._tokens.extend(delta.tokens)
@@ -236,17 +260,46 @@ class ResponsesEncoder:
             for token in tokens
         ]
 
+    # -- thoughts ---------------------------------------------------------------------------------
+
+    def _thought(self, delta: Thought) -> list[Event]:
+        events: list[Event] = []
+        if not self._is_thought:
+            events = self._close_item()
+            item = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+            events.append(self._add("rs", item))
+            self._is_thought = True
+            part = {"part": {"type": "reasoning_text", "text": ""}}
+            reference = self._item_reference(content_index=0)
+            events.append({"type": "response.content_part.added", **reference, **part})
+        self._pieces.append(delta.text)
+        reference = self._item_reference(content_index=0)
+        kind = "response.reasoning_text.delta"
+        return [*events, {"type": kind, **reference, "delta": delta.text}]
+
+    def _thought_done(self) -> list[Event]:
+        text = "".join(self._pieces)
+        part = {"type": "reasoning_text", "text": text}
+        self._output[-1]["content"] = [part]
+        reference = self._item_reference(content_index=0)
+        return [
+            {"type": "response.reasoning_text.done", **reference, "text": text},
+            {"type": "response.content_part.done", **reference, "part": part},
+        ]
+
     # -- calls ------------------------------------------------------------------------------------
 
     def _call_text(self, delta: CallText) -> list[Event]:
         events: list[Event] = []
         if not self._is_open or self._open_call != delta.call:
             events = self._close_item()
+            namespace, name = tools.split_name(delta.name)
             item = {
                 "type": "function_call",
                 "status": "in_progress",
                 "call_id": delta.call_id,
-                "name": delta.name,
+                **({"namespace": namespace} if namespace else {}),
+                "name": name,
                 "arguments": "",
             }
             events.append(self._add("fc", item))
@@ -282,7 +335,7 @@ def usage(record: UsageRecord) -> dict[str, Any]:
             },
         },
         "output_tokens": record.out,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": record.thinking},
         "total_tokens": record.total_in + record.out,
         **record.extras(),
     }

@@ -1,7 +1,7 @@
 """Translation of input items, functions and the tool choice to a prompt with breakpoints.
 
 `openai.responses` calls it. Clients may send the output items of an answer back unchanged: a
-message and the calls after it are one assistant turn, and reasoning items are left out of the
+message and the calls after it are one assistant turn; reasoning items before it are its thoughts.
 prompt.
 """
 
@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
-from gateway.dialects.canonical import Segment, Tool, ToolCall, ToolChoice
+from gateway.dialects.canonical import TOOLS_MAX, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field, json_type
 
 ITEMS_MAX = 10_000
 """Most input items of one request, with those of earlier responses."""
-
-HISTORY = "previous_response_id"
-"""What a path of a stored item begins with, as `input` does for a sent one."""
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -63,7 +61,7 @@ class CallItem(Struct, frozen=True, forbid_unknown_fields=True):
     arguments: tools.Arguments
     id: wire.Short | None = None
     status: Status | None = None
-    namespace: None = None
+    namespace: tools.Name | None = None
     caller: dict[str, Any] | None = None
 
 
@@ -73,6 +71,8 @@ class ResultItem(Struct, frozen=True, forbid_unknown_fields=True):
     output: wire.Text | list[dict[str, Any]]
     id: wire.Short | None = None
     status: Status | None = None
+    name: wire.Short | None = None
+    namespace: wire.Short | None = None
     caller: dict[str, Any] | None = None
 
 
@@ -85,11 +85,25 @@ class FunctionField(Struct, frozen=True, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: cache.CompatCacheControl | None = None
+    allowed_callers: list[Any] | None = None
+    is_async: bool | None = field(name="async", default=None)
+    defer_loading: bool | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class NamespaceField(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group of functions, whose calls name the group beside the function."""
+
+    type: str
+    name: tools.Name
+    description: tools.Described | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=tools.TOOLS_MAX)]
 
 
 class ChosenFunction(Struct, frozen=True, omit_defaults=True):
     type: str
     name: tools.Name | None = None
+    namespace: tools.Name | None = None
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=tools.TOOLS_MAX)] = []
 
@@ -108,29 +122,75 @@ _UNSUPPORTED_PARTS = {"input_image", "input_file", "input_audio", "input_video",
 
 
 def tools_of(fields: Sequence[dict[str, Any]], tolerance: Tolerance) -> tuple[Tool, ...]:
-    """Return the declared functions in order. Raises Refusal."""
-    found = []
-    for number, field in enumerate(fields):
-        path = f"tools[{number}]"
-        if field.get("type") != "function":
-            problem = tools.unsupported_type(field.get("type"))
+    """Return the declared functions in order, with those of namespaces. Raises Refusal.
+
+    A function of a namespace gets the joined name `namespace.function`, which the model reads and
+    calls; no name of a function alone has a dot. Changes: `tolerance` notes ignored fields, and
+    other tools of a namespace.
+    """
+    found: list[Tool] = []
+    for number, declared in enumerate(fields):
+        path, kind = f"tools[{number}]", declared.get("type")
+        if kind == "function":
+            found.append(_function(declared, path, tolerance))
+        elif kind == "namespace":
+            found += _namespace(declared, path, tolerance)
+        elif tolerance.is_lenient and isinstance(kind, str):
+            tolerance.ignore(f"tools.{kind}")
+        else:
+            problem = tools.unsupported_type(kind)
             raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
-        if tolerance.is_lenient:
-            field = tolerance.prune(field, FunctionField, "tools[]")
-        function = convert(field, FunctionField, path)
-        control = function.cache_control
-        found.append(
-            tools.tool(
-                function.name,
-                function.description,
-                function.parameters,
-                function.strict,
-                path,
-                None if control is None else control.ttl or "5m",
-            )
-        )
+    if len(found) > TOOLS_MAX:
+        problem = f"{len(found)} functions with those of namespaces; expected at most {TOOLS_MAX}."
+        raise invalid_field("tools", problem)
     tools.check_names(found)
     return tuple(found)
+
+
+def _function(declared: dict[str, Any], path: str, tolerance: Tolerance) -> Tool:
+    if tolerance.is_lenient:
+        declared = tolerance.prune(declared, FunctionField, "tools")
+    function = convert(declared, FunctionField, path)
+    tolerance.take_hint("tools.allowed_callers", function.allowed_callers)
+    tolerance.take_hint("tools.async", function.is_async, (False,))
+    tolerance.take_hint("tools.defer_loading", function.defer_loading, (False,))
+    tolerance.take_hint("tools.output_schema", function.output_schema)
+    control = function.cache_control
+    return tools.tool(
+        function.name,
+        function.description,
+        function.parameters,
+        function.strict,
+        path,
+        None if control is None else control.retention,
+    )
+
+
+def _namespace(declared: dict[str, Any], path: str, tolerance: Tolerance) -> list[Tool]:
+    """Return the functions of a namespace; the first one begins with the group's description,
+    because no template has another place for that."""
+    if tolerance.is_lenient:
+        declared = tolerance.prune(declared, NamespaceField, "tools")
+    group = convert(declared, NamespaceField, path)
+    found: list[Tool] = []
+    for number, inner in enumerate(group.tools):
+        inner_path, kind = f"{path}.tools[{number}]", inner.get("type")
+        if kind != "function":
+            if tolerance.is_strict or not isinstance(kind, str):
+                problem = tools.unsupported_type(kind)
+                raise invalid_field(f"{inner_path}.type", problem, "unsupported_parameter")
+            tolerance.ignore(f"tools.{kind}")
+            continue
+        function = _function(inner, inner_path, tolerance)
+        texts = [function.description] if found else [group.description, function.description]
+        found.append(
+            replace(
+                function,
+                name=tools.joined_name(group.name, function.name),
+                description="\n\n".join(filter(None, texts)),
+            )
+        )
+    return found
 
 
 def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | None) -> ToolChoice:
@@ -138,21 +198,31 @@ def choice_of(choice: Choice | None, declared: Sequence[Tool], parallel: bool | 
     if choice is None or isinstance(choice, str):
         return tools.choice(choice or "auto", (), declared, parallel)
     if choice.type == "function" and choice.name is not None:
-        return tools.choice("required", (choice.name,), declared, parallel)
+        name = tools.joined_name(choice.namespace, choice.name)
+        return tools.choice("required", (name,), declared, parallel)
     if choice.type == "allowed_tools" and choice.mode is not None and choice.tools:
-        names = []
+        names: list[str] = []
         for number, reference in enumerate(choice.tools):
-            path = f"tool_choice.tools[{number}]"
-            if reference.get("type") != "function":
-                problem = tools.unsupported_type(reference.get("type"))
-                raise invalid_field(path, problem, "unsupported_parameter")
-            names.append(convert(reference.get("name"), tools.Name, f"{path}.name"))
+            names += _allowed_names(reference, f"tool_choice.tools[{number}]", declared)
         return tools.choice(choice.mode, names, declared, parallel)
     problem = (
         f"unsupported or incomplete type {choice.type[:64]!r}; expected 'function' with a name, or"
         " 'allowed_tools' with a mode and tools."
     )
     raise invalid_field("tool_choice", problem)
+
+
+def _allowed_names(reference: dict[str, Any], path: str, declared: Sequence[Tool]) -> list[str]:
+    """Return the functions that an entry of `allowed_tools` names: one, or those of a namespace."""
+    kind = reference.get("type")
+    if kind not in ("function", "namespace"):
+        raise invalid_field(path, tools.unsupported_type(kind), "unsupported_parameter")
+    named = convert(reference, ChosenFunction, path)
+    name = convert(named.name, tools.Name, f"{path}.name")
+    if kind == "namespace":
+        found = [tool.name for tool in declared if tools.split_name(tool.name)[0] == name]
+        return found or [tools.joined_name(name, "*")]
+    return [tools.joined_name(named.namespace, name)]
 
 
 # --- items ---------------------------------------------------------------------------------------
@@ -179,25 +249,39 @@ def items_of(items: str | Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     return [{"type": "message", "role": "user", "content": [part]}]
 
 
+def check_items(items: Sequence[dict[str, Any]], tolerance: Tolerance) -> None:
+    """Raise Refusal for an item that no request could send. Calls need no results yet."""
+    settings = cache.CacheSettings(None, None, None, has_native_breakpoint(items))
+    reader = _ItemsReader(settings, tolerance, tools.AnyCalls())
+    for number, item in enumerate(items):
+        reader.read(item, f"items[{number}]")
+
+
 def segments_of(
     instructions: str | None,
     history: Sequence[dict[str, Any]],
+    history_field: str,
     items: str | Sequence[dict[str, Any]],
     settings: cache.CacheSettings,
     tolerance: Tolerance,
 ) -> list[Segment]:
     """Return the segments of the instructions, the history and the items in order. Raises Refusal.
 
-    `history`: stored items of earlier responses, without calls that were truncated. Changes:
+    `history`: stored items of earlier responses, without calls that were truncated, whose paths
+    begin with `history_field`. Changes:
     `tolerance` notes ignored fields of the items that are earlier output.
     """
-    reader = _ItemsReader(settings, tolerance)
+    sent = 1 if isinstance(items, str) else len(items)
+    if len(history) + sent > ITEMS_MAX:
+        problem = f"{sent} items after {len(history)} stored ones; limit {ITEMS_MAX}."
+        raise invalid_field("input", problem)
+    reader = _ItemsReader(settings, tolerance, tools.PendingCalls())
     if instructions:
         reader.message += 1
         reader.add("system", instructions, "instructions")
     for number, item in enumerate(history):
         if item.get("type") != "function_call" or item.get("status") != "incomplete":
-            reader.read(item, f"{HISTORY}[{number}]")
+            reader.read(item, f"{history_field}[{number}]")
     if isinstance(items, str):
         reader.calls.check_answered("input")
         reader.message += 1
@@ -205,9 +289,6 @@ def segments_of(
         return reader.segments
     if not items:
         raise invalid_field("input", "the list is empty; expected a text or at least one item.")
-    if len(history) + len(items) > ITEMS_MAX:
-        problem = f"{len(items)} items after {len(history)} stored ones; limit {ITEMS_MAX}."
-        raise invalid_field("input", problem)
     for number, item in enumerate(items):
         reader.read(item, f"input[{number}]")
     reader.calls.check_answered(f"input[{len(items) - 1}]")
@@ -219,14 +300,18 @@ def segments_of(
 class _ItemsReader:
     """Translates input items to segments. `message` is the index of the latest message."""
 
-    def __init__(self, settings: cache.CacheSettings, tolerance: Tolerance) -> None:
+    def __init__(
+        self, settings: cache.CacheSettings, tolerance: Tolerance, calls: tools.PendingCalls
+    ) -> None:
         self._settings = settings
         self._tolerance = tolerance
         self.segments: list[Segment] = []
-        self.calls = tools.PendingCalls()
+        self.calls = calls
         self.message = -1
         self._in_assistant_turn = False
-        """Whether the latest item is an assistant message or a call."""
+        """Whether the latest item is an assistant message, a call or a thought."""
+        self._is_turn_open = False
+        """Whether the turn has only a thought so far."""
 
     def read(self, item: dict[str, Any], path: str) -> None:
         """Append the segments of one item. Raises Refusal."""
@@ -239,10 +324,7 @@ class _ItemsReader:
             case "function_call_output":
                 self._result(self._convert(item, ResultItem, path), path)
             case "reasoning":
-                pass
-            case "item_reference":
-                problem = "item_reference is not supported; expected the item itself."
-                raise invalid_field(path, problem, "unsupported_parameter")
+                self._reasoning(item, path)
             case str(other):
                 problem = (
                     f"unsupported item type {other[:64]!r}; expected 'message', 'function_call',"
@@ -264,22 +346,41 @@ class _ItemsReader:
 
     def _message(self, item: MessageItem, path: str) -> None:
         self.calls.check_answered(path)
-        self.message += 1
-        self._in_assistant_turn = item.role == "assistant"
+        is_answer = item.role == "assistant"
+        if not (is_answer and self._is_turn_open):
+            self.message += 1
+        self._in_assistant_turn, self._is_turn_open = is_answer, False
         self._texts(item.role, item.content, f"{path}.content")
 
+    def _reasoning(self, item: dict[str, Any], path: str) -> None:
+        """Append the text of a reasoning item, of its content or its summary, as a thought."""
+        parts = item.get("content") or item.get("summary")
+        texts = [part.get("text") for part in parts or () if isinstance(part, dict)]
+        thought = "".join(text for text in texts if isinstance(text, str))
+        if not thought:
+            return
+        if not self._in_assistant_turn:
+            self.message += 1
+            self._in_assistant_turn = True
+            self._is_turn_open = True
+        self.segments.append(
+            Segment("assistant", thought, path, None, self.message, is_thought=True)
+        )
+
     def _call(self, item: CallItem, path: str) -> None:
-        call = tools.call(item.call_id, item.name, item.arguments, path)
+        name = tools.joined_name(item.namespace, item.name)
+        call = tools.call(item.call_id, name, item.arguments, path)
         self.calls.add(call, f"{path}.call_id")
         if not self._in_assistant_turn:
             self.message += 1
             self._in_assistant_turn = True
+        self._is_turn_open = False
         self.add("assistant", "", path, call=call)
 
     def _result(self, item: ResultItem, path: str) -> None:
         name = self.calls.answer(item.call_id, f"{path}.call_id")
         self.message += 1
-        self._in_assistant_turn = False
+        self._in_assistant_turn = self._is_turn_open = False
         self._texts("tool", item.output, f"{path}.output", name, item.call_id)
 
     def _texts(

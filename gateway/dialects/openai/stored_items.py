@@ -1,16 +1,20 @@
-"""Stored items of OpenAI's responses, as lists show them.
+"""Stored items of OpenAI's responses: as lists show them, and as requests refer to them.
 
-Functions are pure; `gateway.api.stored_responses` calls them. An input item gets an id that is made
-of its response's id and its index, so it is the same each time.
+Functions are pure; `gateway.api.stored_responses` and `openai.responses` call them. An item's id is
+made of its response's id and its index (`msg_<response>_0` of the output, `msg_<response>_i0` of
+the input), so it is the same each time and names the response that holds the item.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from gateway.dialects.canonical import ItemReference
+from gateway.dialects.openai import wire
+from gateway.dialects.validation import convert, invalid_field
 from gateway.errors import Kind, Refusal
 
 PAGE_DEFAULT, PAGE_MAX = 20, 100
@@ -20,6 +24,13 @@ _ID_PREFIXES = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
+
+
+class ReferenceItem(Struct, frozen=True, forbid_unknown_fields=True):
+    """An input item that stands for a stored one."""
+
+    id: wire.Short
+    type: Literal["item_reference"] | None = None
 
 
 class Page(Struct, frozen=True):
@@ -54,10 +65,15 @@ def page_of(items: Sequence[dict[str, Any]], page: Page) -> dict[str, Any]:
     if page.after:
         ids = [item["id"] for item in ordered]
         if page.after not in ids:
-            problem = f"after: unknown item {page.after[:64]!r}; expected the id of an item."
-            raise Refusal(Kind.BAD, "invalid_value", problem, param="after")
+            raise unknown_after(page.after)
         start = ids.index(page.after) + 1
     return list_of(ordered[start : start + page.limit], has_more=len(ordered) > start + page.limit)
+
+
+def unknown_after(item_id: str) -> Refusal:
+    """Return the refusal of a page behind an item that the list does not have."""
+    problem = f"after: unknown item {item_id[:64]!r}; expected the id of an item."
+    return Refusal(Kind.BAD, "invalid_value", problem, param="after")
 
 
 def list_of(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
@@ -92,3 +108,71 @@ def shown_item(item: dict[str, Any], suffix: str) -> dict[str, Any]:
             part = {"type": "output_text", "text": item["content"], "annotations": []}
         shown["content"] = [part]
     return shown
+
+
+def references_in(items: str | Sequence[dict[str, Any]]) -> tuple[ItemReference, ...]:
+    """Return the stored items that input items refer to, in order. O(items).
+
+    Raises Refusal for an invalid reference and for an item that is referred to twice: each would be
+    sent to the model twice.
+    """
+    if isinstance(items, str):
+        return ()
+    found: dict[str, ItemReference] = {}
+    for number, item in enumerate(items):
+        if not _is_reference(item):
+            continue
+        name = convert(item, ReferenceItem, f"input[{number}]").id
+        if name in found:
+            problem = f"duplicate item found with id {name[:64]!r}; expected each item once."
+            raise invalid_field(f"input[{number}]", problem)
+        found[name] = _reference_to(name)
+    return tuple(found.values())
+
+
+def resolve(
+    items: str | Sequence[dict[str, Any]], stored: Mapping[str, dict[str, Any]]
+) -> Sequence[dict[str, Any]]:
+    """Return the input with the stored items in the place of the references to them. O(items).
+
+    `stored`: items by the id that was looked for. Raises Refusal for an item that is not stored.
+    """
+    assert not isinstance(items, str), "a text has no references"
+    return [_stored(item["id"], stored) if _is_reference(item) else item for item in items]
+
+
+def item_not_found(item_id: str) -> Refusal:
+    """Return the refusal of a request that names an item which is not stored."""
+    message = (
+        f"Item with id {item_id[:64]!r} not found. Items are not persisted when `store` is set to"
+        " false, and are deleted when they expire; expected the id of a stored item, or the item"
+        " itself."
+    )
+    return Refusal(Kind.NOT_FOUND, "item_not_found", message, param="input")
+
+
+def _is_reference(item: dict[str, Any]) -> bool:
+    """Return whether an item is a reference, whose type may be left out."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
+
+
+def _reference_to(item_id: str) -> ItemReference:
+    """Return the place that an id names; with an empty response id, if it names none."""
+    _, _, rest = item_id.partition("_")
+    name, _, place = rest.rpartition("_")
+    digits = place.removeprefix("i")
+    if not name or not (digits.isascii() and digits.isdigit() and len(digits) <= 9):
+        return ItemReference(item_id, "", "output", 0)
+    part: Literal["input", "output"] = "output" if digits == place else "input"
+    return ItemReference(item_id, f"resp_{name}", part, int(digits))
+
+
+def _stored(item_id: str, stored: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the item of this id. An input item is stored without the id that it is shown with."""
+    item = stored.get(item_id)
+    if item is not None:
+        own = item.get("id") or _ID_PREFIXES.get(item.get("type", "message"), "item")
+        if item_id in (own, f"{own}_{item_id.partition('_')[2]}"):
+            return item
+    raise item_not_found(item_id)

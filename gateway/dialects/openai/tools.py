@@ -16,7 +16,7 @@ from gateway.dialects.canonical import OutputFormat, Tool, ToolCall, ToolChoice
 from gateway.dialects.validation import invalid_field
 
 TOOLS_MAX = 128
-"""Most tools of one request, and most calls of one message."""
+"""Most tools of a list, as in OpenAI's API, and most calls of one message."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+\Z")]
 Described = Annotated[str, Meta(max_length=100_000)]
@@ -49,6 +49,17 @@ def tool(
         problem = f"unsupported schema type {str(schema['type'])[:64]!r}; expected 'object'."
         raise invalid_field(f"{path}.parameters", problem, "invalid_function_parameters")
     return Tool(name, description or "", json_text(schema), path, bool(strict), retention)
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function in a namespace, as the model reads it."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the namespace, or "" for none, and the function of a joined name."""
+    namespace, _, own = name.rpartition(".")
+    return namespace, own
 
 
 def check_names(tools: Sequence[Tool]) -> None:
@@ -148,3 +159,15 @@ class PendingCalls:
             missing = ", ".join(repr(call_id[:64]) for call_id in list(self._names)[:8])
             problem = f"these calls have no result yet: {missing}; expected their results first."
             raise invalid_field(path, problem)
+
+
+class AnyCalls(PendingCalls):
+    """Calls of a list that other items will surround: a result may lack its call, and the other
+    way round."""
+
+    def answer(self, call_id: str, path: str) -> str:
+        """Return no name: the call may be elsewhere."""
+        return ""
+
+    def add(self, call: ToolCall, path: str) -> None:
+        """Take any call."""

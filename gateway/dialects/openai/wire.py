@@ -21,6 +21,7 @@ from gateway.dialects.canonical import (
     End,
     GenerationParameters,
     OutputCount,
+    Thought,
     TokenText,
     ToolCall,
     UsageRecord,
@@ -34,7 +35,16 @@ Text = Annotated[str, Meta(max_length=10_000_000)]
 Short = Annotated[str, Meta(max_length=512)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 TokenIds = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=4_000_000)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+PatternText = Annotated[str, Meta(max_length=32_768)]
+GrammarText = Annotated[str, Meta(max_length=131_072)]
+Choices = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=1_000)]], Meta(max_length=1_000)
+]
 CHOICES_MAX = 128
 """Most choices of one prompt."""
 
@@ -44,15 +54,9 @@ FAST_DECODE_BYTES_MAX = 65_536
 CHAT_FIELD = "this field belongs to /v1/chat/completions."
 NO_INFILL = "the model only continues text and cannot fill a gap; omit it."
 NO_BEAM_SEARCH = "beam search is not supported; expected n or best_of, which sample."
-CONSTRAINED = "expected response_format (chat) or text.format (responses), which constrain answers."
 TEMPLATES = "the chat template comes from the model, never from a request; omit it."
 SPECIALS = "special tokens are never part of the text; omit it."
 REFUSED_FIELDS: Mapping[str, str] = {
-    "guided_json": CONSTRAINED,
-    "guided_regex": CONSTRAINED,
-    "guided_choice": CONSTRAINED,
-    "guided_grammar": CONSTRAINED,
-    "structured_outputs": CONSTRAINED,
     "chat_template": TEMPLATES,
     "chat_template_kwargs": TEMPLATES,
     "documents": TEMPLATES,
@@ -65,10 +69,6 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "spaces_between_special_tokens": SPECIALS,
     "truncate_prompt_tokens": "prompts are never truncated; a prompt that is too long is refused.",
     "return_token_ids": "token ids are not reported; expected logprobs, which hold token bytes.",
-    "regex": CONSTRAINED,
-    "ebnf": CONSTRAINED,
-    "grammar": CONSTRAINED,
-    "json_schema": CONSTRAINED,
 }
 """Fields that no endpoint can honour, with the reason. They are refused, not ignored, because an
 answer that ignores a setting looks correct."""
@@ -121,8 +121,35 @@ class FieldRules(Struct, frozen=True, kw_only=True):
     cleaned: Mapping[str, Callable[[Any, Tolerance], Any]] = {}
 
 
+class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's newer form of the `guided_*` fields. Those of `STRUCTURED_HINTS` have no effect."""
+
+    json: Any = None
+    json_object: bool | None = None
+    regex: PatternText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    structural_tag: None = None
+    whitespace_pattern: Short | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+STRUCTURED_HINTS = (
+    "whitespace_pattern",
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+)
+"""Fields of `StructuredOutputs` that are taken without effect."""
+
+
 class SamplingFields(Struct, frozen=True, kw_only=True):
-    """Fields of every endpoint: OpenAI's, and then those of self-hosted engines."""
+    """Fields of every endpoint: OpenAI's, and then those of self-hosted engines.
+
+    `openai.constraints` reads the constraints on the answer.
+    """
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     stream: bool | None = None
@@ -148,6 +175,15 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     extra_key: Short | None = None
     prompt_cache_key: Short | None = None
     priority: Annotated[int, Meta(ge=-100, le=0)] | None = None
+    guided_json: Any = None
+    json_schema: Any = None
+    guided_regex: PatternText | None = None
+    regex: PatternText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    grammar: GrammarText | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class GenerationFields(SamplingFields, frozen=True, kw_only=True):
@@ -211,6 +247,8 @@ def _known_fields(
     for name, value in tree.items():
         if name in known:
             continue
+        if name in REASONING_HINTS or name in rules.switches:
+            tolerance.hints[name] = value
         if name in rules.aliases and not is_strict:
             _apply_alias(fields, name, value, rules)
         elif name in rules.records or (name in HINTS and not is_strict):
@@ -316,31 +354,6 @@ def limit_of(value: Any) -> Any:
     return None if isinstance(value, int) and value < 0 else value
 
 
-def schema_of(value: Any) -> dict[str, Any] | None:
-    """Return the response format of a bare schema, an object or its JSON text. Raises Refusal."""
-    if isinstance(value, str) and value:
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError):
-            value = False
-    if asks_nothing(value):
-        return None
-    if not isinstance(value, dict):
-        raise invalid_field("guided_json", "invalid schema; expected the object of a JSON schema.")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
-
-
-def structured_outputs_of(value: Any) -> dict[str, Any] | None:
-    """Return the response format of vLLM's `structured_outputs`. Raises Refusal for a grammar."""
-    given = {} if not isinstance(value, dict) else value
-    wanted = {name for name, item in given.items() if not asks_nothing(item) and item is not False}
-    if wanted - {"json", "json_object", "disable_any_whitespace", "whitespace_pattern"}:
-        raise invalid_field("structured_outputs", CONSTRAINED, "unsupported_parameter")
-    if "json_object" in wanted:
-        return {"type": "json_object"}
-    return schema_of(given.get("json"))
-
-
 ALIASES: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "repeat_penalty": ("repetition_penalty", same),
     "random_seed": ("seed", same),
@@ -381,6 +394,7 @@ class JoinedChoice:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.thoughts: list[str] = []
         self.tokens: list[TokenText] = []
         self.calls: dict[int, ToolCall] = {}
         self.reason = ""
@@ -390,9 +404,11 @@ class JoinedChoice:
         """The complete text."""
         return "".join(self.texts)
 
-    def add(self, piece: TextDelta | CallText | ChoiceEnd) -> None:
+    def add(self, piece: TextDelta | Thought | CallText | ChoiceEnd) -> None:
         """Append a piece."""
-        if isinstance(piece, TextDelta):
+        if isinstance(piece, Thought):
+            self.thoughts.append(piece.text)
+        elif isinstance(piece, TextDelta):
             self.texts.append(piece.text)
             self.tokens += piece.tokens
         elif isinstance(piece, ChoiceEnd):
@@ -436,7 +452,7 @@ def usage(record: UsageRecord) -> dict[str, Any]:
             "audio_tokens": 0,
         },
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": record.thinking,
             "audio_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,

@@ -9,6 +9,7 @@ from agents import (
     Agent,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIConversationsSession,
     OpenAIResponsesModel,
     Runner,
     SQLiteSession,
@@ -96,6 +97,16 @@ for one in MODELS:
 async def previous_response() -> None:
     first = await Runner.run(made("responses"), "Hello")
     await Runner.run(made("responses"), "And?", previous_response_id=first.last_response_id)
+
+
+@case("responses: a session kept as a conversation")
+async def conversation() -> None:
+    """The session is kept by the server, and its items are those of both turns."""
+    kept = OpenAIConversationsSession(openai_client=CLIENT)
+    await Runner.run(made("responses"), "Hello", session=kept)
+    assert (await Runner.run(made("responses"), "And then?", session=kept)).final_output
+    assert len(await kept.get_items()) == 4
+    await kept.clear_session()
 
 
 main("openai-agents", "openai")

@@ -339,6 +339,21 @@ def test_cached_prefix_is_no_miss() -> None:
     assert world.last.why_missed() == "evicted_pressure"
 
 
+def test_tokens_that_a_freed_window_cost_have_their_own_cause() -> None:
+    """Group 0 of the KV has the prefix; resuming there needs a window whose blocks were freed."""
+    world = World(CachingConfig(honour_broken_promises=False))
+    world.run("abc", {2: "5m"})
+    world.losses = {"evicted_pressure": 3}
+
+    partly = world.resolve("abd", {2: "5m"})
+    partly.begin(0, [], 15)
+    wholly = world.resolve("abd", {2: "5m"})
+    wholly.begin(0, [], 20)
+
+    assert (partly.why_missed(), wholly.why_missed()) == ("evicted_pressure", "window_gone")
+    assert world.resolve("abd", {2: "5m"}).explain(0, 20) == "window_gone"
+
+
 def test_full_read_has_no_miss_cause() -> None:
     """Also if the prompt differs from the response it is compared with."""
     ask = CacheDirectives(profile="anthropic", remember=True)
@@ -394,6 +409,37 @@ def test_refuses_class_the_tenant_may_not_use() -> None:
 
     with pytest.raises(Refusal, match="class '1h' is not allowed"):
         world.resolve("ab", {1: "1h"}, scope=replace(SCOPE, classes=("5m",)))
+
+
+@pytest.mark.parametrize(
+    ("default", "marks", "written"),
+    [
+        (None, {1: "5m?"}, {"5m": 10}),
+        ("1h", {1: "5m?"}, {"1h": 10}),
+        ("1h", {1: "5m"}, {"5m": 10}),
+        ("1h", {1: "1h", 2: "5m?"}, {"1h": 20}),
+        ("1h", {}, {"1h": 20}),
+        (None, {}, {}),
+    ],
+)
+def test_a_tenants_default_class_is_for_requests_that_name_none(
+    default: str | None, marks: dict[int, str], written: dict[str, int]
+) -> None:
+    """A breakpoint without a class, and a request without a breakpoint; named classes stay."""
+    scope = replace(SCOPE, default_class=default)
+
+    assert World().run("ab", marks, scope=scope).write == written
+
+
+def test_a_default_class_leaves_lookups_and_opt_outs_unchanged() -> None:
+    """OpenAI's implicit reads go on; a request that turned its cache off writes nothing."""
+    world, scope = World(), replace(SCOPE, default_class="1h")
+    world.run("ab", {})
+    read = world.run("ab", {}, CacheDirectives(), scope=scope)
+    off = world.run("ab", {}, CacheDirectives(lookup="none"), scope=scope)
+
+    assert sum(read.read.values()) == 19
+    assert off.write == {}
 
 
 def test_scopes_are_separate() -> None:

@@ -234,29 +234,6 @@ def test_unknown_fields_elsewhere_are_refused_unless_lenient(
         ({"num_predict": -1}, {}),
         ({"max_output_tokens": 5}, {"max_completion_tokens": 5}),
         ({"random_seed": 3}, {"seed": 3}),
-        (
-            {"guided_json": {"type": "object"}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": {"type": "object"}},
-                }
-            },
-        ),
-        (
-            {"guided_json": '{"type": "object"}'},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": {"type": "object"}},
-                }
-            },
-        ),
-        (
-            {"structured_outputs": {"json_object": True, "regex": None}},
-            {"response_format": {"type": "json_object"}},
-        ),
-        ({"structured_outputs": None, "guided_json": None}, {}),
     ],
 )
 def test_aliases_are_honoured_under_our_names(
@@ -284,9 +261,6 @@ def test_limits_of_answers_have_one_meaning_in_every_endpoint() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"structured_outputs": {"regex": "a+"}},
-        {"regex": "a+"},
-        {"guided_grammar": "root ::= x"},
         {"chat_template_kwargs": {"tools_in_user_message": True}},
         {"use_beam_search": True},
         {"functions": [{"name": "f"}]},

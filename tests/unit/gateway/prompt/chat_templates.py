@@ -117,3 +117,23 @@ ITERATING = HERMES.replace(
     "{%- for name, value in call.arguments | items %}{{ name }}={{ value | tojson }};{% endfor %}",
 )
 """Writes arguments one by one, as some do in tags."""
+
+THINKING = """
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\n' }}
+{%- if message.reasoning_content is string and loop.last %}
+{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
+{%- endif %}
+{{- message.content + '<|im_end|>\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}
+{%- elif enable_thinking is defined %}{{ '<think>\n' }}{% endif %}
+{%- endif %}
+"""
+"""Drops the thoughts of all answers but a last one, and has a switch for new ones."""

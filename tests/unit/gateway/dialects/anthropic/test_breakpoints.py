@@ -28,7 +28,7 @@ def refused(marks: Breakpoints) -> Refusal:
 
 def test_breakpoint_follows_its_block() -> None:
     """The default ttl is five minutes."""
-    assert breakpoints_of(LONG, None, SHORT).resolve() == {0: "1h", 2: "5m"}
+    assert breakpoints_of(LONG, None, SHORT).resolve() == {0: "1h", 2: "5m?"}
 
 
 def test_refuses_fifth_breakpoint_with_anthropics_sentence() -> None:
@@ -54,7 +54,7 @@ def test_automatic_breakpoint_follows_last_eligible_block() -> None:
     marks.add(2, "thinking", None, is_eligible=False)
     marks.add_automatic(SHORT)
 
-    assert marks.resolve() == {1: "5m"}
+    assert marks.resolve() == {1: "5m?"}
 
 
 def test_automatic_breakpoint_without_eligible_block_is_ignored() -> None:
@@ -70,7 +70,7 @@ def test_automatic_breakpoint_merges_with_equal_one() -> None:
     marks = breakpoints_of(*[SHORT] * 4)
     marks.add_automatic(SHORT)
 
-    assert marks.resolve() == dict.fromkeys(range(4), "5m")
+    assert marks.resolve() == dict.fromkeys(range(4), "5m?")
 
 
 def test_automatic_breakpoint_counts_toward_the_limit() -> None:

@@ -115,7 +115,7 @@ def test_zero_max_tokens_is_a_prewarm() -> None:
     call = parse(max_tokens=0, tool_choice={"type": "auto"}, cache_control={"type": "ephemeral"})
 
     assert (call.operation, call.generation.max_tokens) == ("prewarm", 0)
-    assert call.prompts[0].segments[-1].retention == "5m"
+    assert call.prompts[0].segments[-1].retention == "5m?"
 
 
 @pytest.mark.parametrize(
@@ -326,9 +326,11 @@ def test_accepts_a_coding_agents_request() -> None:
         "user",
         "assistant",
         "assistant",
+        "assistant",
         "tool",
     ]
-    assert [segment.retention for segment in prompt.segments] == ["1h", None, None, None, "1h"]
+    retentions = [segment.retention for segment in prompt.segments]
+    assert retentions == ["1h", None, None, None, None, "1h"]
 
 
 def test_refuses_prefill_with_a_json_format() -> None:

@@ -124,8 +124,8 @@ def test_empty_last_assistant_turn_is_no_prefill(content: Any) -> None:
     assert found == prompt()
 
 
-def test_drops_thinking_and_keeps_its_turn() -> None:
-    """Thinking is no part of the prompt."""
+def test_thinking_stays_before_its_answer_and_keeps_its_turn() -> None:
+    """The template decides what the model sees of it; redacted thinking has no text."""
     found = prompt(
         messages=[
             HI,
@@ -138,6 +138,7 @@ def test_drops_thinking_and_keeps_its_turn() -> None:
 
     assert segments_of(found) == [
         ("user", "hi", 0),
+        ("assistant", "hm", 1),
         ("assistant", "a", 1),
         ("user", "hi", 2),
         ("assistant", "", 3),
@@ -199,6 +200,7 @@ def test_tool_choice_reaches_the_prompt(choice: dict[str, Any], expected: ToolCh
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name", "'x'"),
         ({"tool_choice": {"type": "auto", "name": "x"}}, "tool_choice.name", "'tool'"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "unique"),
+        ({"tools": [{}] * 513}, "tools", "length <= 512; received length 513"),
         ({"tools": [{**WEATHER, "name": "{{ x }}"}]}, "tools[0].name", "regex"),
         ({"tools": [{**WEATHER, "name": "x\n"}]}, "tools[0].name", "regex"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "missing"),
@@ -383,8 +385,8 @@ def test_breakpoints_follow_tools_system_and_blocks() -> None:
     assert breakpoints_of(found) == [
         ("tools[1]", "1h"),
         ("system[0]", "1h"),
-        ("messages[1].content[0]", "5m"),
-        ("messages[2].content[0]", "5m"),
+        ("messages[1].content[0]", "5m?"),
+        ("messages[2].content[0]", "5m?"),
     ]
 
 
@@ -399,8 +401,8 @@ def test_result_breakpoints_share_the_last_text() -> None:
     )
 
     assert breakpoints_of(found) == [
-        ("messages[2].content[0].content[0]", "5m"),
-        ("messages[2].content[0].content[1]", "5m"),
+        ("messages[2].content[0].content[0]", "5m?"),
+        ("messages[2].content[0].content[1]", "5m?"),
     ]
 
 
@@ -463,7 +465,7 @@ def test_null_is_no_breakpoint_and_scope_has_no_effect() -> None:
 
     assert prompt(messages=[user(text("x", **none))], **none) == prompt(messages=[user(text("x"))])
     assert breakpoints_of(prompt(messages=[user(text("x", **wide))])) == [
-        ("messages[0].content[0]", "5m")
+        ("messages[0].content[0]", "5m?")
     ]
 
 

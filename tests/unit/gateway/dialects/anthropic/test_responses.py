@@ -215,7 +215,7 @@ def test_diagnosis_uses_anthropics_reasons(
 def test_engine_losses_are_reported_as_unavailable() -> None:
     """Anthropic has no reason for tokens that the engine lost."""
     lost: tuple[Cause, ...] = (
-        *("expired", "evicted_pressure", "restarted", "below_minimum"),
+        *("expired", "evicted_pressure", "restarted", "below_minimum", "window_gone"),
         *("template", "other_namespace"),
     )
 

@@ -289,6 +289,15 @@ def test_accepts_cached_content_name_without_collection() -> None:
         ),
         ({"tools": [{"googleSearch": {}}]}, "tools[0].googleSearch"),
         (
+            {
+                "tools": [
+                    {"functionDeclarations": [{"name": f"{half}{one}"} for one in range(257)]}
+                    for half in "ab"
+                ]
+            },
+            "tools",
+        ),
+        (
             {"tools": [{"functionDeclarations": [{"name": "f\n"}]}]},
             "tools[0].function_declarations[0].name",
         ),

@@ -41,14 +41,14 @@ def test_no_caching_field_gives_default_directives() -> None:
 @pytest.mark.parametrize(
     ("field", "options", "expected"),
     [
-        (NATIVE, None, "30m"),
+        (NATIVE, None, "30m?"),
         (NATIVE, {"ttl": "12h"}, "12h"),
         ({"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}, None, "12h"),
         ({"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}, {"ttl": "12h"}, "30m"),
-        (FOREIGN, None, "5m"),
-        (FOREIGN, {"ttl": "12h"}, "5m"),
+        (FOREIGN, None, "5m?"),
+        (FOREIGN, {"ttl": "12h"}, "5m?"),
         ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, None, "1h"),
-        ({**NATIVE, **FOREIGN}, None, "30m"),
+        ({**NATIVE, **FOREIGN}, None, "30m?"),
         ({"cache_control": None, "prompt_cache_breakpoint": None}, None, None),
     ],
 )
@@ -65,15 +65,15 @@ def test_breakpoint_names_a_class_or_takes_the_requests(
 @pytest.mark.parametrize(
     ("parts", "options", "lookup", "implicit"),
     [
-        ([part(**NATIVE)], None, "written", "30m"),
+        ([part(**NATIVE)], None, "written", "30m?"),
         ([part(**FOREIGN)], None, "written", None),
-        ([part(**FOREIGN), part(**NATIVE)], None, "written", "30m"),
-        ([part()], {}, "written", "30m"),
+        ([part(**FOREIGN), part(**NATIVE)], None, "written", "30m?"),
+        ([part()], {}, "written", "30m?"),
         ([part()], {"ttl": "12h"}, "written", "12h"),
-        ([part()], {"mode": "implicit"}, "written", "30m"),
+        ([part()], {"mode": "implicit"}, "written", "30m?"),
         ([part()], {"mode": "explicit"}, "none", None),
         ([part(**NATIVE)], {"mode": "explicit"}, "written", None),
-        ([part(**FOREIGN)], {"mode": "implicit"}, "written", "30m"),
+        ([part(**FOREIGN)], {"mode": "implicit"}, "written", "30m?"),
     ],
 )
 def test_mode_sets_lookup_and_implicit_breakpoint(
@@ -99,7 +99,7 @@ def test_writes_the_latest_breakpoints_and_looks_up_all(
     """A request writes at most four, the implicit one included; more are no error."""
     call = chat([part(**NATIVE)] * 5, prompt_cache_options=options)
 
-    assert retentions_of(call) == ["30m"] * 5
+    assert retentions_of(call) == ["30m?"] * 5
     assert call.cache.writes_max == most
 
 
@@ -111,9 +111,9 @@ def test_accepts_cache_control_on_messages_tools_and_requests() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi", **FOREIGN}]}
     of_message = openai_chat.DIALECT.parse(json.dumps(body).encode())
 
-    assert retentions_of(of_request) == [None, "5m"]
-    assert [one.retention for one in of_tool.prompts[0].tools] == ["5m", "5m"]
-    assert retentions_of(of_message) == ["5m"]
+    assert retentions_of(of_request) == [None, "5m?"]
+    assert [one.retention for one in of_tool.prompts[0].tools] == ["5m?", "5m?"]
+    assert retentions_of(of_message) == ["5m?"]
     assert {c.cache.lookup for c in (of_request, of_tool, of_message)} == {"written"}
 
 
@@ -193,5 +193,5 @@ def test_responses_accepts_the_same_breakpoints() -> None:
         json.dumps({**body, "prompt_cache_options": {"mode": "explicit", "ttl": "12h"}}).encode()
     )
 
-    assert (retentions_of(native), native.cache.implicit) == (["30m", None], "30m")
+    assert (retentions_of(native), native.cache.implicit) == (["30m?", None], "30m?")
     assert (retentions_of(explicit), explicit.cache.implicit) == (["12h", None], None)

@@ -175,7 +175,7 @@ def test_refuses_unsupported_field_by_name(name: str) -> None:
     assert parse(**{name: None}) == parse()
 
 
-@pytest.mark.parametrize("name", sorted(openai_chat.NEUTRAL_VALUES))
+@pytest.mark.parametrize("name", sorted(openai_chat.NEUTRAL_VALUES.keys() - {"reasoning_effort"}))
 def test_refused_field_at_its_default_is_accepted(name: str) -> None:
     """Some clients send every field they know."""
     assert parse(**{name: openai_chat.NEUTRAL_VALUES[name]}) == parse()

@@ -13,7 +13,9 @@ from engine.api import Sampling
 from gateway.dialects.canonical import (
     CacheDirectives,
     Call,
+    EarlierItems,
     GenerationParameters,
+    ItemReference,
     OutputFormat,
     RequestMetadata,
     Segment,
@@ -174,7 +176,9 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
         ([HI, RESULT], "input[1].call_id", "'a'"),
         ([HI, CALL, RESULT, RESULT], "input[3].call_id", "'a'"),
         ([HI, {**CALL, "arguments": "1"}, RESULT], "input[1].arguments", "object"),
-        ([{"type": "item_reference", "id": "x"}], "input[0]", "item_reference is not"),
+        ([{"type": "item_reference"}], "input[0].id", "missing required"),
+        ([{"type": "item_reference", "id": 3}], "input[0].id", "Expected `str`"),
+        ([{"id": "msg_1_0"}, {"id": "msg_1_0"}], "input[1]", "duplicate item found"),
         ([{"type": "web_search_call"}], "input[0].type", "web_search_call"),
         ([{"type": 3}], "input[0].type", "Expected `str`"),
         ([{"role": "tool", "content": "x"}], "input[0].role", "tool"),
@@ -219,7 +223,7 @@ def test_continued_request_is_parsed_with_its_history() -> None:
         {**cut, "status": "incomplete"},
     )
     pending = DIALECT.parse(body)
-    call = DIALECT.parse(body, RequestMetadata(history=history))
+    call = DIALECT.parse(body, RequestMetadata(earlier=EarlierItems(history)))
 
     assert (pending.thread, pending.prompts) == (ThreadDirectives("resp_1", is_pending=True), ())
     own = b'[{"type":"message","role":"user","content":[{"type":"input_text","text":"and?"}]}]'
@@ -230,7 +234,7 @@ def test_continued_request_is_parsed_with_its_history() -> None:
 def test_items_of_a_thread_are_bounded() -> None:
     body = {"model": "m", "input": [{"role": "user", "content": "and?"}]}
     history = ({"type": "reasoning"},) * 10_000
-    metadata = RequestMetadata(history=history)
+    metadata = RequestMetadata(earlier=EarlierItems(history))
 
     with pytest.raises(Refusal, match="1 items after 10000 stored ones; limit 10000") as refusal:
         DIALECT.parse(json.dumps({**body, "previous_response_id": "resp_1"}).encode(), metadata)
@@ -371,3 +375,163 @@ def test_output_format_has_a_digest() -> None:
 
     assert len(found) == 3
     assert parse(text={"format": {"type": "text"}}).digests == parse().digests == ()
+
+
+# --- references to stored items -------------------------------------------------------------------
+
+STORED = {"id": "msg_a_b_0", "type": "message", "role": "assistant", "content": "Hm."}
+
+
+def parse_with(items: object, referenced: dict[str, Any]) -> Call:
+    """Return the call of an input whose references were looked for."""
+    body = json.dumps({"model": "m", "input": items}).encode()
+    return DIALECT.parse(body, RequestMetadata(earlier=EarlierItems(referenced=referenced)))
+
+
+def test_reference_names_its_response_and_its_place() -> None:
+    """Underscores of the response's own name stay; an id of another form names no response."""
+    items = [
+        HI,
+        {"type": "item_reference", "id": "msg_a_b_0"},
+        {"id": "fco_a_i12"},
+        *({"id": name} for name in ("x", "msg_1", "msg_a_i", "msg__0")),
+    ]
+    call = parse(items)
+
+    assert call.thread.is_pending
+    assert call.prompts == ()
+    assert call.thread.references == (
+        ItemReference("msg_a_b_0", "resp_a_b", "output", 0),
+        ItemReference("fco_a_i12", "resp_a", "input", 12),
+        *(ItemReference(name, "", "output", 0) for name in ("x", "msg_1", "msg_a_i", "msg__0")),
+    )
+
+
+def test_reference_is_the_item_that_it_names() -> None:
+    """In the prompt and in what is stored: the turn does not depend on the earlier response."""
+    references = [{"type": "item_reference", "id": "msg_a_b_0"}, {"id": "msg_a_i0"}]
+    call = parse_with([HI, *references], {"msg_a_b_0": STORED, "msg_a_i0": HI})
+
+    assert call.prompts == parse([HI, STORED, HI]).prompts
+    assert json.loads(call.thread.input) == [HI, STORED, HI]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("msg_a_0", None), ("fc_a_b_0", STORED), ("fc_a_i0", HI), ("msg_a_i0", {**HI, "id": "own"})],
+)
+def test_reference_to_no_stored_item_is_not_found(name: str, found: dict[str, Any] | None) -> None:
+    """Nor does an id find an item of another kind at the same place."""
+    with pytest.raises(Refusal) as raised:
+        parse_with([HI, {"type": "item_reference", "id": name}], {name: found} if found else {})
+
+    assert (raised.value.kind, raised.value.code) == (Kind.NOT_FOUND, "item_not_found")
+    assert repr(name) in raised.value.message
+
+
+# --- namespaces of tools -----------------------------------------------------------------------
+
+CRM: dict[str, Any] = {
+    "type": "namespace",
+    "name": "crm",
+    "description": "Customers.",
+    "tools": [{**CLOCK, "description": "The time."}, {**CLOCK, "name": "find"}],
+}
+FLAT_CALL = {**CALL, "namespace": "crm"}
+
+
+def test_functions_of_a_namespace_have_joined_names() -> None:
+    """So that one function of each namespace may have the same name."""
+    call = parse([HI, FLAT_CALL, RESULT], tools=[CLOCK, CRM])
+    (prompt,) = call.prompts
+
+    parameters = '{"type":"object","properties":{}}'
+    assert prompt.tools == (
+        Tool("clock", "", parameters, "tools[0]"),
+        Tool("crm.clock", "Customers.\n\nThe time.", parameters, "tools[1].tools[0]"),
+        Tool("crm.find", "", parameters, "tools[1].tools[1]"),
+    )
+    assert prompt.segments[1].call == ToolCall("a", "crm.clock", "{}")
+    assert json.loads(dict(call.cache.echo)["response"])["tools"][1] == CRM
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "function", "name": "find", "namespace": "crm"}, ("crm.find",)),
+        ([{"type": "function", "name": "clock"}], ("clock",)),
+        ([{"type": "function", "name": "clock", "namespace": "crm"}], ("crm.clock",)),
+        ([{"type": "namespace", "name": "crm"}], ("crm.clock", "crm.find")),
+    ],
+)
+def test_functions_of_a_namespace_can_be_chosen(choice: Any, names: tuple[str, ...]) -> None:
+    if isinstance(choice, list):
+        choice = {"type": "allowed_tools", "mode": "required", "tools": choice}
+    call = parse(tools=[CLOCK, CRM], tool_choice=choice)
+
+    assert call.prompts[0].tool_choice == ToolChoice("required", names)
+
+
+def test_other_tools_of_a_namespace_are_ignored_by_name() -> None:
+    """And hints of a function. The strict mode refuses both; the lenient mode ignores all."""
+    hint = {**CLOCK, "defer_loading": True, "allowed_callers": ["direct"], "async": False}
+    custom = {"type": "custom", "name": "patch"}
+    group = {**CRM, "tools": [custom, hint]}
+
+    call = parse(tools=[group])
+    lenient = parse("hi", "lenient", tools=[group, {"type": "web_search"}])
+    assert [tool.name for tool in call.prompts[0].tools] == ["crm.clock"]
+    assert call.ignored == ("tools.custom", "tools.allowed_callers", "tools.defer_loading")
+    assert lenient.ignored == (*call.ignored, "tools.web_search")
+    assert refused(tools=[{**CRM, "tools": [custom]}]).param == "tools[0].tools[0].type"
+    assert refused(tools=[{**CRM, "tools": [hint]}]).param == "tools.allowed_callers"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{**CRM, "name": "a.b"}]}, "tools[0].name", "regex"),
+        ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools", "missing"),
+        ({"tools": [CRM, CRM]}, "tools[1].tools[0]", "declared twice"),
+        ({"tools": [{**CRM, "tools": [{"type": "x"}]}]}, "tools[0].tools[0].type", "'x'"),
+        (
+            {
+                "tools": [
+                    {
+                        **CRM,
+                        "name": f"n{number}",
+                        "tools": [{**CLOCK, "name": f"f{one}"} for one in range(57)],
+                    }
+                    for number in range(9)
+                ]
+            },
+            "tools",
+            "513 functions with those of namespaces; expected at most 512",
+        ),
+        (
+            {
+                "tools": [CRM],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "namespace", "name": "x"}],
+                },
+            },
+            "tool_choice",
+            "x.*",
+        ),
+    ],
+)
+def test_refuses_bad_namespaces(fields: dict[str, Any], param: str, says: str) -> None:
+    refusal = refused(**fields)
+
+    assert refusal.param == param
+    assert says in refusal.message
+
+
+def test_the_user_may_be_in_the_metadata() -> None:
+    """Several clients send it there; `user` comes first."""
+    named = parse(metadata={"user_id": "u"})
+    both = parse(user="v", metadata={"user_id": "u"})
+
+    assert (named.client_user, both.client_user) == ("u", "v")

@@ -1,0 +1,299 @@
+"""How a model thinks before it answers: found out from its chat template, split off its output.
+
+A template that names `<think>` belongs to a model that writes its thoughts between tags; one that
+names channels belongs to harmony (gpt-oss). The variables of a template show how thinking is turned
+on and off. The module knows no requests, no events and no tokens: `gateway.prompt.renderer` passes
+the variables, `grammars` holds an answer behind its thoughts, and `gateway.generation.choice` has
+one splitter per choice, before the parser of tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+from gateway.dialects.canonical import Thinking
+
+OFF_EFFORTS = frozenset({"none", "minimal"})
+"""Efforts at which a model that can answer at once does so."""
+
+EFFORT_TOKENS: Mapping[str, int] = {"low": 1_024}
+"""Tokens of thought at an effort, for templates that do not read the effort themselves. Other
+efforts have no bound of their own."""
+
+HARMONY_EFFORTS: Mapping[str, str] = {"none": "low", "minimal": "low", "xhigh": "high"}
+"""Efforts that harmony's templates do not know, by what they know."""
+
+
+class ThinkingFormat(Struct, frozen=True):
+    """How one model thinks.
+
+    `kind`: "none", "tags" (between `opening` and `closing`), or "harmony" (channels). `switch`: the
+    template variable that turns thinking on or off, "" if there is none. `reads_effort`: the
+    template reads `reasoning_effort`. `history`: the key under which the template takes the
+    thoughts of an earlier answer, "" if it takes none.
+    """
+
+    kind: Literal["none", "tags", "harmony"] = "none"
+    opening: str = ""
+    closing: str = ""
+    switch: str = ""
+    reads_effort: bool = False
+    history: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Return the texts around thoughts that may be special tokens."""
+        if self.kind == "harmony":
+            return HARMONY_MARKERS
+        return (self.opening, self.closing) if self.kind == "tags" else ()
+
+    def variables(self, wanted: Thinking) -> tuple[tuple[str, object], ...]:
+        """Return the template variables for what a call asks for; none for the model's default."""
+        found: list[tuple[str, object]] = []
+        if self.switch and (is_on := wanted.is_on_for(OFF_EFFORTS)) is not None:
+            found.append((self.switch, is_on))
+        if self.reads_effort and wanted.effort:
+            found.append(("reasoning_effort", HARMONY_EFFORTS.get(wanted.effort, wanted.effort)))
+        return tuple(found)
+
+    def budget(self, wanted: Thinking) -> int | None:
+        """Return the most tokens of thought, None without a bound."""
+        if wanted.budget_tokens is not None:
+            return wanted.budget_tokens
+        return None if self.reads_effort else EFFORT_TOKENS.get(wanted.effort)
+
+
+HARMONY_MARKERS = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+    *("<|end|>", "<|call|>", "<|return|>"),
+)
+NO_THINKING = ThinkingFormat()
+
+
+def detect_thinking(source: str, variables: frozenset[str]) -> ThinkingFormat:
+    """Return the format of a template, from its source and its variables. O(source)."""
+    if "<|channel|>" in source and "<|message|>" in source:
+        history = "thinking" if ".thinking" in source else ""
+        return ThinkingFormat("harmony", reads_effort=True, history=history)
+    if "<think>" not in source and "</think>" not in source:
+        return NO_THINKING
+    switches = [name for name in ("enable_thinking", "thinking") if name in variables]
+    return ThinkingFormat(
+        "tags",
+        "<think>",
+        "</think>",
+        switch=switches[0] if switches else "",
+        reads_effort="reasoning_effort" in variables,
+        history="reasoning_content" if "reasoning_content" in source else "",
+    )
+
+
+_SPACE = " \t\r\n"
+
+
+class Split(NamedTuple):
+    """What a piece of output is: a `thought`, or `text` of the answer."""
+
+    thought: str = ""
+    text: str = ""
+
+
+class ThinkingSplitter:
+    """Splits the text of one choice of a model that thinks between tags.
+
+    `is_open`: the prompt ends inside a thought, because the template wrote the opening tag.
+    Otherwise only an answer that begins with the opening tag has a thought. White space around the
+    thought belongs to neither. Cost: O(1) per character.
+    """
+
+    def __init__(self, style: ThinkingFormat, *, is_open: bool) -> None:
+        self._opening, self._closing = style.opening, style.closing
+        self._held = ""
+        self._place = "thought" if is_open else "start"
+        self._is_at_begin = True
+        self.has_thought = is_open
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends inside a thought."""
+        return self._place == "thought"
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the text so far ends inside the answer."""
+        return self._place == "text"
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
+
+    def push(self, text: str) -> Split:
+        """Return the thought and the text that are certain after more text."""
+        if self._place == "text":
+            return Split(text=text)
+        self._held += text
+        if self._place == "start" and not self._begin():
+            return Split()
+        thought = self._take_thought() if self._place == "thought" else ""
+        return Split(thought, self._take_text())
+
+    def finish(self) -> Split:
+        """Return what was held back; no more text follows. A thought may be cut off."""
+        rest, self._held = self._held, ""
+        if self._place == "thought":
+            return Split(thought=rest)
+        return Split(text=rest)
+
+    def _begin(self) -> bool:
+        """Decide whether the answer begins with a thought; False while that is not certain."""
+        begun = self._held.lstrip(_SPACE)
+        if begun.startswith(self._opening):
+            self._held = begun[len(self._opening) :]
+            self._place, self.has_thought = "thought", True
+        elif self._opening.startswith(begun):
+            return False
+        else:
+            self._place = "text"
+        return True
+
+    def _take_thought(self) -> str:
+        if self._is_at_begin:
+            self._held = self._held.lstrip(_SPACE)
+            self._is_at_begin = not self._held
+        at = self._held.find(self._closing)
+        if at >= 0:
+            thought = self._held[:at].rstrip(_SPACE)
+            self._held = self._held[at + len(self._closing) :]
+            self._place = "after"
+            return thought
+        keep = _held_back(self._held, self._closing)
+        thought = self._held[: len(self._held) - keep]
+        self._held = self._held[len(thought) :]
+        return thought
+
+    def _take_text(self) -> str:
+        """Return text of the answer, without the white space between it and the thought."""
+        if self._place == "after":
+            self._held = self._held.lstrip(_SPACE)
+            if not self._held:
+                return ""
+            self._place = "text"
+        if self._place != "text":
+            return ""
+        text, self._held = self._held, ""
+        return text
+
+
+def _held_back(text: str, marker: str) -> int:
+    """Return how many last characters may be white space before the marker, or its beginning."""
+    for length in range(min(len(text), len(marker) - 1), -1, -1):
+        if text.endswith(marker[:length]):
+            body = text[: len(text) - length]
+            return len(text) - len(body.rstrip(_SPACE))
+    return 0
+
+
+_MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+
+
+class HarmonySplitter:
+    """Splits the text of one choice of a model that writes harmony: messages on channels.
+
+    `analysis` is thought, `final` and preambles are text. A call, which is a message to
+    `functions.NAME`, becomes text in `style`, which the parser of tool calls reads. Text without a
+    channel is text. Cost: O(1) per character.
+    """
+
+    def __init__(self, opening: str, closing: str, arguments: str) -> None:
+        self._opening, self._closing, self._arguments = opening, closing, arguments
+        self._held = ""
+        self._place: Literal["start", "header", "thought", "text", "call"] = "start"
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text so far ends inside a thought, or before the first message."""
+        return self._place in ("start", "header", "thought")
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the text so far ends inside the answer."""
+        return self._place == "text"
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held) or self._place == "call"
+
+    def push(self, text: str) -> Split:
+        """Return the thought and the text that are certain after more text."""
+        self._held += text
+        thoughts: list[str] = []
+        texts: list[str] = []
+        while self._advance(thoughts, texts):
+            pass
+        return Split("".join(thoughts), "".join(texts))
+
+    def finish(self) -> Split:
+        """Return what was held back; no more text follows. A call without its end is closed."""
+        rest, self._held = self._held, ""
+        place, self._place = self._place, "text"
+        if place == "thought":
+            return Split(thought=rest)
+        if place == "call":
+            return Split(text=rest + "}" + self._closing)
+        return Split(text="" if place == "header" else rest)
+
+    def _advance(self, thoughts: list[str], texts: list[str]) -> bool:
+        """Take one piece; False if more text is needed."""
+        if self._place == "start":
+            begun = self._held.lstrip(_SPACE)
+            markers = ("<|channel|>", "<|start|>")
+            if any(marker.startswith(begun) for marker in markers):
+                return False  # also for no text so far
+            self._place = "header" if begun.startswith(markers) else "text"
+            return True
+        if self._place == "header":
+            return self._read_header(texts)
+        found = [(at, m) for m in _MESSAGE_ENDS if (at := self._held.find(m)) >= 0]
+        into = thoughts if self._place == "thought" else texts
+        if found:
+            at, marker = min(found)
+            into.append(self._held[:at])
+            if self._place == "call":
+                texts.append("}" + self._closing)
+            is_ended = marker in _MESSAGE_ENDS[:3]
+            self._held = self._held[at + len(marker) if is_ended else at :]
+            self._place = "header"
+            return True
+        keep = max(_overlap_of(self._held, marker) for marker in _MESSAGE_ENDS)
+        into.append(self._held[: len(self._held) - keep])
+        self._held = self._held[len(self._held) - keep :]
+        return False
+
+    def _read_header(self, texts: list[str]) -> bool:
+        header, marker, rest = self._held.partition("<|message|>")
+        if not marker:
+            return False
+        self._held = rest
+        channel = header.rpartition("<|channel|>")[2].split("<|")[0].split(" ")[0].strip()
+        recipient = header.partition("to=")[2].split("<|")[0].split(" ")[0].strip()
+        if recipient.startswith("functions."):
+            name = json.dumps(recipient.removeprefix("functions."), ensure_ascii=False)
+            texts.append(f'{self._opening}{{"name": {name}, "{self._arguments}": ')
+            self._place = "call"
+        else:
+            self._place = "thought" if channel == "analysis" else "text"
+        return True
+
+
+def _overlap_of(text: str, marker: str) -> int:
+    """Return how many last characters of `text` are the first characters of `marker`."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
