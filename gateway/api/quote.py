@@ -145,7 +145,7 @@ def quote(
     record = sum_usage([contract.expect(peek.cached_tokens) for contract, peek in pairs])
     ends = [peek.expires_in_s for peek in peeks if peek.expires_in_s is not None]
     contract, first = pairs[0]
-    cause = contract.explain(first.cached_tokens)
+    cause = contract.explain(first.cached_tokens, first.window_gone_tokens)
     if is_in_other_namespace and cause in ("", "never_written", "unknown"):
         cause = "other_namespace"
     return {

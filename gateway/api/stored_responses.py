@@ -19,7 +19,7 @@ from gateway.errors import Kind, Refusal
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_context import STATE
 from gateway.http.response import send
-from tenancy.accounts.stored_responses import delete_response, find_response, load_thread
+from tenancy.responses.stored_responses import delete_response, find_response, load_thread
 from tenancy.storage.interface import Store
 from tenancy.types import Identity
 

@@ -20,6 +20,7 @@ from engine.api import (
     Request,
     Stats,
     all_in_vocabulary,
+    tokens_within,
 )
 from gateway.caching.namespaces import payer_of, quota_of
 from gateway.config import LimitsConfig
@@ -28,6 +29,8 @@ from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.waiting_requests import WaitingRequests
 from tenancy.types import Identity
 
+ECHO_ENTRIES_MAX = 1_000_000
+"""Most logprobs of prompts that one answer repeats: some 15 MB, which take 45 ms to encode."""
 SEQUENCES_PER_CALL_MAX = 128
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
 """Bounds of `Retry-After`, in seconds; clients that are told to wait longer give up."""
@@ -105,6 +108,7 @@ def output_tokens(
         if asked.token_ids is not None:
             _check_ids("prompt", prompt.token_ids, now.info)
     _check_more_ids(generation, now.info)
+    _check_echo(generation, rendered)
     return [_output_tokens(prompt, call, identity, now) for prompt in rendered]
 
 
@@ -130,6 +134,21 @@ def _check_sequences(generation: GenerationParameters, prompts: int, limits: Lim
             f" {SEQUENCES_PER_CALL_MAX} samples per request.",
             param="prompt",
         )
+
+
+def _check_echo(generation: GenerationParameters, rendered: Sequence[Rendered]) -> None:
+    """Refuse an answer that would repeat too many logprobs of its prompts, once per choice."""
+    if generation.prompt_logprobs is None:
+        return
+    tokens = sum(len(prompt.token_ids) for prompt in rendered)
+    entries = tokens * (1 + generation.prompt_logprobs) * generation.choices
+    if entries > ECHO_ENTRIES_MAX:
+        message = (
+            f"logprobs: with echo the answer has {entries} entries ({tokens} prompt tokens,"
+            f" {generation.prompt_logprobs} logprobs, {generation.choices} choices); expected at"
+            f" most {ECHO_ENTRIES_MAX}."
+        )
+        raise Refusal(Kind.BAD, "invalid_value", message, param="logprobs")
 
 
 def _check_more_ids(generation: GenerationParameters, info: EngineInfo) -> None:
@@ -177,7 +196,7 @@ def _room(identity: Identity, now: AdmissionContext) -> tuple[int, str]:
     context = now.info.context_tokens
     ceiling = identity.blocks_policy.ceiling_blocks
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
-    memory = blocks * now.info.block_size
+    memory = tokens_within(blocks, now.info.kv_windows, now.info.block_size)
     if memory < context:
         return memory, f"The available cache memory holds {memory} tokens"
     return context, f"This model's maximum context length is {context} tokens"

@@ -11,6 +11,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from typing import Literal
 
 from engine.api import FinishReason, SampledToken, TokenLogprob
 from gateway.dialects.canonical import (
@@ -20,12 +21,14 @@ from gateway.dialects.canonical import (
     OutputFormat,
     Prompt,
     Text,
+    Thought,
     TokenText,
 )
 from gateway.prompt import Renderer
 from gateway.prompt.detokenizer import Detokenizer
 from gateway.structured_output.grammars import callable_tools
 from gateway.structured_output.output_check import satisfies
+from gateway.structured_output.thinking import HarmonySplitter, ThinkingSplitter
 from gateway.structured_output.tool_call_parser import ParsedPiece, ParsedText, ToolCallParser
 
 _ANY_FORMAT = OutputFormat()
@@ -46,11 +49,16 @@ class Choice:
         is_ranked = call.generation.samples > call.generation.choices
         self._is_plain = not (self._wants_logprobs or call.generation.stop or is_ranked)
         self._renderer = renderer
-        self._text = renderer.detokenizer(call.generation.stop, shows_markers=output.reads_calls)
+        self._text = renderer.detokenizer(
+            call.generation.stop,
+            shows_markers=output.reads_calls,
+            shows_thoughts=output.reads_thoughts,
+        )
         self.delivered = DeliveredTokens(self._text, output)
         self._last_stop: SampledToken | None = None
         self._waiting: deque[tuple[int, TokenText]] = deque()
         self.tokens = 0
+        self.thinking_tokens = 0
         self.is_over = False
         self.logprob = 0.0
 
@@ -86,8 +94,11 @@ class Choice:
         return Text(self.index, text) if text else None
 
     def split_steps(self, tokens: Sequence[SampledToken]) -> Iterable[Sequence[SampledToken]]:
-        """Split tokens into single ones if the token that ends a call must be known."""
-        if self.output.reads_calls and (self._wants_logprobs or not self.output.parallel):
+        """Split tokens into single ones if the token that ends a call or a thought must be
+        known."""
+        output = self.output
+        is_parsed = output.reads_calls or output.is_thinking
+        if is_parsed and (self._wants_logprobs or not output.parallel or output.is_thinking):
             return ([token] for token in tokens)
         return (tokens,)
 
@@ -185,13 +196,21 @@ def call_id_generator(request_id: str, index: int) -> Callable[[], str]:
 
 
 class OutputParser:
-    """Splits a choice's text into text and tool calls and checks its format; it changes no text.
+    """Splits a choice's text into thoughts, text and tool calls and checks its format; it changes
+    no text.
 
-    `reads_calls`: tools may be called. `parallel`: more than once.
+    `reads_calls`: tools may be called. `parallel`: more than once. `thought`: whether the prompt
+    opened a thought, or the answer may begin with one (`Rendered`). `is_thinking`: the output so
+    far ends inside a thought.
     """
 
     def __init__(
-        self, index: int, prompt: Prompt, renderer: Renderer, make_id: Callable[[], str]
+        self,
+        index: int,
+        prompt: Prompt,
+        renderer: Renderer,
+        make_id: Callable[[], str],
+        thought: Literal["", "possible", "open"] = "",
     ) -> None:
         self._index = index
         self._format = prompt.output_format
@@ -200,6 +219,17 @@ class OutputParser:
         self.parallel = prompt.tool_choice.parallel
         # With the choice "none", tools stay in the prompt and calls in the answer are plain text.
         self.reads_calls = bool(prompt.tools) and prompt.tool_choice.mode != "none"
+        self._thoughts: ThinkingSplitter | HarmonySplitter | None = None
+        if thought and renderer.thinking.kind == "harmony":
+            style = renderer.tool_style
+            self._thoughts = HarmonySplitter(style.opening, style.closing, style.arguments)
+        elif thought:
+            self._thoughts = ThinkingSplitter(renderer.thinking, is_open=thought == "open")
+        self.reads_thoughts = bool(thought)
+        self.is_thinking = self._thoughts is not None and self._thoughts.is_thinking
+        self._shows_thoughts = prompt.thinking.is_shown
+        self._undecided: tuple[TokenText, ...] = ()
+        """Tokens whose text may yet become a thought or text."""
         self._parser: ToolCallParser | None = None
         if self.reads_calls:
             self._parser = ToolCallParser(
@@ -227,10 +257,28 @@ class OutputParser:
     @property
     def is_holding(self) -> bool:
         """Whether text is held back that is neither released nor a complete call."""
+        if self._thoughts is not None and self._thoughts.is_holding:
+            return True
         return self._parser is not None and not self._parser.is_idle
 
     def push(self, text: Text) -> list[Delta]:
         """Return the deltas that are certain after more text."""
+        if self._thoughts is None:
+            return self._push_text(text)
+        thought, rest = self._thoughts.push(text.text)
+        self.is_thinking = self._thoughts.is_thinking
+        deltas = self._thought(thought)
+        tokens, self._undecided = (*self._undecided, *text.tokens), ()
+        if rest or (tokens and self._thoughts.is_answering):
+            deltas += self._push_text(Text(self._index, rest, tokens))
+        elif self._thoughts.is_holding and not self.is_thinking:
+            self._undecided = tokens
+        return deltas
+
+    def _thought(self, thought: str) -> list[Delta]:
+        return [Thought(self._index, thought)] if thought and self._shows_thoughts else []
+
+    def _push_text(self, text: Text) -> list[Delta]:
         if self._parser is None:
             self._remember_text(text.text)
             return [text]
@@ -239,7 +287,13 @@ class OutputParser:
 
     def finish(self) -> list[Delta]:
         """Return the deltas that were held back; no more text follows."""
-        deltas = [] if self._parser is None else self._deltas(self._parser.finish())
+        deltas: list[Delta] = []
+        if self._thoughts is not None:
+            thought, rest = self._thoughts.finish()
+            deltas += self._thought(thought)
+            if rest or self._undecided:
+                deltas += self._push_text(Text(self._index, rest, self._undecided))
+        deltas += [] if self._parser is None else self._deltas(self._parser.finish())
         if self._tokens and not self.has_calls:
             deltas.append(Text(self._index, "", self._take_tokens()))
         return deltas

@@ -11,16 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from engine.api import Request
 from engine.client.client import RequestStream
 from engine.errors import EngineError
 from gateway.caching import Contract
 from gateway.context import Context
-from gateway.dialects.canonical import Begin, ChoiceEnd, Delta, End, Reply
+from gateway.dialects.canonical import Begin, Call, ChoiceEnd, Delta, End, Reply, Text
 from gateway.dialects.protocol import Dialect, Encoder
+from gateway.dialects.tolerance import without_thinking
 from gateway.errors import Kind, Refusal
 from gateway.generation import rate_limits
 from gateway.generation.admission import AdmissionContext, admit
@@ -31,7 +35,7 @@ from gateway.generation.idempotency import (
     replay,
 )
 from gateway.generation.outcome import Outcome
-from gateway.generation.output_stream import OutputStream
+from gateway.generation.output_stream import InThread, OutputStream
 from gateway.generation.preparation import (
     Prepared,
     admission_context,
@@ -58,6 +62,11 @@ from tenancy.ledger.idempotency import ReplayRecord, StoredResponse
 from tenancy.limits import NO_DEMAND, Demand, LimitState, Meter, Reservation
 from tenancy.types import Identity
 
+T = TypeVar("T")
+
+TOKENS_IN_LOOP_MAX = 256
+"""Most tokens of one delta that the event loop encodes with logprobs: 20 each take some 2 ms."""
+
 
 class Generation:
     """One request from its body to its last byte."""
@@ -74,6 +83,8 @@ class Generation:
         self._on_started: Callable[[int], None] | None = None
         self._idempotent: IdempotentRequest | None = None
         self._stored: StoredAnswer | None = None
+        self._in_thread: InThread | None = None
+        """Where an answer with the logprobs of whole prompts is encoded; None for other answers."""
 
     @property
     def _place(self) -> Reservation:
@@ -95,6 +106,8 @@ class Generation:
             gateway, identity.tenant.tenant_id, self._dialect.parse, body, metadata
         )
         self._ignored = call.ignored
+        if self._ignored:
+            call = self._without_honoured(call)
         state.model, state.is_stream = gateway.model, call.stream
         check_model(gateway, call)
         if gateway.is_draining:
@@ -104,7 +117,7 @@ class Generation:
             return replayed
         if call.thread.is_pending:
             call = await parse_with_history(gateway, self._dialect, body, metadata, call, identity)
-            self._ignored = call.ignored
+            call = self._without_honoured(call)
         del body
         prepared = await prepare(gateway, call, identity)
         share = self._request[BODY_SHARE]
@@ -116,9 +129,18 @@ class Generation:
             return await send(self._request, 200, body, self._head(is_stream=False))
         reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
         encoder = self._dialect.encoder(call, reply)
-        if call.thread.store:
+        if call.generation.prompt_logprobs is not None:
+            self._in_thread = partial(_run_admitted, gateway, identity.tenant.tenant_id)
+        if call.thread.input:
             self._stored = stored_answer(gateway, identity, call, reply, encoder)
         return await self.run_to_completion(self.execute(prepared, identity, encoder, reply))
+
+    def _without_honoured(self, call: Call) -> Call:
+        """Keep the names of the fields that had no effect: a model that thinks honours some."""
+        if self._gateway.renderer.thinking.kind != "none":
+            call = replace(call, ignored=without_thinking(call.ignored))
+        self._ignored = call.ignored
+        return call
 
     async def find_replay(self, body: bytes, identity: Identity) -> web.StreamResponse | None:
         """Replay the stored response of an idempotent request; None if it has to run.
@@ -155,11 +177,10 @@ class Generation:
     ) -> web.StreamResponse:
         """Run an admitted request, from the rate-limit reservation to the ledger entry."""
         self._state.response_id = reply.response_id
-        gateway, tenant_id = self._gateway, identity.tenant.tenant_id
+        gateway, namespace = self._gateway, prepared.scope.namespace
         call, rendered, self._contracts = prepared.call, prepared.rendered, prepared.contracts
         leases = [contract.leases for contract in self._contracts]
         cached, now = await self._peek_cache(prepared, identity)
-        namespace = prepared.scope.namespace
         requests = admit(call, rendered, identity, self._state.request_id, now, namespace, leases)
         self._state.epoch = now.info.epoch
         most = rate_limits.estimate(requests, 0)
@@ -174,6 +195,7 @@ class Generation:
             epoch=now.info.epoch,
             claim=None if self._idempotent is None else self._idempotent.claim,
         )
+        self._note_user(call.client_user, identity)
         wanted = rate_limits.estimate(requests, cached) if cached else most
         limit_reservation = self._reserve(wanted)
         outcome = Outcome(gateway, self._state, prepared, limit_reservation)
@@ -185,7 +207,7 @@ class Generation:
 
         self._on_started = on_started
         waiting = _enter(gateway, identity, requests)
-        output = OutputStream(call, rendered, gateway.renderer, self._contracts)
+        output = OutputStream(call, rendered, gateway.renderer, self._contracts, self._in_thread)
         ending = "failed"
         try:
             try:
@@ -213,7 +235,7 @@ class Generation:
             return response
         finally:
             waiting.leave()
-            gateway.leave(tenant_id, len(requests))
+            gateway.leave(identity.tenant.tenant_id, len(requests))
             if output.is_over and not hold.is_open:
                 outcome.record_ending(output, ending)  # the request is settled
             else:
@@ -238,6 +260,11 @@ class Generation:
         )
         return cached, admission_context(self._gateway, identity.tenant.tenant_id)
 
+    def _note_user(self, user: str, identity: Identity) -> None:
+        notes = self._gateway.user_notes
+        if notes is not None and user:
+            notes.note(self._state.request_id, identity.tenant.tenant_id, user)
+
     def _reserve(self, demand: Demand) -> Reservation:
         """Reserve the tokens of a request that has its place. Raises Refusal; the headers report
         what is left."""
@@ -245,6 +272,9 @@ class Generation:
         try:
             place.extend(demand)
         except LimitExceeded as error:
+            identity = self._state.identity
+            assert identity is not None, "a place belongs to a tenant"
+            self._gateway.limited[identity.tenant.tenant_id] += 1
             self._set_limit_headers(place.status())
             raise rate_limits.refusal_of(error) from error
         return place
@@ -292,7 +322,10 @@ class Generation:
         self, output: OutputStream, encoder: Encoder, hold: LedgerReservation, outcome: Outcome
     ) -> web.StreamResponse:
         deltas = await output.collect(self._observe)
-        body = encoder.unary(deltas)
+        if self._in_thread is None:
+            body = encoder.unary(deltas)
+        else:
+            body = await self._in_thread(partial(encoder.unary, deltas))
         if self._stored is not None:
             body = await self._stored.unary(deltas)
         if self._idempotent is not None:
@@ -348,6 +381,8 @@ class Generation:
         is_last = bool(batch) and isinstance(batch[-1], End)
         if is_last and self._stored is not None:
             data = await self._stored.stream(batch)
+        elif self._in_thread is not None and _has_many_tokens(batch):
+            data = b"".join(await self._in_thread(lambda: list(map(encoder.stream, batch))))
         else:
             data = b"".join(map(encoder.stream, batch))
         if is_last:
@@ -426,6 +461,18 @@ class Generation:
         self._state.operation, self._state.ending = "", "replayed"
         ids = self._dialect.headers(self._state.request_id)
         return await replay(self._request, stored, ids, is_stream=self._state.is_stream)
+
+
+def _has_many_tokens(batch: Sequence[Delta]) -> bool:
+    """Return whether a batch reports so many tokens that the event loop should not encode it."""
+    return any(
+        isinstance(delta, Text) and len(delta.tokens) > TOKENS_IN_LOOP_MAX for delta in batch
+    )
+
+
+async def _run_admitted(gateway: Context, tenant_id: int, work: Callable[[], T]) -> T:
+    """Run work of a running request in the pool, when it is the tenant's turn."""
+    return await gateway.preparations.run(tenant_id, lambda _: work(), is_admitted=True)
 
 
 def _enter(gateway: Context, identity: Identity, requests: Sequence[Request]) -> WaitingPlace:

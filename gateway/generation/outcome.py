@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.analytics.aggregates import CompletedPrompt
+from gateway.analytics.prompt_findings import PromptContext
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.tolerance import label_of
@@ -22,6 +23,7 @@ from gateway.generation.usage import sum_usage
 from gateway.http.request_context import RequestState
 from tenancy.limits import NO_DEMAND, Reservation
 from tenancy.pricing.charges import is_charged
+from tenancy.reuse.prompt_changes import LOST_TOKENS_MIN
 
 
 class Outcome:
@@ -42,7 +44,7 @@ class Outcome:
         self._records: Sequence[UsageRecord] | None = None
         identity = state.identity
         assert identity is not None, "answers have an owner"
-        self._tenant = identity.tenant.name
+        self._tenant, self._tenant_id = identity.tenant.name, identity.tenant.tenant_id
         self._ignored = tuple(dict.fromkeys(map(label_of, prepared.call.ignored)))
 
     def record_usage(self, output: OutputStream, ending: str = "done") -> Sequence[UsageRecord]:
@@ -60,6 +62,10 @@ class Outcome:
         state.cache_write_tokens = usage.write_tokens()
         state.output_tokens = usage.out
         state.first_token_s = output.first_token_s
+        if len(self._prepared.rendered) == 1:
+            state.segments = self._prepared.rendered[0].boundaries
+        for one in output.usages:
+            state.queue_s = max(state.queue_s, one.queue_s)
         tenant = telemetry.tenant_label(self._tenant)
         tokens = usage.total_in, usage.physical_cached, usage.out
         telemetry.tokens.add(tenant, *tokens)
@@ -75,6 +81,8 @@ class Outcome:
             )
             if missed := contract.why_missed():
                 telemetry.misses.add(1, missed)
+                if not state.missed:
+                    state.missed, state.missed_tokens = missed, contract.missed_tokens
         return records
 
     def record_ending(self, output: OutputStream, ending: str) -> None:
@@ -82,7 +90,10 @@ class Outcome:
         ending = ending or "done"
         prepared, records = self._prepared, self.record_usage(output, ending)
         prompts = zip(prepared.contracts, records, prepared.rendered, strict=False)
+        state = self._state
+        started_s = state.started_s if state.submitted_s is None else state.submitted_s
         for number, (contract, record, prompt) in enumerate(prompts):
+            computed = record.total_in - record.physical_cached
             self._gateway.analytics.note(
                 CompletedPrompt(
                     tenant=self._tenant,
@@ -94,5 +105,15 @@ class Outcome:
                     ending=ending,
                     is_further=number > 0,
                     ignored=() if number else self._ignored,
+                    context=PromptContext(
+                        tenant_id=self._tenant_id,
+                        request_id=state.request_id,
+                        namespace=prepared.scope.namespace,
+                        epoch=state.epoch,
+                        started_s=started_s,
+                        is_unmarked=contract.is_unmarked,
+                        min_tokens=contract.min_tokens,
+                        losses=contract.losses() if computed >= LOST_TOKENS_MIN else None,
+                    ),
                 )
             )

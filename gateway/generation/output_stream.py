@@ -9,8 +9,10 @@ that still run. The module knows no HTTP; `gateway.generation.generation` reads 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from operator import attrgetter
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -36,6 +38,7 @@ from gateway.dialects.canonical import (
     OutputCount,
     Rendered,
     Text,
+    Thought,
     TokenText,
     UsageRecord,
 )
@@ -47,6 +50,15 @@ from gateway.prompt import Renderer
 from gateway.structured_output.grammars import schema_field
 
 _is_over = attrgetter("is_over")
+
+T = TypeVar("T")
+
+
+class InThread(Protocol):
+    """Runs work off the event loop."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Return the result of `work`."""
 
 
 class OutputStream:
@@ -62,9 +74,12 @@ class OutputStream:
         rendered: Sequence[Rendered],
         renderer: Renderer,
         contracts: Sequence[UsageAccounting] = (),
+        in_thread: InThread | None = None,
     ) -> None:
-        """`contracts`: one per prompt; without them, usage is physical."""
+        """`contracts`: one per prompt; without them, usage is physical. `in_thread`: where the
+        logprobs of whole prompts are rendered; None if the call asks for none."""
         self._call = call
+        self._in_thread = in_thread
         self._contracts = contracts or [PHYSICAL_ACCOUNTING] * len(rendered)
         self._rendered = rendered
         self._renderer = renderer
@@ -113,7 +128,7 @@ class OutputStream:
         wakeup = self._new_wakeup(idle_s)
         try:
             while True:
-                deltas = self._poll()
+                deltas = self._poll() if self._in_thread is None else await self._poll_echo()
                 if deltas is not None:
                     yield deltas
                     if self.ending == "done":
@@ -128,7 +143,7 @@ class OutputStream:
         wakeup = self._new_wakeup(None)
         deltas_so_far: list[Delta] = []
         while self.ending != "done":
-            deltas = self._poll()
+            deltas = self._poll() if self._in_thread is None else await self._poll_echo()
             if deltas is None:
                 await wakeup.wait()
             else:
@@ -173,7 +188,13 @@ class OutputStream:
                 continue
             seen = sum(choice.tokens for choice in self._choices[number])
             known.append(_partial_usage(started, seen))
-        return [c.record(u) for c, u in zip(self._contracts, known, strict=False)]
+        records = [c.record(u) for c, u in zip(self._contracts, known, strict=False)]
+        return [
+            replace(record, thinking=thoughts)
+            if (thoughts := sum([choice.thinking_tokens for choice in row]))
+            else record
+            for record, row in zip(records, self._choices, strict=False)
+        ]
 
     def delivered_usage(self) -> UsageRecord:
         """Return the usage of fully released tokens and of their prompts: what is delivered once
@@ -208,6 +229,21 @@ class OutputStream:
             deltas += self._end()
         return deltas
 
+    async def _poll_echo(self) -> list[Delta] | None:
+        """Do as `_poll` for a call that asks for its prompt's logprobs, which may be thousands."""
+        assert self._in_thread is not None
+        deltas: list[Delta] | None = None
+        for prompt, stream in enumerate(self._streams):
+            for event in stream.take():
+                deltas = deltas or []
+                if isinstance(event, PromptLogprobs):
+                    deltas += await self._in_thread(partial(self._handle, prompt, event))
+                else:
+                    deltas += self._handle(prompt, event)
+        if deltas is not None and self.is_over:
+            deltas += self._end()
+        return deltas
+
     def _handle(self, prompt: int, event: Event) -> list[Delta]:
         match event:
             case Tokens(index=sample, tokens=tokens):
@@ -229,11 +265,18 @@ class OutputStream:
         self.usages[prompt] = event.usage
         if event.ending != "done":
             self.ending = event.code or event.ending
-            field = schema_field(self._call.prompts[prompt])
+            sent = self._call.prompts[prompt]
+            is_schema = sent.output_format.kind not in ("regex", "lark")
             wait_s = event.retry_after_s
             if wait_s is not None:
                 wait_s = retry_after_s(wait_s)
-            raise engine_refusal(event.code, event.message, wait_s, schema_field=field)
+            raise engine_refusal(
+                event.code,
+                event.message,
+                wait_s,
+                schema_field=schema_field(sent),
+                is_schema=is_schema,
+            )
         self._contracts[prompt].written()
         # The engine may run past a stop string, even to the end, before it is told. The charge must
         # not depend on that race.
@@ -245,7 +288,7 @@ class OutputStream:
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
         self._started[prompt] = event
         self._on_started(prompt)
-        self._contracts[prompt].begin(event.cached_tokens, event.leases)
+        self._contracts[prompt].begin(event.cached_tokens, event.leases, event.window_gone_tokens)
         found: list[Delta] = []
         if None not in self._started:
             records = [
@@ -278,6 +321,7 @@ class OutputStream:
             return []
         deltas: list[Delta] = []
         for step in choice.split_steps(tokens):
+            was_thinking = choice.output.is_thinking
             text = choice.push(step)
             if self._call.continuous_usage:
                 deltas.append(OutputCount(choice.index, choice.tokens))
@@ -285,6 +329,7 @@ class OutputStream:
                 deltas += self._emit(prompt, choice, choice.output.push(text))
                 if choice.output.reads_calls:
                     choice.delivered.note(choice.decoded_tokens)
+            choice.thinking_tokens += was_thinking * len(step)
             if choice.stopped_by is not None or choice.output.is_full:
                 self._streams[prompt].end_sample(sample, choice.tokens)
                 deltas += self._close_choice(prompt, choice, "stop")
@@ -310,7 +355,8 @@ class OutputStream:
 
     def _choice(self, request_id: str, prompt: int, sample: int, index: int) -> Choice:
         make_id = call_id_generator(request_id, index)
-        output = OutputParser(index, self._call.prompts[prompt], self._renderer, make_id)
+        thought = self._rendered[prompt].thought
+        output = OutputParser(index, self._call.prompts[prompt], self._renderer, make_id, thought)
         return Choice(index, sample, self._call, self._renderer, output)
 
     def _emit(self, prompt: int, choice: Choice, deltas: list[Delta]) -> list[Delta]:
@@ -341,5 +387,7 @@ def _partial_usage(started: Started, output_tokens: int) -> Usage:
 
 
 def _renumber(delta: Delta, index: int) -> Delta:
-    assert isinstance(delta, Text | CallText | ChoiceEnd), "only deltas of a choice are buffered"
+    assert isinstance(delta, Text | Thought | CallText | ChoiceEnd), (
+        "only deltas of a choice are buffered"
+    )
     return replace(delta, index=index)

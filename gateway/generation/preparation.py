@@ -127,7 +127,8 @@ def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScop
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
     origin = PrefixOrigin(tenant_id, now.info.model_digest, now.template_digest)
-    return CacheScope(namespace, owner_id, name, identity.policy.classes, origin)
+    policy = identity.policy
+    return CacheScope(namespace, owner_id, name, policy.classes, origin, policy.default_class)
 
 
 def admission_context(gateway: Context, tenant_id: int) -> AdmissionContext:

@@ -34,12 +34,14 @@ def take_place(gateway: Context, state: RequestState) -> None:
     limit = gateway.config.limits.requests_per_tenant_max
     running = limiter.running_of(identity.tenant.tenant_id)
     if running >= limit:
+        gateway.limited[identity.tenant.tenant_id] += 1
         message = f"Rate limit reached for requests at once: {running} running, limit {limit}."
         after_s = CONCURRENCY_RETRY_S
         raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=after_s)
     try:
         state.place = limiter.reserve(identity, NO_DEMAND)
     except LimitExceeded as error:
+        gateway.limited[identity.tenant.tenant_id] += 1
         left = limiter.status(identity)
         state.headers.update(limit_headers(state.shape.name, left, gateway.wall()))
         raise refusal_of(error) from error

@@ -22,8 +22,11 @@ class UsageAccounting(Protocol):
     def diagnosis(self) -> Diagnosis | None:
         """Where the prompt diverges from an earlier one."""
 
-    def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> object:
-        """The engine started: it found `cached_tokens` and granted `grants`."""
+    def begin(
+        self, cached_tokens: int, grants: Sequence[LeaseGrant], window_gone_tokens: int = 0
+    ) -> object:
+        """The engine started: it found `cached_tokens`, granted `grants`, and would have found
+        `window_gone_tokens` more but for the blocks of a window."""
 
     def written(self) -> None:
         """The prompt is computed: its first token is out, or the request is over."""
@@ -37,7 +40,9 @@ class _PhysicalAccounting:
 
     diagnosis = None
 
-    def begin(self, cached_tokens: int, grants: Sequence[LeaseGrant]) -> None:
+    def begin(
+        self, cached_tokens: int, grants: Sequence[LeaseGrant], window_gone_tokens: int = 0
+    ) -> None:
         pass
 
     def written(self) -> None:
@@ -80,6 +85,7 @@ def sum_usage(records: Sequence[UsageRecord]) -> UsageRecord:
         out=sum(record.out for record in records),
         physical_cached=sum(record.physical_cached for record in records),
         breached_tokens=sum(record.breached_tokens for record in records),
+        thinking=sum(record.thinking for record in records),
         short_lease=next((record.short_lease for record in records if record.short_lease), None),
     )
 

@@ -232,6 +232,41 @@ async def test_stored_responses_are_continued_and_deleted(
     assert previous.value.param == "previous_response_id"
 
 
+async def test_conversations_are_continued_and_listed(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
+    """The SDK's own types read every answer, and its pages find every item."""
+    gateway.say(CALLS)
+    first: Any = {"type": "message", "role": "user", "content": SYSTEM}
+    made = await client.conversations.create(items=[first], metadata={"topic": "books"})
+    asked: Any = {"model": gateway.model, "tools": [CLOCK], "conversation": made.id}
+    called = await client.responses.create(input="And now?", **asked)
+    call = called.output[1]
+    assert call.type == "function_call"
+    gateway.say("It is noon.")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+    answer = await client.responses.create(input=[result], **asked)
+    listed = client.conversations.items.list(made.id, order="asc", limit=2)
+    items = [item async for item in listed]
+    one = await client.conversations.items.retrieve(items[0].id or "", conversation_id=made.id)
+    added = await client.conversations.items.create(made.id, items=[first])
+    kept = await client.conversations.items.delete(added.last_id, conversation_id=made.id)
+    changed = await client.conversations.update(made.id, metadata={"topic": "clocks"})
+    deleted = await client.conversations.delete(made.id)
+
+    assert answer.conversation is not None
+    assert answer.conversation.id == made.id
+    kinds = ["message", "message", "message", "function_call", "function_call_output", "message"]
+    assert [item.type for item in items] == kinds
+    assert one == items[0]
+    assert kept == made
+    assert changed.metadata == {"topic": "clocks"}
+    assert deleted.deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.conversations.retrieve(made.id)
+    await gateway.check_quiet()
+
+
 async def test_errors_raise_the_sdks_exceptions(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:

@@ -116,6 +116,25 @@ async def test_calls_and_their_results_are_continued(gateway: GatewayFixture) ->
     await gateway.check_quiet()
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_calls_name_their_namespace(gateway: GatewayFixture, is_stream: bool) -> None:
+    """Beside the function, as Codex reads it, and so do calls that come back."""
+    group = {"type": "namespace", "name": "crm", "description": "Times", "tools": [CLOCK]}
+    gateway.say(CALLS.replace("clock", "crm.clock"))
+    first = await create(gateway, "When?", tools=[CLOCK, group], stream=is_stream)
+    call = first["output"][-1]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}
+    gateway.say("It is noon.")
+    turn = [{"role": "user", "content": "When?"}, *first["output"], result]
+    second = await create(gateway, turn, tools=[CLOCK, group])
+
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "crm", "clock")
+    assert first["tools"][1] == group
+    usage = first["usage"]
+    cached = second["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached >= usage["input_tokens"] + usage["output_tokens"] - 32
+
+
 async def test_input_items_are_those_of_the_thread(gateway: GatewayFixture) -> None:
     """In either order, page by page; ids are the same each time."""
     gateway.say("Yes.")
@@ -132,6 +151,62 @@ async def test_input_items_are_those_of_the_thread(gateway: GatewayFixture) -> N
     for query in ("limit=0", "limit=x", "order=up", "after=no"):
         assert (await get(gateway, f"{second['id']}/input_items?{query}"))[0] == 400
     assert (await get(gateway, f"{second['id']}/input_items", "bob"))[0] == 404
+
+
+async def test_items_by_reference_read_the_blocks_of_their_turns(gateway: GatewayFixture) -> None:
+    """AI SDK sends the earlier output by reference. Input items can be named too."""
+    gateway.say(CALLS)
+    first = await create(gateway, tools=[CLOCK])
+    message, call = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}
+    gateway.say("It is noon.")
+    _, listed = await get(gateway, f"{first['id']}/input_items")
+    references = [{"type": "item_reference", "id": one["id"]} for one in (message, call)]
+    question = {"type": "item_reference", "id": listed["data"][0]["id"]}
+    second = await create(gateway, [question, *references, result], tools=[CLOCK])
+    await gateway.ask(f"{PATH}/{first['id']}", method="DELETE")
+    third = await create(gateway, "And?", tools=[CLOCK], previous_response_id=second["id"])
+
+    for earlier, later in ((first, second), (second, third)):
+        usage = earlier["usage"]
+        cached = later["usage"]["input_tokens_details"]["cached_tokens"]
+        assert cached >= usage["input_tokens"] + usage["output_tokens"] - 32
+    await gateway.check_quiet()
+
+
+async def test_missing_and_foreign_items_are_not_found(gateway: GatewayFixture) -> None:
+    """As OpenAI's API says it, by the id that was sent."""
+    gateway.say("Yes.")
+    answer = await create(gateway)
+    unstored = await create(gateway, store=False)
+    gateway.keys["lab"] = create_key(gateway.store, wall_ms, 1, workspace="lab")
+    gateway.gateway.context.registry.refresh_now()
+    item, gone = answer["output"][0]["id"], unstored["output"][0]["id"]
+    turn = [{"role": "user", "content": "Hi"}, {"type": "item_reference"}]
+
+    asked = (("bob", item), ("lab", item), ("ada", gone), ("ada", f"{item}1"), ("ada", "msg_1"))
+    for who, name in asked:
+        turn[1]["id"] = name
+        body = {"model": gateway.model, "input": turn}
+        status, found, _ = await gateway.ask(PATH, body, who=who)
+        assert (status, found["error"]["code"]) == (404, "item_not_found")
+        assert repr(name) in found["error"]["message"]
+    turn[1]["id"] = item
+    assert (await create(gateway, turn))["store"]
+
+
+async def test_referenced_responses_are_bounded(unopened_gateway: GatewayFixture) -> None:
+    """A short body cannot make the server read all that a tenant has stored."""
+    gateway = unopened_gateway
+    gateway.set_server(body_bytes_max=4_096, body_bytes_in_flight_max=65_536)
+    await gateway.open()
+    answers = [await create(gateway, instructions=LONG * 5) for _ in range(10)]
+    turn = [{"type": "item_reference", "id": one["output"][0]["id"]} for one in answers]
+    status, found, _ = await gateway.ask(PATH, {"model": gateway.model, "input": turn})
+
+    assert (status, found["error"]["param"]) == (400, "input")
+    assert "16384 bytes together" in found["error"]["message"]
+    await gateway.close()
 
 
 async def test_deleted_response_is_gone_from_its_thread(gateway: GatewayFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import example, given
@@ -40,6 +42,10 @@ NOW = AdmissionContext(
     running=0,
     waiting=WaitingRequests(WaitingBounds(8, 1_000_000)),
 )
+
+
+ROOMY = msgspec.structs.replace(INFO, context_tokens=65_536, blocks=8_192)
+NOW_ROOMY = msgspec.structs.replace(NOW, info=ROOMY)
 
 
 def waiting(*calls: tuple[int, float, list[int]], requests_max: int = 8) -> WaitingRequests:
@@ -114,6 +120,16 @@ def test_admits_exactly_the_full_context() -> None:
     assert "64" in refusal.message
 
 
+def test_window_groups_of_the_model_take_memory_too() -> None:
+    """Six blocks hold three runs of 16 tokens in two KV groups: 48 tokens of the context's 64."""
+    windowed = msgspec.structs.replace(NOW, info=msgspec.structs.replace(INFO, kv_windows=(16,)))
+    few = identity(ceiling_blocks=6)
+
+    assert ask((1,) * 38, max_tokens=10, who=few, now=windowed)[0].max_tokens == 10
+    refusal = refused(tokens=(1,) * 39, max_tokens=10, who=few, now=windowed)
+    assert "holds 48 tokens" in refusal.message
+
+
 def test_capped_output_takes_the_room_that_is_left() -> None:
     """Clients of some APIs choose more output tokens than a small context has."""
     (request,) = ask((1,) * 54, max_tokens=10_000, is_output_capped=True)
@@ -168,6 +184,16 @@ def test_refuses_too_many_choices() -> None:
     )
     assert refused(choices=1, samples=5).param == "best_of"
     assert refused(choices=4, samples=4, prompts=33).param == "prompt"
+
+
+def test_refuses_an_echo_of_too_many_logprobs() -> None:
+    """A short body would be answered with hundreds of megabytes."""
+    at_most: Any = {"tokens": (3,) * 50_000, "now": NOW_ROOMY, "max_tokens": 1}
+    assert ask(**at_most, prompt_logprobs=4, choices=4, samples=4)
+
+    with pytest.raises(Refusal, match=r"entries .50000 prompt tokens, 5 logprobs, 4 choices") as no:
+        ask(**at_most, prompt_logprobs=5, choices=4, samples=4)
+    assert (no.value.kind, no.value.param) == (Kind.BAD, "logprobs")
 
 
 def test_tenant_limit_is_429_and_server_limit_503_with_retry_after() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from engine.model_store import ModelCard
@@ -17,6 +20,8 @@ from gateway.dialects.canonical import (
 )
 from gateway.generation.choice import OutputParser, call_id_generator
 from gateway.prompt import Renderer
+from gateway.structured_output.thinking import ThinkingFormat
+from gateway.structured_output.tool_styles import HERMES
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = (Tool("get"),)
@@ -112,3 +117,31 @@ def test_call_ids_are_deterministic_and_unique() -> None:
     assert len(set(ids.values())) == len(ids) == 8
     assert all(len(i) == 29 and i.startswith("call_") for i in ids.values())
     assert call_id_generator("a", 0)() == ids["a", 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "reported"),
+    [
+        (["<", "b>", "!"], ["<", "b>", "!"]),
+        (["<think>", "hm", "</think>", "\n", "Yes"], ["Yes"]),
+        (["Yes", "", "!"], ["Yes", "", "!"]),
+        (["<"], ["<"]),
+    ],
+)
+def test_logprobs_follow_the_text_of_an_answer_that_may_think(
+    texts: list[str], reported: list[str]
+) -> None:
+    """Also while it is not decided whether the text is a thought."""
+    renderer = SimpleNamespace(
+        thinking=ThinkingFormat("tags", "<think>", "</think>"), tool_style=HERMES
+    )
+    parser = OutputParser(0, Prompt(), cast("Renderer", renderer), lambda: "", "possible")
+    found = [
+        delta
+        for number, text in enumerate(texts)
+        for delta in parser.push(Text(0, text, (TokenText(number, text.encode(), -1.0),)))
+    ]
+    found += parser.finish()
+    tokens = [token for delta in found if isinstance(delta, Text) for token in delta.tokens]
+
+    assert [token.data.decode() for token in tokens] == reported

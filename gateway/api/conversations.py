@@ -1,0 +1,234 @@
+"""Conversations by id: create, read, change, delete, and their items. Nothing here runs the model.
+
+A conversation of another tenant or workspace is a 404 as a missing one. `/v1/responses` appends to
+a conversation by `gateway.generation.stored_responses`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.stored_responses import answer
+from gateway.context import Context
+from gateway.dialects.openai import conversations, stored_items
+from gateway.dialects.openai.responses import DIALECT
+from gateway.errors import Kind, Refusal
+from gateway.generation.preparation import parse_body
+from gateway.generation.stored_responses import HOUR_MS, conversation_not_found
+from gateway.http.middleware import Handler, Route
+from gateway.http.request_body import read_body
+from gateway.http.request_context import STATE, request_metadata
+from gateway.ledger.response_writer import storage_quota
+from tenancy.responses.conversations import (
+    ConversationRecord,
+    ItemRecord,
+    ItemsChange,
+    append_items,
+    create_conversation,
+    delete_conversation,
+    delete_items,
+    find_conversation,
+    find_item,
+    page_items,
+    set_metadata,
+)
+from tenancy.responses.stored_sums import Obstacle
+from tenancy.types import Identity
+
+Item = dict[str, Any]
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """Return the routes of conversations, with and without /v1, as clients write base URLs."""
+    return tuple(_routes(gateway))
+
+
+def _routes(gateway: Context) -> Iterator[Route]:
+    methods: tuple[tuple[str, str, Method], ...] = (
+        ("POST", "", ConversationRequest.create),
+        ("GET", "/{id}", ConversationRequest.show),
+        ("POST", "/{id}", ConversationRequest.change),
+        ("DELETE", "/{id}", ConversationRequest.delete),
+        ("POST", "/{id}/items", ConversationRequest.append),
+        ("GET", "/{id}/items", ConversationRequest.list_items),
+        ("GET", "/{id}/items/{item}", ConversationRequest.show_item),
+        ("DELETE", "/{id}/items/{item}", ConversationRequest.delete_item),
+    )
+    for base in ("/v1/conversations", "/conversations"):
+        for verb, path, method in methods:
+            yield Route(verb, base + path, _bind(gateway, method), "inference", DIALECT)
+
+
+def _bind(gateway: Context, method: Method) -> Handler:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        identity = request[STATE].identity
+        assert identity is not None, "these routes require a key"
+        if not gateway.config.responses.keep_hours:
+            message = (
+                "This server stores no conversations (responses.keep_hours is 0); send the earlier"
+                " items as input."
+            )
+            raise Refusal(Kind.NOT_FOUND, "not_served", message)
+        return await method(ConversationRequest(gateway, request, identity))
+
+    return handle
+
+
+class ConversationRequest:
+    """One request for a conversation or its items."""
+
+    def __init__(self, gateway: Context, request: web.BaseRequest, identity: Identity) -> None:
+        self._gateway = gateway
+        self._request = request
+        self._owner = identity.tenant.tenant_id, identity.workspace
+        self._now_ms = gateway.wall()
+        parameters = request[STATE].parameters
+        self._id = parameters.get("id", "")
+        self._item_id = parameters.get("item", "")
+
+    async def create(self) -> web.StreamResponse:
+        """Store a new conversation with its first items."""
+        items, metadata = await self._parse(conversations.parse_create)
+        record = ConversationRecord(
+            conversations.ID_PREFIX + self._gateway.new_id(),
+            *self._owner,
+            self._now_ms,
+            self._expires_ms(),
+            msgspec.json.encode(metadata),
+        )
+
+        def store() -> Obstacle:
+            kept, quota = self._named(items), storage_quota(self._gateway.config)
+            return create_conversation(self._gateway.store, record, kept, quota, self._bytes_max())
+
+        self._check(await asyncio.to_thread(store))
+        return await self._answer(record)
+
+    async def show(self) -> web.StreamResponse:
+        """Send the conversation."""
+        return await self._answer(await self._find())
+
+    async def change(self) -> web.StreamResponse:
+        """Set the metadata."""
+        metadata = await self._parse(conversations.parse_update)
+        found = await self._find()
+        record = msgspec.structs.replace(
+            found,
+            metadata=msgspec.json.encode(metadata),
+            expires_ms=max(found.expires_ms, self._expires_ms()),
+        )
+        store = self._gateway.store
+        if not await asyncio.to_thread(set_metadata, store, record, self._now_ms):
+            raise conversation_not_found(self._id)
+        return await self._answer(record)
+
+    async def delete(self) -> web.StreamResponse:
+        """Delete the conversation with its items."""
+        store = self._gateway.store
+        if not await asyncio.to_thread(
+            delete_conversation, store, self._owner, self._id, self._now_ms
+        ):
+            raise conversation_not_found(self._id)
+        deleted = {"id": self._id, "object": "conversation.deleted", "deleted": True}
+        return await answer(self._request, deleted)
+
+    async def append(self) -> web.StreamResponse:
+        """Append items; send them as they are listed."""
+        items = await self._parse(conversations.parse_items)
+
+        def store() -> tuple[bytes, Obstacle]:
+            kept = self._named(items)
+            change = ItemsChange(
+                self._owner, self._id, tuple(kept), self._now_ms, self._now_ms, self._expires_ms()
+            )
+            quota = storage_quota(self._gateway.config)
+            obstacle = append_items(self._gateway.store, change, quota, self._bytes_max())
+            return conversations.shown_list([one.item for one in kept]), obstacle
+
+        shown, obstacle = await asyncio.to_thread(store)
+        self._check(obstacle)
+        return await answer(self._request, shown)
+
+    async def list_items(self) -> web.StreamResponse:
+        """Send a page of the items."""
+        page = stored_items.parse_page(self._request.query)
+        await self._find()
+
+        def load() -> bytes:
+            bounds = page.after, page.limit + 1
+            owned = self._gateway.store, self._id
+            found = page_items(*owned, *bounds, is_descending=page.is_descending)
+            if found is None:
+                raise stored_items.unknown_after(page.after)
+            return conversations.shown_list(found[: page.limit], has_more=len(found) > page.limit)
+
+        return await answer(self._request, await asyncio.to_thread(load))
+
+    async def show_item(self) -> web.StreamResponse:
+        """Send one item."""
+        await self._find()
+        store = self._gateway.store
+        found = await asyncio.to_thread(find_item, store, self._id, self._item_id)
+        if found is None:
+            raise stored_items.item_not_found(self._item_id)
+        return await answer(self._request, found)
+
+    async def delete_item(self) -> web.StreamResponse:
+        """Delete one item; send its conversation, as OpenAI's API does."""
+        found, store = await self._find(), self._gateway.store
+        owned = store, self._owner, self._id
+        if not await asyncio.to_thread(delete_items, *owned, [self._item_id], self._now_ms):
+            raise stored_items.item_not_found(self._item_id)
+        return await self._answer(found)
+
+    async def _parse(self, parse: Callable[..., Any]) -> Any:
+        gateway = self._gateway
+        body = await read_body(self._request, gateway.config.server)
+        mode = request_metadata(self._request, gateway.config.server.tolerance).tolerance
+        return await parse_body(gateway, self._owner[0], parse, body, mode)
+
+    async def _find(self) -> ConversationRecord:
+        found = await asyncio.to_thread(
+            find_conversation, self._gateway.store, self._owner, self._id, self._now_ms
+        )
+        if found is None:
+            raise conversation_not_found(self._id)
+        return found
+
+    async def _answer(self, record: ConversationRecord) -> web.StreamResponse:
+        shown = conversations.shown_conversation(
+            record.conversation_id, record.created_ms, record.metadata
+        )
+        return await answer(self._request, shown)
+
+    def _named(self, items: list[Item]) -> list[ItemRecord]:
+        named = conversations.named_items(items, self._gateway.new_id())
+        return [ItemRecord(item.item_id, item.data) for item in named]
+
+    def _expires_ms(self) -> int:
+        return self._now_ms + self._gateway.config.responses.keep_hours * HOUR_MS
+
+    def _bytes_max(self) -> int:
+        return self._gateway.config.server.body_bytes_max
+
+    def _check(self, obstacle: Obstacle) -> None:
+        """Raise Refusal if something was not stored."""
+        if obstacle == "conversation_missing":
+            raise conversation_not_found(self._id)
+        if obstacle == "quota":
+            message = (
+                "The conversation, or all that this tenant stores, would be too large; delete"
+                " conversations or responses that are not needed, or wait until they expire."
+            )
+            raise Refusal(Kind.QUOTA, "storage_full", message)
+        if obstacle:
+            message = "The conversation was not stored: its tenant's cache is being erased."
+            raise Refusal(Kind.CONFLICT, obstacle, message)
+
+
+Method = Callable[[ConversationRequest], Awaitable[web.StreamResponse]]
