@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from gateway.analytics.prompt_findings import PromptContext, PromptFindings
 from gateway.dialects.canonical import Rendered, UsageRecord
 from gateway.observability.metrics import CACHE_OUTCOMES, cache_outcome
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms, advise_classes, advise_sizes
+from tenancy.reuse.finding_counts import FindingCount
 from tenancy.reuse.miss_ratio_curve import (
     BLOCK_TOKENS,
     DEPTH_BLOCKS_MAX,
@@ -55,7 +57,8 @@ class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):
 
     `missed_tokens`: tokens of the longest prefix written before that were not read, because of
     `missed`. `is_further`: another prompt of the same request was noted before; the request counts
-    once, as in the ledger. `ignored`: labels of the request's fields that had no effect.
+    once, as in the ledger. `ignored`: labels of the request's fields that had no effect. `context`:
+    where the prompt ran; without it, no finding counts the prompt.
     """
 
     tenant: str
@@ -67,6 +70,7 @@ class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):
     missed_tokens: int = 0
     is_further: bool = False
     ignored: tuple[str, ...] = ()
+    context: PromptContext | None = None
 
 
 class MinuteTotals:
@@ -222,9 +226,11 @@ class Analytics:
         wall: Callable[[], int],
         tenants_max: int,
         classes: Mapping[str, ClassTerms],
+        key: int,
     ) -> None:
         """`wall`: Unix milliseconds, for minutes that people read. `tenants_max`: tenants whose
-        prompts are sampled. `classes`: the retention classes and how long each keeps."""
+        prompts are sampled. `classes`: the retention classes and how long each keeps. `key`: a
+        random number of 64 bits, which digests of prompts are made with."""
         self._clock = clock
         self._wall = wall
         self._tenants_max = tenants_max
@@ -236,6 +242,7 @@ class Analytics:
         self._pending: defaultdict[str, list[tuple[float, CompletedPrompt]]] = defaultdict(list)
         self._pending_room = PENDING_MAX
         self._minute, self._minute_ends_s = 0, -math.inf  # of pending requests
+        self._findings = PromptFindings(key, tenants_max, classes)
 
     def note(self, completed: CompletedPrompt) -> None:
         """Record a finished request.
@@ -272,8 +279,33 @@ class Analytics:
             self._all.add(self._minute, sums)
             _touch(self._tenants, tenant, TenantView, TENANTS_COUNTED_MAX).add(self._minute, sums)
             _touch(self._prompts, tenant, new_samples, self._tenants_max).add(timed_prompts)
+            self._find_causes(timed_prompts)
         self._pending.clear()
         self._pending_room, self._minute_ends_s = PENDING_MAX, -math.inf
+
+    def _find_causes(self, timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> None:
+        """Count why prompts were computed again. Prompts that were not computed say nothing."""
+        wall_ms_at_0 = self._wall() - 1_000 * self._clock()
+        for at_s, completed in timed_prompts:
+            context, prompt = completed.context, completed.prompt
+            if context is None or completed.first_token_s is None:
+                continue
+            tokens = prompt.token_ids[:TOKENS_MAX]
+            self._findings.note(
+                context,
+                completed.record,
+                prompt.boundaries,
+                _token_packer(len(tokens))(*tokens),
+                completed.missed,
+                completed.missed_tokens,
+                at_s,
+                round(wall_ms_at_0 + 1_000 * at_s),
+            )
+
+    def take_findings(self) -> list[FindingCount]:
+        """Return what findings counted since the last call. Changes: the counts begin anew."""
+        self._aggregate()
+        return self._findings.take()
 
     def missed_tokens(self, name: str, cause: str) -> int:
         """Return the tokens of a tenant's prefixes that were computed again because of `cause`."""

@@ -15,11 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from msgspec import structs
 
 from gateway.analytics.aggregates import CompletedPrompt
 from gateway.analytics.protocol import (
     CompletedRequests,
+    FindingsQuestion,
     MissedTokensQuestion,
     OverviewQuestion,
     Question,
@@ -32,6 +34,7 @@ from gateway.dialects.canonical import Rendered
 from gateway.errors import Kind, Refusal
 from tenancy.ledger.child_process import encode_frame
 from tenancy.pricing.charges import RateCard
+from tenancy.reuse.finding_counts import FindingCount
 
 COMMAND = (sys.executable, "-m", "gateway.analytics.process")
 PAUSE_S = 1.0
@@ -116,6 +119,10 @@ class AnalyticsProcessClient:
     async def missed_tokens(self, name: str, cause: str) -> int:
         """See `AnalyticsClient`."""
         return int(await self._ask(MissedTokensQuestion(name, cause)))
+
+    async def take_findings(self) -> list[FindingCount]:
+        """See `AnalyticsClient`."""
+        return msgspec.convert(await self._ask(FindingsQuestion()), list[FindingCount])
 
     async def close(self) -> None:
         """See `AnalyticsClient`."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from gateway.analytics.aggregates import Analytics, CompletedPrompt
 from tenancy.pricing.charges import RateCard
+from tenancy.reuse.finding_counts import FindingCount
 
 
 class AnalyticsClient(Protocol):
@@ -30,6 +31,9 @@ class AnalyticsClient(Protocol):
 
     async def missed_tokens(self, name: str, cause: str) -> int:
         """See `Analytics.missed_tokens`."""
+
+    async def take_findings(self) -> list[FindingCount]:
+        """See `Analytics.take_findings`."""
 
     async def close(self) -> None:
         """Stop. Safe to repeat."""
@@ -53,6 +57,10 @@ class InProcessAnalytics:
     async def missed_tokens(self, name: str, cause: str) -> int:
         """See `AnalyticsClient`."""
         return self._analytics.missed_tokens(name, cause)
+
+    async def take_findings(self) -> list[FindingCount]:
+        """See `AnalyticsClient`."""
+        return self._analytics.take_findings()
 
     async def close(self) -> None:
         """See `AnalyticsClient`."""

@@ -7,6 +7,7 @@ thread; it knows no HTTP. `gateway.analytics.client` is the other end.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import sys
 from itertools import chain
@@ -14,6 +15,7 @@ from itertools import chain
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.protocol import (
     CompletedRequests,
+    FindingsQuestion,
     MissedTokensQuestion,
     OverviewQuestion,
     Question,
@@ -35,6 +37,7 @@ class AnalyticsHandlers:
             lambda: round(self._wall_ms + 1_000 * self._now_s),
             begin.tenants_max,
             begin.classes,
+            secrets.randbits(64),
         )
 
     def add(self, batch: CompletedRequests) -> None:
@@ -52,6 +55,8 @@ class AnalyticsHandlers:
                 return self._analytics.tenant(name, card, blocks)
             case MissedTokensQuestion(name, cause):
                 return self._analytics.missed_tokens(name, cause)
+            case FindingsQuestion():
+                return self._analytics.take_findings()
 
 
 def serve(wire: socket.socket) -> int:

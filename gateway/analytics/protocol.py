@@ -54,13 +54,17 @@ class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tok
     cause: str
 
 
+class FindingsQuestion(Struct, frozen=True, array_like=True, tag="findings"):
+    """Ask for `Analytics.take_findings`."""
+
+
 class QuestionResult(Struct, frozen=True, array_like=True):
     """The answer to the oldest unanswered question."""
 
     answer: Any
 
 
-Question = OverviewQuestion | TenantQuestion | MissedTokensQuestion
+Question = OverviewQuestion | TenantQuestion | MissedTokensQuestion | FindingsQuestion
 ToAnalytics = StartAnalytics | CompletedRequests | Question
 
 _TO_ANALYTICS: msgspec.msgpack.Decoder[ToAnalytics] = msgspec.msgpack.Decoder(ToAnalytics)

@@ -16,6 +16,9 @@ from engine.client.namespace_stats import NamespaceTable
 FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting")
 
 
+_NOTHING = [0] * len(FIELDS)
+
+
 class TenantCacheUsage:
     """Cache usage of a gateway's tenants. Belongs to one thread."""
 
@@ -37,6 +40,15 @@ class TenantCacheUsage:
             for stats, sign in ((before, -1), (after, 1)):
                 if stats is not None and (owner := owner_of(stats.namespace)) is not None:
                     self._add(owner, stats, sign)
+
+    def total(self, name: str) -> int:
+        """Return the sum of one of `FIELDS` over all tenants. O(tenants)."""
+        index = FIELDS.index(name)
+        return sum(sums[index] for sums in self._sums_by_tenant.values())
+
+    def of(self, tenant_id: int) -> dict[str, int]:
+        """Return what a tenant uses, by `FIELDS`. O(1)."""
+        return dict(zip(FIELDS, self._sums_by_tenant.get(tenant_id, _NOTHING), strict=True))
 
     def largest(self, limit: int) -> list[tuple[int, dict[str, int]]]:
         """Return the tenants with most blocks and what they use, largest first. O(tenants)."""

@@ -11,6 +11,7 @@ from aiohttp import web
 from msgspec.structs import asdict
 
 from gateway.background.erasure import list_holdings, scope_names
+from gateway.background.history_sampling import count_ended
 from gateway.background.storage_metering import update_churn
 from gateway.caching.namespaces import namespaces_of, owner_of, parts_of
 from gateway.context import Context
@@ -18,6 +19,7 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_context import STATE
+from tenancy.accounting.samples import ALL_TENANTS
 from tenancy.accounts import tenants
 from tenancy.errors import BadName
 from tenancy.pricing.charges import RateCard
@@ -60,6 +62,7 @@ class _AnalyticsHandlers:
         gateway = self._gateway
         info, stats = gateway.engine.info, gateway.engine.stats
         update_churn(gateway)
+        await count_ended(gateway)
         gateway.holders.update(gateway.engine.namespaces, owner_of)
         engine: dict[str, Any] = {
             name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
@@ -83,6 +86,7 @@ class _AnalyticsHandlers:
                     {"tenant": self._name(tenant_id), **held, **self._quota(tenant_id)}
                     for tenant_id, held in gateway.holders.largest(ROWS_MAX)
                 ],
+                "refused_last_hour": self._refused_last_hour(),
                 "taken": await self._evictions(),
                 "leases": self._leases(),
                 "churn": {
@@ -98,7 +102,7 @@ class _AnalyticsHandlers:
         )
 
     async def tenant(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Return one tenant's analytics."""
+        """Return one tenant's analytics. Raises BadName for a name that no tenant has."""
         gateway, name = self._gateway, request[STATE].parameters["name"]
         info = gateway.engine.info
         tenant, card = await self._tenant_and_card(name)
@@ -108,6 +112,7 @@ class _AnalyticsHandlers:
             0 if info is None else info.blocks,
         )
         if seen is None:
+            await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
             message = "No requests of this tenant since the start."
             raise Refusal(Kind.NOT_FOUND, "not_seen", message)
         tenant_id = 0 if tenant is None else tenant.tenant_id
@@ -144,6 +149,20 @@ class _AnalyticsHandlers:
         return json_api.answer(
             {"tenant": name, "namespaces": shown, "has_more": len(largest) > TREES_MAX}
         )
+
+    def _refused_last_hour(self) -> dict[str, Any]:
+        """Return the refused requests of the last hour: all, by tenant (the largest) and by
+        code."""
+        by_tenant = self._gateway.ended.refusals_last_hour()
+        by_code = by_tenant.pop(ALL_TENANTS, {})
+        sums = {
+            self._name(tenant_id): sum(found.values()) for tenant_id, found in by_tenant.items()
+        }
+        return {
+            "total": sum(by_code.values()),
+            "tenants": dict(heapq.nlargest(ROWS_MAX, sums.items(), key=lambda one: one[1])),
+            "codes": by_code,
+        }
 
     def _name(self, tenant_id: int | None) -> str:
         """Return the tenant's name, or its id if it was deleted."""

@@ -43,6 +43,7 @@ class AnalyticsUnderTest:
             lambda: int(self.clock.now_s * 1000),
             tenants_max,
             {"5m": ClassTerms(300.0, "5m")},
+            1,
         )
 
     def note(
@@ -245,7 +246,7 @@ def test_sums_equal_those_over_a_list_of_all_requests(answers: list[Any]) -> Non
 def test_repeated_minute_is_added_to_the_last_one() -> None:
     """A wall clock set back by an hour does not make history run backwards."""
     clock, wall_s = FakeClock(), [7_200]
-    seen = Analytics(clock, lambda: wall_s[0] * 1000, 10, {})
+    seen = Analytics(clock, lambda: wall_s[0] * 1000, 10, {}, 1)
     facts = CompletedPrompt("ada", UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
 
     for now_s in (7_200, 3_600, 7_259, 7_260):

@@ -17,6 +17,7 @@ from gateway.analytics import client
 from gateway.analytics.aggregates import Analytics, CompletedPrompt
 from gateway.analytics.client import REQUESTS_MAX, TOKENS_MAX, AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
+from gateway.analytics.prompt_findings import PromptContext
 from gateway.analytics.protocol import StartAnalytics
 from gateway.child_process import RestartPolicy
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
@@ -94,6 +95,16 @@ def make_prompt(seed: int) -> CompletedPrompt:
         chance.choice(("done", "failed")),
         missed_tokens=3,
         is_further=chance.random() < 0.2,
+        context=PromptContext(
+            tenant_id=chance.randrange(1, 4),
+            request_id=f"r{seed}",
+            namespace=b"n",
+            epoch="e",
+            started_s=97.0 * seed,
+            is_unmarked=chance.random() < 0.5,
+            min_tokens=0,
+            losses=chance.choice((None, {}, {"evicted_pressure": seed})),
+        ),
     )
 
 
@@ -104,6 +115,7 @@ async def ask_everything(asked: AnalyticsClient) -> list[Any]:
         *[await asked.tenant(name, CARD, 64) for name in ("ada", "bob", "nobody")],
         await asked.missed_tokens("ada", "expired"),
         await asked.missed_tokens("nobody", "expired"),
+        await asked.take_findings(),
     ]
 
 
@@ -111,14 +123,17 @@ async def test_process_answers_like_in_process_analytics(analytics: AnalyticsUnd
     """Over hours, with requests of which only some fill a frame."""
     remote = await analytics.open()
     local = InProcessAnalytics(
-        Analytics(analytics.clock, analytics.wall, BEGIN.tenants_max, BEGIN.classes)
+        Analytics(analytics.clock, analytics.wall, BEGIN.tenants_max, BEGIN.classes, 1)
     )
     for number in range(3 * REQUESTS_MAX + 7):
         analytics.clock.advance(97.0)
         for analytics_client in (local, remote):
             analytics_client.note(make_prompt(number))
 
-    assert await ask_everything(remote) == await ask_everything(local)
+    answers = await ask_everything(remote)
+    assert answers == await ask_everything(local)
+    assert {one.tenant_id for one in answers[-1]} == {1, 2, 3}
+    assert await remote.take_findings() == []
     assert (await remote.overview())["total"]["requests"] > REQUESTS_MAX
 
 

@@ -1,0 +1,164 @@
+"""Keep the counts of findings in the database, so that they outlive the gateway.
+
+Analytics count in memory, in a process of their own. A task takes the counts every ten seconds and
+adds them to the tables of `tenancy.reuse.finding_counts`; a report flushes them first. A killed
+gateway loses at most the last ten seconds. `gateway.app` makes the books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+
+from msgspec import structs
+
+from gateway.analytics.prompt_findings import FIRST_USE, HOUR_MS
+from gateway.caching.namespaces import owner_of
+from gateway.context import Context
+from gateway.errors import Refusal
+from tenancy.errors import StoreError
+from tenancy.reuse.finding_counts import (
+    FindingCount,
+    PromptOrigin,
+    add_counts,
+    delete_old_counts,
+    read_origins,
+)
+from tenancy.types import DAY_MS
+
+FLUSH_S = 10.0
+"""Seconds between two writes."""
+SWEEP_FLUSHES = 360
+"""Writes between two deletions of old counts."""
+KEPT_DAYS = 90
+PENDING_MAX = 20_000
+"""Counts that wait for a database that fails; later ones are lost."""
+TAKERS_MAX = 3
+"""Tenants that one count of evictions names, those that took most blocks."""
+TAKER = "taker:"
+"""Prefix of the facts that name a tenant by its id, with the blocks that it took."""
+
+
+class FindingBooks:
+    """The books of one gateway. Belongs to one event loop; a thread writes."""
+
+    def __init__(self, gateway: Context, gateway_id: str = "", *, flush_s: float = FLUSH_S) -> None:
+        """`gateway_id`: names this gateway's origins; "" for a database that has one gateway."""
+        self._gateway = gateway
+        self._gateway_id = gateway_id
+        self._flush_s = flush_s
+        self._pending: list[FindingCount] = []
+        self._origins: dict[int, PromptOrigin] | None = None
+        self._taken: Counter[tuple[int, int]] = Counter()
+        self._turn = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Write counts from now on, on the running event loop."""
+        self._task = asyncio.create_task(self._run())
+
+    async def flush(self) -> None:
+        """Write all counts so far; durable on return. Raises StoreError; the next call writes them
+        then. Analytics that restart have no counts."""
+        async with self._turn:
+            with suppress(Refusal):
+                taken = await self._gateway.analytics.take_findings()
+                self._pending = [*self._pending, *taken][:PENDING_MAX]
+            if not self._pending:
+                return
+            if self._origins is None:
+                self._origins = await asyncio.to_thread(
+                    read_origins, self._gateway.store, self._gateway_id
+                )
+            counts, origins = self._attribute(self._pending, self._origins)
+            counts = self._name_takers(counts)
+            await asyncio.to_thread(add_counts, self._gateway.store, counts, list(origins.values()))
+            self._pending = []
+            self._origins |= origins
+
+    async def close(self) -> None:
+        """Stop, and write everything. A database that fails costs the last counts. Safe to repeat,
+        and without `start`."""
+        if self._task is not None:
+            self._stop.set()  # not cancelled: a thread may be writing
+            await self._task
+            self._task = None
+            with suppress(StoreError):
+                await self.flush()
+
+    # -- internals ----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        flushes = 0
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._flush_s):
+                    await self._stop.wait()
+                return
+            flushes += 1
+            with suppress(StoreError):  # tried again with the next counts
+                await self.flush()
+                if flushes % SWEEP_FLUSHES == 0:
+                    before_ms = self._gateway.wall() - KEPT_DAYS * DAY_MS
+                    await asyncio.to_thread(delete_old_counts, self._gateway.store, before_ms)
+
+    def _attribute(
+        self, counts: Sequence[FindingCount], origins: dict[int, PromptOrigin]
+    ) -> tuple[list[FindingCount], dict[int, PromptOrigin]]:
+        """Return the counts with the gateway's model, and the origins that changed.
+
+        A first use becomes a finding if the tenant's prompts were made for another model or
+        template before: for an hour, because its prompts return one after the other.
+        """
+        found, changed = [], dict[int, PromptOrigin]()
+        for one in sorted(counts, key=lambda count: count.first_ms):
+            if one.cause != FIRST_USE:
+                found.append(structs.replace(one, model=self._gateway.model))
+                continue
+            model, _, template = one.place.partition("/")
+            origin = changed.get(one.tenant_id) or origins.get(one.tenant_id)
+            if origin is None or (origin.model, origin.template) != (model, template):
+                before = ("", "") if origin is None else (origin.model, origin.template)
+                origin = PromptOrigin(
+                    one.tenant_id, model, template, one.first_ms, *before, self._gateway_id
+                )
+                changed[one.tenant_id] = origin
+            requests = one.facts.get("uncounted", 0)
+            if origin.model_before and requests and one.first_ms < origin.since_ms + HOUR_MS:
+                cause = "template_changed" if origin.model_before == model else "model_changed"
+                found.append(
+                    structs.replace(
+                        one,
+                        cause=cause,
+                        place="",
+                        requests=requests,
+                        facts={},
+                        model=self._gateway.model,
+                    )
+                )
+        return found, changed
+
+    def _name_takers(self, counts: Sequence[FindingCount]) -> list[FindingCount]:
+        """Return the counts, those of evictions with the tenants that took blocks since the last
+        write."""
+        if not any("evicted_pressure" in one.facts for one in counts):
+            return list(counts)
+        pairs = self._gateway.engine.cache_events.evictions_by_taker()
+        sums: Counter[tuple[int, int]] = Counter()
+        for (owner_space, taker_space), blocks in pairs.items():
+            owner, taker = owner_of(owner_space), owner_of(taker_space)
+            if owner is not None and taker is not None and owner != taker:
+                sums[owner, taker] += blocks
+        news, self._taken = sums - self._taken, sums
+        found = []
+        for one in counts:
+            if "evicted_pressure" in one.facts:
+                mine = {pair[1]: n for pair, n in news.items() if pair[0] == one.tenant_id}
+                takers = Counter(mine).most_common(TAKERS_MAX)
+                facts = {**one.facts, **{f"{TAKER}{tenant}": n for tenant, n in takers}}
+                one = structs.replace(one, facts=facts)
+            found.append(one)
+        return found

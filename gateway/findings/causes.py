@@ -1,0 +1,269 @@
+"""The words of findings: for each cause a title, what happens, and what to change.
+
+Pure functions of sums; `gateway.findings.report` calls them, and docs/findings.md shows an example
+of each. A sentence names fields and numbers, never a prompt's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+
+NEAR_TOKENS = 64
+"""A change in the first so many tokens of a text is near its beginning."""
+NEAR_SHARE = 0.1
+SHORT_CHANGE_TOKENS = 24
+SHORT_CHANGE_SHARE = 0.03
+"""A change of at most so many tokens looks like a date, a time, an id or a counter; of a long text
+the extent is known less exactly."""
+
+ONE_TIME = frozenset({"restarted", "model_changed", "template_changed"})
+"""Causes that end by themselves: their cost does not return every month."""
+LEGITIMATE = frozenset({"new_conversation"})
+"""Causes that cost what they must."""
+OF_TRAFFIC = frozenset({"expired", "evicted"})
+"""Causes that even healthy traffic has now and then: they count from a share of the tokens on."""
+
+
+class CauseFacts(Struct, frozen=True):
+    """Sums of one cause at one place. `sums`: the facts of its counts. `takers`: names of tenants
+    by the blocks that they took, most first; empty in a tenant's own report. `paying_class`: the
+    retention class that would have paid. `floor_blocks`: the floor that would have kept what was
+    evicted. `is_own`: the tenant reads it, who cannot set what the operator sets."""
+
+    place: str
+    requests: int
+    of_requests: int
+    sums: Mapping[str, int]
+    takers: tuple[str, ...] = ()
+    paying_class: str = ""
+    floor_blocks: int = 0
+    is_own: bool = False
+
+    def mean(self, name: str) -> float:
+        """Return a fact's mean over the requests."""
+        return self.sums.get(name, 0) / self.requests if self.requests else 0.0
+
+    @property
+    def share(self) -> str:
+        """How many of the tenant's requests."""
+        return f"in {self.requests:,} of {self.of_requests:,} requests"
+
+
+class CauseWords(Struct, frozen=True):
+    """`what` happens, without the tenant's name and the price, and `advice`, which begins with a
+    verb. `confidence` from 0 to 1, for many requests."""
+
+    title: str
+    what: str
+    advice: str
+    confidence: float = 0.99
+
+
+def describe(cause: str, facts: CauseFacts) -> CauseWords:
+    """Return the words of a cause."""
+    return _WORDS[cause](facts)
+
+
+def _where(facts: CauseFacts) -> str:
+    """Say where in its text a change is: near the beginning or the end, or in the middle."""
+    at, length = facts.mean("at"), max(1.0, facts.mean("part_tokens"))
+    if at <= max(NEAR_SHARE * length, min(NEAR_TOKENS, length / 4)):
+        return "near its beginning"
+    if at >= (1 - NEAR_SHARE) * length:
+        return "near its end"
+    return "in the middle"
+
+
+def _position(facts: CauseFacts) -> str:
+    at, length = round(facts.mean("at")), round(facts.mean("part_tokens"))
+    kind = ""
+    if facts.mean("changed") <= max(SHORT_CHANGE_TOKENS, SHORT_CHANGE_SHARE * length):
+        kind = "; a short value, such as a date, a time, an id or a counter"
+    return f"about token {at + 1:,} of {length:,}{kind}"
+
+
+def _system(facts: CauseFacts) -> CauseWords:
+    advice = (
+        f"Put the changing part of {facts.place} behind the stable text, best into the latest user"
+        " message."
+    )
+    if 2 * facts.sums.get("behind", 0) < facts.requests:
+        advice = (
+            f"End the stable part of {facts.place} with a breakpoint, and put the changing part"
+            " behind it."
+        )
+    what = f"the system message changes {_where(facts)} {facts.share} ({_position(facts)})"
+    return CauseWords("The system message changes", what, advice)
+
+
+def _prompt(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "The prompt changes before text that stays",
+        f"{facts.place} changes {_where(facts)} {facts.share} ({_position(facts)}), and the same"
+        " text follows",
+        f"Put the stable text of {facts.place} first and the changing part behind it.",
+        0.9,
+    )
+
+
+def _reordered(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "The tools come in another order",
+        f"the same tools, or their fields, come in another order {facts.share}",
+        "Send the tools sorted by name, and serialize their schemas with sorted keys.",
+    )
+
+
+def _tools(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "The tools change",
+        f"the list of tools changes {facts.share} ({_position(facts)})",
+        "Send the same tools with every request and restrict them with tool_choice; keep dates and"
+        " ids out of descriptions.",
+        0.97,
+    )
+
+
+def _history(facts: CauseFacts) -> CauseWords:
+    if 2 * facts.sums.get("shortened", 0) >= facts.requests:
+        return CauseWords(
+            "Old messages are left out",
+            f"messages before {facts.place} are left out while the conversation goes on"
+            f" {facts.share}",
+            "Leave out many old messages at once and seldom, instead of some with every request.",
+        )
+    return CauseWords(
+        "An earlier message is changed",
+        f"the message at {facts.place} is changed while the conversation goes on {facts.share}",
+        "Send earlier messages back unchanged; add what is new at the end.",
+    )
+
+
+def _model(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "The model changed",
+        f"another model computes {facts.requests:,} of {facts.of_requests:,} requests, whose"
+        " prefixes the model before had cached",
+        "Expect it once for each change of the model; change models when traffic is low.",
+        0.95,
+    )
+
+
+def _template(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "The chat template changed",
+        f"another chat template renders {facts.requests:,} of {facts.of_requests:,} requests, whose"
+        " prefixes were cached under the template before",
+        "Expect it once for each change of the template; pin the template's file.",
+        0.95,
+    )
+
+
+def _restarted(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "The engine restarted",
+        f"the prefix of {facts.requests:,} of {facts.of_requests:,} requests was lost in a restart"
+        " of the engine",
+        "Expect it once for each restart; restart when traffic is low.",
+    )
+
+
+def _expired(facts: CauseFacts) -> CauseWords:
+    idle_s = facts.mean("idle_s")
+    after = f", {_duration(idle_s)} after its last use" if idle_s else ""
+    used = f" of the class {facts.place}" if facts.place else ""
+    advice = "Keep the class: no longer one would have paid at these prices and intervals."
+    if facts.paying_class:
+        advice = f"Use the retention class {facts.paying_class}: it would have paid."
+    return CauseWords(
+        "Prefixes expire before they return",
+        f"the prefix{used} had expired {facts.share}{after}",
+        advice,
+        0.97,
+    )
+
+
+def _evicted(facts: CauseFacts) -> CauseWords:
+    own, pressure = (facts.sums.get(name, 0) for name in ("evicted_own_quota", "evicted_pressure"))
+    by = ""
+    if pressure >= own and pressure:
+        by = f" for {', '.join(facts.takers)}" if facts.takers else " for other tenants"
+    elif own:
+        by = " at the tenant's own ceiling"
+    advice = "Raise the ceiling, or send fewer different prefixes."
+    if pressure >= own:
+        blocks = facts.floor_blocks
+        advice = "Give the tenant a floor, or the engine more memory (engine.kv_memory_mib)."
+        if facts.is_own:
+            size = f" of {blocks:,} blocks" if blocks else ""
+            advice = f"Ask the operator for a floor{size}, which keeps prefixes."
+        elif blocks:
+            command = f"trunkline tenant set NAME --floor {blocks}"
+            advice = f"Set a floor of {blocks:,} blocks ({command}): it would have kept them."
+    return CauseWords(
+        "Prefixes are evicted before they return",
+        f"the prefix had been evicted{by} {facts.share}",
+        advice,
+        0.95 if own or pressure else 0.8,
+    )
+
+
+def _below(facts: CauseFacts) -> CauseWords:
+    least = round(facts.mean("min_tokens"))
+    limit = f" of {least:,} tokens" if least else ""
+    advice = "Put more of the stable text before the breakpoint."
+    if not facts.is_own:
+        advice = (
+            "Put more of the stable text before the breakpoint, or lower min_tokens of the"
+            " dialect's profile ([caching.profiles])."
+        )
+    return CauseWords(
+        "Prefixes are shorter than the minimum",
+        f"the shared prefix is shorter than the minimum{limit} {facts.share}",
+        advice,
+    )
+
+
+def _unmarked(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "Repeated prompts have no breakpoint",
+        f"no breakpoint asks for caching, though the beginning was sent before, {facts.share}",
+        "Add cache_control to the last block that stays the same, or at the top level.",
+    )
+
+
+def _new_conversation(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "New conversations",
+        f"a new conversation begins {facts.share}",
+        "Nothing to change: new text must be computed once.",
+    )
+
+
+_WORDS: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
+    "system_changes": _system,
+    "prompt_changes": _prompt,
+    "tools_reordered": _reordered,
+    "tools_changed": _tools,
+    "history_edited": _history,
+    "model_changed": _model,
+    "template_changed": _template,
+    "restarted": _restarted,
+    "expired": _expired,
+    "evicted": _evicted,
+    "below_minimum": _below,
+    "unmarked": _unmarked,
+    "new_conversation": _new_conversation,
+}
+CAUSES = tuple(_WORDS)
+"""Every cause of a finding."""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{round(seconds)} s"
+    if seconds < 7_200:
+        return f"{round(seconds / 60)} min"
+    return f"{round(seconds / 3_600)} h"

@@ -1,0 +1,277 @@
+"""Findings of a window: sums of stored counts with prices, thresholds and words, by dollars.
+
+A finding is stable: the same cause of the same tenant at the same place has the same id. Whether it
+is worth a line is decided here, when it is read. The module reads the database and no engine;
+`gateway.api` and `trunkline advise` call it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from msgspec import Struct
+
+from gateway.analytics.prompt_findings import HOUR_MS, WORKING_SET
+from gateway.findings.books import TAKER
+from gateway.findings.causes import (
+    LEGITIMATE,
+    OF_TRAFFIC,
+    ONE_TIME,
+    CauseFacts,
+    CauseWords,
+    describe,
+)
+from tenancy.accounting.usage import UsageTotal, usage
+from tenancy.accounts.tenants import find_tenant, list_tenants
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import RateCards, load_cards
+from tenancy.reuse.finding_counts import FindingCount, read_counts
+from tenancy.storage.interface import Store
+from tenancy.types import DAY_MS, Tenant
+
+WINDOW_MS_DEFAULT = DAY_MS
+MONTH_MS = 30 * DAY_MS
+BLOCK_TOKENS = 16
+FINDINGS_MAX = 500
+"""Findings in one answer: those that would save most."""
+REQUESTS_MIN = 3
+"""Fewer requests are chance."""
+REQUESTS_SHARE_MIN = 0.1
+"""The least share of a tenant's requests that a change in prompts must concern."""
+TOKENS_SHARE_MIN = 0.05
+"""The least share of a tenant's prompt tokens that losses must concern."""
+COVERED_SHARE_MIN = 0.5
+"""The least share of expired prefixes that a longer class must have kept to be advised."""
+PICO_PER_DOLLAR = 10**12
+KEPT_BY = "kept_by:"
+CLASS_GROUPS = (frozenset({"5m", "1h"}), frozenset({"30m", "12h"}))
+"""Classes that one field of a request can name: `cache_control`, and OpenAI's options."""
+
+
+class FindingsWindow(Struct, frozen=True):
+    """A time window [since, until) in wall-clock milliseconds, from a whole hour on."""
+
+    since_ms: int
+    until_ms: int
+
+    @classmethod
+    def of(cls, since_ms: int, until_ms: int) -> FindingsWindow:
+        """Return the window, widened to whole hours at its beginning."""
+        return cls(since_ms // HOUR_MS * HOUR_MS, until_ms)
+
+
+class _Sum(Struct):
+    """All counts of one cause at one place in a window."""
+
+    tenant_id: int
+    model: str
+    cause: str
+    place: str
+    requests: int = 0
+    tokens: int = 0
+    first_ms: int = 2**62
+    last_ms: int = 0
+    examples: tuple[str, ...] = ()
+    facts: dict[str, int] = {}
+
+    def add(self, one: FindingCount) -> None:
+        """Add a count. Facts add up; of the working set the largest hour counts."""
+        self.requests += one.requests
+        self.tokens += one.wasted_tokens
+        self.first_ms = min(self.first_ms, one.first_ms)
+        if one.last_ms > self.last_ms:
+            self.last_ms, self.examples = one.last_ms, one.examples
+        facts = self.facts = dict(self.facts)
+        for name, number in one.facts.items():
+            before = facts.get(name, 0)
+            facts[name] = max(before, number) if name == WORKING_SET else before + number
+
+    @property
+    def finding_id(self) -> str:
+        """An id that stays the same for the same cause, tenant and place."""
+        key = f"{self.tenant_id}\n{self.model}\n{self.cause}\n{self.place}"
+        return f"f_{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+
+
+def find(
+    store: Store, window: FindingsWindow, tenant: str | None = None, *, is_own: bool = False
+) -> dict[str, Any]:
+    """Return the findings of one tenant, or of all, as the API shows them: those that save most in
+    a month first, legitimate ones last.
+
+    `is_own`: for the tenant itself; no other tenant is named. O(counts of the window). Raises
+    StoreError, and BadName for an unknown tenant.
+    """
+    tenants = [find_tenant(store, tenant)[0]] if tenant else [one for one, _ in list_tenants(store)]
+    names = {one.tenant_id: one.name for one in (() if is_own else tenants)}
+    if tenant and not is_own:
+        names = {one.tenant_id: one.name for one, _ in list_tenants(store)}
+    only = tenants[0].tenant_id if tenant else None
+    totals = {
+        one.tenant: one
+        for one in usage(
+            store, tenant=tenant, since_ms=window.since_ms, until_ms=window.until_ms + 1
+        )
+    }
+    sums = _sums(read_counts(store, window.since_ms, window.until_ms, only))
+    cards = RateCards(load_cards(store))
+    found: list[tuple[int, dict[str, Any]]] = []
+    for owner in tenants:
+        total = totals.get(owner.name) or UsageTotal(owner.name)
+        for one in sums.get(owner.tenant_id, ()):
+            of_all = total.requests, total.prompt_tokens
+            if is_finding(one.cause, one.requests, one.tokens, *of_all):
+                card = cards.in_force(one.model, owner.tier, window.until_ms)
+                found.append(_finding(one, owner, total, card, window, names, is_own=is_own))
+    found.sort(key=lambda pair: (pair[1]["legitimate"], -pair[0], -pair[1]["wasted_tokens"]))
+    return {
+        "findings": [finding for _, finding in found[:FINDINGS_MAX]],
+        "has_more": len(found) > FINDINGS_MAX,
+        "window": {"since_ms": window.since_ms, "until_ms": window.until_ms},
+    }
+
+
+def _sums(counts: Sequence[FindingCount]) -> dict[int, list[_Sum]]:
+    """Return the sums of each tenant."""
+    sums: dict[tuple[int, str, str, str], _Sum] = {}
+    for one in counts:
+        key = one.tenant_id, one.model, one.cause, one.place
+        sums.setdefault(key, _Sum(*key)).add(one)
+    by_tenant: dict[int, list[_Sum]] = {}
+    for found in sums.values():
+        by_tenant.setdefault(found.tenant_id, []).append(found)
+    return by_tenant
+
+
+def is_finding(
+    cause: str, requests: int, tokens: int, of_requests: int, of_prompt_tokens: int
+) -> bool:
+    """Whether a cause is worth a line: it is no chance, and more than a trifle. `tokens`: wasted by
+    these requests; `of_...`: of the tenant in the same window."""
+    if cause in LEGITIMATE or cause in ONE_TIME:
+        return requests > 0
+    if requests < REQUESTS_MIN:
+        return False
+    if cause in OF_TRAFFIC:
+        return tokens >= TOKENS_SHARE_MIN * of_prompt_tokens
+    return requests >= REQUESTS_SHARE_MIN * of_requests
+
+
+def _finding(
+    one: _Sum,
+    owner: Tenant,
+    total: UsageTotal,
+    card: RateCard,
+    window: FindingsWindow,
+    names: Mapping[int, str],
+    *,
+    is_own: bool,
+) -> tuple[int, dict[str, Any]]:
+    """Return what it costs in a month, in pico-dollars, and the finding."""
+    of_requests = max(total.requests, one.requests)
+    hours = (window.until_ms - window.since_ms) / HOUR_MS
+    paying = _paying_class(one, card, hours) if one.cause == "expired" else ""
+    facts = CauseFacts(
+        place=one.place,
+        requests=one.requests,
+        of_requests=of_requests,
+        sums=one.facts,
+        takers=_takers(one, names),
+        paying_class=paying,
+        floor_blocks=-(-one.facts.get(WORKING_SET, 0) // BLOCK_TOKENS),
+        is_own=is_own,
+    )
+    words = describe(one.cause, facts)
+    cost = one.tokens * max(0, _price(one, card) - card.cache_read)
+    cost = min(cost, total.charge_pico) if total.charge_pico else cost
+    month = 1.0 if one.cause in ONE_TIME else MONTH_MS / (window.until_ms - window.since_ms)
+    is_legitimate = one.cause in LEGITIMATE
+    cost = 0 if is_legitimate else cost
+    saving = round(cost * month)
+    return saving, {
+        "finding_id": one.finding_id,
+        "tenant": owner.name,
+        "model": one.model,
+        "cause": one.cause,
+        "place": one.place,
+        "title": words.title,
+        "sentence": _sentence(owner.name, words, one, cost, total.charge_pico),
+        "advice": words.advice,
+        "confidence": round(words.confidence * one.requests / (one.requests + 1), 2),
+        "requests": one.requests,
+        "of_requests": of_requests,
+        "wasted_tokens": one.tokens,
+        "cost_usd": dollars(cost),
+        "of_cost_usd": dollars(total.charge_pico),
+        "saving_usd_month": dollars(saving),
+        "first_seen_ms": one.first_ms,
+        "last_seen_ms": one.last_ms,
+        "example_request_ids": list(reversed(one.examples)),
+        "legitimate": is_legitimate,
+    }
+
+
+def _price(one: _Sum, card: RateCard) -> int:
+    """Return what a wasted token cost, in pico-dollars."""
+    return card.write_price(one.place) if one.cause == "expired" and one.place else card.input
+
+
+def _paying_class(one: _Sum, card: RateCard, hours: float) -> str:
+    """Return the class that would have saved most, after its own price; "" if none would have.
+
+    What it keeps is read instead of written; what it writes, and holds, costs its own prices.
+    """
+    best, best_saving = "", 0.0
+    tokens_each = one.tokens / one.requests
+    current = _price(one, card)
+    for fact, kept in one.facts.items():
+        name = fact.removeprefix(KEPT_BY)
+        if (
+            name == fact
+            or not _may_replace(one.place, name)
+            or kept < COVERED_SHARE_MIN * one.requests
+        ):
+            continue
+        premium = card.write_price(name) - current
+        saving = kept * tokens_each * (current - card.cache_read)
+        saving -= (one.requests - kept + 1) * tokens_each * premium
+        saving -= tokens_each * hours * card.storage_price(name)
+        if saving > best_saving or (not best and not card.input):
+            best, best_saving = name, saving
+    return best
+
+
+def _may_replace(current: str, name: str) -> bool:
+    """Whether a request that names one class can name the other; operators' own classes always."""
+    groups = [group for group in CLASS_GROUPS if current in group or name in group]
+    return current != name and len(groups) < 2
+
+
+def _takers(one: _Sum, names: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the names of the tenants that took most blocks; none for unknown ones."""
+    blocks = {
+        names[int(fact.removeprefix(TAKER))]: number
+        for fact, number in one.facts.items()
+        if fact.startswith(TAKER) and int(fact.removeprefix(TAKER)) in names
+    }
+    return tuple(sorted(blocks, key=lambda name: -blocks[name])[:3])
+
+
+def _sentence(tenant: str, words: CauseWords, one: _Sum, cost: int, of_cost: int) -> str:
+    """Return one sentence: who, what, how often, how much."""
+    if one.cause in LEGITIMATE:
+        return f"{tenant}: {words.what}."
+    much = f"about {one.tokens:,} tokens again"
+    if cost:
+        much = f"{much}, about ${dollars(cost)} of ${dollars(of_cost)}"
+    return f"{tenant}: {words.what}: {much}."
+
+
+def dollars(pico: int) -> str:
+    """Return an amount in dollars: with cents, and below ten cents with two significant digits."""
+    dollars = Decimal(pico) / PICO_PER_DOLLAR
+    decimals = max(2, 1 - dollars.adjusted()) if pico else 2
+    return f"{dollars:.{decimals}f}"

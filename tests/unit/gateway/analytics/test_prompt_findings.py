@@ -1,0 +1,164 @@
+"""`PromptFindings`: which cause a prompt adds to, of what the request, the contract and the past
+say."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+from gateway.analytics import prompt_findings
+from gateway.analytics.prompt_findings import (
+    FIRST_USE,
+    NEW_CONVERSATION,
+    WORKING_SET,
+    PromptContext,
+    PromptFindings,
+)
+from gateway.dialects.canonical import Boundary, UsageRecord
+from tenancy.reuse.advice import ClassTerms
+from tenancy.reuse.finding_counts import FindingCount
+
+CLASSES = {
+    "5m": ClassTerms(300.0, "5m"),
+    "1h": ClassTerms(3_600.0, "1h"),
+    "24h": ClassTerms(86_400.0, "best_effort"),
+}
+HOUR_S = 3_600.0
+
+
+class Prompts:
+    """Prompts of one tenant: a system text of 200 tokens and a question of 20."""
+
+    def __init__(self) -> None:
+        self.findings = PromptFindings(3, 2, CLASSES)
+        self.now_s = 0.0
+
+    def ask(
+        self,
+        *,
+        missed: str = "",
+        missed_tokens: int = 0,
+        cached: int = 0,
+        read: int | None = None,
+        write: dict[str, int] | None = None,
+        after_s: float = 10.0,
+        tenant_id: int = 1,
+        **context: Any,
+    ) -> dict[str, FindingCount]:
+        """Note a prompt; return what it added, by cause."""
+        self.now_s += after_s
+        tokens = [*range(200), *range(1_000, 1_020)]
+        marks = (
+            Boundary(200, "system", tier="system", role="system"),
+            Boundary(220, "messages[0]"),
+        )
+        read = cached if read is None else read
+        record = UsageRecord(220, {"5m": read} if read else {}, write or {}, 0, 1, cached)
+        facts: dict[str, Any] = {
+            "request_id": f"r{self.now_s:g}",
+            "namespace": b"n",
+            "epoch": "e",
+            "started_s": self.now_s,
+            "is_unmarked": False,
+            "min_tokens": 0,
+            "losses": {},
+            **context,
+        }
+        self.findings.note(
+            PromptContext(tenant_id=tenant_id, **facts),
+            record,
+            marks,
+            struct.pack("220I", *tokens),
+            missed,
+            missed_tokens,
+            self.now_s + 1,
+            round(1_000 * self.now_s),
+        )
+        return {one.cause: one for one in self.findings.take()}
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    """A tenant whose prompt was sent once."""
+    found = Prompts()
+    assert set(found.ask()) == {NEW_CONVERSATION, FIRST_USE}
+    return found
+
+
+def test_cached_prompt_adds_nothing(prompts: Prompts) -> None:
+    assert prompts.ask(cached=208) == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause", "tokens"),
+    [
+        ({"missed": "expired", "missed_tokens": 200}, "expired", 200),
+        ({"missed": "evicted_pressure", "missed_tokens": 90}, "evicted", 90),
+        ({"missed": "evicted_own_quota", "missed_tokens": 90}, "evicted", 90),
+        ({"missed": "restarted", "missed_tokens": 200}, "restarted", 200),
+        ({"missed": "below_minimum", "cached": 208, "read": 0}, "below_minimum", 220),
+        ({"missed": "template", "cached": 16}, "template_changed", 204),
+        ({"missed": "model"}, "model_changed", 220),
+        ({"cached": 208, "read": 0, "is_unmarked": True}, "unmarked", 219),
+        ({"cached": 208, "read": 0, "min_tokens": 900}, "below_minimum", 220),
+        ({"losses": {"evicted_pressure": 9}}, "evicted", 219),
+        ({"losses": {"expired": 9}, "after_s": 700.0}, "expired", 219),
+        ({"epoch": "f"}, "restarted", 219),
+    ],
+)
+def test_cause_is_that_of_the_contract_or_of_the_past(
+    prompts: Prompts, facts: dict[str, Any], cause: str, tokens: int
+) -> None:
+    """The prompt itself is the same as before."""
+    found = prompts.ask(**facts)
+
+    assert set(found) == {cause}
+    assert (found[cause].requests, found[cause].wasted_tokens) == (1, tokens)
+    assert found[cause].examples == (f"r{prompts.now_s:g}",)
+
+
+def test_erased_content_is_no_loss(prompts: Prompts) -> None:
+    assert prompts.ask(losses={"erased": 13}) == {}
+
+
+@pytest.mark.parametrize(
+    ("after_s", "kept"), [(100.0, {"5m", "1h"}), (700.0, {"1h"}), (9_000.0, set[str]())]
+)
+def test_classes_that_would_have_kept_it_are_counted(
+    prompts: Prompts, after_s: float, kept: set[str]
+) -> None:
+    """Only those that promise it."""
+    asked = prompts.ask(missed="expired", missed_tokens=200, write={"5m": 220}, after_s=after_s)
+    found = asked["expired"]
+
+    assert found.place == "5m"
+    names = {fact.removeprefix("kept_by:") for fact in found.facts if fact.startswith("kept_by:")}
+    assert names == kept
+    assert found.facts["idle_s"] == round(after_s - 1)
+
+
+def test_working_set_counts_a_lost_prefix_once_an_hour(prompts: Prompts) -> None:
+    first = prompts.ask(losses={"evicted_pressure": 9})["evicted"]
+    again = prompts.ask(losses={"evicted_pressure": 18})["evicted"]
+    later = prompts.ask(losses={"evicted_pressure": 27}, after_s=HOUR_S)["evicted"]
+
+    assert first.facts == {"evicted_pressure": 1, WORKING_SET: 220}
+    assert again.facts == {"evicted_pressure": 1}
+    assert later.facts == first.facts
+
+
+def test_hours_are_apart_and_tenants_too(prompts: Prompts) -> None:
+    one = prompts.ask(epoch="f")["restarted"]
+    other = prompts.ask(epoch="g", after_s=HOUR_S)["restarted"]
+    fresh = prompts.ask(epoch="h", tenant_id=2)
+
+    assert other.hour_ms - one.hour_ms == 3_600_000
+    assert set(fresh) == {NEW_CONVERSATION, FIRST_USE}
+
+
+def test_counts_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_findings, "COUNTS_MAX", 1)
+
+    assert set(Prompts().ask()) == {NEW_CONVERSATION}

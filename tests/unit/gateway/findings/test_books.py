@@ -1,0 +1,187 @@
+"""`FindingBooks`: counts reach the database once, whatever fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from gateway.analytics.prompt_findings import FIRST_USE
+from gateway.context import Context
+from gateway.errors import Kind, Refusal
+from gateway.findings import books
+from gateway.findings.books import TAKER, FindingBooks
+from tenancy.errors import StoreError
+from tenancy.reuse.finding_counts import FindingCount, PromptOrigin, read_counts, read_origins
+from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+HOUR_MS = 3_600_000
+ONE = FindingCount(1, 0, "system_changes", "system", 1, 100, 5, 5, ("r",), {"at": 1})
+FIRST = FindingCount(1, 0, FIRST_USE, "m/t", 1, 50, 5, 5, ("r",), {"uncounted": 1})
+
+
+@pytest.fixture
+def context(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> Context:
+    """The parts of a gateway whose analytics return what a test puts into `taken`."""
+    context = gateway.gateway.context
+    monkeypatch.setattr(context.analytics, "take_findings", Taken())
+    return context
+
+
+class Taken:
+    """Counts that wait to be taken."""
+
+    def __init__(self) -> None:
+        self.counts: list[FindingCount] = []
+        self.error: Exception | None = None
+
+    async def __call__(self) -> list[FindingCount]:
+        """See `AnalyticsClient.take_findings`."""
+        if self.error is not None:
+            raise self.error
+        counts, self.counts = self.counts, []
+        return counts
+
+
+def put(context: Context, *counts: FindingCount) -> None:
+    """Let the next call take these."""
+    taken: Any = context.analytics.take_findings
+    taken.counts += counts
+
+
+async def rows(context: Context) -> list[FindingCount]:
+    return await asyncio.to_thread(read_counts, context.store, 0, 2**62)
+
+
+async def test_counts_are_written_with_the_model(context: Context) -> None:
+    kept = FindingBooks(context)
+    put(context, ONE)
+    await kept.flush()
+    put(context, ONE)
+    await kept.flush()
+    await kept.flush()
+
+    (found,) = await rows(context)
+    assert (found.requests, found.model) == (2, context.model)
+
+
+async def test_failed_write_is_made_up_for(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreError("store_busy", "busy")
+
+    kept = FindingBooks(context)
+    put(context, ONE, FIRST)
+    with monkeypatch.context() as patch:
+        patch.setattr(books, "add_counts", fail)
+        with pytest.raises(StoreError):
+            await kept.flush()
+    put(context, replace(FIRST, place="n/t", first_ms=6))
+    await kept.flush()
+
+    found = {one.cause: one.requests for one in await rows(context)}
+    assert found == {"system_changes": 1, "model_changed": 1}
+
+
+async def test_analytics_that_restart_are_asked_again(context: Context) -> None:
+    kept = FindingBooks(context)
+    taken: Any = context.analytics.take_findings
+    taken.error = Refusal(Kind.BUSY, "analytics_away", "later")
+    await kept.flush()
+    taken.error = None
+    put(context, ONE)
+    await kept.flush()
+
+    assert len(await rows(context)) == 1
+
+
+async def test_close_writes_the_rest(context: Context) -> None:
+    kept = FindingBooks(context, flush_s=3_600.0)
+    kept.start()
+    put(context, ONE)
+    await kept.close()
+    await kept.close()
+
+    assert len(await rows(context)) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "at_ms", "cause"),
+    [
+        ("n/t", 10, "model_changed"),
+        ("m/u", 10, "template_changed"),
+        ("n/u", 10, "model_changed"),
+        ("m/t", 10, ""),
+    ],
+)
+async def test_first_use_under_another_origin_is_a_finding(
+    context: Context, place: str, at_ms: int, cause: str
+) -> None:
+    put(context, FIRST)
+    await FindingBooks(context).flush()
+    later = FindingBooks(context)  # of the next gateway
+    put(context, replace(FIRST, place=place, first_ms=at_ms))
+    await later.flush()
+
+    origins = await asyncio.to_thread(read_origins, context.store)
+    assert [one.cause for one in await rows(context)] == ([cause] if cause else [])
+    model, _, template = place.partition("/")
+    assert (origins[1].model, origins[1].template) == (model, template)
+
+
+async def test_first_uses_count_for_an_hour_after_a_change(context: Context) -> None:
+    """Then new prompts are new."""
+    kept = FindingBooks(context)
+    changed = replace(FIRST, place="n/t", first_ms=10)
+    later = replace(changed, hour_ms=HOUR_MS, first_ms=HOUR_MS + 9)
+    late = replace(changed, hour_ms=HOUR_MS, first_ms=HOUR_MS + 10)
+    put(context, FIRST, changed, later, late)
+    await kept.flush()
+
+    assert sum(one.requests for one in await rows(context)) == 2
+
+
+async def test_gateways_of_one_database_may_serve_other_models(context: Context) -> None:
+    """A tenant that uses both has changed nothing."""
+    first, second = FindingBooks(context, "g1"), FindingBooks(context, "g2")
+    for kept, place in ((first, "m/t"), (second, "n/t"), (first, "m/t"), (second, "n/t")):
+        put(context, replace(FIRST, place=place))
+        await kept.flush()
+
+    assert await rows(context) == []
+
+
+async def test_origin_is_one_row_per_tenant(context: Context) -> None:
+    put(context, FIRST, replace(FIRST, place="n/t", first_ms=9))
+    await FindingBooks(context).flush()
+
+    origins = await asyncio.to_thread(read_origins, context.store)
+    assert origins == {1: PromptOrigin(1, "n", "t", 9, "m", "t")}
+
+
+async def test_takers_of_blocks_are_named_once(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what was taken since the last write; never the owner itself."""
+
+    def space(tenant: int) -> bytes:
+        number = str(tenant).encode()
+        parts = (number, b"default", b"m", b"t", b"")
+        return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+    evictions = {(space(1), space(2)): 30, (space(1), space(1)): 9, (space(3), space(2)): 5}
+    totals = context.engine.cache_events
+    monkeypatch.setattr(totals, "evictions_by_taker", lambda: dict(evictions))
+    kept = FindingBooks(context)
+    evicted = replace(ONE, cause="evicted", place="", facts={"evicted_pressure": 1})
+    put(context, evicted)
+    await kept.flush()
+    evictions[space(1), space(2)] += 4
+    put(context, evicted)
+    await kept.flush()
+
+    (found,) = await rows(context)
+    assert found.facts == {"evicted_pressure": 2, f"{TAKER}2": 34}

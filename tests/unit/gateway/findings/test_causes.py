@@ -1,0 +1,62 @@
+"""The words of causes: each has a title, a sentence and a cure, and is in the document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.findings.causes import CAUSES, CauseFacts, describe
+
+DOCUMENT = Path(__file__).parents[4] / "docs/findings.md"
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_every_cause_has_words(cause: str) -> None:
+    words = describe(cause, CauseFacts("messages[0].content", 44, 45, {}))
+
+    assert words.title[0].isupper()
+    assert "44 of 45 requests" in words.what
+    assert words.advice.endswith(".")
+    assert f"`{cause}`" in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize(
+    ("at", "length", "where"),
+    [
+        (0, 300, "near its beginning"),
+        (40, 300, "near its beginning"),
+        (150, 300, "in the middle"),
+        (295, 300, "near its end"),
+        (60, 5_000, "near its beginning"),
+    ],
+)
+def test_place_in_a_text_is_said(at: int, length: int, where: str) -> None:
+    sums = {"at": 3 * at, "part_tokens": 3 * length, "changed": 3_000, "behind": 3}
+    words = describe("system_changes", CauseFacts("system", 3, 4, sums))
+
+    assert f"changes {where} in 3 of 4 requests" in words.what
+    assert f"token {at + 1:,} of {length:,})" in words.what
+
+
+def test_breakpoint_behind_a_change_at_the_end_gets_its_own_cure() -> None:
+    """Nothing repeats behind the change; the prefix before it is written again and again."""
+    sums = {"at": 290, "part_tokens": 300, "changed": 10, "behind": 0}
+    words = describe("system_changes", CauseFacts("system", 1, 4, sums))
+
+    assert words.advice.startswith("End the stable part of system with a breakpoint")
+
+
+@pytest.mark.parametrize(
+    ("sums", "takers", "said"),
+    [
+        ({"evicted_pressure": 2}, ("bob", "eve"), "evicted for bob, eve in"),
+        ({"evicted_pressure": 2}, (), "evicted for other tenants in"),
+        ({"evicted_own_quota": 2}, (), "evicted at the tenant's own ceiling in"),
+        ({}, (), "evicted in"),
+    ],
+)
+def test_evictor_is_named_if_it_may_be(
+    sums: dict[str, int], takers: tuple[str, ...], said: str
+) -> None:
+    assert said in describe("evicted", CauseFacts("", 2, 3, sums, takers)).what
