@@ -47,6 +47,7 @@ class BudgetAlerts:
             self._alerted[key] = state.starts_ms
             if alerted.get(key) != state.starts_ms:
                 facts: dict[str, object] = {
+                    "tenant": owner.tenant.name,
                     "tenant_id": budget.tenant_id,
                     "key_id": budget.key_id,
                     "window": budget.window,

@@ -24,8 +24,9 @@ from tenancy.accounts.cached_contents import end_cached_contents
 from tenancy.accounts.deletion import filter_deleted
 from tenancy.accounts.erasure_receipts import ErasureReceipt, digest_namespaces, write_receipt
 from tenancy.accounts.shared_scopes import ScopeRecord, list_scopes
-from tenancy.accounts.stored_responses import erase_stored
 from tenancy.ledger.idempotency import forget_answers
+from tenancy.responses.conversations import erase_conversations
+from tenancy.responses.stored_responses import erase_stored
 from tenancy.storage.audit_log import Actor
 
 LEASE_ID_CHARS_MAX = 200
@@ -120,9 +121,10 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
     `by`: the administrator that asked, for the audit log.
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
-    without a lease id, cached contents and stored responses. Blocks in use by a running request are
-    unreachable for others at once, and freed when it ends. Raises Refusal for an unknown lease,
-    EngineUnavailable and StoreError: the caller may try again until it has a receipt.
+    without a lease id, cached contents, stored responses and conversations. Blocks in use by a
+    running request are unreachable for others at once, and freed when it ends. Raises Refusal for
+    an unknown lease, EngineUnavailable and StoreError: the caller may try again until it has a
+    receipt.
     """
     receipts: list[ErasureReceipt] = []
 
@@ -186,6 +188,7 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         await asyncio.to_thread(end_cached_contents, *ended)
         await asyncio.to_thread(forget_answers, *ended[:3])
         await asyncio.to_thread(erase_stored, *ended[:3])
+        await asyncio.to_thread(erase_conversations, *ended[:3])
     blocks = await _erase_all(gateway, names, target.lease_id)
     # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
     _forget_entries(index, names, target.lease_id)
@@ -207,6 +210,7 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         # Again for what running requests stored meanwhile; from here on the receipt forbids it.
         owner = (gateway.store, target.tenant_id, target.workspace, receipt.at_ms)
         await asyncio.to_thread(erase_stored, *owner)
+        await asyncio.to_thread(erase_conversations, *owner)
     facts = {"tenant_id": target.tenant_id, "key_id": target.key_id, "blocks": blocks}
     gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
     return receipt

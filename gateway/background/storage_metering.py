@@ -23,11 +23,12 @@ from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounts.cached_contents import sweep_cached_contents
-from tenancy.accounts.stored_responses import sweep_stored
 from tenancy.accounts.tenants import list_tenants
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.idempotency import sweep
 from tenancy.ledger.transactions import StorageReading
+from tenancy.responses.conversations import sweep_conversations
+from tenancy.responses.stored_responses import sweep_stored
 from tenancy.storage.audit_log import delete_old_changes
 from tenancy.types import DAY_MS
 
@@ -201,13 +202,13 @@ class StorageMetering:
                 self._meter.put_back(key, measured[key])
 
     async def clear_expired(self) -> None:
-        """Delete expired cached contents and stored responses, which no client may read, and old
-        records of the audit log."""
+        """Delete expired cached contents, stored responses and conversations, which no client may
+        read, and old records of the audit log."""
         store, now_ms = self._gateway.store, self._gateway.wall()
         with suppress(StoreError):  # tried again in a minute
             await asyncio.to_thread(sweep_cached_contents, store, now_ms)
             kept_ms = self._gateway.config.admin.audit_days * DAY_MS
             await asyncio.to_thread(delete_old_changes, store, now_ms - kept_ms)
-            for expired in (sweep, sweep_stored):
+            for expired in (sweep, sweep_stored, sweep_conversations):
                 while await asyncio.to_thread(expired, store, now_ms):
                     pass

@@ -7,7 +7,6 @@ durable before the response's last byte is sent: `gateway.generation` awaits `se
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 
 from gateway.dialects.canonical import UsageRecord
@@ -18,13 +17,9 @@ from tenancy.ledger.idempotency import Claim, ReplayRecord
 from tenancy.ledger.transactions import Hold, NamedEntry
 from tenancy.limits import Demand
 from tenancy.types import Identity, UsageEntry, WallClock
+from tenancy.types import wall_ms as wall_ms
 
 NOTHING = Demand(0, 0)
-
-
-def wall_ms() -> int:
-    """Return Unix milliseconds, the ledger's clock."""
-    return time.time_ns() // 1_000_000
 
 
 def note_progress(ledger: LedgerClient, notes: Mapping[str, UsageRecord]) -> None:

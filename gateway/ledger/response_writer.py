@@ -11,18 +11,20 @@ import asyncio
 from collections import deque
 
 from gateway.config import Config
-from tenancy.accounts.stored_responses import (
-    Obstacle,
-    ResponseRecord,
-    StorageQuota,
-    store_responses,
-)
+from tenancy.responses.stored_responses import ResponseRecord, store_responses
+from tenancy.responses.stored_sums import Obstacle, StorageQuota
 from tenancy.storage.interface import Store
 
 BATCH_RECORDS_MAX = 64
 """Responses that one transaction stores."""
 BATCH_BYTES_MAX = 16 * 2**20
 """Bytes of one transaction, unless one response alone has more."""
+
+
+def storage_quota(config: Config) -> StorageQuota:
+    """Return the bounds on what one tenant stores."""
+    return StorageQuota(config.responses.per_tenant_max, config.responses.tenant_bytes_max)
+
 
 Waiting = tuple[ResponseRecord, asyncio.Future[Obstacle]]
 
@@ -32,8 +34,7 @@ class ResponseWriter:
 
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
-        settings = config.responses
-        self._quota = StorageQuota(settings.per_tenant_max, settings.tenant_bytes_max)
+        self._quota = storage_quota(config)
         self._thread_bytes_max = config.server.body_bytes_max
         self._waiting: deque[Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -76,9 +77,9 @@ class ResponseWriter:
 
     def _take_batch(self) -> list[Waiting]:
         batch = [self._waiting.popleft()]
-        size = batch[0][0].size
+        size = batch[0][0].total_size
         while self._waiting and len(batch) < BATCH_RECORDS_MAX:
-            size += self._waiting[0][0].size
+            size += self._waiting[0][0].total_size
             if size > BATCH_BYTES_MAX:
                 break
             batch.append(self._waiting.popleft())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 
 import msgspec
 
-from tenancy.types import WallClock
+from tenancy.types import WallClock, format_utc
 
 PENDING_BYTES_MAX = 2**20
 """Bytes that wait for a slow reader."""
@@ -47,8 +47,12 @@ class LogLines:
         self._poll.register(fd, select.POLLOUT)
 
     def __call__(self, event: str, facts: dict[str, object]) -> None:
-        """Log one event. O(length of the line); does not block in an event loop."""
-        line = msgspec.json.encode({"at_ms": self._wall(), "event": event, **facts}) + b"\n"
+        """Log one event with the time, `at`, in UTC to the millisecond.
+
+        O(length of the line); does not block in an event loop.
+        """
+        at = format_utc(self._wall())
+        line = msgspec.json.encode({"at": at, "event": event, **facts}) + b"\n"
         with self._lock:
             self._append(line)
         try:
@@ -70,7 +74,7 @@ class LogLines:
             return
         if self._dropped_lines:
             facts = {
-                "at_ms": self._wall(),
+                "at": format_utc(self._wall()),
                 "event": "log_lines_dropped",
                 "lines": self._dropped_lines,
             }

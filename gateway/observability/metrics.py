@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from platform import python_version
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -28,16 +30,19 @@ from prometheus_client.utils import floatToGoString
 from engine.api import Stats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-OTHERS = "others"
+OTHERS = "other"
+"""The label of tenants beyond the configured number."""
 ENGINE_EPOCHS_MAX = 16
 """Engine epochs whose tokens are counted separately: the latest."""
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 
 _GAUGES = {
     "blocks": ("kv_blocks", "Blocks of the pool."),
     "free_blocks": ("kv_free_blocks", "Blocks without a reference."),
     "cached_blocks": ("kv_cached_blocks", "Blocks that only the prefix tree refers to."),
+    "window_blocks": ("kv_window_blocks", "Blocks of KV groups with a window, beside their runs."),
     "pinned_blocks": ("kv_pinned_blocks", "Blocks in some block table."),
     "waiting": ("waiting_requests", "Requests waiting for their first step."),
     "running": ("running_requests", "Running requests."),
@@ -62,6 +67,10 @@ _COUNTERS = {
     "evicted_blocks_total": ("evicted_blocks", "Blocks evicted under pressure."),
     "expired_blocks_total": ("expired_blocks", "Blocks whose retention ended."),
     "copied_blocks_total": ("copied_blocks", "Blocks copied because they were shared."),
+    "window_gone_tokens_total": (
+        "window_gone_tokens",
+        "Prompt tokens computed again because a window's blocks had been freed.",
+    ),
     "preemptions_total": ("preemptions", "Sequences preempted."),
 }
 _ROUTER_HELP = "Model-server name, for autoscalers and routers."
@@ -145,8 +154,11 @@ class CounterGroup(Collector):
 class DurationHistogram(Collector):
     """A histogram of seconds with labels, counted as in `LabelledCounter`."""
 
-    def __init__(self, name: str, help_text: str, *labels: str) -> None:
-        self.labels = labels
+    def __init__(
+        self, name: str, help_text: str, *labels: str, buckets_s: tuple[float, ...] = _BUCKETS_S
+    ) -> None:
+        """`buckets_s`: upper edges, ascending."""
+        self.labels, self._edges_s = labels, buckets_s
         self._name, self._text = name, help_text
         self._rows: dict[tuple[str, ...], tuple[list[int], list[float]]] = {}
         if not labels:
@@ -155,7 +167,7 @@ class DurationHistogram(Collector):
     def add(self, seconds: float, *labels: str) -> None:
         """Count one duration. O(1)."""
         counts, sums = self._rows.get(labels) or self._row(labels)
-        counts[bisect_left(_BUCKETS_S, seconds)] += 1
+        counts[bisect_left(self._edges_s, seconds)] += 1
         sums[0] += seconds
 
     def describe(self) -> Iterator[Metric]:
@@ -165,40 +177,73 @@ class DurationHistogram(Collector):
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
         family = HistogramMetricFamily(self._name, self._text, labels=self.labels)
-        edges = [*map(floatToGoString, _BUCKETS_S), "+Inf"]
+        edges = [*map(floatToGoString, self._edges_s), "+Inf"]
         for labels, (counts, sums) in self._rows.items():
             buckets = list(zip(edges, accumulate(counts), strict=True))
             family.add_metric(labels, buckets, sums[0])
         yield family
 
     def _row(self, labels: tuple[str, ...]) -> tuple[list[int], list[float]]:
-        row = self._rows[labels] = [0] * (len(_BUCKETS_S) + 1), [0.0]
+        row = self._rows[labels] = [0] * (len(self._edges_s) + 1), [0.0]
         return row
+
+
+class BudgetGauges(Struct, frozen=True):
+    """A tenant's own budget in its present window, in dollars. `spent_usd` includes the amounts
+    reserved for running requests; None: no such limit."""
+
+    tenant: str
+    window: str
+    spent_usd: float
+    hard_usd: float | None
+    soft_usd: float | None
+
+
+class _Maker:
+    """Makes metrics of one registry, with the prefix of our names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, help_text: str, *labels: str) -> LabelledCounter:
+        metric = LabelledCounter(f"trunkline_{name}", help_text, *labels)
+        self._registry.register(metric)
+        return metric
+
+    def seconds(
+        self, name: str, help_text: str, *labels: str, buckets_s: tuple[float, ...] = _BUCKETS_S
+    ) -> DurationHistogram:
+        name = f"trunkline_{name}_seconds"
+        metric = DurationHistogram(name, help_text, *labels, buckets_s=buckets_s)
+        self._registry.register(metric)
+        return metric
+
+    def gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(f"trunkline_{name}", help_text, labels, registry=self._registry)
 
 
 class Metrics:
     """Counters, gauges and histograms of one gateway. Belongs to one thread."""
 
-    def __init__(self, tenants_as_labels_max: int) -> None:
+    def __init__(self, tenants_as_labels_max: int, version: str = "") -> None:
+        """`version`: of the program, for `trunkline_build_info`."""
         self.registry = registry = CollectorRegistry()
         self._tenants_max = tenants_as_labels_max
+        self.has_unnamed_tenants = False
         self._tenants: set[str] = set()
         self._epochs: dict[str, list[int]] = {}
 
-        def counter(name: str, help_text: str, *labels: str) -> LabelledCounter:
-            metric = LabelledCounter(f"trunkline_{name}", help_text, *labels)
-            registry.register(metric)
-            return metric
-
-        def seconds(name: str, help_text: str, *labels: str) -> DurationHistogram:
-            metric = DurationHistogram(f"trunkline_{name}_seconds", help_text, *labels)
-            registry.register(metric)
-            return metric
-
+        make = _Maker(registry)
+        counter, seconds, gauge = make.counter, make.seconds, make.gauge
+        gauge("build_info", "1; the labels tell the versions.", "version", "python").labels(
+            version, python_version()
+        ).set(1)
         self.requests = counter("requests", "Finished requests.", "tenant", "route", "ending")
         self.refusals = counter("refusals", "Refused requests, by error code.", "code")
         # A series that appears with its first refusal shows no increase, so no alert would fire.
         self.refusals.add(0, "ledger_unavailable")
+        help_text = "Refused requests of tenants, by error code."
+        self.tenant_refusals = counter("tenant_refusals", help_text, "tenant", "code")
         self.tokens = CounterGroup(
             "tenant",
             prompt_tokens="Prompt tokens.",
@@ -225,15 +270,24 @@ class Metrics:
             "first_token", "Time from arrival to the first token.", "cache"
         )
         self.duration_s = seconds("request", "Time from arrival to the end of the response.")
-        self.ready = Gauge(
-            "trunkline_engine_ready", "1 if the engine accepts requests.", registry=registry
+        help_text = "Time that requests waited in the engine for their first step."
+        self.queue_s = seconds("queue", help_text)
+        help_text = "Mean time between the output tokens of a request, after the first."
+        self.time_per_output_token_s = seconds(
+            "time_per_output_token", help_text, buckets_s=_TOKEN_BUCKETS_S
         )
+        help_text = "{} tokens per second of the engine, over the last minute."
+        self.prompt_tokens_per_s = gauge("prompt_tokens_per_second", help_text.format("Prompt"))
+        self.output_tokens_per_s = gauge("output_tokens_per_second", help_text.format("Output"))
+        self.ready = gauge("engine_ready", "1 if the engine accepts requests.")
         help_text = "Epoch of the ledger; a restored backup begins the next one."
-        self.ledger_epoch = Gauge("trunkline_ledger_epoch", help_text, registry=registry)
+        self.ledger_epoch = gauge("ledger_epoch", help_text)
         help_text = "Soft budgets exceeded in their present windows."
-        self._soft_budgets = Gauge(
-            "trunkline_soft_budgets_passed", help_text, ["tenant"], registry=registry
-        )
+        self._soft_budgets = gauge("soft_budgets_passed", help_text, "tenant")
+        self._process = _ProcessMetrics()
+        registry.register(self._process)
+        self._money = _MoneyMetrics()
+        registry.register(self._money)
         self._engine = _EngineMetrics()
         self._cache = _CacheMetrics()
         self._ledger = _LedgerMetrics()
@@ -276,6 +330,7 @@ class Metrics:
         if len(self._tenants) < self._tenants_max:
             self._tenants.add(name)
             return name
+        self.has_unnamed_tenants = True
         return OTHERS
 
     def set_soft_budgets(self, counts: Mapping[str, int]) -> None:
@@ -283,6 +338,20 @@ class Metrics:
         self._soft_budgets.clear()
         for tenant, count in counts.items():
             self._soft_budgets.labels(tenant).set(count)
+
+    def set_budgets(self, budgets: Sequence[BudgetGauges]) -> None:
+        """Set the gauges of tenants' budgets; remove all other series."""
+        self._money.budgets = budgets
+
+    def set_charges(self, dollars: Mapping[str, tuple[float, float]]) -> None:
+        """Store the dollars that tenants were charged since the ledger began, and those that the
+        same requests would have cost with every prompt token at the input price, by label."""
+        self._money.dollars = dollars
+
+    def read_process(self) -> None:
+        """Read the memory, processor time and descriptors of this process. Blocks: it reads files
+        of the operating system."""
+        self._process.read()
 
     def set_engine_stats(self, stats: Stats, *, is_ready: bool, restarts: int) -> None:
         """Store the engine's latest heartbeat."""
@@ -325,6 +394,55 @@ class _EngineMetrics(Collector):
         queried, hits = stats.prompt_tokens_total, stats.cached_tokens_total
         yield CounterMetricFamily("vllm:prefix_cache_queries", _ROUTER_HELP, queried)
         yield CounterMetricFamily("vllm:prefix_cache_hits", _ROUTER_HELP, hits)
+
+
+class _ProcessMetrics(Collector):
+    """Memory, processor time and descriptors of this process, as they were last read."""
+
+    def __init__(self) -> None:
+        self._source = ProcessCollector(registry=None)
+        self._families: list[Metric] = []
+
+    def read(self) -> None:
+        self._families = list(self._source.collect())
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
+
+
+class _MoneyMetrics(Collector):
+    """The dollars of the ledger by tenant label, and tenants' budgets."""
+
+    def __init__(self) -> None:
+        self.dollars: Mapping[str, tuple[float, float]] = {}
+        self.budgets: Sequence[BudgetGauges] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        texts = {
+            "cost_usd": "Dollars charged since the ledger began, before adjustments.",
+            "uncached_cost_usd": "Dollars of the same requests without caching.",
+        }
+        for place, (name, help_text) in enumerate(texts.items()):
+            family = CounterMetricFamily(f"trunkline_{name}", help_text, labels=("tenant",))
+            for tenant, amounts in self.dollars.items():
+                family.add_metric((tenant,), amounts[place])
+            yield family
+        help_text = "Dollars spent and reserved in the present window of a tenant's budget."
+        spent = GaugeMetricFamily(
+            "trunkline_budget_spent_usd", help_text, labels=("tenant", "window")
+        )
+        help_text = "Dollars of a tenant's budget: the hard limit, and the soft one."
+        limits = GaugeMetricFamily(
+            "trunkline_budget_limit_usd", help_text, labels=("tenant", "window", "kind")
+        )
+        for budget in self.budgets:
+            owner = budget.tenant, budget.window
+            spent.add_metric(owner, budget.spent_usd)
+            for kind, limit in (("hard", budget.hard_usd), ("soft", budget.soft_usd)):
+                if limit is not None:
+                    limits.add_metric((*owner, kind), limit)
+        yield spent
+        yield limits
 
 
 class _LedgerMetrics(Collector):

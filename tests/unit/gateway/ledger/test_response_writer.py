@@ -10,7 +10,8 @@ import pytest
 from gateway.config import Config
 from gateway.ledger import response_writer
 from gateway.ledger.response_writer import ResponseWriter
-from tenancy.accounts.stored_responses import Obstacle, ResponseRecord
+from tenancy.responses.stored_responses import ResponseRecord
+from tenancy.responses.stored_sums import Obstacle
 from tenancy.storage.sqlite import SqliteStore
 
 RECORD = ResponseRecord(

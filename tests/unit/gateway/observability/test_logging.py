@@ -66,7 +66,8 @@ async def test_batches_lines_into_one_write(pipe: LogPipe) -> None:
     events = await pipe.read_until('"b"')
 
     assert before == b""
-    assert events == [{"at_ms": 7, "event": "a", "n": 1}, {"at_ms": 7, "event": "b", "n": 2}]
+    at = "1970-01-01T00:00:00.007Z"
+    assert events == [{"at": at, "event": "a", "n": 1}, {"at": at, "event": "b", "n": 2}]
 
 
 def test_writes_at_once_outside_an_event_loop(pipe: LogPipe) -> None:

@@ -10,7 +10,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import Stats
-from gateway.observability.metrics import OTHERS, Metrics
+from gateway.observability.metrics import OTHERS, BudgetGauges, Metrics
 
 ROUTERS = {
     "vllm:num_requests_running",
@@ -156,3 +156,45 @@ def test_every_metric_is_in_the_operators_guide(metrics: Metrics) -> None:
     ours = {name for name in there if ":" not in name}
 
     assert named == ours | routers
+
+
+def shown_with_labels(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """Return the samples of one name by the values of their labels, in the order of their
+    names."""
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    found = [s for family in families for s in family.samples if s.name == name]
+    return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in found}
+
+
+def test_tells_versions_and_process(metrics: Metrics) -> None:
+    """The operating system is asked apart from the exposition, which must not block."""
+    told = Metrics(1, "9.8.7")
+    told.read_process()
+
+    assert samples(metrics).get("process_resident_memory_bytes") is None
+    assert samples(told)["process_resident_memory_bytes"] > 1_000_000
+    (((_, version), value),) = shown_with_labels(told, "trunkline_build_info").items()
+    assert (version, value) == ("9.8.7", 1)
+
+
+def test_exposes_money_by_tenant(metrics: Metrics) -> None:
+    """A budget that is removed leaves no series."""
+    metrics.set_charges({"ada": (1.5, 4.0)})
+    metrics.set_budgets([BudgetGauges("ada", "day", 1.5, 2.0, None)])
+    limits = shown_with_labels(metrics, "trunkline_budget_limit_usd")
+    spent = shown_with_labels(metrics, "trunkline_budget_spent_usd")
+    metrics.set_budgets([])
+
+    assert shown_with_labels(metrics, "trunkline_cost_usd_total") == {("ada",): 1.5}
+    assert shown_with_labels(metrics, "trunkline_uncached_cost_usd_total") == {("ada",): 4.0}
+    assert (limits, spent) == ({("hard", "ada", "day"): 2.0}, {("ada", "day"): 1.5})
+    assert shown_with_labels(metrics, "trunkline_budget_spent_usd") == {}
+
+
+def test_notes_that_a_tenant_has_no_label_of_its_own(metrics: Metrics) -> None:
+    named = [metrics.tenant_label(name) for name in ("a", "b")]
+    before = metrics.has_unnamed_tenants
+
+    assert (named, before) == (["a", "b"], False)
+    assert metrics.tenant_label("c") == OTHERS
+    assert metrics.has_unnamed_tenants

@@ -1,0 +1,204 @@
+"""History sampling: writes what ended requests and the cache were like, minute by minute.
+
+Once a second it counts ended requests, every five seconds it writes their records, and at each
+minute's end a sample of each active tenant and of all. A gateway that is killed loses the counts of
+the running minute and the records of five seconds. `gateway.app` runs the task; the admin API calls
+`flush_requests` before it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from gateway.background.money_metrics import MoneyMetrics
+from gateway.caching.namespaces import owner_of
+from gateway.context import Context
+from gateway.observability.ended_requests import HOUR_MS, Minute, MinuteCounts
+from tenancy.accounting.request_records import delete_old_records, write_records
+from tenancy.accounting.samples import (
+    ALL_TENANTS,
+    MINUTE_MS,
+    Sample,
+    SampleDetails,
+    fold_samples,
+    refused_since,
+    write_samples,
+)
+from tenancy.errors import StoreError
+
+POLL_INTERVAL_S = 1.0
+"""Interval of counting."""
+RECORDS_INTERVAL_S = 5.0
+MONEY_INTERVAL_S = 30.0
+TENANTS_SAMPLED_MAX = 256
+"""Tenants with a sample in one minute: those with most refusals, then requests, then blocks."""
+UNWRITTEN_MINUTES_MAX = 60
+"""Minutes that wait for a database that is away; older ones are lost."""
+RATE_OVER_S = 60.0
+"""The time over which tokens per second are averaged, in seconds."""
+
+
+async def count_ended(gateway: Context) -> None:
+    """Count the requests that have ended, so that a reader of the counts sees them."""
+    has_more = True
+    while has_more:
+        has_more = gateway.ended.count()
+        await asyncio.sleep(0)  # other requests have their turn
+
+
+async def flush_requests(gateway: Context) -> None:
+    """Count the requests that have ended and write their records, so that a reader of the database
+    sees them. A failed write costs the records."""
+    ended = gateway.ended
+    await count_ended(gateway)
+    async with ended.writing:
+        if records := ended.take_records():
+            with suppress(StoreError):
+                await asyncio.to_thread(write_records, gateway.store, records)
+
+
+def sample_of(gateway: Context, minute: Minute, tenant_id: int, gateway_id: str = "") -> Sample:
+    """Return a tenant's sample of a minute, or that of all, with the blocks of this moment. O(1),
+    and for all O(tenants)."""
+    at_ms, counts = minute
+    details = counts[tenant_id].details if tenant_id in counts else SampleDetails()
+    sample = Sample(tenant_id, at_ms, details, gateway=gateway_id)
+    if gateway.engine.info is None:
+        return sample
+    if tenant_id != ALL_TENANTS:
+        held = gateway.holders.of(tenant_id)
+        return replace(
+            sample, blocks_promised=held["promised_blocks"], blocks_cached=held["blocks"]
+        )
+    stats = gateway.engine.stats
+    return replace(
+        sample,
+        blocks_promised=gateway.holders.total("promised_blocks"),
+        blocks_cached=stats.blocks - stats.free_blocks,
+        blocks_free=stats.free_blocks,
+    )
+
+
+def live_samples(gateway: Context, tenant_id: int) -> list[Sample]:
+    """Return a tenant's samples, or those of all, of the minutes that the database lacks: the
+    running one last. O(changed namespaces), and for all O(tenants)."""
+    gateway.holders.update(gateway.engine.namespaces, owner_of)
+    return [sample_of(gateway, minute, tenant_id) for minute in gateway.ended.minutes()]
+
+
+class HistorySampling:
+    """The task that counts ended requests and writes samples. Belongs to one event loop."""
+
+    def __init__(self, gateway: Context, gateway_id: str) -> None:
+        """`gateway_id`: names this gateway among those of one database."""
+        self._gateway = gateway
+        self._gateway_id = gateway_id
+        self._money = MoneyMetrics(gateway)
+        self._rates: deque[tuple[float, int, int]] = deque()
+        self._has_told_labels = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task on the running event loop."""
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Stop the task and write the last counts, those of the running minute too."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await flush_requests(self._gateway)
+        self._gateway.ended.end_minute()
+        await self._write_minutes()
+
+    async def _watch(self) -> None:
+        gateway = self._gateway
+        with suppress(StoreError):
+            gateway.ended.last_hour = await self._read_last_hour()
+        recorded_s, money_s = gateway.clock(), -math.inf
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            await count_ended(gateway)
+            self._update_rates()
+            self._tell_labels()
+            if gateway.clock() - recorded_s >= RECORDS_INTERVAL_S:
+                recorded_s = gateway.clock()
+                await flush_requests(gateway)
+            if gateway.ended.ended_minutes:
+                await self._write_minutes()
+                await self._clear_old()
+            if gateway.clock() - money_s >= MONEY_INTERVAL_S:
+                money_s = gateway.clock()
+                await self._money.update()
+
+    async def _write_minutes(self) -> None:
+        """Write the minutes that have ended; a failed write is tried again."""
+        gateway, minutes = self._gateway, list(self._gateway.ended.ended_minutes)
+        written = max(0, len(minutes) - UNWRITTEN_MINUTES_MAX)
+        with suppress(StoreError):
+            for minute in minutes[written:]:
+                samples = self._samples(minute)
+                await asyncio.to_thread(write_samples, gateway.store, samples)
+                written += 1
+            last_hour = await self._read_last_hour()
+            gateway.ended.wrote_minutes(written, last_hour)
+            return
+        gateway.ended.wrote_minutes(written, gateway.ended.last_hour)
+
+    def _samples(self, minute: Minute) -> list[Sample]:
+        """Return one sample for all, and one for each tenant that was busiest."""
+        holders, (_, counts) = self._gateway.holders, minute
+        held = {tenant_id for tenant_id, _ in holders.largest(TENANTS_SAMPLED_MAX)}
+        nothing = MinuteCounts()
+
+        def rank(tenant_id: int) -> tuple[int, int, int]:
+            one = counts.get(tenant_id, nothing)
+            return one.refusals.total(), one.requests, holders.of(tenant_id)["blocks"]
+
+        busiest = sorted({*counts, *held} - {ALL_TENANTS}, key=rank, reverse=True)
+        return [
+            sample_of(self._gateway, minute, tenant_id, self._gateway_id)
+            for tenant_id in (ALL_TENANTS, *busiest[:TENANTS_SAMPLED_MAX])
+        ]
+
+    async def _read_last_hour(self) -> list[Sample]:
+        since_ms = self._gateway.wall() - HOUR_MS - MINUTE_MS
+        return await asyncio.to_thread(refused_since, self._gateway.store, since_ms)
+
+    async def _clear_old(self) -> None:
+        """Fold old samples and delete old records; the next minute tries again."""
+        store, now_ms = self._gateway.store, self._gateway.wall()
+        with suppress(StoreError):
+            await asyncio.to_thread(fold_samples, store, now_ms)
+            while await asyncio.to_thread(delete_old_records, store, now_ms):
+                pass
+
+    def _update_rates(self) -> None:
+        """Set the metrics of tokens per second, from the engine's counts of the last minute."""
+        stats, now_s = self._gateway.engine.stats, self._gateway.clock()
+        now = (now_s, stats.prompt_tokens_total, stats.output_tokens_total)
+        if self._rates and (now[1] < self._rates[-1][1] or now[2] < self._rates[-1][2]):
+            self._rates.clear()  # another engine
+        self._rates.append(now)
+        while now_s - self._rates[0][0] > RATE_OVER_S:
+            self._rates.popleft()
+        first_s, prompt, output = self._rates[0]
+        seconds = now_s - first_s
+        if seconds > 0:
+            telemetry = self._gateway.telemetry
+            telemetry.prompt_tokens_per_s.set((now[1] - prompt) / seconds)
+            telemetry.output_tokens_per_s.set((now[2] - output) / seconds)
+
+    def _tell_labels(self) -> None:
+        """Log once that metrics name no further tenant."""
+        telemetry = self._gateway.telemetry
+        if telemetry.has_unnamed_tenants and not self._has_told_labels:
+            self._has_told_labels = True
+            limit = self._gateway.config.tenancy.tenants_as_labels_max
+            self._gateway.log("tenant_labels_used_up", {"tenancy.tenants_as_labels_max": limit})

@@ -1,0 +1,73 @@
+"""Refresh of the metrics that are read from elsewhere, and their export to a collector.
+
+`/metrics` refreshes before it answers. With `metrics.endpoint` set, `gateway.app` runs the task,
+which sends the same metrics every `metrics.interval_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from prometheus_client.core import Metric
+
+from gateway.background.storage_metering import update_churn
+from gateway.context import Context
+
+
+class MetricsExporter(Protocol):
+    """Sends metrics to a collector: `gateway.observability.otel_metrics.OtlpMetrics`, or a fake."""
+
+    def send(self, families: Sequence[Metric], at_ms: int) -> None:
+        """Send the families as they were at an instant, in Unix milliseconds. Blocks."""
+
+    def close(self) -> None:
+        """Close the connections. Blocks."""
+
+
+async def refresh_metrics(gateway: Context) -> None:
+    """Set the metrics that the engine, the ledger, the cache and the process keep themselves."""
+    telemetry = gateway.telemetry
+    await asyncio.to_thread(telemetry.read_process)
+    is_ready, restarts = gateway.is_ready(), gateway.engine_restarts()
+    telemetry.set_engine_stats(gateway.engine.stats, is_ready=is_ready, restarts=restarts)
+    telemetry.set_ledger_restarts(gateway.ledger.restarts)
+    update_churn(gateway)
+    promises = gateway.contracts.promises.by_class(gateway.clock())
+    telemetry.set_cache_stats(promises, gateway.churn.all.total[0])
+
+
+class MetricsExport:
+    """The task that sends metrics. Belongs to one event loop."""
+
+    def __init__(self, gateway: Context, exporter: MetricsExporter) -> None:
+        self._gateway = gateway
+        self._exporter = exporter
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task on the running event loop."""
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Stop the task, send the last counts and close the connections."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self.send()
+        await asyncio.to_thread(self._exporter.close)
+
+    async def send(self) -> None:
+        """Send the metrics of this moment."""
+        await refresh_metrics(self._gateway)
+        families = list(self._gateway.telemetry.registry.collect())
+        await asyncio.to_thread(self._exporter.send, families, self._gateway.wall())
+
+    async def _watch(self) -> None:
+        interval_s = self._gateway.config.metrics.interval_s
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.send()

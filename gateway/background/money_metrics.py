@@ -1,0 +1,90 @@
+"""Metrics of money: the dollars that each tenant was charged, and its budgets.
+
+The sums are the ledger's, so that they continue over a restart and are those of invoices before
+adjustments. The sums of past days are read once a day, those of the last two days every time.
+`HistorySampling` updates them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import suppress
+from functools import partial
+
+from gateway.context import Context
+from gateway.observability.metrics import BudgetGauges
+from tenancy.accounting.usage import UsageTotal, usage
+from tenancy.errors import StoreError
+from tenancy.pricing.budgets import BudgetState, budget_states
+from tenancy.pricing.charges import PICO_PER_MICRO
+from tenancy.types import DAY_MS
+
+PICO_PER_DOLLAR = 10**12
+
+
+class MoneyMetrics:
+    """The money metrics of one gateway. Belongs to one event loop."""
+
+    def __init__(self, gateway: Context) -> None:
+        self._gateway = gateway
+        self._past: list[UsageTotal] = []
+        self._past_until_ms = -1
+
+    async def update(self) -> None:
+        """Read sums and budgets and set the metrics; a failed read leaves them as they were.
+
+        O(days * keys * models) of the last two days, and once a day of all.
+        """
+        gateway = self._gateway
+        # An entry counts on the day on which its request began, and no request takes a day.
+        until_ms = (gateway.wall() // DAY_MS - 1) * DAY_MS
+        with suppress(StoreError):
+            if until_ms != self._past_until_ms:
+                self._past = await gateway.reports.ask(partial(usage, until_ms=until_ms))
+                self._past_until_ms = until_ms
+            recent = await gateway.reports.ask(partial(usage, since_ms=until_ms))
+            states = await gateway.reports.ask(partial(budget_states, clock=gateway.wall))
+            self._set_charges([*self._past, *recent])
+            self._set_budgets(states)
+
+    def _set_charges(self, totals: list[UsageTotal]) -> None:
+        telemetry = self._gateway.telemetry
+        sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+        # Of many tenants, those with the largest bills have names.
+        for one in sorted(totals, key=lambda one: one.charge_pico, reverse=True):
+            row = sums[telemetry.tenant_label(one.tenant)]
+            row[0] += one.charge_pico
+            row[1] += one.charge_pico + one.saved_pico
+        telemetry.set_charges(
+            {
+                tenant: (charged / PICO_PER_DOLLAR, uncached / PICO_PER_DOLLAR)
+                for tenant, (charged, uncached) in sums.items()
+            }
+        )
+
+    def _set_budgets(self, states: list[BudgetState]) -> None:
+        """Set the gauges of tenants' own budgets; keys have none, as their number is not bounded.
+
+        Tenants that share a label are left out: their budgets cannot be added.
+        """
+        gateway = self._gateway
+        rows: list[BudgetGauges] = []
+        for state in states:
+            budget = state.budget
+            owner = gateway.registry.tenant(budget.tenant_id)
+            if budget.key_id or owner is None:
+                continue
+            name = owner.tenant.name
+            if gateway.telemetry.tenant_label(name) != name:
+                continue
+            hard, soft = budget.hard_micros, budget.soft_micros
+            rows.append(
+                BudgetGauges(
+                    tenant=name,
+                    window=budget.window,
+                    spent_usd=(state.spent_pico + state.reserved_pico) / PICO_PER_DOLLAR,
+                    hard_usd=None if hard is None else hard * PICO_PER_MICRO / PICO_PER_DOLLAR,
+                    soft_usd=None if soft is None else soft * PICO_PER_MICRO / PICO_PER_DOLLAR,
+                )
+            )
+        gateway.telemetry.set_budgets(rows)

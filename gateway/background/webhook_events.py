@@ -1,0 +1,272 @@
+"""The events of webhooks: finds what has happened, and says it in a sentence.
+
+    budget.threshold   a budget has reached 50, 80 or 100 %
+    hit_ratio.fell     a tenant reads less of its prompts from the cache than the day before
+    promises.broken    promised prefixes were lost
+    key.expires        a key expires within seven days
+    engine.restarted   the engine was lost
+    tenant.limited     a tenant was refused by its limits
+    finding.new        a finding is new
+
+Each event has a key that names what happened, and the outbox records a key once: a restart, or a
+second gateway over the same database, repeats no event. `gateway.background.webhooks` calls this
+module each minute and sends what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from gateway.context import Context
+from gateway.findings.report import FindingsWindow, find
+from tenancy.accounting.usage import UsageTotal, usage
+from tenancy.accounting.webhook_outbox import WebhookEvent
+from tenancy.accounts.keys import Key, list_keys
+from tenancy.accounts.tenants import list_tenants
+from tenancy.pricing.budgets import BudgetState, budget_states
+from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
+from tenancy.storage.interface import Store
+from tenancy.types import DAY_MS, format_utc
+
+THRESHOLDS = (100, 80, 50)
+"""Percents of a budget, the highest first: a check reports the highest that is reached."""
+HOUR_MS = 3_600_000
+EXPIRES_WITHIN_MS = 7 * DAY_MS
+FELL_BY_MIN = 0.15
+"""Least fall of a hit ratio that is told."""
+PROMPT_TOKENS_MIN = 100_000
+"""Least prompt tokens of both days: ratios of little traffic mean nothing."""
+
+
+FindFindings = Callable[[Store, int], Sequence[Mapping[str, Any]]]
+"""Returns the findings of the day before an instant, as `/admin/v1/findings` shows them."""
+
+
+def findings_of_day(store: Store, now_ms: int) -> Sequence[Mapping[str, Any]]:
+    """Return the findings of the 24 hours before an instant. Raises StoreError."""
+    found: Sequence[Mapping[str, Any]] = find(store, FindingsWindow.of(now_ms - DAY_MS, now_ms))[
+        "findings"
+    ]
+    return found
+
+
+class WebhookEvents:
+    """Finds the events of one gateway. Belongs to its event loop."""
+
+    def __init__(self, gateway: Context, findings: FindFindings = findings_of_day) -> None:
+        self._gateway = gateway
+        self._findings = findings
+        self._restarts = gateway.engine_restarts()
+        self._broken: dict[tuple[int, str], int] = {}
+        self._limited: dict[int, int] = {}
+
+    async def find(self) -> list[WebhookEvent]:
+        """Return what has happened since the last call, and what the outbox may know already.
+
+        O(budgets + keys + tenants), queries on another thread. Raises StoreError.
+        """
+        now_ms = self._gateway.wall()
+        found = [*self._restarted(now_ms), *self._lost_promises(now_ms), *self._refused(now_ms)]
+        return found + await self._gateway.reports.ask(lambda store: self._read(store, now_ms))
+
+    def _read(self, store: Store, now_ms: int) -> list[WebhookEvent]:
+        states = budget_states(store, lambda: now_ms)
+        ids = {tenant.name: tenant.tenant_id for tenant, _ in list_tenants(store)}
+        return [
+            *budget_events(states, self._name),
+            *key_events(list_keys(store), ids, now_ms),
+            *_fallen(store, ids, now_ms),
+            *finding_events(self._findings(store, now_ms), ids),
+        ]
+
+    def _name(self, tenant_id: int) -> str:
+        found = self._gateway.registry.tenant(tenant_id)
+        return f"tenant {tenant_id}" if found is None else found.tenant.name
+
+    def _restarted(self, now_ms: int) -> list[WebhookEvent]:
+        before, self._restarts = self._restarts, self._gateway.engine_restarts()
+        if self._restarts <= before:
+            return []
+        data = {"restarts": self._restarts, "model": self._gateway.model}
+        return [WebhookEvent(f"{now_ms}:{self._restarts}", "engine.restarted", data)]
+
+    def _lost_promises(self, now_ms: int) -> list[WebhookEvent]:
+        """Return an event for each tenant and class that lost promises, one an hour."""
+        counts = self._gateway.contracts.promises.counts(self._gateway.clock())
+        before, self._broken = (
+            self._broken,
+            {key: row["broken"] for key, row in counts.items() if row["broken"]},
+        )
+        return [
+            WebhookEvent(
+                f"{tenant_id}:{name}:{now_ms // HOUR_MS}",
+                "promises.broken",
+                {"tenant": self._name(tenant_id), "class": name, "broken": broken - was},
+                tenant_id,
+            )
+            for (tenant_id, name), broken in self._broken.items()
+            if broken > (was := before.get((tenant_id, name), 0))
+        ]
+
+    def _refused(self, now_ms: int) -> list[WebhookEvent]:
+        """Return an event for each tenant that its limits refused, one an hour."""
+        before, self._limited = self._limited, dict(self._gateway.limited)
+        return [
+            WebhookEvent(
+                f"{tenant_id}:{now_ms // HOUR_MS}",
+                "tenant.limited",
+                {"tenant": self._name(tenant_id), "refused": count - before.get(tenant_id, 0)},
+                tenant_id,
+            )
+            for tenant_id, count in self._limited.items()
+            if count > before.get(tenant_id, 0)
+        ]
+
+
+def _fallen(store: Store, ids: Mapping[str, int], now_ms: int) -> list[WebhookEvent]:
+    """Compare the last 24 whole hours with those before; an event a day for each tenant."""
+    end_ms = now_ms // HOUR_MS * HOUR_MS
+    late, early = (
+        usage(store, since_ms=until_ms - DAY_MS, until_ms=until_ms)
+        for until_ms in (end_ms, end_ms - DAY_MS)
+    )
+    return ratio_events(early, late, ids, now_ms)
+
+
+def budget_events(states: list[BudgetState], name_of: Callable[[int], str]) -> list[WebhookEvent]:
+    """Return an event for each budget that has reached a threshold of its window."""
+    found = []
+    for state in states:
+        budget = state.budget
+        limit_micros = budget.soft_micros if budget.hard_micros is None else budget.hard_micros
+        if not limit_micros:
+            continue
+        spent_percent = state.spent_pico * 100 // (limit_micros * PICO_PER_MICRO)
+        reached = next((one for one in THRESHOLDS if spent_percent >= one), None)
+        if reached is None:
+            continue
+        key = (budget.tenant_id, budget.key_id, budget.window, state.starts_ms, reached)
+        data: dict[str, object] = {
+            "tenant": name_of(budget.tenant_id),
+            "key_id": budget.key_id or None,
+            "window": budget.window,
+            "threshold_percent": reached,
+            "spent_usd": format_dollars(state.spent_pico),
+            "limit_usd": format_dollars(limit_micros * PICO_PER_MICRO),
+            "is_hard": budget.hard_micros is not None,
+            "resets": format_utc(state.resets_ms),
+        }
+        text = ":".join(map(str, key))
+        found.append(WebhookEvent(text, "budget.threshold", data, budget.tenant_id))
+    return found
+
+
+def key_events(keys: list[Key], ids: Mapping[str, int], now_ms: int) -> list[WebhookEvent]:
+    """Return an event for each working key that expires soon and has no successor.
+
+    `ids`: the tenants' ids by name.
+    """
+    return [
+        WebhookEvent(
+            f"{key.key_id}:{key.expires_ms}",
+            "key.expires",
+            {
+                "key_id": key.key_id,
+                "label": key.label,
+                "tenant": key.tenant,
+                "expires": format_utc(key.expires_ms),
+            },
+            None if key.tenant is None else ids.get(key.tenant),
+        )
+        for key in keys
+        if key.revoked_ms is None
+        and key.replaced_by is None
+        and key.expires_ms is not None
+        and now_ms < key.expires_ms <= now_ms + EXPIRES_WITHIN_MS
+    ]
+
+
+def ratio_events(
+    early: list[UsageTotal], late: list[UsageTotal], ids: Mapping[str, int], now_ms: int
+) -> list[WebhookEvent]:
+    """Return an event for each tenant whose hit ratio fell between two days of enough traffic."""
+    before = {one.tenant: one for one in early}
+    found = []
+    for now in late:
+        was = before.get(now.tenant)
+        if was is None or min(was.prompt_tokens, now.prompt_tokens) < PROMPT_TOKENS_MIN:
+            continue
+        ratios = [one.cache_read_tokens / one.prompt_tokens for one in (was, now)]
+        if ratios[0] - ratios[1] >= FELL_BY_MIN:
+            data: dict[str, object] = {
+                "tenant": now.tenant,
+                "hit_ratio_before": round(ratios[0], 4),
+                "hit_ratio": round(ratios[1], 4),
+                "prompt_tokens": now.prompt_tokens,
+            }
+            tenant_id = ids.get(now.tenant)
+            key = f"{tenant_id}:{now_ms // DAY_MS}"
+            found.append(WebhookEvent(key, "hit_ratio.fell", data, tenant_id))
+    return found
+
+
+def finding_events(
+    found: Sequence[Mapping[str, Any]], ids: Mapping[str, int]
+) -> list[WebhookEvent]:
+    """Return an event for each finding that costs something. Its id stays, so it is told once."""
+    names = ("finding_id", "tenant", "cause", "sentence", "advice", "saving_usd_month")
+    return [
+        WebhookEvent(
+            str(one["finding_id"]),
+            "finding.new",
+            {name: one[name] for name in names},
+            ids.get(str(one["tenant"])),
+        )
+        for one in found
+        if not one["legitimate"]
+    ]
+
+
+# --- sentences -----------------------------------------------------------------------------------
+
+
+def message_of(body: bytes) -> str:
+    """Return an event, as its JSON body, in a sentence for people."""
+    event = msgspec.json.decode(body)
+    data: Mapping[str, Any] = event["data"]
+    match event["type"]:
+        case "budget.threshold":
+            of_key = f", key {data['key_id']}" if data["key_id"] else ""
+            return (
+                f"{data['tenant']}{of_key}: {data['threshold_percent']} % of the {data['window']}'s"
+                f" budget is spent (${_short(data['spent_usd'])} of ${_short(data['limit_usd'])})"
+            )
+        case "hit_ratio.fell":
+            return (
+                f"{data['tenant']}: hit ratio fell from {100 * data['hit_ratio_before']:.1f} % to"
+                f" {100 * data['hit_ratio']:.1f} % within a day"
+            )
+        case "promises.broken":
+            return f"{data['tenant']}: {data['broken']} promised prefixes of {data['class']} lost"
+        case "key.expires":
+            owner = data["tenant"] or "an administrator"
+            label = f" ({data['label']})" if data["label"] else ""
+            return f"key {data['key_id']}{label} of {owner} expires {data['expires']}"
+        case "engine.restarted":
+            return f"the engine of {data['model']} was lost and restarted; its cache is empty"
+        case "tenant.limited":
+            return f"{data['tenant']}: {data['refused']} requests refused by its limits"
+        case "finding.new":
+            return f"{data['sentence']} {data['advice']}"
+        case kind:
+            return f"trunkline: {kind}"
+
+
+def _short(dollars: str) -> str:
+    """Return an amount with two decimals, or six below a dollar."""
+    amount = Decimal(dollars)
+    return f"{amount:.2f}" if amount >= 1 else f"{amount:.6f}"
