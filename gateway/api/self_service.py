@@ -1,4 +1,4 @@
-"""`GET /v1/usage`, `GET` and `DELETE /v1/cache`: a tenant's view of itself.
+"""`GET /v1/usage`, `GET /v1/state`, `GET` and `DELETE /v1/cache`: a tenant's view of itself.
 
 A key shows its own tenant's counts alone; other tenants do not exist here. Usage is that of the
 tenant, the cache that of the key's workspace. Of a shared scope only the name is shown: its
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from aiohttp import web
 
 from gateway.api import usage_report
+from gateway.api.tenant_state import tenant_state
 from gateway.background import erasure
 from gateway.caching.prefix_index import IndexedPrefix
 from gateway.context import Context
@@ -49,6 +50,13 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         budgets = map(usage_report.budget_body, await gateway.reports.ask(query, own_id))
         return json_api.answer({"tenant": name, **found, "budgets": list(budgets)})
 
+    async def state(request: web.BaseRequest) -> web.StreamResponse:
+        identity = _identity(request)
+        json_api.query(request)
+        found = gateway.registry.tenant(identity.tenant.tenant_id)
+        assert found is not None, "a key that was just checked has a tenant"
+        return json_api.answer(await tenant_state(gateway, found, key_id=identity.key_id))
+
     async def show(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
         return json_api.answer(await _cache(gateway, _identity(request)))
@@ -74,6 +82,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     return (
         Route("GET", "/v1/usage", usage, "usage", json_api.SHAPE),
+        Route("GET", "/v1/state", state, "usage", json_api.SHAPE),
         Route("GET", "/v1/cache", show, "cache", json_api.SHAPE),
         Route("DELETE", "/v1/cache", erase, "cache", json_api.SHAPE),
     )
@@ -109,6 +118,7 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
             "floor_blocks": policy.floor_blocks,
             "ceiling_blocks": policy.ceiling_blocks,
             "classes": policy.classes,
+            "default_class": policy.default_class,
             "promised_blocks_max": policy.promised_blocks_max,
         },
         "leases": [_lease(gateway, entry) for entry in entries[-LEASES_MAX:]],

@@ -10,22 +10,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, get_args
 
-from msgspec import structs
-
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.json_api import Window
 from tenancy.accounting.focus_export import storage
-from tenancy.accounting.usage import UsageGroup, UsageTotal, usage
+from tenancy.accounting.usage import UsageGroup, UsageTotal, sum_tenants, usage
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.budgets import BudgetState
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
 from tenancy.storage.interface import Store
-from tenancy.types import Tenant
+from tenancy.types import DAY_MS, Tenant
 
 HOUR_MS = 3_600_000
 ROWS_MAX = 10_000
+BY_USER_DAYS_MAX = 32
+"""The longest window of usage by user, which is summed from single entries."""
 PARAMETERS = ("since", "until", "group_by", "key_id", "model")
 """Query parameters of a report."""
 
@@ -37,11 +37,6 @@ _COUNTS = (
     "fresh_tokens",
     "output_tokens",
     "physical_cached_tokens",
-)
-_SUMMED = tuple(
-    name
-    for name in UsageTotal.__struct_fields__
-    if name not in ("tenant", "key_id", "model", "from_ms")
 )
 _MONEY = ("charge", "saved", "adjusted")
 
@@ -55,11 +50,16 @@ async def report(
     """
     window = whole_hours(json_api.window(given, gateway.wall()))
     groups = parse_groups(given.get("group_by", ""), own=own_id is not None)
+    if "user" in groups and window.until_ms - window.since_ms > BY_USER_DAYS_MAX * DAY_MS:
+        message = (
+            f"group_by=user reads every entry: the window is limited to {BY_USER_DAYS_MAX} days."
+        )
+        raise Refusal(Kind.BAD, "invalid_value", message, param="since")
     key_id = json_api.positive_int(given, "key_id", 0, 2**53) or None
     query = _usage_query(window, tenant, groups, key_id, given.get("model"))
     found = await gateway.reports.ask(query, own_id)
     if tenant is None and groups and "tenant" not in groups:
-        found = _sum_tenants(found)
+        found = sum_tenants(found)
     if len(found) > ROWS_MAX:
         message = f"Result has {len(found)} rows; limit {ROWS_MAX}. Narrow the query."
         raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
@@ -161,15 +161,13 @@ def budget_body(state: BudgetState) -> dict[str, Any]:
     }
 
 
-def _sum_tenants(found: list[UsageTotal]) -> list[UsageTotal]:
-    """Sum over all tenants for each key, model and hour or day, in that order."""
-    totals: dict[tuple[int, str, int], UsageTotal] = {}
-    for one in found:
-        group = (one.key_id or 0, one.model or "", one.from_ms or 0)
-        before = totals.get(group, UsageTotal(tenant=""))
-        totals_body = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
-        totals[group] = structs.replace(one, tenant="", **totals_body)
-    return [totals[group] for group in sorted(totals)]
+def budget_share(state: BudgetState) -> float | None:
+    """Return the spent and reserved part of the hard budget, or else of the soft one; None for a
+    budget of nothing."""
+    hard, soft = state.budget.hard_micros, state.budget.soft_micros
+    limit = soft if hard is None else hard
+    taken = state.spent_pico + state.reserved_pico
+    return round(taken / (limit * PICO_PER_MICRO), 6) if limit else None
 
 
 def _row(one: UsageTotal, groups: tuple[UsageGroup, ...]) -> dict[str, Any]:
@@ -182,6 +180,8 @@ def _row(one: UsageTotal, groups: tuple[UsageGroup, ...]) -> dict[str, Any]:
                 row["key_id"] = one.key_id
             case "model":
                 row["model"] = one.model
+            case "user":
+                row["user"] = one.user or None
             case "hour" | "day":
                 row["from"] = json_api.instant(one.from_ms or 0)
     return {**row, **totals_body([one])}

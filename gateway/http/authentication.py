@@ -1,4 +1,4 @@
-"""Checks the Host header, extracts the API key, and counts wrong keys by address.
+"""Checks the Host header, extracts the API key or a proxy's user, and counts wrong keys.
 
 It knows no handler and no store. `gateway.http.middleware` calls it before a body is read.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from aiohttp import web
@@ -25,6 +25,13 @@ _ADDRESSES_MAX = 4_096
 """Addresses counted at once; the one unseen for longest is dropped first."""
 
 _NONE: list[str] = []
+
+KEY_HEADERS = ("X-Api-Key", "X-Goog-Api-Key")
+"""Headers that hold a key, beside Authorization."""
+ACT_HEADER = "X-Trunkline-Request"
+"""A header without which a change by a proxy's user is refused; its value is not read."""
+USER_CHARS_MAX = 200
+"""Longest name of a proxy's user, in characters."""
 
 
 ALL_ADDRESSES = (str(ipaddress.IPv4Address(0)), f"[{ipaddress.IPv6Address(0)}]")
@@ -84,7 +91,7 @@ def bearer_key(request: web.BaseRequest, *, takes_query: bool = True) -> str:
     for value in authorized:
         scheme, _, key = value.partition(" ")
         found.append(key.strip() if scheme.lower() == "bearer" else "")
-    for header in ("X-Api-Key", "X-Goog-Api-Key"):
+    for header in KEY_HEADERS:
         if header in headers:
             found += [value.strip() for value in headers.getall(header)]
     if request.rel_url.raw_query_string and "key" in request.query:
@@ -102,6 +109,68 @@ def bearer_key(request: web.BaseRequest, *, takes_query: bool = True) -> str:
     if not found or not found[0]:
         raise KeyRefused("key_unknown", "Missing API key; expected Authorization: Bearer <key>.")
     return found[0]
+
+
+def has_key(request: web.BaseRequest) -> bool:
+    """Return whether a header of the request has a key, valid or not."""
+    headers = request.headers
+    return any(name in headers for name in KEY_HEADERS) or any(
+        value.partition(" ")[0].lower() == "bearer"
+        for value in headers.getall("Authorization", _NONE)
+    )
+
+
+class TrustedHeader:
+    """Administrators that a proxy has authenticated and names in a header.
+
+    Only connections from the proxy's own addresses are believed; a key in the request comes first.
+    A browser sends a proxy's cookie with every request, one that a foreign page makes too: a
+    request that changes something must therefore have `X-Trunkline-Request`, which no page of
+    another origin can set.
+    """
+
+    def __init__(self, name: str, proxies: Iterable[str], scopes: Iterable[str]) -> None:
+        """`name`: of the header; "" believes none. `proxies`: networks, such as 10.0.0.7/32."""
+        self._name = name
+        self._proxies = tuple(map(ipaddress.ip_network, proxies))
+        self.scopes = frozenset(scopes)
+
+    def user_of(self, request: web.BaseRequest) -> str | None:
+        """Return the user that a trusted proxy names, or None. Raises Refusal."""
+        if not self._name or self._name not in request.headers:
+            return None
+        if has_key(request) or not self._is_proxy(request.remote):
+            return None
+        given = request.headers.getall(self._name)
+        user = given[0].strip()
+        if len(given) > 1 or not user.isprintable() or not 0 < len(user) <= USER_CHARS_MAX:
+            raise Refusal(
+                Kind.AUTH,
+                "bad_trusted_header",
+                f"Invalid {self._name}; expected it once, with a user of 1 to {USER_CHARS_MAX}"
+                " printable characters.",
+            )
+        if request.method not in ("GET", "HEAD") and ACT_HEADER not in request.headers:
+            raise Refusal(
+                Kind.PERMISSION,
+                "cross_site_request",
+                f"A change by a user of a proxy needs the header {ACT_HEADER}, which pages of other"
+                " sites cannot send.",
+            )
+        return user
+
+    def _is_proxy(self, remote: str | None) -> bool:
+        try:
+            address = ipaddress.ip_address(remote or "")
+        except ValueError:
+            return False
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._proxies)
+
+
+NO_TRUSTED_HEADER = TrustedHeader("", (), ())
+"""Believes no header: administrators sign in with keys."""
 
 
 class WrongKeys:

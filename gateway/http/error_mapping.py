@@ -68,7 +68,6 @@ _NOT_SERVED = {
     "interactions": "Interactions are not supported; use generateContent.",
     "evals": "Evaluations are not supported.",
     "skills": "Skills are not supported; send their text.",
-    "conversations": _STORES,
     "chat/completions": _STORES,
     "responses/compact": "Compacting responses is not supported; send the items to keep.",
 }
@@ -198,13 +197,17 @@ def engine_refusal(
     retry_after_s: float | None = None,
     *,
     schema_field: str | None = None,
+    is_schema: bool = True,
 ) -> Refusal:
     """Return the refusal for an engine code. O(1).
 
     `schema_field`: the request field that holds the response schema; it becomes `param` if the
-    engine rejects that schema.
+    engine rejects that schema. `is_schema`: False for a pattern or a grammar, whose codes are the
+    engine's.
     """
     kind, name = _ENGINE_CODES.get(code, (Kind.INTERNAL, "internal_error"))
+    if not is_schema and code in _SCHEMA_CODES:
+        name = code
     if kind is Kind.BUSY and retry_after_s is None:
         retry_after_s = 1.0
     param = schema_field if code in _SCHEMA_CODES else None
@@ -219,5 +222,5 @@ def error_location(error: BaseException) -> dict[str, object]:
     frames = traceback.extract_tb(error.__traceback__)[-6:]
     return {
         "error": type(error).__name__,
-        "at": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
+        "frames": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
     }

@@ -8,7 +8,7 @@ tenant and no engine; handlers in `gateway.api` call it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from gateway.config import ServerConfig
 from gateway.dialects.validation import convert, find_duplicate_key
 from gateway.errors import Kind, Refusal
 from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
+from tenancy.accounting.exports import as_csv
 
 T = TypeVar("T")
 
@@ -66,6 +67,35 @@ def answer(value: object, status: int = 200) -> web.Response:
     """Return a JSON response."""
     body = msgspec.json.encode(value)
     return web.Response(status=status, body=body, content_type="application/json")
+
+
+def wants_csv(given: Mapping[str, str]) -> bool:
+    """Return whether the parameter `format` asks for CSV; JSON is the default. Raises Refusal."""
+    name = given.get("format", "json")
+    if name not in ("json", "csv"):
+        message = f"Unknown format: {name[:32]!r}; expected json or csv."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="format")
+    return name == "csv"
+
+
+def csv_answer(rows: Sequence[Mapping[str, object]], name: str) -> web.Response:
+    """Return rows as a CSV file, with the columns of the first row that has them. O(cells)."""
+    columns = tuple(dict.fromkeys(column for row in rows for column in row))
+    cells = [{column: _cell(row.get(column)) for column in columns} for row in rows]
+    return web.Response(
+        body=b"".join(as_csv(columns, cells)),
+        content_type="text/csv",
+        charset="utf-8",
+        headers={"Content-Disposition": f'attachment; filename="{name}.csv"'},
+    )
+
+
+def _cell(value: object) -> object:
+    """Return a cell of CSV: JSON for a list, an object or a truth value."""
+    is_plain = value is None or isinstance(value, str | int | float)
+    if is_plain and not isinstance(value, bool):
+        return value
+    return msgspec.json.encode(value).decode()
 
 
 async def read(request: web.BaseRequest, settings: ServerConfig, kind: type[T]) -> T:

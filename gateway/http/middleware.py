@@ -21,7 +21,14 @@ from aiohttp import web
 from gateway.context import Context
 from gateway.dialects.protocol import ErrorShape
 from gateway.errors import Kind, Refusal
-from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys, bearer_key, check_host
+from gateway.http.authentication import (
+    NO_TRUSTED_HEADER,
+    WRONG_KEYS_PER_MINUTE_MAX,
+    TrustedHeader,
+    WrongKeys,
+    bearer_key,
+    check_host,
+)
 from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import error_location, refusal_of
 from gateway.http.request_body import BODY_SHARE, BodyBudget, BodyShare
@@ -30,6 +37,7 @@ from gateway.http.request_context import (
     STATE,
     RequestState,
     log_facts,
+    record_of,
     span_facts,
 )
 from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
@@ -46,12 +54,14 @@ Role = Literal[
     "inference",
     "usage",
     "cache",
+    "admin",
     "admin:read",
     "admin:tenants",
     "admin:money",
     "admin:erase",
 ]
-"""What a route requires of a key: a tenant's scope, an administrator's, or `open` for no key."""
+"""What a route requires of a key: a tenant's scope, an administrator's (`admin`: any of them), or
+`open` for no key."""
 
 ADMINISTRATOR = 0
 """What connections and bodies of the admin API count for; no tenant has this id."""
@@ -79,23 +89,27 @@ class Middleware:
         shape_of: Callable[[web.BaseRequest], ErrorShape] = lambda request: PLAIN,
         take_place: Callable[[Context, RequestState], None] = lambda gateway, state: None,
         hosts_setting: str = "server.hosts",
+        trusted: TrustedHeader = NO_TRUSTED_HEADER,
     ) -> None:
         """Build the route table. `hosts_setting`: the setting that `hosts` come from.
 
         `take_place` admits a tenant's request before its body is read: it sets the state's `place`
         or raises Refusal. `shape_of` returns the error shape of a request whose route has none.
+        `trusted` signs in administrators that a proxy has authenticated.
         """
         self.routes = routes
         self._gateway = gateway
         self._hosts, self._hosts_setting = hosts, hosts_setting
+        self._is_public = hosts_setting == "server.hosts"
         self._shape_of = shape_of
         self._take_place = take_place
+        self._trusted = trusted
         self._bodies = BodyBudget(gateway.config.server.body_bytes_in_flight_max)
         self._table = RouteTable[tuple[Route, str]]()
         for route in routes:
             self._table.add(route.method, route.path, (route, canonical(route.path)))
         self._wrong_keys = WrongKeys(gateway.clock)
-        self._refusal_lines = RefusalLines(gateway.log, gateway.clock)
+        self._refusal_lines = RefusalLines(gateway.log, lambda: gateway.clock())
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Process one request, from its id to its log line.
@@ -181,13 +195,11 @@ class Middleware:
         registry = self._gateway.registry
         try:
             if role.startswith(ADMIN):
-                key = bearer_key(request, takes_query=False)
-                administrator = registry.authenticate_admin(key)
-                state.admin_key_id = administrator.key_id
-                state.admin_scopes = administrator.scopes
-                scope = role.removeprefix(f"{ADMIN}:")
-                if scope not in administrator.scopes:
-                    message = f"This administrator's key does not have the {scope!r} scope."
+                self._authenticate_administrator(request, state)
+                scope = role.removeprefix(ADMIN).removeprefix(":")
+                if scope and scope not in state.admin_scopes:
+                    who = "administrator" if state.admin_user else "administrator's key"
+                    message = f"This {who} does not have the {scope!r} scope."
                     raise KeyRefused("scope_missing", message)
                 return
             key = bearer_key(request)
@@ -210,6 +222,16 @@ class Middleware:
             if error.code == "tenant_suspended":
                 raise Refusal(Kind.PERMISSION, error.code, "This tenant is suspended.") from error
             raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
+
+    def _authenticate_administrator(self, request: web.BaseRequest, state: RequestState) -> None:
+        """Record the administrator of a key, or the one that a trusted proxy names."""
+        user = self._trusted.user_of(request)
+        if user is not None:
+            state.admin_user, state.admin_scopes = user, self._trusted.scopes
+            return
+        key = bearer_key(request, takes_query=False)
+        administrator = self._gateway.registry.authenticate_admin(key)
+        state.admin_key_id, state.admin_scopes = administrator.key_id, administrator.scopes
 
     def _refuse(
         self, error: Exception, state: RequestState, request: web.BaseRequest
@@ -239,23 +261,33 @@ class Middleware:
         telemetry.requests.add(1, tenant, state.route, state.ending)
         if state.code:
             telemetry.refusals.add(1, state.code)
+            if state.identity is not None:
+                telemetry.tenant_refusals.add(1, tenant, state.code)
+        is_refused = state.ending == "refused"
+        has_owner = state.identity is not None or (self._is_public and state.route != "unknown")
+        if state.operation or (is_refused and has_owner):
+            self._gateway.ended.add((record_of(state, status, total_s), state.segments))
         if state.first_token_s is not None:
             cached = cache_outcome(state.cached_tokens, state.prompt_tokens)
             telemetry.first_token_s.add(state.first_token_s, cached)
-        # Health probes come every second: log only requests with a key, and failures.
-        has_key = state.identity is not None or state.admin_key_id is not None
-        is_told = has_key or state.ending != "done"
-        if is_told and state.ending == "refused":
+        # Health probes come every second: log only requests of known callers, and failures.
+        is_known = (
+            state.identity is not None or state.admin_key_id is not None or state.admin_user != ""
+        )
+        is_told = is_known or state.ending != "done"
+        if is_told and is_refused:
             identity = state.identity
             owner = state.admin_key_id if identity is None else identity.tenant.name
             is_told = self._refusal_lines.admit(owner)
         if self._gateway.config.log.requests and is_told:
-            self._gateway.log("request", log_facts(state, request.method, status, total_s))
+            address = request[CONNECTION].address
+            facts = log_facts(state, request.method, status, total_s, address)
+            self._gateway.log("request", facts)
         tracer = self._gateway.tracer
         if tracer is not None and state.operation:
             traceparent = request.headers.get("traceparent", "")
-            facts = span_facts(state, status, total_s, self._gateway.wall(), traceparent)
-            tracer.record(facts)
+            span = span_facts(state, status, total_s, self._gateway.wall(), traceparent)
+            tracer.record(span)
 
 
 async def _no_content() -> web.StreamResponse:

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.dialects.canonical import NO_METADATA, RequestMetadata
+from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
+from tenancy.accounting.request_records import RequestRecord
 from tenancy.limits import Reservation
 from tenancy.types import Identity, ToleranceMode, WallClock
 
@@ -73,10 +74,13 @@ class RequestState(Struct):
     """The mutable state of a request, filled in until its log line is written.
 
     `place`: the request's place among its tenant's, with its share of the rate limits.
-    `parameters`: the decoded path parameters. `headers`: added to any response. `operation`: the
+    `admin_user`: the administrator that a trusted proxy named; "" with a key. `parameters`: the
+    decoded path parameters. `headers`: added to any response. `operation`: the
     span's name; empty for a request without a span. `epoch`: the engine's epoch. `submitted_s`: the
-    time the engine accepted the request. `first_token_s` is relative to `submitted_s`; the other
-    times are readings of the gateway's monotonic clock, in seconds.
+    time the engine accepted the request. `queue_s`: how long it waited there for its first step.
+    `missed`: the cause of the first miss. `segments`: the parts of a single prompt. `first_token_s`
+    is relative to `submitted_s`; the other times are readings of the gateway's monotonic clock, in
+    seconds.
     """
 
     request_id: str
@@ -86,6 +90,7 @@ class RequestState(Struct):
     identity: Identity | None = None
     admin_key_id: int | None = None
     place: Reservation | None = None
+    admin_user: str = ""
     admin_scopes: frozenset[str] = frozenset()
     ending: str = "done"
     code: str = ""
@@ -103,7 +108,11 @@ class RequestState(Struct):
     response_id: str = ""
     finish_reasons: dict[int, str] = {}
     submitted_s: float | None = None
+    queue_s: float = 0.0
     settled_s: float | None = None
+    missed: str = ""
+    missed_tokens: int = 0
+    segments: tuple[Boundary, ...] = ()
     headers: dict[str, str] = {}
     parameters: dict[str, str] = {}
 
@@ -126,20 +135,25 @@ class RequestState(Struct):
 STATE = web.RequestKey("state", RequestState)
 
 
-def log_facts(state: RequestState, method: str, status: int, total_s: float) -> dict[str, object]:
+def log_facts(
+    state: RequestState, method: str, status: int, total_s: float, address: str
+) -> dict[str, object]:
     """Return the fields of the request's log line: ids, counts and the declared route.
 
-    The received path is never logged: it may hold a key or a prompt.
+    `address`: the client's, as the connection has it. The received path is never logged: it may
+    hold a key or a prompt.
     """
     identity = state.identity
     first_s = state.first_token_s
     return {
         "id": state.request_id,
+        "address": address,
         "method": method if method.isalpha() and len(method) <= 8 else "other",
         "route": state.route,
         "status": status,
         "ending": state.ending,
         "code": state.code,
+        "tenant": None if identity is None else identity.tenant.name,
         "tenant_id": None if identity is None else identity.tenant.tenant_id,
         "key_id": state.admin_key_id if identity is None else identity.key_id,
         "model": state.model,
@@ -150,6 +164,37 @@ def log_facts(state: RequestState, method: str, status: int, total_s: float) -> 
         "first_token_ms": None if first_s is None else round(first_s * 1000, 1),
         "total_ms": round(total_s * 1000, 1),
     }
+
+
+def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord:
+    """Return the record of an ended request: counts, times and codes."""
+    identity, began_s, first_s = state.identity, state.started_s, None
+    submitted_s, settled_s = state.submitted_s, state.settled_s
+    if submitted_s is not None:
+        submitted_s -= began_s
+        first_s = None if state.first_token_s is None else submitted_s + state.first_token_s
+    return RequestRecord(
+        request_id=state.request_id,
+        tenant_id=0 if identity is None else identity.tenant.tenant_id,
+        key_id=0 if identity is None else identity.key_id,
+        endpoint=state.route,
+        dialect=state.shape.name,
+        model=state.model,
+        is_stream=state.is_stream,
+        status=status,
+        ending=state.ending,
+        code=state.code,
+        total_s=total_s,
+        submitted_s=submitted_s,
+        started_s=None if submitted_s is None else submitted_s + state.queue_s,
+        first_token_s=first_s,
+        settled_s=None if settled_s is None else settled_s - began_s,
+        prompt_tokens=state.prompt_tokens,
+        cached_tokens=state.cached_tokens,
+        output_tokens=state.output_tokens,
+        missed=state.missed,
+        missed_tokens=state.missed_tokens,
+    )
 
 
 def span_facts(

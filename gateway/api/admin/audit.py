@@ -17,9 +17,17 @@ from tenancy.storage.interface import Store
 
 def actor_of(gateway: Context, request: web.BaseRequest) -> Actor:
     """Return the administrator of a request, for the record of its change."""
-    key_id = request[STATE].admin_key_id
-    assert key_id is not None, "this route requires an administrator's key"
-    return Actor("admin_key", str(key_id), gateway.wall(), request.remote or "")
+    state, address = request[STATE], request.remote or ""
+    if state.admin_user:
+        return Actor("trusted_header", state.admin_user, gateway.wall(), address)
+    assert state.admin_key_id is not None, "this route requires an administrator"
+    return Actor("admin_key", str(state.admin_key_id), gateway.wall(), address)
+
+
+def author_of(request: web.BaseRequest) -> dict[str, object]:
+    """Return the administrator of a request as log lines name it."""
+    state = request[STATE]
+    return {"by_user": state.admin_user} if state.admin_user else {"by_key_id": state.admin_key_id}
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -27,13 +35,14 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def audit(request: web.BaseRequest) -> web.StreamResponse:
         names = ("since", "until", "tenant", "actor", "actor_id", "action", "before", "limit")
-        given = json_api.query(request, *names)
+        given = json_api.query(request, *names, "format")
+        is_csv = json_api.wants_csv(given)
         limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
         before = json_api.positive_int(given, "before", 2**53, 2**53)
         name, window = given.get("tenant"), json_api.window(given, gateway.wall())
         is_bounded = "since" in given or "until" in given
 
-        def ask(store: Store) -> dict[str, object]:
+        def ask(store: Store) -> tuple[list[dict[str, object]], int | None]:
             tenant = None if name is None else find_tenant_record(store, name).tenant
             wanted = AuditFilter(
                 since_ms=window.since_ms if is_bounded else None,
@@ -45,11 +54,12 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             )
             found = list_changes(store, wanted, before_id=before, limit=limit)
             tenants = {one.tenant_id: one.name for one, _ in list_tenants(store)}
-            return {
-                "changes": [change_row(one, tenants) for one in found],
-                "next_before": found[-1].audit_id if len(found) == limit else None,
-            }
+            rows = [change_row(one, tenants) for one in found]
+            return rows, found[-1].audit_id if len(found) == limit else None
 
-        return json_api.answer(await asyncio.to_thread(ask, gateway.store))
+        rows, next_before = await asyncio.to_thread(ask, gateway.store)
+        if is_csv:
+            return json_api.csv_answer(rows, "audit")
+        return json_api.answer({"changes": rows, "next_before": next_before})
 
     return (Route("GET", "/admin/v1/audit", audit, "admin:read", json_api.SHAPE),)

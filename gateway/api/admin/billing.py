@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct, structs
 
-from gateway.api.admin.audit import actor_of
+from gateway.api.admin.audit import actor_of, author_of
 from gateway.api.usage_report import budget_body
 from gateway.context import Context
 from gateway.http import json_api
@@ -46,8 +46,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         gateway.config.check_card(card)
         actor = actor_of(gateway, request)
         card = await asyncio.to_thread(add_card, gateway.store, gateway.wall, card, actor)
-        by = request[STATE].admin_key_id
-        gateway.log("rate_card_added", {"by_key_id": by, "rate_card": card.rate_card_id})
+        gateway.log("rate_card_added", {**author_of(request), "rate_card": card.rate_card_id})
         return json_api.answer(_card_body(card), 201)
 
     async def budgets(request: web.BaseRequest) -> web.StreamResponse:
@@ -60,7 +59,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         body = await json_api.read(request, gateway.config.server, BudgetBody)
         budget = Budget(tenant_id=tenant.tenant_id, **structs.asdict(body))
         await asyncio.to_thread(set_budget, gateway.store, budget, actor_of(gateway, request))
-        facts = {"by_key_id": request[STATE].admin_key_id, "tenant_id": tenant.tenant_id}
+        facts = {**author_of(request), "tenant_id": tenant.tenant_id}
         gateway.log("budget_set", {**facts, "window": body.window})
         return json_api.answer({"budgets": await _budgets(gateway, tenant.tenant_id)})
 

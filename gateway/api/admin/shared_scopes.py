@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct, structs
 
-from gateway.api.admin.audit import actor_of
+from gateway.api.admin.audit import actor_of, author_of
 from gateway.context import Context
 from gateway.http import json_api
 from gateway.http.middleware import Route
@@ -36,10 +36,8 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     def note(request: web.BaseRequest, event: str, scope: ScopeRecord) -> None:
         """Log the change, and apply it to the next request."""
         gateway.registry.refresh_now()
-        by = request[STATE].admin_key_id
-        gateway.log(
-            event, {"by_key_id": by, "shared_scope": scope.name, "scope_id": scope.scope_id}
-        )
+        facts = {"shared_scope": scope.name, "scope_id": scope.scope_id}
+        gateway.log(event, {**author_of(request), **facts})
 
     async def listed(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)

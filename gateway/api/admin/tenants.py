@@ -12,12 +12,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from engine.errors import EngineError
-from gateway.api.admin.audit import actor_of
+from gateway.api.admin.audit import actor_of, author_of
+from gateway.api.tenant_state import key_body, tenant_state
 from gateway.background.config_reload import reload
 from gateway.background.erasure import erase_removed
 from gateway.caching.floors import check_floor, guaranteed_blocks
@@ -88,6 +88,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         _route("POST", "/admin/v1/tenants", handlers.create_tenant),
         _route("GET", one, handlers.show_tenant),
         _route("PATCH", one, handlers.change_tenant),
+        _route("GET", f"{one}/state", handlers.show_state),
         _route("DELETE", one, handlers.delete_tenant),
         _route("GET", tenant_keys, handlers.list_tenant_keys),
         _route("POST", tenant_keys, handlers.create_key),
@@ -119,16 +120,19 @@ class _TenantHandlers:
     # -- tenants ------------------------------------------------------------------------------
 
     async def list_tenants(self, request: web.BaseRequest) -> web.StreamResponse:
-        given = json_api.query(request, "after", "limit")
+        given = json_api.query(request, "after", "limit", "format")
+        is_csv = json_api.wants_csv(given)
         limit, after = json_api.positive_int(given, "limit", 100, PAGE_MAX), given.get("after", "")
         found = await self._gateway.reports.ask(tenants.list_tenant_records)
         rest = [one for one in found if one.tenant.name > after]
         page = [self._body(one) for one in rest[:limit]]
+        if is_csv:
+            return json_api.csv_answer(page, "tenants")
         return json_api.answer({"tenants": page, "has_more": len(rest) > limit})
 
     async def create_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, NewTenant)
-        self._gateway.config.caching.check_classes(body.classes or ())
+        self._gateway.config.caching.check_settings(body)
         tenants.check_settings(body)
         await asyncio.to_thread(
             tenants.create_tenant,
@@ -148,6 +152,11 @@ class _TenantHandlers:
     async def show_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         return json_api.answer(self._body(await self._tenant(request[STATE].parameters["name"])))
 
+    async def show_state(self, request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
+        found = await self._tenant(request[STATE].parameters["name"])
+        return json_api.answer(await tenant_state(self._gateway, found))
+
     async def change_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         name = request[STATE].parameters["name"]
         body = await json_api.read_object(request, self._gateway.config.server)
@@ -157,7 +166,7 @@ class _TenantHandlers:
             raise Refusal(Kind.BAD, "invalid_value", message, param="status")
         # Report each wrong field by its path, before the first write.
         settings = convert(body, TenantSettings, "")
-        self._gateway.config.caching.check_classes(settings.classes or ())
+        self._gateway.config.caching.check_settings(settings)
         tenants.check_settings(settings)
         check = self._floor_check(name, settings)
         by = actor_of(self._gateway, request)
@@ -321,8 +330,7 @@ class _TenantHandlers:
     ) -> None:
         """Log the change, and apply it to the next request."""
         self._gateway.registry.refresh_now()
-        by = request[STATE].admin_key_id
-        facts: dict[str, object] = {"by_key_id": by, "tenant_id": tenant_id, "key_id": key_id}
+        facts: dict[str, object] = {"tenant_id": tenant_id, "key_id": key_id, **author_of(request)}
         self._gateway.log(event, {name: id_ for name, id_ in facts.items() if id_ is not None})
 
 
@@ -336,8 +344,8 @@ def _check_holds(request: web.BaseRequest, scopes: Iterable[str]) -> None:
         raise Refusal(
             Kind.PERMISSION,
             "scope_missing",
-            f"This administrator's key does not have the scopes {', '.join(missing)}, which the"
-            " other key has or would have.",
+            f"This administrator does not have the scopes {', '.join(missing)}, which the other key"
+            " has or would have.",
         )
 
 
@@ -351,31 +359,6 @@ def tenant_body(one: TenantRecord) -> dict[str, Any]:
         "declared": tenant.is_declared,
         "created": json_api.instant(tenant.created_ms),
         **structs.asdict(one.settings),
-    }
-
-
-def key_body(key: Key) -> dict[str, Any]:
-    """Return a key as responses show it, without its secret."""
-    instants = {
-        name: None if at_ms is None else json_api.instant(at_ms)
-        for name, at_ms in (
-            ("created", key.created_ms),
-            ("expires", key.expires_ms),
-            ("revoked", key.revoked_ms),
-        )
-    }
-    return {
-        "key_id": key.key_id,
-        "shown": f"{key.shown}…",
-        "tenant": key.tenant,
-        "workspace": key.workspace or None,
-        "label": key.label,
-        "scopes": key.scopes,
-        "limits": msgspec.to_builtins(key.limits),
-        "tolerance": key.tolerance,
-        "replaced_by": key.replaced_by,
-        "declared": key.is_declared,
-        **instants,
     }
 
 

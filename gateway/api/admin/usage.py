@@ -43,11 +43,14 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     """Return the routes of usage, cache contents and erasures."""
 
     async def usage(request: web.BaseRequest) -> web.StreamResponse:
-        given = json_api.query(request, "tenant", *usage_report.PARAMETERS)
-        name = given.get("tenant")
+        given = json_api.query(request, "tenant", "format", *usage_report.PARAMETERS)
+        name, is_csv = given.get("tenant"), json_api.wants_csv(given)
         if name is not None:
             await _tenant(gateway, name)
-        return json_api.answer(await usage_report.report(gateway, given, name))
+        body = await usage_report.report(gateway, given, name)
+        if is_csv:
+            return json_api.csv_answer(body["rows"] or [body["totals"]], "usage")
+        return json_api.answer(body)
 
     async def cache(request: web.BaseRequest) -> web.StreamResponse:
         name = json_api.query(request, "tenant").get("tenant")
@@ -58,9 +61,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         body = await json_api.read(request, gateway.config.server, EraseBody)
         if len(body.lease_id or "") > erasure.LEASE_ID_CHARS_MAX:
             raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
-        by = request[STATE].admin_key_id
-        assert by is not None, "this route requires an administrator's key"
-        owner, target = await _target(gateway, body, by)
+        owner, target = await _target(gateway, body, request[STATE].admin_key_id or 0)
         actor = actor_of(gateway, request)
         return json_api.answer(
             {**owner, **erasure.receipt_body(await erasure.erase(gateway, target, actor))}

@@ -115,6 +115,7 @@ def test_error_location_has_lines_and_no_message() -> None:
 
     assert facts["error"] == "ValueError"
     assert "planted" not in json.dumps(facts)
+    assert "at" not in facts, "the log line's time has that name"
 
 
 @pytest.fixture

@@ -98,3 +98,30 @@ def test_invalid_json_is_refused_as_invalid_json(body: bytes) -> None:
         json_api.decode(body, dict)
 
     assert caught.value.code == "invalid_json"
+
+
+def test_csv_has_the_columns_of_all_rows() -> None:
+    """Text that a spreadsheet would run is quoted, and an amount below zero is not."""
+    rows: list[dict[str, object]] = [
+        {"a": None, "b": "=1+1", "c": True},
+        {"a": "-0.5", "b": ["x"], "d": 7},
+    ]
+    answer = json_api.csv_answer(rows, "rows")
+
+    assert isinstance(answer.body, bytes)
+    assert answer.body.decode().split("\r\n") == [
+        "a,b,c,d",
+        ",'=1+1,true,",
+        '-0.5,"[""x""]",,7',
+        "",
+    ]
+    assert answer.headers["Content-Disposition"] == 'attachment; filename="rows.csv"'
+    assert answer.headers["Content-Type"] == "text/csv; charset=utf-8"
+
+
+def test_refuses_an_unknown_format() -> None:
+    with pytest.raises(Refusal) as refused:
+        json_api.wants_csv({"format": "xml"})
+
+    assert refused.value.param == "format"
+    assert [json_api.wants_csv({"format": name}) for name in ("json", "csv")] == [False, True]

@@ -28,14 +28,14 @@ def state(**more: Any) -> RequestState:
 )
 def test_log_line_shows_only_alphabetic_methods(method: str, shown: str) -> None:
     """A method from the wire could carry terminal escapes into the log."""
-    assert log_facts(state(), method, 200, 0.5)["method"] == shown
+    assert log_facts(state(), method, 200, 0.5, "")["method"] == shown
 
 
 def test_span_times_are_relative_to_the_start_of_the_request() -> None:
     """The log line's first-token time is relative to the submission to the engine."""
     facts = state(submitted_s=10.2, first_token_s=0.3, settled_s=10.9)
 
-    line = log_facts(facts, "POST", 200, 1.0)
+    line = log_facts(facts, "POST", 200, 1.0, "")
     span = span_facts(facts, 200, 1.0, 5_000, "")
 
     assert (line["first_token_ms"], line["total_ms"]) == (300.0, 1000.0)
@@ -48,7 +48,7 @@ def test_refused_request_has_no_engine_times() -> None:
 
     span = span_facts(facts, 400, 0.1, 5_000, "")
 
-    assert log_facts(facts, "POST", 400, 0.1)["first_token_ms"] is None
+    assert log_facts(facts, "POST", 400, 0.1, "")["first_token_ms"] is None
     assert (span.submitted_s, span.first_token_s, span.settled_s) == (None, None, None)
     assert span.error == "bad"
 

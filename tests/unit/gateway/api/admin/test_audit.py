@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from gateway.background.storage_metering import StorageMetering
+from gateway.background.webhooks import WebhookEndpoint
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -47,6 +48,10 @@ CHANGES: Mapping[str, tuple[tuple[str, str, Any], str]] = {
         "budget.set",
     ),
     "POST /admin/v1/erase": (("POST", "/admin/v1/erase", {"tenant": "ada"}), "cache.erase"),
+    "POST /admin/v1/webhooks/{name}/test": (
+        ("POST", "/admin/v1/webhooks/ops/test", None),
+        "webhook.test",
+    ),
     "DELETE /admin/v1/tenants/{name}": (("DELETE", "/admin/v1/tenants/bob", None), "tenant.delete"),
 }
 """A change by each route, and the action of its last record."""
@@ -54,8 +59,11 @@ WITHOUT_RECORD = {"POST /admin/v1/reload"}
 """Records what it changed, each on its own; the file of a test declares nothing."""
 
 
-async def test_every_change_is_recorded(gateway: GatewayFixture) -> None:
+async def test_every_change_is_recorded(unopened_gateway: GatewayFixture) -> None:
     """A new route that changes something needs an entry here."""
+    gateway = unopened_gateway
+    gateway.endpoints = [WebhookEndpoint("ops", "http://127.0.0.1:9", frozenset(), "slack")]
+    await gateway.open()
     admin = AdminClient(gateway)
     declared = {
         f"{route.method} {route.path}"

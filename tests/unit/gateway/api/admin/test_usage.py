@@ -117,6 +117,8 @@ async def test_erasing_a_workspace_keeps_the_others(admin: AdminClient) -> None:
         ("GET", "/admin/v1/erasures", None, 400, "missing_required_parameter"),
         ("GET", "/admin/v1/erasures?tenant=ada&limit=5000", None, 400, "invalid_value"),
         ("GET", "/admin/v1/usage?tenant=nobody", None, 404, "tenant_unknown"),
+        ("GET", "/admin/v1/analytics/nobody", None, 404, "tenant_unknown"),
+        ("GET", "/admin/v1/analytics/bob", None, 404, "not_seen"),
         ("GET", "/admin/v1/usage?since=1900-01-01", None, 400, "invalid_value"),
         ("GET", "/admin/v1/cache?tenant=..%2f", None, 404, "tenant_unknown"),
     ],
@@ -131,3 +133,19 @@ async def test_refuses_invalid_erasures(
     assert (got, answer["error"]["code"]) == (status, code)
     assert list_receipts(admin.gateway.store, 1) == []
     assert (await admin.gateway.quiet()).cached_blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "column"),
+    [("usage?group_by=tenant", "tenant"), ("tenants?x=", "name"), ("audit?x=", "action")],
+)
+async def test_tables_are_to_be_had_as_csv(admin: AdminClient, path: str, column: str) -> None:
+    await admin.gateway.ask(body=admin.gateway.chat(LONG))
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"weight": 2})
+    query = path.replace("x=", "")
+    status, text = await admin.ask("GET", f"/admin/v1/{query}&format=csv".replace("?&", "?"))
+    header, first, *_ = text.split("\r\n")
+
+    assert status == 200
+    assert column in header.split(",")
+    assert len(first.split(",")) >= len(header.split(","))

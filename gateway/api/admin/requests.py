@@ -1,0 +1,228 @@
+"""`/admin/v1/requests`: ended requests, refused ones too, one by one.
+
+A request is shown from its ledger entry and from its record, which has its way, its times and the
+cause of its miss; either may be missing. No text is kept, so none is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from msgspec.structs import asdict
+
+from gateway.background.history_sampling import flush_requests
+from gateway.context import Context
+from gateway.errors import Kind, Refusal
+from gateway.http import json_api
+from gateway.http.middleware import Route
+from gateway.http.request_context import STATE
+from tenancy.accounting.request_records import (
+    EndedRequest,
+    RequestFilter,
+    find_request,
+    list_requests,
+    received_ms,
+)
+from tenancy.accounts.tenants import find_tenant_record, list_tenants
+from tenancy.ledger.entries import ChargingRules
+from tenancy.pricing.charges import format_dollars, itemize
+from tenancy.pricing.rate_cards import RateCards, load_cards
+from tenancy.storage.interface import Store
+from tenancy.types import DAY_MS, UsageEntry
+
+PAGE_MAX = 1_000
+MICROS_PER_DOLLAR = 10**6
+_INSTANTS = ("received_ms", "ended_ms")
+Names = Mapping[int, str]
+"""Names of tenants by id."""
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """Return the routes of ended requests."""
+
+    async def listed(request: web.BaseRequest) -> web.StreamResponse:
+        names = ("tenant", "code", "since", "until", "limit", "before", "format")
+        given = json_api.query(request, *names)
+        is_csv = json_api.wants_csv(given)
+        limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
+        await flush_requests(gateway)
+        find = partial(_list, given=given, now_ms=gateway.wall(), limit=limit)
+        rows = await gateway.reports.ask(find)
+        if is_csv:
+            return json_api.csv_answer(list(map(_csv_row, rows)), "requests")
+        before = rows[-1]["request_id"] if len(rows) == limit else None
+        return json_api.answer({"requests": rows, "next_before": before})
+
+    async def one(request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
+        request_id = request[STATE].parameters["request_id"]
+        await flush_requests(gateway)
+        return json_api.answer(await gateway.reports.ask(partial(_show, request_id=request_id)))
+
+    return (
+        Route("GET", "/admin/v1/requests", listed, "admin:read", json_api.SHAPE),
+        Route("GET", "/admin/v1/requests/{request_id}", one, "admin:read", json_api.SHAPE),
+    )
+
+
+def _list(store: Store, given: Mapping[str, str], now_ms: int, limit: int) -> list[dict[str, Any]]:
+    """Return rows of a page, newest first. Raises Refusal, BadName and StoreError."""
+    window = json_api.window(given, now_ms)
+    since_ms = window.since_ms if "since" in given else max(0, window.until_ms - DAY_MS)
+    name, before = given.get("tenant"), given.get("before")
+    if before is not None and received_ms(before) is None:
+        message = f"Invalid before: {before[:40]!r}; expected the id of a request."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="before")
+    wanted = RequestFilter(
+        since_ms=since_ms,
+        until_ms=window.until_ms,
+        tenant_id=None if name is None else find_tenant_record(store, name).tenant.tenant_id,
+        code=given.get("code"),
+        before_id=before,
+    )
+    names = _names(store)
+    return [_row(found, names) for found in list_requests(store, wanted, limit)]
+
+
+def _show(store: Store, request_id: str) -> dict[str, Any]:
+    """Return everything known of one request. Raises Refusal and StoreError."""
+    found = find_request(store, request_id)
+    if found is None:
+        message = "Request not found; ended requests without a ledger entry are kept for a week."
+        raise Refusal(Kind.NOT_FOUND, "request_unknown", message, param="request_id")
+    entry, record = found.entry, found.record
+    row = _row(found, _names(store))
+    return {
+        **row,
+        "times": _times(found, row["received_ms"], row["ended_ms"]),
+        "cached_tokens": _either(found, "physical_cached_tokens", "cached_tokens"),
+        "segments": _segments(found),
+        "missed_tokens": None if record is None else record.missed_tokens,
+        "recomputed_promised_tokens": None if entry is None else entry.recomputed_promised_tokens,
+        "read_by_class": {} if entry is None else entry.read,
+        "written_by_class": {} if entry is None else entry.write,
+        "workspace": None if entry is None else entry.workspace,
+        "price": None if entry is None else _price(store, found.entry_id, entry),
+        "entry": None if entry is None else {"entry_id": found.entry_id, **asdict(entry)},
+    }
+
+
+def _names(store: Store) -> Names:
+    return {tenant.tenant_id: tenant.name for tenant, _ in list_tenants(store)}
+
+
+def _either(found: EndedRequest, of_entry: str, of_record: str | None = None) -> Any:
+    """Return a field of the entry, or else of the record; None if neither has it."""
+    if found.entry is not None:
+        return getattr(found.entry, of_entry)
+    return None if found.record is None else getattr(found.record, of_record or of_entry)
+
+
+def _row(found: EndedRequest, names: Names) -> dict[str, Any]:
+    """Return a request as the list shows it."""
+    entry, record = found.entry, found.record
+    tenant_id, began_ms = _either(found, "tenant_id"), received_ms(found.request_id)
+    if began_ms is None and entry is not None:
+        began_ms = entry.started_ms
+    ended_ms = None if entry is None else entry.ended_ms
+    total_ms: float | None = None if ended_ms is None or began_ms is None else ended_ms - began_ms
+    if record is not None and began_ms is not None:
+        total_ms = _ms(record.total_s)
+        ended_ms = began_ms + round(1_000 * record.total_s)
+    first_ms = None if entry is None else entry.ttft_ms
+    ending = _either(found, "ending")
+    code = "" if ending in ("done", "cancelled") else ending
+    return {
+        "request_id": found.request_id,
+        "received_ms": began_ms,
+        "ended_ms": ended_ms,
+        "tenant": names.get(tenant_id),
+        "key_id": _either(found, "key_id") or None,
+        "dialect": _either(found, "dialect"),
+        "endpoint": None if record is None else record.endpoint,
+        "model": _either(found, "model"),
+        "stream": None if record is None else record.is_stream,
+        "status": None if record is None else record.status,
+        "ending": ending,
+        "code": code if record is None else record.code,
+        "prompt_tokens": _either(found, "prompt_tokens"),
+        "read_tokens": 0 if entry is None else entry.cache_read_tokens,
+        "written_tokens": 0 if entry is None else entry.cache_write_tokens,
+        "computed_tokens": 0 if entry is None else entry.fresh_tokens,
+        "output_tokens": _either(found, "output_tokens"),
+        "first_token_ms": first_ms if record is None else _ms(record.first_token_s),
+        "total_ms": total_ms,
+        "missed": None if record is None else record.missed,
+        "cost_usd": None if entry is None else format_dollars(entry.charge_pico),
+    }
+
+
+def _csv_row(row: Mapping[str, Any]) -> dict[str, object]:
+    """Return a row with times as people read them."""
+    return {
+        name.removesuffix("_ms") if name in _INSTANTS else name: json_api.instant(value)
+        if name in _INSTANTS and value is not None
+        else value
+        for name, value in row.items()
+    }
+
+
+def _segments(found: EndedRequest) -> list[dict[str, Any]] | None:
+    """Return the parts of the prompt with their ends, and how many of their tokens were cached;
+    None if they are not known. Of many parts some in the middle are left out."""
+    if found.record is None or not found.record.segments:
+        return None
+    rows, start, cached = [], 0, found.record.cached_tokens
+    for path, end in found.record.segments:
+        tokens = end - start
+        found_tokens = max(0, min(cached - start, tokens))
+        rows.append({"path": path, "end": end, "tokens": tokens, "cached_tokens": found_tokens})
+        start = end
+    return rows
+
+
+def _times(
+    found: EndedRequest, began_ms: int | None, ended_ms: int | None
+) -> dict[str, int | None]:
+    """Return the instants that the request reached, in milliseconds since the epoch."""
+    record = found.record
+
+    def at(after_s: float | None) -> int | None:
+        return None if after_s is None or began_ms is None else began_ms + round(1_000 * after_s)
+
+    return {
+        "received_ms": began_ms,
+        "submitted_ms": None if record is None else at(record.submitted_s),
+        "started_ms": None if record is None else at(record.started_s),
+        "first_token_ms": None if record is None else at(record.first_token_s),
+        "settled_ms": None if record is None else at(record.settled_s),
+        "ended_ms": ended_ms,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1_000 * seconds, 1)
+
+
+def _price(store: Store, entry_id: int, entry: UsageEntry) -> dict[str, Any]:
+    """Return the charge of an entry by line, and its price without caching."""
+    card = RateCards(load_cards(store)).card(entry.rate_card_id)
+    charge = itemize(card, ChargingRules(store.query).as_charged(entry_id, entry))
+    return {
+        "rate_card_id": entry.rate_card_id,
+        "lines": [
+            {
+                "line": item.component,
+                "tokens": item.tokens,
+                "usd_per_mtok": f"{item.price / MICROS_PER_DOLLAR:.6f}",
+                "usd": format_dollars(item.pico),
+            }
+            for item in charge.items
+        ],
+        "cost_usd": format_dollars(entry.charge_pico),
+        "uncached_cost_usd": format_dollars(entry.charge_pico + entry.saved_pico),
+        "saved_usd": format_dollars(entry.saved_pico),
+    }

@@ -1,0 +1,186 @@
+"""Shapes of charts, ended requests and tenants' states, for the OpenAPI documents.
+
+As in `answers`: handlers build these bodies as dictionaries, and tests hold what they answer
+against the documents.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from gateway.api.openapi.answers import KeyAnswer
+
+
+class QuantileSeries(Struct, frozen=True):
+    """Two quantiles, with one value per bucket."""
+
+    p50: list[float | None]
+    p95: list[float | None]
+
+
+class HistorySeries(Struct, frozen=True):
+    """Charts: one value per bucket, null in a gap. Money is exact decimal dollars."""
+
+    requests: list[int | None]
+    refused: list[int | None]
+    prompt_tokens: list[int | None]
+    read_tokens: list[int | None]
+    written_tokens: list[int | None]
+    computed_tokens: list[int | None]
+    output_tokens: list[int | None]
+    cost_usd: list[str | None]
+    uncached_cost_usd: list[str | None]
+    first_token_ms_hit: QuantileSeries
+    first_token_ms_miss: QuantileSeries
+    blocks_promised: list[int | None]
+    blocks_cached: list[int | None]
+    blocks_free: list[int | None]
+    refusals_by_code: dict[str, list[int | None]]
+    budget_spent_usd: list[str | None]
+
+
+class HistoryBudget(Struct, frozen=True):
+    """The tenant's own budget. `share`: the used part of the hard amount, or else of the soft."""
+
+    window: Literal["day", "month"]
+    hard_usd: str | None
+    soft_usd: str | None
+    share: float | None
+
+
+class HistoryAnswer(Struct, frozen=True):
+    """Charts over time. `at_ms`: the start of each bucket. `previous`: the period before."""
+
+    since_ms: int
+    until_ms: int
+    step_ms: int
+    tenant: str | None
+    model: str | None
+    at_ms: list[int]
+    series: HistorySeries
+    budget: HistoryBudget | None
+    previous: HistorySeries | None
+
+
+class RequestRow(Struct, frozen=True):
+    """An ended request, as the list shows it. Null: not known any more, or not reached."""
+
+    request_id: str
+    received_ms: int | None
+    ended_ms: int | None
+    tenant: str | None
+    key_id: int | None
+    dialect: str
+    endpoint: str | None
+    model: str
+    stream: bool | None
+    status: int | None
+    ending: str
+    code: str
+    prompt_tokens: int
+    read_tokens: int
+    written_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    first_token_ms: float | None
+    total_ms: float | None
+    missed: str | None
+    cost_usd: str | None
+
+
+class RequestPage(Struct, frozen=True):
+    """Ended requests, newest first, and `before` of the next page."""
+
+    requests: list[RequestRow]
+    next_before: str | None
+
+
+class RequestTimes(Struct, frozen=True):
+    """Instants of a request, in milliseconds since the epoch."""
+
+    received_ms: int | None
+    submitted_ms: int | None
+    started_ms: int | None
+    first_token_ms: int | None
+    settled_ms: int | None
+    ended_ms: int | None
+
+
+class RequestSegment(Struct, frozen=True):
+    """A part of a prompt by its path in the request, with its last token and its cached ones."""
+
+    path: str
+    end: int
+    tokens: int
+    cached_tokens: int
+
+
+class PriceLine(Struct, frozen=True):
+    """A component of a charge."""
+
+    line: str
+    tokens: int
+    usd_per_mtok: str
+    usd: str
+
+
+class RequestPrice(Struct, frozen=True):
+    """A request's charge by line, and the same request's without caching."""
+
+    rate_card_id: str
+    lines: list[PriceLine]
+    cost_usd: str
+    uncached_cost_usd: str
+    saved_usd: str
+
+
+class RequestAnswer(RequestRow, frozen=True):
+    """Everything known of an ended request. `entry`: its ledger entry."""
+
+    times: RequestTimes
+    cached_tokens: int
+    segments: list[RequestSegment] | None
+    missed_tokens: int | None
+    recomputed_promised_tokens: int | None
+    read_by_class: dict[str, int]
+    written_by_class: dict[str, int]
+    workspace: str | None
+    price: RequestPrice | None
+    entry: dict[str, Any] | None
+
+
+class StateBudget(Struct, frozen=True):
+    """A budget in its present window."""
+
+    window: Literal["day", "month"]
+    key_id: int | None
+    hard_usd: str | None
+    soft_usd: str | None
+    spent_usd: str
+    reserved_usd: str
+    ends_at_ms: int
+    share: float | None
+
+
+class StateLimit(Struct, frozen=True):
+    """A limit of a tenant, and how much of the last minute's is used."""
+
+    limit: int
+    used_last_minute: int
+
+
+class TenantStateAnswer(Struct, frozen=True):
+    """What a tenant may do now, and why not."""
+
+    tenant: str
+    status: Literal["ok", "limited", "over_budget", "suspended"]
+    since_ms: int | None
+    reasons: list[str]
+    budgets: list[StateBudget]
+    limits: dict[str, StateLimit]
+    keys: list[KeyAnswer]
+    refusals_last_hour: dict[str, int]
+    refusals_today: dict[str, int]
+    last_request_ms: int | None

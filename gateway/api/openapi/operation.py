@@ -1,0 +1,35 @@
+"""One entry of the tables that describe the routes: `Operation`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from gateway.http.middleware import Role
+
+Family = Literal["api", "openai", "anthropic", "gemini"]
+"""Whose error shape a route has; `api` is that of the admin and self-service APIs."""
+
+JSON = "application/json"
+SSE = "text/event-stream"
+
+
+class Operation(Struct, frozen=True):
+    """A described route. `path`: as the route declares it, with its parameters' patterns.
+
+    `body` and `answer`: the structs of the request and of a success; None for no request body, and
+    for an answer that has no struct. `query`: the names of its parameters. `content`: the content
+    types of a success.
+    """
+
+    method: str
+    path: str
+    role: Role
+    summary: str
+    body: type | None = None
+    answer: type | None = None
+    query: tuple[str, ...] = ()
+    status: int = 200
+    family: Family = "api"
+    content: tuple[str, ...] = (JSON,)

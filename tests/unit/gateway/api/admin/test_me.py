@@ -1,0 +1,41 @@
+"""`GET /admin/v1/me`: who asks, with which scopes, and what the server is."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.ledger.metering import wall_ms
+from tenancy.accounts.keys import create_admin_key
+from tests.unit.gateway.admin_client import AdminClient
+from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+
+@pytest.mark.parametrize("scopes", [("money",), ("read", "tenants"), None])
+async def test_any_administrator_sees_its_own_scopes(
+    gateway: GatewayFixture, scopes: tuple[str, ...] | None
+) -> None:
+    """A key without the scope `read`, too: the dashboard asks what it may offer."""
+    admin = AdminClient(gateway)
+    key = create_admin_key(gateway.store, wall_ms, label="pager", scopes=scopes)
+    gateway.gateway.context.registry.refresh_now()
+
+    status, told = await admin.ask("GET", "/admin/v1/me", key=key)
+
+    assert status == 200
+    assert (told["actor"], told["label"]) == ("admin_key", "pager")
+    assert told["scopes"] == sorted(scopes or ("erase", "money", "read", "tenants"))
+    assert told["server"]["model"] == gateway.model
+    assert "1h" in told["server"]["classes"]
+    assert key not in str(told)
+
+
+async def test_others_see_nothing(gateway: GatewayFixture) -> None:
+    """Neither strangers nor tenants."""
+    admin = AdminClient(gateway)
+
+    answers = [
+        await admin.ask("GET", "/admin/v1/me", key=key)
+        for key in (None, "tl-wrong", gateway.keys["ada"])
+    ]
+
+    assert [status for status, _ in answers] == [401, 401, 403]
