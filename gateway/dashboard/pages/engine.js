@@ -1,0 +1,44 @@
+// Engine: its state, load and counters.
+
+import { html } from "../parts/html.js";
+import { useData } from "../parts/api.js";
+import { about, bytes, count, number, words } from "../parts/format.js";
+import { Panel, Tile, Tiles, instead } from "../parts/pieces.js";
+import { Table } from "../parts/table.js";
+import { warnings } from "./overview.js";
+
+const UNITS = [[/tokens_per_s$/, "tokens per second"], [/_per_s$/, "per second"], [/bytes/,
+  "bytes"], [/block_size/, "tokens"], [/blocks/, "blocks"], [/tokens/, "tokens"],
+  [/_ms$/, "ms"], [/_s$/, "s"], 
+  [/requests|running|waiting|compiling|preemptions/, "requests"], [/step/, "steps"]];
+const unitOf = (name) => UNITS.find(([form]) => form.test(name))?.[1] ?? "";
+
+export function Engine() {
+  const now = useData("/admin/v1/analytics"), missing = instead(now, "the engine");
+  if (missing) return html`<${Panel} title="Engine" wide>${missing}<//>`;
+  const { engine, restarts } = now.data, pool = (engine.blocks ?? 0) * (engine.kv_bytes_per_block
+    ?? 0);
+  const numbers = Object.entries(engine).filter(([name, v]) => typeof v === "number"
+    && name !== "call_id");
+  const table = (title, caption, isTotal) => html`<${Panel} title=${title}><${Table}
+    caption=${caption} isHidden isPlain id=${([name]) => name}
+    rows=${numbers.filter(([name]) => name.endsWith("_total") === isTotal)} columns=${[
+      { head: "counter", get: ([name]) => words(name.replace(/_total$/, "")), kind: "text" },
+      { head: "value", get: ([, v]) => (Number.isInteger(v) ? count(v) : number(2)(v)) },
+      { head: "unit", get: ([name]) => unitOf(name.replace(/_total$/, "")), kind: "text" }]}
+        /><//>`;
+  return html`${warnings(engine)}
+    <${Tiles}>
+      <${Tile} label="Engine" value=${engine.ready ? "ready" : "not ready"} note=${engine.model
+        ?? ""} tone=${engine.ready ? "" : "alarm"} />
+      <${Tile} label="Requests" value=${`${count(engine.running)} / ${count(engine.waiting)}`}
+        unit="running / waiting"
+        note=${`${engine.steps_per_s.toFixed(1)} steps per second`} />
+      <${Tile} label="Prefill" value=${about(engine.prefill_tokens_per_s)} unit="tokens per second"
+        note="prompt tokens computed" />
+      <${Tile} label="KV memory" value=${pool ? bytes(pool) : "–"} note=${`${engine.kv_format
+        ?? ""} on ${engine.device ?? "?"}; ${count(restarts)} restarts`} />
+    <//>
+    <div class="grid two">${table("Now", "Last known values",
+      false)}${table("Since the engine's start", "Counters", true)}</div>`;
+}
