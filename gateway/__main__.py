@@ -8,52 +8,41 @@ value and what is expected.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
+from gateway.cli.arguments import UsageError, build_parser, find_entry
+from gateway.cli.commands import version_text
 
-from engine.errors import EngineError
-from engine.model_store import pull
-from gateway.bench import cli as bench
-from gateway.bench.client import BenchError
-from gateway.cli import audit, backups, billing, checks, serve, shared_scopes, tenants
-from gateway.cli.arguments import LIMITS, SETTINGS, UsageError, build_parser, changes
-from gateway.cli.result import CommandError, CommandResult
-from gateway.config import Config, ConfigError, Origin, load_config
-from tenancy.errors import BadName, TenancyError
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
-COMMANDS = {
-    **billing.COMMANDS,
-    **backups.COMMANDS,
-    "shared-scope": (
-        "List, create, change or remove caches that tenants share.",
-        shared_scopes.add_arguments,
-    ),
-    "audit": ("List changes of tenants, keys, prices, budgets and caches.", audit.add_arguments),
-    "bench": ("Measure an endpoint, or a server started for it.", bench.add_bench_arguments),
-    "replay": ("Replay a recorded trace against an endpoint.", bench.add_replay_arguments),
-}
+    from gateway.config import Config, Origin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = build_parser(COMMANDS).parse_args(arguments)
-        config, origin = load_config(options.config, os.environ, _flags(options))
-        return _run(options, config, origin)
-    except (UsageError, ConfigError, BadName) as error:
+        options = build_parser(given[:1]).parse_args(given)
+        if options.version:
+            print(version_text(), flush=True)
+            return 0
+        if options.command is None:
+            raise UsageError("required: COMMAND (see trunkline --help)")
+        return _run(options)
+    except UsageError as error:
         return _fail(2, str(error))
-    except (CommandError, EngineError, TenancyError, BenchError) as error:
-        return _fail(1, str(error))
     except BrokenPipeError:  # the reader of standard output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return _fail(1, reason)
+        return _fail(1, _reason(error))
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
 
@@ -70,112 +59,72 @@ def _flags(options: argparse.Namespace) -> dict[str, object]:
     return {path: value for path, value in flags.items() if value is not None}
 
 
-def _run(options: argparse.Namespace, config: Config, origin: Origin) -> int:
-    report: bench.Report
-    match options.command:
-        case "serve":
-            return _serve(options, config)
-        case "bench":
-            report = bench.run_bench(options, config.model.name, config.models_dir, _print_error)
-        case "replay":
-            report = bench.run_replay(options, config.model.name, config.models_dir, _print_error)
-        case _:
-            result = _run_command(options, config, origin)
-            output = json.dumps(result.data, indent=1) if options.json else result.text
-            if output:
-                print(output, flush=True)
-            return result.status
-    print(report.json() if options.json else report.text(), flush=True)
-    return 0
+def _run(options: argparse.Namespace) -> int:
+    """Run the command of the options. The imports take longer than `--help` may."""
+    from engine.errors import EngineError
+    from gateway.cli.result import CommandCall, CommandError
+    from gateway.config import ConfigError, load_config
+    from tenancy.errors import BadName, TenancyError
 
+    def read() -> tuple[Config, Origin]:
+        return load_config(options.config, os.environ, _flags(options))
 
-def _run_command(options: argparse.Namespace, config: Config, origin: Origin) -> CommandResult:
-    match options.command:
-        case "pull":
-            return _pull(options, config)
-        case "check-config":
-            return checks.check_config(config, origin)
-        case "doctor":
-            return checks.doctor(config)
-        case command if command in backups.COMMANDS:
-            with _ProgressBar(not is_terminal()) as bar:
-                return backups.run(options, config, bar.show_part)
-        case command if command in billing.COMMANDS:
-            with _ProgressBar(not is_terminal()) as bar:
-                return billing.run(options, config, sys.stdout.buffer.write, bar.show_part)
-        case "usage":
-            return tenants.usage(config, options.tenant, options.days)
-        case "audit":
-            return audit.run(options, config)
-        case "shared-scope":
-            return shared_scopes.run(options, config)
-        case "tenant":
-            return _tenant(options, config)
-        case "key":
-            return _key(options, config)
-        case _:
-            return checks.version()
-
-
-def _tenant(options: argparse.Namespace, config: Config) -> CommandResult:
-    match options.action:
-        case "create":
-            return tenants.tenant_create(config, options.name, changes(options, SETTINGS))
-        case "list":
-            return tenants.tenant_list(config)
-        case "set":
-            return tenants.tenant_set(config, options.name, changes(options, SETTINGS))
-        case "suspend":
-            return tenants.tenant_status(config, options.name, "suspended")
-        case "delete":
-            return tenants.tenant_delete(config, options.name)
-        case _:
-            return tenants.tenant_status(config, options.name, "active")
-
-
-def _key(options: argparse.Namespace, config: Config) -> CommandResult:
-    match options.action:
-        case "create":
-            return tenants.key_create(
-                config,
-                options.tenant,
-                options.workspace,
-                options.label,
-                options.expires,
-                options.scopes,
-                changes(options, LIMITS),
-                options.tolerance,
+    try:
+        config, origin = read()
+        with _ProgressBar(not is_terminal()) as bar:
+            call = CommandCall(
+                options=options,
+                config=config,
+                origin=origin,
+                read_config=lambda: read()[0],
+                say=lambda line: print(line, flush=True),
+                warn=_print_error,
+                write=sys.stdout.buffer.write,
+                show=bar.show,
+                columns=shutil.get_terminal_size().columns,
+                has_colours=has_colours(sys.stdout.isatty()),
             )
-        case "list":
-            return tenants.key_list(config, options.tenant)
-        case "set":
-            return tenants.key_set(
-                config,
-                options.key,
-                options.label,
-                options.scopes,
-                changes(options, LIMITS),
-                options.tolerance,
-            )
-        case "rotate":
-            return tenants.key_rotate(config, options.key, options.grace)
-        case _:
-            return tenants.key_revoke(config, options.key)
+            result = find_entry(options.command).run(call)
+    except (ConfigError, BadName) as error:
+        return _fail(2, str(error))
+    except (CommandError, EngineError, TenancyError) as error:
+        return _fail(1, str(error))
+    if options.json and result.data is not None:
+        print(json.dumps(result.data, indent=1), flush=True)
+    elif result.text:
+        print(_with_heading(result.text) if result.has_heading else result.text, flush=True)
+    return result.status
 
 
-def _serve(options: argparse.Namespace, config: Config) -> int:
-    def read_config() -> Config:
-        return load_config(options.config, os.environ, _flags(options))[0]
-
-    with _ProgressBar(not is_terminal()) as bar:
-        return serve.run(config, lambda line: print(line, flush=True), bar.show, read_config)
+def _with_heading(text: str) -> str:
+    """Return a table whose first line is bold, on a terminal with colours."""
+    heading, _, rest = text.partition("\n")
+    return f"{_bold(heading)}\n{rest}" if has_colours(sys.stdout.isatty()) else text
 
 
-def _pull(options: argparse.Namespace, config: Config) -> CommandResult:
-    name = config.model.name
-    with _ProgressBar(options.quiet or not is_terminal()) as bar:
-        path = pull(name, config.models_dir, bar.show, verify=options.verify)
-    return CommandResult("" if options.quiet else str(path), {"model": name, "path": str(path)})
+def has_colours(is_a_terminal: bool) -> bool:
+    """Return whether to colour output: on a terminal that can, unless `NO_COLOR` is set."""
+    return is_a_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _bold(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m"
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _reason(error: OSError) -> str:
+    """Return the line of a failed system call: the file, the reason, the remedy for a full disk.
+
+    A write that names no file is one to standard output: files are written under their names.
+    """
+    reason = f"{error.filename or 'standard output'}: {error.strerror or error}"
+    return (
+        f"{reason}; free space there, or write to another disk"
+        if error.errno in _NO_ROOM
+        else (reason)
+    )
 
 
 def _print_error(line: str) -> None:
@@ -183,7 +132,10 @@ def _print_error(line: str) -> None:
 
 
 def _fail(status: int, message: str) -> int:
-    _print_error(f"trunkline: {' '.join(message.split())}")
+    name = "trunkline:"
+    if has_colours(is_terminal()):
+        name = f"\x1b[31m{name}\x1b[0m"
+    _print_error(f"{name} {' '.join(message.split())}")
     return status
 
 
@@ -207,22 +159,20 @@ class _ProgressBar:
         if self._bar is not None:
             self._bar.close()
 
-    def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are done."""
-        if self._is_quiet:
-            return
-        if self._bar is None:
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024)
-        self._bar.update(done - self._bar.n)
+    def show(self, part: str, done: int, total: int) -> None:
+        """Show that `done` of `total` rows, or bytes of a model, are done.
 
-    def show_part(self, part: str, done: int, total: int) -> None:
-        """Show that `done` of `total` rows are done. Each part of the work has its own bar."""
+        Each part of the work has its own bar.
+        """
         if self._is_quiet:
             return
         if self._bar is None or self._part != part:
+            from tqdm import tqdm
+
             self.__exit__()
             self._part = part
-            self._bar = tqdm(desc=part, total=total, unit=" rows", unit_scale=True)
+            unit = {"unit": "B", "unit_divisor": 1024} if part == "model" else {"unit": " rows"}
+            self._bar = tqdm(desc=part, total=total, unit_scale=True, **unit)
         self._bar.update(done - self._bar.n)
 
 

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
-from gateway.cli.billing import parse_time, write_file
+from gateway.cli.billing import write_file
 from gateway.cli.database import open_database
-from gateway.cli.result import CommandError, CommandResult, table_result
-from gateway.config import Config
+from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_result
+from gateway.cli.times import TIME_HELP, parse_period
 from tenancy.accounting.exports import as_csv
 from tenancy.accounts.tenants import find_tenant, list_tenants
-from tenancy.storage.audit_log import PAGE_MAX, AuditFilter, all_changes, change_row
+from tenancy.storage.audit_log import (
+    PAGE_MAX,
+    ActorKind,
+    AuditFilter,
+    all_changes,
+    change_row,
+)
 from tenancy.storage.interface import Store
+from tenancy.types import wall_ms
 
 _COLUMNS = ("at", "actor", "actor_id", "address", "action", "tenant", "target", "before", "after")
 """Columns of the printed table."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    text = "UTC day or instant: 2026-11-21 or 2026-11-21T10:00:00Z"
-    parser.add_argument("--since", metavar="TIME", help=text)
-    parser.add_argument("--until", metavar="TIME", help=f"{text}; exclusive")
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--since", metavar="TIME", help=TIME_HELP)
+    parser.add_argument("--until", metavar="TIME", help=f"{TIME_HELP}; exclusive")
     parser.add_argument("--tenant", metavar="NAME", help="only changes that concern this tenant")
     parser.add_argument("--action", metavar="NAME", help="for example key or key.revoke")
-    parser.add_argument("--actor", choices=("admin_key", "command", "file"))
-    text = "number of the administrator's key, or user of the command"
+    parser.add_argument("--actor", choices=get_args(ActorKind))
+    text = "number of the administrator's key, or user of the command or of the proxy"
     parser.add_argument("--actor-id", metavar="ID", help=text)
     text = f"the latest N changes (default: 100, at most {PAGE_MAX}); --out has all"
     parser.add_argument("--limit", type=int, default=100, metavar="N", help=text)
@@ -40,17 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all changes to a file")
 
 
-def run(options: argparse.Namespace, config: Config) -> CommandResult:
+def _run(call: CommandCall) -> CommandResult:
     """List the latest changes, or export all that the filter has."""
+    options = call.options
     if not 1 <= options.limit <= PAGE_MAX:
         raise CommandError(f"--limit: {options.limit} is out of range; expected 1 to {PAGE_MAX}")
-    with open_database(config, create=False) as store:
+    since_ms, until_ms = parse_period(options.since, options.until, wall_ms())
+    with open_database(call.config, create=False) as store:
         tenant_id = None
         if options.tenant is not None:
             tenant_id = find_tenant(store, options.tenant)[0].tenant_id
         wanted = AuditFilter(
-            since_ms=parse_time(options.since, "--since"),
-            until_ms=parse_time(options.until, "--until"),
+            since_ms=since_ms,
+            until_ms=until_ms,
             tenant_id=tenant_id,
             actor=options.actor,
             actor_id=options.actor_id,
@@ -81,3 +89,6 @@ def _as_json(row: dict[str, object]) -> dict[str, object]:
         name: None if row[name] is None else msgspec.json.encode(row[name]).decode()
         for name in ("before", "after")
     }
+
+
+COMMANDS: Mapping[str, Entry] = {"audit": Entry(_add_arguments, _run)}

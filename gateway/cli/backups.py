@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
-from gateway.app import connect, prepare_data_dir
-from gateway.cli.database import command_actor, open_database
-from gateway.cli.result import CommandError, CommandResult, ShowProgress
-from gateway.config import Config
-from gateway.ledger.metering import wall_ms
+from gateway.cli.database import command_actor, connect, open_database, prepare_data_dir
+from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
+from gateway.cli.times import show_second
 from tenancy.accounting import backups
 from tenancy.accounting.move_to_postgres import move
 from tenancy.pricing.charges import format_dollars
 from tenancy.storage.backends import is_server, open_server
-
-Adder = Callable[[argparse.ArgumentParser], None]
+from tenancy.types import wall_ms
 
 
 def _add_backup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="new file")
 
 
-def _backup(options: argparse.Namespace, config: Config, show: ShowProgress) -> CommandResult:
+def _backup(call: CommandCall) -> CommandResult:
+    options, config = call.options, call.config
     if is_server(config.tenancy.database):
         raise CommandError("the ledger is in PostgreSQL; back it up with pg_dump, at any time")
     path = config.data / config.tenancy.database
@@ -51,7 +48,8 @@ def _add_restore(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--mark", action="store_true", help=text)
 
 
-def _restore(options: argparse.Namespace, config: Config, show: ShowProgress) -> CommandResult:
+def _restore(call: CommandCall) -> CommandResult:
+    options, config = call.options, call.config
     if options.mark:
         with open_database(config, create=False) as store:
             epoch = backups.mark_restored(store, wall_ms, command_actor())
@@ -61,7 +59,7 @@ def _restore(options: argparse.Namespace, config: Config, show: ShowProgress) ->
         raise CommandError(f"the ledger is in PostgreSQL; {message}")
     path = config.data / config.tenancy.database
     prepare_data_dir(config)  # a replacement machine has none yet
-    done = backups.restore(options.file, path, wall_ms, partial(show, "checked"))
+    done = backups.restore(options.file, path, wall_ms, partial(call.show, "checked"))
     missing = done.missing
     data = {
         "ledger_epoch": done.epoch.number,
@@ -74,9 +72,9 @@ def _restore(options: argparse.Namespace, config: Config, show: ShowProgress) ->
     else:
         text += "\nmissing: entries after the backup"
     if missing.since_ms is not None:
-        text += f", from {_instant(missing.since_ms)}"
+        text += f", from {show_second(missing.since_ms)}"
     if missing.until_ms is not None:
-        text += f" until {_instant(missing.until_ms)}"
+        text += f" until {show_second(missing.until_ms)}"
     if done.kept is not None:
         text += f"\nthe previous database is kept as {done.kept}"
     return CommandResult(text, data)
@@ -87,7 +85,8 @@ def _add_move(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("to", metavar="ADDRESS", help=text)
 
 
-def _move(options: argparse.Namespace, config: Config, show: ShowProgress) -> CommandResult:
+def _move(call: CommandCall) -> CommandResult:
+    options, config = call.options, call.config
     if is_server(config.tenancy.database) or not is_server(options.to):
         raise CommandError("a ledger moves from a file to PostgreSQL; expected postgresql://…")
     path = config.data / config.tenancy.database
@@ -97,7 +96,7 @@ def _move(options: argparse.Namespace, config: Config, show: ShowProgress) -> Co
         closing(connect(config)) as source,
         closing(open_server(options.to, os.environ)) as target,
     ):
-        done = move(source, target, show)
+        done = move(source, target, call.show)
         place = target.place
     data = {
         "rows": done.rows,
@@ -117,18 +116,8 @@ def _move(options: argparse.Namespace, config: Config, show: ShowProgress) -> Co
     return CommandResult(text, data)
 
 
-def _instant(at_ms: int) -> str:
-    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-_RUN = {"backup": _backup, "restore": _restore, "move-database": _move}
-COMMANDS: Mapping[str, tuple[str, Adder]] = {
-    "backup": ("Copy the database to a file; a server may run.", _add_backup),
-    "restore": ("Replace the database by a backup; no server may run.", _add_restore),
-    "move-database": ("Move the ledger from a file to a PostgreSQL server.", _add_move),
+COMMANDS: Mapping[str, Entry] = {
+    "backup": Entry(_add_backup, _backup),
+    "restore": Entry(_add_restore, _restore),
+    "move-database": Entry(_add_move, _move),
 }
-
-
-def run(options: argparse.Namespace, config: Config, show: ShowProgress) -> CommandResult:
-    """Run one of `COMMANDS`."""
-    return _RUN[options.command](options, config, show)

@@ -1,4 +1,7 @@
-"""Opens the configured database for a command, with or without a running server."""
+"""The data directory and the configured database, with or without a running server.
+
+The module imports no part of a gateway, so that a command starts fast.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import sleep
 
-from gateway.app import open_store
 from gateway.cli.result import CommandError
 from gateway.config import Config
-from gateway.ledger.metering import wall_ms
+from tenancy.accounts.tenants import bootstrap, bootstrap_admin
 from tenancy.pricing.budget_watch import REFRESH_S
+from tenancy.storage import backends
 from tenancy.storage.audit_log import Actor
-from tenancy.storage.backends import is_server
 from tenancy.storage.interface import Store
+from tenancy.types import wall_ms
+
+KEY_FILE = "default.key"
+ADMIN_KEY_FILE = "admin.key"
+
+
+def prepare_data_dir(config: Config) -> None:
+    """Create the data directory with mode 0700. An existing one keeps its mode. Raises OSError."""
+    if not config.data.is_dir():
+        config.data.mkdir(mode=0o700, parents=True)
+
+
+def connect(config: Config) -> Store:
+    """Open the configured database. Raises StoreError."""
+    return backends.open_store(config.tenancy.database, config.data, os.environ)
+
+
+def open_store(config: Config) -> tuple[Store, str | None]:
+    """Open the database; the first start creates the default tenant: (store, its key or None).
+
+    Writes that key, and the first administrator's key, to files that only their owner can read.
+    """
+    prepare_data_dir(config)
+    store = connect(config)
+    key = bootstrap(store, wall_ms)
+    for name, made in ((KEY_FILE, key), (ADMIN_KEY_FILE, bootstrap_admin(store, wall_ms))):
+        if made is not None:
+            path = config.data / name
+            path.touch(mode=0o600)
+            path.chmod(0o600)
+            path.write_text(made + "\n")
+    return store, key
 
 
 def command_actor() -> Actor:
@@ -37,7 +71,7 @@ def open_database(config: Config, *, create: bool = True) -> Iterator[Store]:
     and StoreError.
     """
     place = config.tenancy.database
-    if not create and not is_server(place) and not (config.data / place).exists():
+    if not create and not backends.is_server(place) and not (config.data / place).exists():
         hint = (
             "check --data-dir and --config; the first start or trunkline tenant create creates it"
         )

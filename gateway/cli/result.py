@@ -1,13 +1,16 @@
-"""Results of commands: text for people, data for programs, an exit status.
+"""A call of a command and its result: text for people, data for programs, an exit status.
 
 This module prints nothing; `gateway.__main__` does.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
+
+from gateway.config import Config, Origin
 
 Table = list[dict[str, object]]
 """Rows by column name."""
@@ -21,32 +24,78 @@ class CommandError(Exception):
 
 
 class CommandResult(Struct, frozen=True):
-    """`text` for people, `data` for `--json`, `status` for the shell."""
+    """`text` for people, `data` for `--json`, `status` for the shell.
+
+    `has_heading`: the first line of the text is a table's heading.
+    """
 
     text: str
     data: object
     status: int = 0
+    has_heading: bool = False
+
+
+class CommandCall(Struct, frozen=True):
+    """A call of a command: its options, the settings with their sources, and the ways out.
+
+    `read_config`: reads the settings anew. `say` and `warn`: print a line to standard output and
+    standard error. `write`: writes bytes to standard output. `columns`: the terminal's width.
+    `has_colours`: standard output is a terminal that shows colours.
+    """
+
+    options: argparse.Namespace
+    config: Config
+    origin: Origin
+    read_config: Callable[[], Config]
+    say: Callable[[str], None]
+    warn: Callable[[str], None]
+    write: Callable[[bytes], object]
+    show: ShowProgress
+    columns: int = 80
+    has_colours: bool = False
+
+
+class Entry(Struct, frozen=True):
+    """What a command's module says of the command: its arguments and its function."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[CommandCall], CommandResult]
+
+
+def add_nothing(parser: argparse.ArgumentParser) -> None:
+    """Add no arguments."""
 
 
 def table_result(rows: Table, status: int = 0, *, shown: Sequence[str] = ()) -> CommandResult:
     """Return rows as data and as a text table. `shown`: the columns of the text, default all."""
+    if not rows:
+        return CommandResult("nothing yet", rows, status)
     table = [{name: row[name] for name in shown} for row in rows] if shown else rows
-    return CommandResult(_columns(table) if rows else "nothing yet", rows, status)
+    return CommandResult(table_text(table), rows, status, has_heading=True)
 
 
-def _columns(rows: Table) -> str:
+def table_text(rows: Table, *, right: Sequence[str] = ()) -> str:
+    """Return rows under a heading, in columns. `right`: columns that are aligned at their right.
+
+    `rows` is not empty.
+    """
     names = list(rows[0])
-    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    cells = [names, *([cell_text(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-    return "\n".join(_line(line, widths) for line in cells)
+    aligned = [name in right for name in names]
+    return "\n".join(_line(line, widths, aligned) for line in cells)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+def _line(cells: Sequence[str], widths: Sequence[int], aligned: Sequence[bool]) -> str:
+    padded = (
+        cell.rjust(width) if is_right else cell.ljust(width)
+        for cell, width, is_right in zip(cells, widths, aligned, strict=True)
+    )
     return "  ".join(padded).rstrip()
 
 
-def _cell(value: object) -> str:
+def cell_text(value: object) -> str:
+    """Return a value as a table shows it."""
     match value:
         case None:
             return "-"

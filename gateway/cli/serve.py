@@ -1,15 +1,18 @@
-"""`trunkline serve`: prepares data directory, model and store, then runs the gateway."""
+"""`trunkline serve` and `pull`: prepare data directory, model and store, then run the gateway."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, ModelCard, prepare, pull, resolve
+from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
 from gateway import app
-from gateway.cli.result import CommandError
+from gateway.cli.database import ADMIN_KEY_FILE, KEY_FILE, open_store, prepare_data_dir
+from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, parse_address
 
 Say = Callable[[str], None]
@@ -25,27 +28,39 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
     try:
-        app.prepare_data_dir(config)
+        prepare_data_dir(config)
     except OSError as error:
         raise CommandError(
             f"cannot use the data directory {config.data}: {error.strerror}"
         ) from error
     card = prepared_model(config, say, progress)
-    store, key = app.open_store(config)
+    store, key = open_store(config)
 
     def announce(urls: list[str]) -> None:
-        public, admin = urls
-        say(f"trunkline serves {card.name} at {public}/v1")
-        say(f"  metrics and health:  {admin}/metrics  {public}/readyz")
-        if key is not None:
-            say(f"  key of the tenant 'default' (shown once): {key}")
-        say(f"  key file:            {config.data / app.KEY_FILE}")
-        say(f"  administrator's key: {config.data / app.ADMIN_KEY_FILE}")
+        for line in banner(card.name, urls, config, key):
+            say(line)
 
     try:
         return asyncio.run(app.serve(config, card, store, announce, read_config))
     finally:
         store.close()
+
+
+def banner(model: str, urls: list[str], config: Config, key: str | None) -> list[str]:
+    """Return the lines that say where the server is. `urls`: of the public and admin listeners.
+
+    `key`: the default tenant's, at the first start.
+    """
+    public, admin = urls
+    shown = [] if key is None else [f"  key of the tenant 'default' (shown once): {key}"]
+    return [
+        f"trunkline serves {model} at {public}/v1",
+        f"  dashboard:           {admin}/dashboard",
+        f"  metrics and health:  {admin}/metrics  {public}/readyz",
+        *shown,
+        f"  key file:            {config.data / KEY_FILE}",
+        f"  administrator's key: {config.data / ADMIN_KEY_FILE}",
+    ]
 
 
 def prepared_model(config: Config, say: Say, progress: Progress) -> ModelCard:
@@ -74,3 +89,38 @@ def check_address(address: str, what: str) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise CommandError(f"{what}: cannot listen on {address}: {reason}") from error
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help=f"model to serve (default: {DEFAULT_MODEL})")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="public listener")
+    parser.add_argument("--admin-listen", metavar="HOST:PORT", help="admin listener")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+
+
+def _serve(call: CommandCall) -> CommandResult:
+    progress = partial(call.show, "model")
+    return CommandResult("", None, run(call.config, call.say, progress, call.read_config))
+
+
+def _add_pull(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help=f"default: {DEFAULT_MODEL}")
+    parser.add_argument("--verify", action="store_true", help="hash files that exist")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar, no path")
+
+
+def _pull(call: CommandCall) -> CommandResult:
+    """Fetch a model, or check that it is here. Raises ModelError."""
+    name, quiet = call.config.model.name, call.options.quiet
+    progress = (lambda done, total: None) if quiet else partial(call.show, "model")
+    if name in CATALOGUE and not call.options.quiet:
+        model = CATALOGUE[name]
+        call.warn(f"{model.about}: {model.size / 1e6:.0f} MB; licence: {model.licence}")
+    path = pull(name, call.config.models_dir, progress, verify=call.options.verify)
+    return CommandResult("" if quiet else str(path), {"model": name, "path": str(path)})
+
+
+COMMANDS: Mapping[str, Entry] = {
+    "serve": Entry(_add_serve, _serve),
+    "pull": Entry(_add_pull, _pull),
+}

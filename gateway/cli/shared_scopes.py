@@ -6,18 +6,18 @@ The command works while a server runs, which sees the change within a second.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from msgspec import structs
 
 from gateway.cli.arguments import UsageError
 from gateway.cli.database import command_actor, open_database
-from gateway.cli.result import CommandResult, table_result
-from gateway.config import Config
-from gateway.ledger.metering import wall_ms
+from gateway.cli.result import CommandCall, CommandResult, Entry, table_result
 from tenancy.accounts.shared_scopes import ScopeTerms, list_scopes, remove_scope, set_scope
+from tenancy.types import wall_ms
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments; without a name the command lists all scopes."""
     parser.add_argument("name", nargs="?", metavar="NAME")
     text = "tenant that owns the scope; its quota and bill"
@@ -27,8 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="remove the scope")
 
 
-def run(options: argparse.Namespace, config: Config) -> CommandResult:
+def _run(call: CommandCall) -> CommandResult:
     """List scopes, create or change one, or remove it."""
+    options = call.options
     name, owner = options.name, options.owner
     if options.remove and (owner is not None or options.members):
         raise UsageError("--remove is not allowed with --owner or --members")
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace, config: Config) -> CommandResult:
         )
     if name is not None and owner is None and not options.remove:
         raise UsageError("--owner TENANT or --remove is required")
-    with open_database(config) as store:
+    with open_database(call.config) as store:
         if options.remove:
             remove_scope(store, name, command_actor())
             return CommandResult(f"shared scope {name} removed", {"name": name, "removed": True})
@@ -51,3 +52,6 @@ def run(options: argparse.Namespace, config: Config) -> CommandResult:
     if not scopes:
         return CommandResult("no shared scopes", [])
     return table_result(scopes, shown=("name", "owner", "members", "is_declared"))
+
+
+COMMANDS: Mapping[str, Entry] = {"shared-scope": Entry(_add_arguments, _run)}

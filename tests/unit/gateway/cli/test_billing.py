@@ -109,8 +109,47 @@ def test_adds_and_lists_rate_cards(priced: Run, tmp_path: Path) -> None:
 
     assert [card["id"] for card in cards] == ["std@1", "std@2"]
     assert cards[0]["output"] == 2_000_000
-    assert text.startswith("micro-dollars per million tokens")
+    assert text.startswith("dollars per million tokens")
+    assert " 1.00 " in text.split("\n")[2]
     assert "{" not in text
+
+
+def test_prices_are_typed_in_dollars(run: Run) -> None:
+    """Per million tokens, as every provider publishes them; stored as whole micro-dollars."""
+    words = "--input 0.25 --output 2 --cache-read 0.025 --minimum 0.01 --storage 1h=0.0005"
+    words += " --cache-write 5m=0.3125 --cache-write 1h=0.5"
+    _, said, _ = run("prices", "std", *words.split())
+    (card,) = data_of(run, "prices")
+    text = run("prices")[1]
+
+    assert "warning" not in said
+    assert (card["input"], card["output"], card["cache_read"]) == (250_000, 2_000_000, 25_000)
+    assert card["cache_write"] == {"5m": 312_500, "1h": 500_000}
+    assert (card["storage"], card["minimum_charge"]) == ({"1h": 500}, 10_000)
+    assert "1h=0.50,5m=0.3125" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--input 1", "NAME is required: trunkline prices NAME"),
+        ("std --input 1", "--input USD and --output USD are required"),
+        ("std --input 0.0000001 --output 1", "--input: 1E-7 dollars are not whole micro-dollars"),
+        ("std --input 1 --output 1 --add x.json", "--add is not allowed with NAME"),
+    ],
+)
+def test_prices_by_options_are_checked(run: Run, words: str, what: str) -> None:
+    assert what in error_line(run, "prices", *words.split())
+
+
+def test_warns_of_prices_that_are_probably_in_another_unit(run: Run, tmp_path: Path) -> None:
+    """Three dollars written as 3 in a file of micro-dollars would give everything away."""
+    (tmp_path / "card.json").write_text('{"name": "std", "input": 3, "output": 15000000}')
+    _, from_file, _ = run("prices", "--add", str(tmp_path / "card.json"))
+    _, typed, _ = run("prices", "std", "--input", "0.0009", "--output", "0.001")
+
+    assert "warning: below $0.001 per million tokens: input $0.000003." in from_file
+    assert "warning: below $0.001 per million tokens: input $0.0009." in typed
 
 
 @pytest.mark.parametrize(

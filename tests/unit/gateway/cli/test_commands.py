@@ -30,8 +30,9 @@ COMMANDS = [
     "serve", "pull", "check-config", "doctor", "version", "bench", "replay", "usage",
     "tenant", "tenant create", "tenant list", "tenant set", "tenant suspend", "tenant resume",
     "prices", "budget", "adjust", "close", "check-books", "reconcile", "export",
-    "shared-scope", "audit", "tenant delete", "key", "key create", "key list", "key set",
-    "key rotate", "key revoke",
+    "shared-scope", "audit", "completion", "tenant delete",
+    "key", "key create", "key list", "key set",
+    "key rotate", "key revoke", "advise", "check-prompt", "openapi",
 ]  # fmt: skip
 
 
@@ -114,6 +115,11 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         ("tenant create ada --tokens-per-minute x", "invalid limit value: 'x'"),
         ("tenant create ada --classes 5m,9m", "unknown retention class '9m'; expected one of:"),
         ("tenant set default --classes 9m", "unknown retention class '9m'"),
+        ("tenant set default --default-class 9m", "unknown retention class '9m'"),
+        (
+            "tenant create ada --classes 5m --default-class 1h",
+            "default_class is not allowed: '1h'; expected one of the tenant's classes: 5m",
+        ),
         ("tenant delete nobody", "unknown tenant: 'nobody'"),
         ("key revoke 99", "unknown key"),
         ("usage --days 0", "--days: 0 is out of range; expected 1 to"),
@@ -200,14 +206,17 @@ def test_first_command_creates_admin_key_file(run: Run, data: Path) -> None:
 def test_sets_and_removes_tier_limits_and_classes(run: Run) -> None:
     """`none` is no limit, `all` all classes; omitted settings stay."""
     words = "--tier gold --classes 5m,1h --promised 7 --requests-per-minute 60 --requests-at-once 4"
+    words += " --default-class 1h"
     first = data_of(run, "tenant", "create", "ada", *words.split())
     words = "--classes all --promised none --requests-per-minute none --tokens-per-minute 9"
+    words += " --default-class none"
     second = data_of(run, "tenant", "set", "ada", *words.split())
     names = ("tier", "classes", "promised_blocks_max", "requests_per_minute", "tokens_per_minute")
 
     assert [first[name] for name in names] == ["gold", ["5m", "1h"], 7, 60, None]
     assert [second[name] for name in names] == ["gold", None, None, None, 9]
     assert second["requests_at_once"] == 4
+    assert (first["default_class"], second["default_class"]) == ("1h", None)
     assert "input_tokens_per_minute" not in run("tenant", "list")[1]
 
 
@@ -314,7 +323,9 @@ def test_usage_sums_the_ledger_by_tenant(run: Run, data: Path) -> None:
     assert recent == []
 
 
-def test_usage_has_charges_storage_and_adjustments(run: Run, data: Path, tmp_path: Path) -> None:
+def test_usage_has_charges_storage_and_adjustments(
+    run: Run, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their sum is the bill, as in cost rows; tenants with storage alone are listed too."""
     card = {"name": "std", "model": "*", "tier": "*", "input": 1, "output": 1, "cache_read": 1}
     (tmp_path / "card.json").write_text(json.dumps({**card, "storage": {"1h": 3_600_000_000}}))
@@ -328,11 +339,17 @@ def test_usage_has_charges_storage_and_adjustments(run: Run, data: Path, tmp_pat
     store.close()
     run("adjust", "a-0", "--debit", "0.5", "--id", "one", "--reason", "a favour")
     rows = {row["tenant"]: row for row in data_of(run, "usage")}
-    text = run("usage")[1]
+    narrow = run("usage")[1]
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = run("usage")[1]
 
     assert rows["default"]["adjusted_usd"] == "0.500000000000"
     assert (rows["idle"]["requests"], rows["idle"]["storage_usd"]) == (0, "0.000005000000")
-    assert {"storage_usd", "adjusted_usd"} <= set(text.split("\n")[0].split())
+    assert "storage $" not in narrow
+    assert "0.500000" in narrow.split("\n")[1], "the bill has its parts, shown or not"
+    assert "storage $" in wide
+    assert "adjusted $" in wide
+    assert wide.split("\n")[3].startswith("total")
 
 
 def test_check_config_shows_the_source_of_each_value(run: Run, tmp_path: Path) -> None:
@@ -492,3 +509,23 @@ def test_audit_lists_and_exports_changes(run: Run, tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines.read_text().splitlines()] == listed
     assert len(sheet.read_text().splitlines()) == 2
     assert "unknown action" in error_line(run, "audit", "--action", "nothing", status=2)
+
+
+def test_full_standard_output_is_named() -> None:
+    """The system's error of a write names no file."""
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gateway", "version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=60,
+            check=False,
+        )
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        "trunkline: standard output: No space left on device; free space there, or write to"
+        " another disk\n"
+    )

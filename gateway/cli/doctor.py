@@ -1,0 +1,354 @@
+"""`trunkline doctor`: checks what a server needs, and says what to do about each finding.
+
+The checks change nothing. A failed one is an error (status 1); advice is for servers that work and
+could be safer or faster.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+import apsw
+from msgspec import Struct, structs
+
+from engine.errors import ModelError
+from engine.model_store import CATALOGUE, resolve
+from gateway.background.config_reload import with_digests
+from gateway.background.webhooks import read_endpoints
+from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
+from gateway.cli.serve import check_address
+from gateway.config import Config, ConfigError, Origin, parse_address
+from gateway.http.descriptors import (
+    DESCRIPTORS_KEPT,
+    connections_allowed,
+    descriptor_limits,
+    open_descriptors,
+)
+from tenancy.errors import StoreError
+from tenancy.storage import backends
+from tenancy.storage.sqlite import check_sqlite
+from tenancy.types import wall_ms
+
+PACKAGES = ("torch", "tokenizers", "aiohttp", "msgspec")
+DISK_GIB_MIN = 1.0
+"""Least free disk space that `doctor` accepts."""
+FSYNC_MS_MAX = 20.0
+"""Longest time of a durable write, in the middle; an answer waits for one."""
+FSYNCS = 15
+WORK_MIB = 500
+"""Memory of the processes themselves, in MiB: gateway, engine, ledger, analytics."""
+CLOCK_MIN_MS = 1_760_000_000_000
+"""A clock before October 2025 is wrong: the program is younger."""
+CLOCK_SLACK_MS = 60_000
+
+
+class Check(Struct, frozen=True):
+    """A finding. `fix`: what to do; with `ok` it is advice, without `ok` the server needs it."""
+
+    check: str
+    ok: bool
+    found: str
+    fix: str | None = None
+
+
+def _run(call: CommandCall) -> CommandResult:
+    """Check everything. Status 1 if a requirement is missing."""
+    config = call.config
+    checks = [Check("python", True, platform.python_version())]
+    for check in (
+        *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _memory, _keys, _webhooks),
+    ):
+        checks += check(config)
+    checks += _config_file(call.origin)
+    rows: list[dict[str, object]] = [structs.asdict(one) for one in checks]
+    status = 0 if all(one.ok for one in checks) else 1
+    return CommandResult(checks_text(checks, has_colours=call.has_colours), rows, status)
+
+
+_COLOURS = {"ok": 32, "note": 33, "FAIL": 31}
+"""Green, yellow and red."""
+
+
+def checks_text(checks: list[Check], *, has_colours: bool) -> str:
+    """Return a line for each check, and the fix below it."""
+    width = max(len(one.check) for one in checks)
+    lines = []
+    for one in checks:
+        mark = "FAIL" if not one.ok else "note" if one.fix else "ok"
+        shown = f"\x1b[{_COLOURS[mark]}m{mark:4}\x1b[0m" if has_colours else f"{mark:4}"
+        lines.append(f"{shown}  {one.check:{width}}  {one.found}")
+        if one.fix:
+            lines.append(f"      {'':{width}}  -> {one.fix}")
+    return "\n".join(lines)
+
+
+def _packages(config: Config) -> list[Check]:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(Check(package, True, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            found.append(Check(package, False, "not installed", f"pip install {package}"))
+    return found
+
+
+def _sqlite(config: Config) -> list[Check]:
+    version = apsw.sqlite_lib_version()
+    try:
+        check_sqlite(version)
+    except StoreError as error:
+        return [Check("sqlite", False, error.message, "pip install --upgrade apsw")]
+    return [Check("sqlite", True, version)]
+
+
+def _compiler(config: Config) -> list[Check]:
+    """Check for a C compiler. Without one, CPU kernels run in torch: correct, but slow."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    fix = "install gcc or clang, or name the compiler in the variable CC"
+    if compiler is None:
+        return [Check("C compiler", False, "not found: CPU kernels will be slow", fix)]
+    return [Check("C compiler", True, compiler)]
+
+
+def _existing_folder(config: Config) -> Path:
+    """Return the data directory, or its nearest existing parent."""
+    folder = config.data.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _data_dir(config: Config) -> list[Check]:
+    folder, name = _existing_folder(config), "data directory"
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        fix = "chown or chmod it for this user, or choose another with --data-dir"
+        return [Check(name, False, f"{config.data}: {folder} is not writable", fix)]
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    state = "" if config.data.exists() else ", created at the first start"
+    found = f"{config.data}, {free_gib:.1f} GiB free{state}"
+    if free_gib < DISK_GIB_MIN:
+        fix = f"free space: {DISK_GIB_MIN:.0f} GiB or more; a full disk stops the service"
+        return [Check(name, False, found, fix)]
+    return [Check(name, True, found)]
+
+
+def _disk_speed(config: Config) -> list[Check]:
+    """Measure a small durable write in the data directory; the file is removed."""
+    folder = _existing_folder(config)
+    if backends.is_server(config.tenancy.database):
+        return []
+    times_ms = []
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for _ in range(FSYNCS):
+                began_s = time.perf_counter()
+                os.pwrite(file.fileno(), bytes(4_096), 0)
+                os.fdatasync(file.fileno())
+                times_ms.append((time.perf_counter() - began_s) * 1_000)
+    except OSError as error:
+        return [Check("disk speed", False, f"{folder}: {error.strerror}", "use another disk")]
+    middle_ms = median(times_ms)
+    found = f"{middle_ms:.2f} ms for a durable write (slowest {max(times_ms):.1f} ms)"
+    if middle_ms > FSYNC_MS_MAX:
+        fix = (
+            f"use a faster disk for the data directory: above {FSYNC_MS_MAX:.0f} ms every answer"
+            " waits for it"
+        )
+        return [Check("disk speed", True, found, fix)]
+    return [Check("disk speed", True, found)]
+
+
+def _clock(config: Config) -> list[Check]:
+    """Compare the wall clock with the program's age and with the database's last change."""
+    now_ms = wall_ms()
+    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_ms / 1_000))
+    fix = "set the clock and keep it set (chrony, systemd-timesyncd): bills and budgets follow it"
+    latest_ms = CLOCK_MIN_MS
+    if not backends.is_server(config.tenancy.database):
+        path = config.data / config.tenancy.database
+        if path.exists():
+            latest_ms = max(latest_ms, int(path.stat().st_mtime * 1_000) - CLOCK_SLACK_MS)
+    if now_ms < latest_ms:
+        return [Check("clock", False, f"{found}, earlier than the database's last change", fix)]
+    return [Check("clock", True, found)]
+
+
+def _database(config: Config) -> list[Check]:
+    try:
+        found = backends.describe_place(config.tenancy.database, config.data, os.environ)
+    except StoreError as error:
+        fix = 'see "When something is wrong" in docs/operations.md'
+        return [Check("database", False, error.message, fix)]
+    return [Check("database", True, found)]
+
+
+def _addresses(config: Config) -> list[Check]:
+    found = []
+    for name, setting, address in (
+        ("listen", "server.listen", config.server.listen),
+        ("admin", "admin.listen", config.admin.listen),
+    ):
+        try:
+            check_address(address, name)
+        except CommandError as error:
+            fix = f"stop the other program (ss -ltnp shows it), or set {setting} to a free address"
+            found.append(Check(f"{name} address", False, str(error), fix))
+        else:
+            found.append(Check(f"{name} address", True, f"{address} is free"))
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    host = parse_address(address, "listen")[0]
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _hosts(config: Config) -> list[Check]:
+    """Check that a listener for other machines takes a name that other machines use."""
+    server = config.server
+    if "*" in server.hosts:
+        return [Check("host names", True, "any")]
+    found = ", ".join(server.hosts)
+    local = {"localhost", "127.0.0.1", "[::1]"}
+    if not _is_loopback(server.listen) and set(server.hosts) <= local:
+        fix = (
+            f'add the name that clients use, as in server.hosts = ["{platform.node()}"]:'
+            " others are refused"
+        )
+        return [Check("host names", True, found, fix)]
+    return [Check("host names", True, found)]
+
+
+def _encryption(config: Config) -> list[Check]:
+    """Advise a proxy with TLS where keys and prompts would cross a network in plain text."""
+    far = [
+        setting
+        for setting, address in (
+            ("server.listen", config.server.listen),
+            ("admin.listen", config.admin.listen),
+        )
+        if not _is_loopback(address)
+    ]
+    if not far:
+        return [Check("encryption", True, "both listeners are on this machine only")]
+    fix = (
+        "listen on 127.0.0.1 and put a proxy with TLS before it (deploy/ has examples); keep the"
+        " admin listener off public networks"
+    )
+    return [Check("encryption", True, f"plain HTTP on {' and '.join(far)}", fix)]
+
+
+def _descriptors(config: Config) -> list[Check]:
+    """Check that the hard limit of descriptors leaves room for the configured connections."""
+    soft, hard = descriptor_limits()
+    wanted = config.server.connections_max
+    # The gateway raises its soft limit to the hard one at its start.
+    allowed = connections_allowed(wanted) + max(0, hard - soft)
+    if allowed < wanted:
+        need = wanted + DESCRIPTORS_KEPT + open_descriptors()
+        fix = (
+            f"raise the hard limit to {need} (ulimit -Hn, LimitNOFILE=), or lower"
+            " server.connections_max"
+        )
+        return [Check("descriptors", True, f"{hard}: fewer than {wanted} connections", fix)]
+    return [Check("descriptors", True, f"room for {wanted} connections")]
+
+
+def _model(config: Config) -> list[Check]:
+    name = config.model.name
+    try:
+        return [Check("model", True, str(resolve(name, config.models_dir)))]
+    except ModelError as error:
+        if name in CATALOGUE:
+            return [Check("model", True, f"{name}, fetched at the first start")]
+        fix = "trunkline pull NAME, or set model.name to a file or folder that exists"
+        return [Check("model", False, error.message, fix)]
+
+
+def _memory(config: Config) -> list[Check]:
+    """Compare the machine's free memory with the model, the KV blocks and the processes."""
+    free_mib = available_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
+    try:
+        source = resolve(config.model.name, config.models_dir)
+    except ModelError:
+        return []
+    if free_mib is None or config.engine.device == "cuda":
+        return []
+    files = [source] if source.is_file() else [one for one in source.rglob("*") if one.is_file()]
+    model_mib = sum(one.stat().st_size for one in files) // 2**20
+    kv_mib = 0 if config.engine.kv_blocks else config.engine.kv_memory_mib
+    need_mib = WORK_MIB + model_mib + kv_mib
+    parts = f"{model_mib} for the model, {kv_mib} for KV, {WORK_MIB} for the processes"
+    found = f"{free_mib} MiB free, about {need_mib} needed ({parts})"
+    if free_mib < need_mib:
+        fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"
+        return [Check("memory", False, found, fix)]
+    return [Check("memory", True, found)]
+
+
+def available_memory_mib(meminfo: Path, cgroup: Path) -> int | None:
+    """Return the MiB that a new process may take, of the machine and its container.
+
+    None where the system does not tell.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free_mib = int(fields["MemAvailable"].split()[0]) // 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free_mib
+    return min(free_mib, max(0, limit - used) // 2**20)
+
+
+def _keys(config: Config) -> list[Check]:
+    """Check the files of declared keys."""
+    files = [key.file for one in config.tenants or () for key in one.keys if key.file]
+    if not files:
+        return []
+    try:
+        with_digests(config.tenants or ())
+    except ConfigError as error:
+        fix = "create the file with the key alone, readable by this user only (chmod 600)"
+        return [Check("key files", False, str(error), fix)]
+    return [Check("key files", True, f"{len(files)} valid")]
+
+
+def _webhooks(config: Config) -> list[Check]:
+    """Check the addresses and secrets of webhooks; sends nothing."""
+    if not config.webhooks:
+        return []
+    try:
+        read_endpoints(config.webhooks, os.environ)
+    except ConfigError as error:
+        fix = "create the file, or set the variable in the server's environment"
+        return [Check("webhooks", False, str(error), fix)]
+    return [Check("webhooks", True, f"{len(config.webhooks)} valid")]
+
+
+def _config_file(origin: Origin) -> list[Check]:
+    """Check that no other user can change the configuration file."""
+    names = sorted({name for name in origin.values() if Path(name).is_file()})
+    if not names:
+        return [Check("configuration", True, "no file: defaults, variables and options")]
+    path = Path(names[0])
+    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        fix = f"chmod go-w {path}: it names keys, prices and addresses"
+        return [Check("configuration", True, f"{path} can be changed by other users", fix)]
+    return [Check("configuration", True, f"{path} is valid")]
+
+
+COMMANDS: Mapping[str, Entry] = {"doctor": Entry(add_nothing, _run)}

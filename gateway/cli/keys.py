@@ -1,0 +1,228 @@
+"""`trunkline key`: keys of tenants and of administrators.
+
+The commands work while a server runs, which sees a change within a second. A key is named by its
+number, `key_id`, or by the prefix that lists show.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import UNSET, UnsetType, structs
+
+from gateway.cli.arguments import LIMITS, add_limits, changes, shared_options
+from gateway.cli.database import command_actor, open_database
+from gateway.cli.result import CommandCall, CommandResult, Entry, table_result
+from gateway.cli.times import parse_duration, show_minute
+from gateway.config import Config
+from tenancy.accounts.keys import (
+    SCOPES,
+    Key,
+    change_key,
+    create_admin_key,
+    create_key,
+    find_key,
+    list_keys,
+    revoke_key,
+    rotate_key,
+)
+from tenancy.accounts.tenants import find_tenant
+from tenancy.errors import BadName
+from tenancy.types import TOLERANCE_MODES, Limits, ToleranceMode, wall_ms
+
+
+def _add_actions(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    shared = shared_options()
+
+    def add(action: str, text: str) -> argparse.ArgumentParser:
+        return actions.add_parser(action, help=text, description=text, parents=[shared])
+
+    which = "key id, or the prefix that lists show"
+    scopes = (
+        "comma-separated scopes: inference, usage, cache; of an administrator's key: read, tenants,"
+        " money, erase"
+    )
+    parser = add("create", "Create a key and print it, once.")
+    owner = parser.add_mutually_exclusive_group(required=True)
+    owner.add_argument("--tenant", metavar="NAME")
+    owner.add_argument("--admin", action="store_true", help="create an administrator's key")
+    text = "cache scope inside the tenant (default: default)"
+    parser.add_argument("--workspace", default="default", metavar="NAME", help=text)
+    parser.add_argument("--label", default="", help="label shown in lists")
+    parser.add_argument(
+        "--expires", metavar="TIME", help="lifetime: 90d, 12h, 30m (default: unlimited)"
+    )
+    parser.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all)")
+    tolerance = "fields that are not honoured (default: as the server)"
+    parser.add_argument("--tolerance", choices=TOLERANCE_MODES, help=tolerance)
+    add_limits(parser)
+    parser = add("list", "List keys by prefix.")
+    parser.add_argument("--tenant", metavar="NAME")
+    parser = add("set", "Change the given settings of a key.")
+    parser.add_argument("key", help=which)
+    parser.add_argument("--label", help="label shown in lists")
+    parser.add_argument("--scopes", metavar="NAMES", help=scopes)
+    parser.add_argument("--tolerance", choices=(*TOLERANCE_MODES, "server"), help=tolerance)
+    add_limits(parser)
+    parser = add(
+        "rotate", "Create and print a replacement; the old key expires after a grace period."
+    )
+    parser.add_argument("key", help=which)
+    text = "grace period of the old key: 30m, 24h, 7d (default: 24h)"
+    parser.add_argument("--grace", default="24h", metavar="TIME", help=text)
+    parser = add("revoke", "Disable a key within a second, for good.")
+    parser.add_argument("key", help=which)
+
+
+def key_create(
+    config: Config,
+    tenant: str | None,
+    workspace: str,
+    label: str,
+    expires: str | None,
+    scopes: str | None,
+    limits: Mapping[str, object],
+    tolerance: ToleranceMode | None = None,
+) -> CommandResult:
+    """Create a key. The text is the key alone, for `KEY=$(trunkline key create --tenant NAME)`.
+
+    Without a tenant it is an administrator's key. The data has the key's number, `key_id`.
+    """
+    lives_ms = None if expires is None else parse_duration(expires, "--expires")
+    if tenant is None:
+        if limits or workspace != "default":
+            raise BadName("bad_scopes", "--admin is not allowed with a workspace or limits")
+        named = None if scopes is None else scopes.split(",")
+        with open_database(config) as store:
+            by = command_actor()
+            key = create_admin_key(
+                store, wall_ms, label=label, lives_ms=lives_ms, scopes=named, by=by
+            )
+            return CommandResult(key, {"key": key, **_key_row(find_key(store, key))})
+    with open_database(config) as store:
+        found, _ = find_tenant(store, tenant)
+        key = create_key(
+            store,
+            wall_ms,
+            found.tenant_id,
+            workspace=workspace,
+            label=label,
+            lives_ms=lives_ms,
+            scopes=SCOPES if scopes is None else scopes.split(","),
+            limits=_limits(Limits(), limits),
+            by=command_actor(),
+            tolerance=tolerance,
+        )
+        return CommandResult(key, {"key": key, **_key_row(find_key(store, key))})
+
+
+def key_list(config: Config, tenant: str | None) -> CommandResult:
+    """List keys by prefix, without secrets."""
+    with open_database(config) as store:
+        if tenant is not None:
+            find_tenant(store, tenant)
+        keys = list_keys(store, tenant)
+    table = []
+    for row in map(_key_row, keys):
+        limits = msgspec.json.encode(row.pop("limits")).decode().strip("{}").replace('"', "")
+        instants = {
+            name.removesuffix("_ms"): show_minute(row.pop(name))
+            for name in ("created_ms", "expires_ms", "revoked_ms")
+        }
+        table.append({**row, **instants, "limits": limits or None})
+    return structs.replace(
+        table_result([_key_row(key) for key in keys]), text=table_result(table).text
+    )
+
+
+_KEY_TOLERANCES: Mapping[str | None, ToleranceMode | UnsetType | None] = {
+    None: UNSET,
+    "server": None,
+    **{mode: mode for mode in TOLERANCE_MODES},
+}
+"""The change of a key's tolerance by the option's value; no option changes nothing."""
+
+
+def key_set(
+    config: Config,
+    which: str,
+    label: str | None,
+    scopes: str | None,
+    limits: Mapping[str, object],
+    tolerance: str | None = None,
+) -> CommandResult:
+    """Change the given settings. The tolerance "server" removes the key's own."""
+    if label is None and scopes is None and tolerance is None and not limits:
+        raise BadName("nothing_to_set", "nothing to change: see `trunkline key set --help`")
+    with open_database(config) as store:
+        old = find_key(store, which)
+        key = change_key(
+            store,
+            str(old.key_id),
+            label=label,
+            scopes=None if scopes is None else scopes.split(","),
+            limits=_limits(old.limits, limits) if limits else None,
+            by=command_actor(),
+            tolerance=_KEY_TOLERANCES[tolerance],
+        )
+    return CommandResult(f"key {key.shown}… changed", _key_row(key))
+
+
+def key_rotate(config: Config, which: str, grace: str) -> CommandResult:
+    """Create a replacement, alone in the text; the old key stays valid for the grace period."""
+    grace_ms = 0 if grace == "0" else parse_duration(grace, "--grace")
+    with open_database(config) as store:
+        key, new, old = rotate_key(store, wall_ms, which, grace_ms, command_actor())
+    return CommandResult(key, {"key": key, "new": _key_row(new), "old": _key_row(old)})
+
+
+def key_revoke(config: Config, which: str) -> CommandResult:
+    """Disable a key within a second."""
+    with open_database(config) as store:
+        key = revoke_key(store, wall_ms, which, command_actor())
+    owner = f"of {key.tenant}" if key.tenant else "of an administrator"
+    return CommandResult(f"key {key.shown}… {owner} revoked", _key_row(key))
+
+
+def _key_row(key: Key) -> dict[str, object]:
+    row = {**msgspec.to_builtins(key), "shown": f"{key.shown}…"}
+    row["declared"] = row.pop("is_declared")
+    return row
+
+
+def _limits(old: Limits, changes: Mapping[str, object]) -> Limits:
+    """Return the old limits with the changed ones replaced. `changes`: integers or None."""
+    return msgspec.convert({**structs.asdict(old), **changes}, Limits)
+
+
+def _run(call: CommandCall) -> CommandResult:
+    options, config = call.options, call.config
+    match options.action:
+        case "create":
+            return key_create(
+                config,
+                options.tenant,
+                options.workspace,
+                options.label,
+                options.expires,
+                options.scopes,
+                changes(options, LIMITS),
+                options.tolerance,
+            )
+        case "list":
+            return key_list(config, options.tenant)
+        case "set":
+            limits = changes(options, LIMITS)
+            return key_set(
+                config, options.key, options.label, options.scopes, limits, options.tolerance
+            )
+        case "rotate":
+            return key_rotate(config, options.key, options.grace)
+        case _:
+            return key_revoke(config, options.key)
+
+
+COMMANDS: Mapping[str, Entry] = {"key": Entry(_add_actions, _run)}

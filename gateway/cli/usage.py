@@ -1,0 +1,232 @@
+"""`trunkline usage`: sums of the ledger by tenant, key, model, day or hour.
+
+The table fits the terminal: it has as many columns as there is room for, and short numbers.
+`--csv` and `--json` have every column and exact numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import get_args
+
+from msgspec import structs
+
+from gateway.cli.database import open_database
+from gateway.cli.result import CommandCall, CommandResult, Entry, Table, cell_text, table_text
+from gateway.cli.times import TIME_HELP, UNITS_MS, parse_period
+from tenancy.accounting.exports import as_csv
+from tenancy.accounting.focus_export import storage_by_tenant
+from tenancy.accounting.usage import UsageGroup, UsageTotal, sum_tenants
+from tenancy.accounting.usage import usage as total_usage
+from tenancy.accounts.tenants import find_tenant
+from tenancy.errors import BadName
+from tenancy.ledger.epochs import ledger_epoch
+from tenancy.pricing.charges import format_dollars
+from tenancy.types import format_utc, wall_ms
+
+DAYS_MAX = 36_500
+"""Longest period of `--days`."""
+PICO_PER_DOLLAR = 10**12
+NAME_CHARACTERS_MAX = 24
+"""A longer name is cut in the table."""
+_MONEY = ("charge", "storage", "adjusted", "saved")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tenant", metavar="NAME")
+    parser.add_argument("--key", type=int, metavar="ID", help="only this key, by its key_id")
+    parser.add_argument("--model", metavar="NAME", help="only this model")
+    groups = ", ".join(get_args(UsageGroup))
+    text = f"comma-separated, some of {groups} (default: tenant)"
+    parser.add_argument("--group-by", default="tenant", metavar="NAMES", help=text)
+    since = parser.add_mutually_exclusive_group()
+    since.add_argument("--since", metavar="TIME", help=TIME_HELP)
+    since.add_argument("--days", type=int, metavar="N", help="only the last N days")
+    parser.add_argument("--until", metavar="TIME", help=f"{TIME_HELP}; exclusive")
+    parser.add_argument("--csv", action="store_true", help="print CSV with every column")
+
+
+def _run(call: CommandCall) -> CommandResult:
+    """Return sums of ledger entries, adjustments and storage. Raises BadName and StoreError."""
+    options, now_ms = call.options, wall_ms()
+    groups = parse_groups(options.group_by)
+    since_ms, until_ms = parse_period(options.since, options.until, now_ms)
+    if options.days is not None:
+        if not 1 <= options.days <= DAYS_MAX:
+            message = f"--days: {options.days} is out of range; expected 1 to {DAYS_MAX}"
+            raise BadName("bad_time", message)
+        since_ms = now_ms - options.days * UNITS_MS["d"]
+    has_storage = groups == ("tenant",) and options.key is None and options.model is None
+    with open_database(call.config, create=False) as store:
+        if options.tenant is not None:
+            find_tenant(store, options.tenant)
+        found = total_usage(
+            store,
+            tenant=options.tenant,
+            key_id=options.key,
+            model=options.model,
+            since_ms=since_ms or 0,
+            until_ms=until_ms,
+            by=groups,
+        )
+        held = (
+            storage_by_tenant(store, options.tenant, since_ms or 0, until_ms) if has_storage else {}
+        )
+        epoch = ledger_epoch(store).number
+    if "tenant" not in groups:
+        found = sum_tenants(found)
+    there = {one.tenant for one in found}
+    found = [*found, *(UsageTotal(name) for name in held if name not in there)]
+    if has_storage:
+        found.sort(key=lambda one: one.tenant)
+    rows = [_row(one, groups, held.get(one.tenant, 0)) | {"ledger_epoch": epoch} for one in found]
+    if options.csv:
+        columns = tuple(rows[0]) if rows else groups
+        text = b"".join(as_csv(columns, rows)).decode().replace("\r\n", "\n").rstrip("\n")
+        return CommandResult(text, rows)
+    if not rows:
+        return CommandResult("nothing yet", rows)
+    return CommandResult(_table(rows, groups, call.columns), rows, has_heading=True)
+
+
+def parse_groups(text: str) -> tuple[UsageGroup, ...]:
+    """Return the groups of `--group-by day,model`, each at most once. Raises BadName."""
+    known: tuple[UsageGroup, ...] = get_args(UsageGroup)
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in known]
+    if not names or unknown or len(set(names)) < len(names) or {"hour", "day"} <= set(names):
+        message = (
+            f"--group-by: invalid groups {text[:80]!r}; expected some of {', '.join(known)}, each"
+            " once, and hour or day, not both"
+        )
+        raise BadName("bad_group", message)
+    return tuple(name for name in known if name in names)
+
+
+def _row(one: UsageTotal, groups: Sequence[UsageGroup], storage_pico: int) -> dict[str, object]:
+    """Return a row of `--json` and `--csv`: the groups first, then counts, then money."""
+    names: dict[UsageGroup, str] = {
+        "tenant": "tenant",
+        "key": "key_id",
+        "model": "model",
+        "user": "user",
+    }
+    facts = structs.asdict(one)
+    starts_ms = facts.pop("from_ms")
+    row: dict[str, object] = {}
+    for group in groups:
+        if group in names:
+            row[names[group]] = facts[names[group]]
+        else:
+            row["from"] = None if starts_ms is None else format_utc(starts_ms)
+    for name in names.values():
+        facts.pop(name)
+    row |= facts
+    row["hit_ratio"] = (
+        round(one.cache_read_tokens / one.prompt_tokens, 6) if one.prompt_tokens else None
+    )
+    row["storage_pico"] = storage_pico
+    for money in _MONEY:
+        row[f"{money}_usd"] = format_dollars(int(str(row[f"{money}_pico"])))
+    return row
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+_COLUMNS = (
+    ("requests", "requests"),
+    ("prompt", "prompt_tokens"),
+    ("read", "cache_read_tokens"),
+    ("hit %", "hit_ratio"),
+    ("written", "cache_write_tokens"),
+    ("fresh", "fresh_tokens"),
+    ("output", "output_tokens"),
+    ("bill $", "bill_pico"),
+    ("charge $", "charge_pico"),
+    ("storage $", "storage_pico"),
+    ("adjusted $", "adjusted_pico"),
+    ("saved $", "saved_pico"),
+)
+"""Headings of the table, and the columns of a row."""
+_BILLED = ("charge", "storage", "adjusted")
+"""The parts of a bill."""
+_LEAST = ("written", "fresh", "read", "charge $", "storage $", "adjusted $")
+"""Columns that a narrow terminal does without, the first ones first."""
+
+
+def _table(rows: Table, groups: Sequence[UsageGroup], width: int) -> str:
+    """Return the rows and their sum as a table of at most `width` columns, if that can be."""
+    keys = [name for name in rows[0] if name in ("tenant", "key_id", "model", "user", "from")]
+    rows = [row | {"bill_pico": _bill(row)} for row in rows]
+    decimals = _decimals(rows)
+    lines: list[dict[str, object]] = []
+    for row in [*rows, *([_sum(rows)] if len(rows) > 1 else [])]:
+        shown: dict[str, object] = {name: _name(name, row.get(name)) for name in keys}
+        lines.append(shown | {title: _short(name, row[name], decimals) for title, name in _COLUMNS})
+    if len(rows) > 1:
+        lines[-1][keys[0]] = "total"
+    right = [title for title, _ in _COLUMNS]
+    has_parts = any(_pico(rows, "storage")) or any(_pico(rows, "adjusted"))
+    empty = [] if has_parts else [f"{part} $" for part in _BILLED]  # the charge is the bill
+    text = ""
+    for left_out in range(len(_LEAST) + 1):
+        hidden = {*empty, *_LEAST[:left_out]}
+        table = [{n: v for n, v in line.items() if n not in hidden} for line in lines]
+        text = table_text(table, right=right)
+        if max(map(len, text.split("\n"))) <= width:
+            break
+    return text
+
+
+def _sum(rows: Table) -> dict[str, object]:
+    total: dict[str, object] = {}
+    for _, name in _COLUMNS:
+        if name != "hit_ratio":
+            total[name] = sum(int(str(row[name])) for row in rows)
+    read, prompt = int(str(total["cache_read_tokens"])), int(str(total["prompt_tokens"]))
+    total["hit_ratio"] = read / prompt if prompt else None
+    return total
+
+
+def _name(column: str, value: object) -> str:
+    text = cell_text(value)
+    if column == "from" and isinstance(value, str):
+        return value[:16].replace("T", " ")
+    return text if len(text) <= NAME_CHARACTERS_MAX else f"{text[: NAME_CHARACTERS_MAX - 1]}…"
+
+
+def _short(name: str, value: object, decimals: int) -> str:
+    if name.endswith("_pico"):
+        return f"{Decimal(int(str(value))).scaleb(-12):.{decimals}f}"
+    if name == "hit_ratio":
+        return "-" if value is None else f"{100 * float(str(value)):.1f}"
+    return short_count(int(str(value)))
+
+
+def _bill(row: Mapping[str, object]) -> int:
+    return sum(int(str(row[f"{part}_pico"])) for part in _BILLED)
+
+
+def _pico(rows: Table, money: str) -> list[int]:
+    return [int(str(row[f"{money}_pico"])) for row in rows]
+
+
+def _decimals(rows: Table) -> int:
+    """Return the decimals of all amounts of a table: more for smaller ones."""
+    largest = max(abs(pico) for money in _MONEY for pico in _pico(rows, money))
+    return 2 if largest >= 100 * PICO_PER_DOLLAR else 4 if largest >= PICO_PER_DOLLAR else 6
+
+
+def short_count(count: int) -> str:
+    """Return a count in at most six characters: 99999, 1.23M, 45.6G."""
+    if count < 100_000:
+        return str(count)
+    for unit, size in (("k", 10**3), ("M", 10**6), ("G", 10**9), ("T", 10**12)):
+        if count < 1_000 * size:
+            return f"{count / size:.4g}{unit}"
+    return f"{count / 10**12:.4g}T"
+
+
+COMMANDS: Mapping[str, Entry] = {"usage": Entry(_add_arguments, _run)}

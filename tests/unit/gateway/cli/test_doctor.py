@@ -1,0 +1,124 @@
+"""`trunkline doctor`: each finding has a fix."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.__main__ import main
+from gateway.cli.doctor import Check, available_memory_mib, checks_text
+
+ASKED = {"disk speed", "clock", "host names", "encryption", "descriptors", "configuration"}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of a configuration file, in use."""
+    file = tmp_path / "trunkline.toml"
+    file.write_text(f'data_dir = "{tmp_path / "data"}"\n')
+    for name in ("TRUNKLINE_DATA_DIR", "TRUNKLINE_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRUNKLINE_CONFIG", str(file))
+    return file
+
+
+def checks(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    main(["doctor", "--json"])
+    return {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_a_sound_machine_gets_no_advice(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of these are checked, and none changes the data directory."""
+    found = checks(capsys)
+
+    assert set(found) >= ASKED
+    assert {name for name in ASKED - {"disk speed"} if found[name]["fix"]} == set()
+    assert not (config.parent / "data").exists()
+
+
+def test_advises_names_and_encryption_for_a_public_listener(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients of other machines would be refused, and their keys would be readable on the way."""
+    before = config.read_text()
+    config.write_text(before + '[server]\nlisten = "0.0.0.0:0"\n')
+    local = checks(capsys)
+    config.write_text(before + '[server]\nlisten = "0.0.0.0:0"\nhosts = ["llm.example"]\n')
+    named = checks(capsys)
+
+    assert "server.hosts" in local["host names"]["fix"]
+    assert "TLS" in local["encryption"]["fix"]
+    assert local["host names"]["ok"], "advice is no failure"
+    assert named["host names"]["fix"] is None
+
+
+def test_a_clock_behind_the_database_is_an_error(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bills and budgets follow the wall clock."""
+    data = config.parent / "data"
+    data.mkdir()
+    (data / "trunkline.db").touch()
+    os.utime(data / "trunkline.db", (4e9, 4e9))
+    found = checks(capsys)["clock"]
+
+    assert not found["ok"]
+    assert "chrony" in found["fix"]
+
+
+def test_checks_the_secrets_of_webhooks(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with a webhook without a secret does not start."""
+    hook = "[[webhooks]]\nname = 'ops'\nurl = 'https://ops.example'\nsecret_env = 'HOOK'\n"
+    config.write_text(config.read_text() + hook)
+    monkeypatch.delenv("HOOK", raising=False)
+    missing = checks(capsys)["webhooks"]
+    monkeypatch.setenv("HOOK", "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    there = checks(capsys)["webhooks"]
+
+    assert (missing["ok"], there["ok"]) == (False, True)
+    assert "variable 'HOOK' is not set" in missing["found"]
+
+
+def test_text_shows_the_fix_below_its_finding(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(config.read_text() + '[model]\nname = "/nowhere"\n')
+    status = main(["doctor"])
+    lines = capsys.readouterr().out.split("\n")
+    (number,) = [at for at, line in enumerate(lines) if line.startswith("FAIL  model")]
+
+    assert status == 1
+    assert lines[number + 1].split("-> ")[1].startswith("trunkline pull NAME")
+
+
+def test_verdicts_are_coloured_on_a_terminal() -> None:
+    """Green, yellow and red; in a pipe none."""
+    found = [Check("a", True, "x"), Check("b", True, "x", "y"), Check("c", False, "x", "y")]
+    coloured = checks_text(found, has_colours=True)
+
+    for code, mark in ((32, "ok  "), (33, "note"), (31, "FAIL")):
+        assert f"\x1b[{code}m{mark}\x1b[0m" in coloured
+    assert "\x1b" not in checks_text(found, has_colours=False)
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "free"),
+    [(None, None, 4_000), ("max", "5", 4_000), (str(2**30), str(2**29), 512)],
+)
+def test_memory_is_the_containers_if_that_is_less(
+    tmp_path: Path, limit: str | None, used: str | None, free: int
+) -> None:
+    """A container sees the whole machine's memory in /proc/meminfo."""
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096000 kB\n")
+    if limit is not None and used is not None:
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text(used)
+
+    assert available_memory_mib(tmp_path / "meminfo", tmp_path) == free
+    assert available_memory_mib(tmp_path / "none", tmp_path) is None
