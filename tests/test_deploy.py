@@ -30,11 +30,30 @@ def existing() -> set[str]:
     """Return every metric name of the exposition, with each histogram's buckets."""
     metrics = Metrics(10)
     metrics.set_engine_stats(Stats(), is_ready=True, restarts=0)
+    metrics.read_process()
     found = set()
     for family in metrics.registry.collect():
         kinds = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
         found |= {family.name + end for end in kinds.get(family.type, ("",))}
     return found
+
+
+def test_make_serve_installs_no_developers_tools(tmp_path: Path) -> None:
+    """An operator's first command installs 1.1 GB; with the tools it would be 2.6 GB."""
+    command = ["make", "--dry-run", f"VENV={tmp_path}", "TORCH=cpu"]
+    printed = {
+        target: subprocess.run(
+            [*command, target], cwd=DEPLOY.parent, capture_output=True, text=True, check=True
+        ).stdout
+        for target in ("serve", "pull", "setup")
+    }
+
+    assert {target: "--group dev" in text for target, text in printed.items()} == {
+        "serve": False,
+        "pull": False,
+        "setup": True,
+    }
+    assert "--index-url" in printed["serve"]
 
 
 def test_the_systemd_unit_starts_the_command(tmp_path: Path) -> None:
@@ -47,7 +66,7 @@ def test_the_systemd_unit_starts_the_command(tmp_path: Path) -> None:
     settings["TRUNKLINE_CONFIG"] = str(tmp_path / "trunkline.toml")
     config, _ = load_config(None, settings, {})
 
-    assert build_parser({}).parse_args([command]).command == "serve"
+    assert build_parser((command,)).parse_args([command]).command == "serve"
     assert str(config.data) == "/var/lib/trunkline"
     assert int(stop_s) > config.engine.drain_timeout_s
 
@@ -118,6 +137,7 @@ def test_labels_in_queries_exist() -> None:
     """`by (cause)` on a metric without that label draws one flat line."""
     metrics = Metrics(10)
     metrics.set_cache_stats({"1h": {"given": 1, "running": 1}}, 1)
+    metrics.set_charges({"ada": (1.0, 2.0)})
     labels = {
         family.name + suffix: set(metric.labels)
         for metric in vars(metrics).values()

@@ -1,0 +1,234 @@
+"""Checks the Dockerfile, compose.yaml and the Helm chart: by their linters, and by what they start.
+
+No test runs a container: `tests/e2e/test_deployments.py` runs what the container would, outside.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gateway.config import Config, load_config
+from gateway.http.authentication import ALL_ADDRESSES
+from tests.tools.binaries import needs
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = ROOT / "Dockerfile"
+COMPOSE = ROOT / "compose.yaml"
+CHART = DEPLOY / "helm" / "trunkline"
+VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+def run(command: Sequence[str | Path]) -> str:
+    """Return the output of a command, which must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def config_of(text: str, folder: Path) -> Config:
+    """Return the settings of a configuration file's text."""
+    file = folder / "trunkline.toml"
+    file.write_text(text)
+    return load_config(file, {}, {})[0]
+
+
+# --- the image ------------------------------------------------------------------------------------
+
+
+def test_hadolint_accepts_the_dockerfile() -> None:
+    """It parses the file and every shell line in it."""
+    run([needs("hadolint"), "--failure-threshold", "info", DOCKERFILE])
+
+
+def test_the_image_copies_what_exists_and_what_the_build_context_has() -> None:
+    """A file that .dockerignore leaves out fails only when a daemon builds the image."""
+    text = DOCKERFILE.read_text()
+    copied = [
+        name
+        for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
+        for name in line.split()
+    ]
+    let_in = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+
+    assert {"gateway", "engine", "kernels", "tenancy", "constraints.txt"} <= set(copied)
+    for name in copied:
+        assert (ROOT / name).exists(), name
+        assert any(name == one or name.startswith(f"{one}/") for one in let_in), name
+
+
+def test_the_image_runs_the_server_without_rights() -> None:
+    """Its last stage is the CPU's; both serve as a user whose folder is the volume."""
+    text = DOCKERFILE.read_text()
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
+    (command,) = re.findall(r'^CMD \["(\w+)"\]$', text, re.MULTILINE)
+    (user,) = re.findall(r"^USER (\d+)", text, re.MULTILINE)
+
+    assert stages[-2:] == ["cuda", "cpu"]
+    assert command == "serve"
+    assert int(user) > 0
+    assert "/readyz" in text
+
+
+def test_the_images_configuration_opens_both_listeners(tmp_path: Path) -> None:
+    """A container's ports reach no listener on 127.0.0.1; Host may be any address, as of probes."""
+    config = config_of((DEPLOY / "docker" / "trunkline.toml").read_text(), tmp_path)
+
+    assert (config.server.listen, config.admin.listen) == ("0.0.0.0:8080", "0.0.0.0:8081")
+    assert ALL_ADDRESSES[0] in config.server.hosts
+    assert "*" not in config.server.hosts
+
+
+# --- compose --------------------------------------------------------------------------------------
+
+
+def test_compose_file_is_valid() -> None:
+    """By the published schema of the Compose specification, and by yamllint."""
+    rules = "{extends: relaxed, rules: {line-length: {max: 110}}}"
+    run([needs("yamllint"), "--strict", "-d", rules, COMPOSE, DEPLOY / "compose"])
+    run([needs("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", COMPOSE])
+
+
+def test_compose_mounts_files_that_exist() -> None:
+    """A missing file would become an empty folder of root's."""
+    mounted = re.findall(r"^ +- (\./[^:]+):", COMPOSE.read_text(), re.MULTILINE)
+
+    assert len(mounted) == 6
+    assert [name for name in mounted if not (ROOT / name).exists()] == []
+
+
+def test_compose_publishes_only_tls_to_the_world() -> None:
+    """Everything else is bound to this machine, and the gateway waits for its database."""
+    ports = re.findall(r'"((?:[\d.]+:)?\d+:\d+(?:/udp)?)"', COMPOSE.read_text())
+    public = {port for port in ports if not port.startswith("127.0.0.1:")}
+
+    assert public == {"80:80", "443:443", "443:443/udp"}
+    assert COMPOSE.read_text().count("service_healthy") == 2
+
+
+def test_compose_configures_the_gateway_behind_a_proxy(tmp_path: Path) -> None:
+    """Prometheus asks by the service's name; PostgreSQL is reached by the shared socket."""
+    config = config_of((DEPLOY / "compose" / "trunkline.toml").read_text(), tmp_path)
+    scraped = re.findall(
+        r'targets: \["(\w+):(\d+)"\]', (DEPLOY / "compose" / "prometheus.yml").read_text()
+    )
+
+    assert scraped == [("gateway", config.admin.listen.rpartition(":")[2])]
+    assert "gateway" in config.admin.hosts
+    assert config.server.connections_per_address_max == 0
+    socket = re.search(r"host=(.+)$", config.tenancy.database)
+    assert socket is not None
+    assert COMPOSE.read_text().count(f"postgres-socket:{socket[1]}") == 2
+
+
+def test_stop_timeouts_are_longer_than_a_drain(tmp_path: Path) -> None:
+    """A container that is killed earlier would cut running answers."""
+    drain_s = config_of("", tmp_path).engine.drain_timeout_s
+    chart = (CHART / "values.yaml").read_text()
+    found = re.findall(r"stop_grace_period: (\d+)s", COMPOSE.read_text())
+    found += re.findall(r"^terminationGracePeriodSeconds: (\d+)$", chart, re.MULTILINE)
+
+    assert len(found) == 2
+    assert all(int(one) > drain_s for one in found)
+
+
+def test_versions_of_image_and_chart_are_the_products() -> None:
+    """One number for a release."""
+    assert VERSION is not None
+    chart = (CHART / "Chart.yaml").read_text()
+
+    assert f'appVersion: "{VERSION[1]}"' in chart
+    assert f"TRUNKLINE_VERSION:-{VERSION[1]}" in COMPOSE.read_text()
+
+
+# --- Helm -----------------------------------------------------------------------------------------
+
+VALUES = {
+    "plain": (),
+    "all": (
+        "replicas=2",
+        "database=postgresql://trunkline@db.example/books",
+        "passwordSecret=books",
+        "ingress.enabled=true",
+        "ingress.host=llm.example.org",
+        "ingress.className=nginx",
+        "ingress.tlsSecret=llm-tls",
+        "serviceMonitor.enabled=true",
+        "serviceMonitor.labels.release=prometheus",
+        "hosts={llm.internal}",
+        "image.repository=registry.example/trunkline",
+        "imagePullSecrets[0].name=pull",
+        "resources.limits.nvidia\\.com/gpu=1",
+        "nodeSelector.pool=gpu",
+        "extraEnv[0].name=A",
+        "extraEnv[0].value=b",
+        "persistence.storageClass=fast",
+        "settings.server=body_bytes_max = 4194304",
+        'tables=[[tenants]]\nname = "acme"',
+    ),
+}
+
+
+def rendered(values: Sequence[str]) -> str:
+    """Return the chart's objects, as Helm renders them."""
+    settings = [part for value in values for part in ("--set", value)]
+    return run([needs("helm"), "template", "demo", CHART, "--namespace", "llm", *settings])
+
+
+def test_helm_accepts_the_chart() -> None:
+    """Names, values against their schema, and every template."""
+    run([needs("helm"), "lint", "--strict", CHART])
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_rendered_objects_are_valid(name: str, tmp_path: Path) -> None:
+    """By Kubernetes' own schemas, without fields that it does not know."""
+    file = tmp_path / "objects.yaml"
+    file.write_text(rendered(VALUES[name]))
+    said = run([needs("kubernetes-validate"), "--strict", file])
+    kinds = re.findall(r"^kind: (\w+)$", file.read_text(), re.MULTILINE)
+
+    assert said == "" or "FAIL" not in said
+    assert kinds.count("Service") == 2
+    assert ("Ingress" in kinds) is ("ServiceMonitor" in kinds) is (name == "all")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_rendered_configuration_is_valid(name: str, tmp_path: Path) -> None:
+    """The gateway reads it; probes ask by the pod's address, clients by the service's name."""
+    text = rendered(VALUES[name])
+    block = re.search(r"  trunkline\.toml: \|\n((?:    .*\n|\n)+)", text)
+    assert block is not None
+    config = config_of(re.sub(r"^    ", "", block[1], flags=re.MULTILINE), tmp_path)
+
+    assert {ALL_ADDRESSES[0], "demo-trunkline.llm.svc"} <= set(config.server.hosts)
+    assert "*" not in (*config.server.hosts, *config.admin.hosts)
+    assert config.engine.threads == 4
+    if name == "all":
+        assert {"llm.example.org", "llm.internal"} <= set(config.server.hosts)
+        assert config.tenancy.database.startswith("postgresql://")
+        assert config.server.body_bytes_max == 4_194_304
+        assert [one.name for one in config.tenants or ()] == ["acme"]
+
+
+def test_chart_refuses_two_gateways_on_one_file() -> None:
+    """A file of SQLite has one gateway; the error names the value to set."""
+    command = [needs("helm"), "template", "demo", str(CHART), "--set", "replicas=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode != 0
+    assert "needs `database`" in done.stderr
+
+
+def test_chart_has_a_wrong_value_refused() -> None:
+    """A misspelt value would be ignored silently."""
+    command = [needs("helm"), "template", "demo", str(CHART), "--set", "replica=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode != 0
+    assert "replica" in done.stderr
