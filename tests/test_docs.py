@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import model_tables
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("docs", "examples", "gateway", "engine", "kernels", "tenancy", "tests")
 DOCUMENTS = sorted(
@@ -38,6 +40,14 @@ def test_make_targets_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"`make ([a-z]+)", path.read_text()):
         assert target in targets, target
+
+
+def test_the_index_names_every_document() -> None:
+    """A page that no index names is found by accident."""
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+    assert {name for name in pages if f"]({name})" not in index} == set()
 
 
 def test_decisions_are_numbered_once() -> None:
@@ -97,3 +107,10 @@ def test_code_uses_the_words_of_the_glossary(word: str) -> None:
     for folder in ("gateway", "engine", "kernels", "tenancy"):
         for path in (ROOT / folder).rglob("*.py"):
             assert not re.search(word, path.read_text()), f"{name_of(path)}: say {FORBIDDEN[word]}"
+
+
+def test_tables_of_models_come_from_the_code() -> None:
+    """`python -m tests.tools.model_tables` writes them anew."""
+    page = model_tables.PAGE.read_text()
+
+    assert model_tables.written(page) == page

@@ -1,0 +1,168 @@
+"""A shell for the commands of docs/howto: a folder with a server, and commands that need no rights.
+
+`trunkline`, `python`, `curl` and everything else of the pages is real. `sudo` runs what follows,
+with the machine's folders under this one; `systemctl` starts and stops the server; `docker` and
+`kubectl` run what they would run inside; `helm` renders. What remains (a build, a push, a user to
+create) succeeds. Every stand-in writes its arguments down.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.installed_wheel import ROOT, clean_environment
+from tests.models import tiny_config, write_folder
+from tests.tools.binaries import find
+
+MODEL = "smollm2-135m-instruct"
+SHELL_S = 120.0
+
+SETTINGS = """
+[server]
+listen = "127.0.0.1:{public}"
+hosts = ["*"]
+[admin]
+listen = "127.0.0.1:{admin}"
+[model]
+aliases = ["{model}"]
+[engine]
+threads = 1
+kv_blocks = 512
+"""
+
+STAND_INS = {
+    # A new key works from the next second on, which is less than a reader takes.
+    "trunkline": """
+[ "${1-} ${2-}" = "key create" ] || exec "$PYTHON" -m gateway "$@"
+key=$("$PYTHON" -m gateway "$@")
+curl --silent --fail --output /dev/null --retry 10 --retry-delay 1 --retry-all-errors \
+    "http://127.0.0.1:$PUBLIC_PORT/v1/models" -H "Authorization: Bearer $key"
+echo "$key"
+""",
+    "python": 'exec "$PYTHON" "$@"',
+    # The rest of a command under sudo; `-u NAME` names a user.
+    "sudo": 'if [ "$1" = -u ]; then shift 2; fi\nexec "$@"',
+    # A server of this folder, started and drained as the unit does it.
+    "systemctl": """
+case "$1 $2" in
+"start trunkline" | "enable --now")
+    "$PYTHON" -m gateway serve "$HOWTO/tiny" >> "$HOWTO/server.out" 2>> "$HOWTO/server.log" &
+    echo $! > "$HOWTO/server.pid"
+    curl --silent --fail --output /dev/null --retry 60 --retry-connrefused --retry-delay 1 \
+        --retry-all-errors "http://127.0.0.1:$PUBLIC_PORT/readyz" ;;
+"stop trunkline")
+    pid=$(cat "$HOWTO/server.pid")
+    kill "$pid"
+    while grep -qs 'State:.[^Z]' "/proc/$pid/status"; do :; done ;;
+esac
+""",
+    "docker": """
+case "$*" in
+*"exec gateway cat /var/lib/trunkline/"*) cat "data/${*##*/}" ;;
+*"exec gateway trunkline "*) eval "exec trunkline ${*#*gateway trunkline }" ;;
+esac
+""",
+    "kubectl": """
+case "$*" in
+*"cat /var/lib/trunkline/"*) cat "data/${*##*/}" ;;
+*"-- trunkline "*) eval "exec trunkline ${*#*-- trunkline }" ;;
+esac
+""",
+    **dict.fromkeys(("useradd", "journalctl", "nvidia-smi", "chown", "make"), "true"),
+}
+OPTIONAL = ("nginx", "caddy", "promtool", "helm")
+"""Commands that stand in for themselves with true, where they are not installed."""
+
+
+class HowToShell:
+    """A folder in which the commands of a page run."""
+
+    def __init__(self, folder: Path, public: int, admin: int) -> None:
+        self.folder, self.root = folder / "checkout", folder / "root"
+        folder = self.folder
+        folder.mkdir()
+        self.ports = {"8080": public, "8081": admin}
+        for name in ("deploy", "examples", "compose.yaml", "Dockerfile", "constraints.txt"):
+            (folder / name).symlink_to(ROOT / name)
+        write_folder(folder / "tiny", tiny_config(context=2048))
+        settings = SETTINGS.format(public=public, admin=admin, model=MODEL)
+        (folder / "settings.toml").write_text(settings)
+        for name in ("data", "bin"):
+            (folder / name).mkdir(mode=0o700)
+        for name in ("nginx/conf.d", "systemd/system", "grafana/provisioning/dashboards"):
+            (self.root / "etc" / name).mkdir(parents=True)
+        for name in ("opt", "var/lib"):
+            (self.root / name).mkdir(parents=True)
+        (self.root / "var/lib/trunkline").symlink_to(folder / "data")
+        self._write_commands()
+
+    def _write_commands(self) -> None:
+        named = dict(STAND_INS)
+        for name in OPTIONAL:
+            named[name] = self._optional(name)
+        for name, body in named.items():
+            file = self.folder / "bin" / name
+            said = f'echo "{name} $*" >> "$HOWTO/commands.log"'
+            file.write_text(f"#!/bin/sh\n{said}\n{body}\n")
+            file.chmod(0o755)
+
+    def _optional(self, name: str) -> str:
+        found = find(name)
+        if found is None or name == "nginx":  # nginx would read the machine's own files
+            return "true"
+        if name == "helm":
+            render = '-e "s/^upgrade --install/template/" -e "s/^upgrade/template/"'
+            drop = '-e "s/--create-namespace//" -e "s/--reuse-values//"'
+            return (
+                f'eval "exec {found} $(echo "$*" | sed {render} {drop})" > "$HOWTO/rendered.yaml"'
+            )
+        return f'exec {found} "$@"'
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of the commands."""
+        more = {
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "HOWTO": str(self.folder),
+            "HOME": str(self.folder),
+            "PUBLIC_PORT": str(self.ports["8080"]),
+            "TRUNKLINE_DATA_DIR": str(self.folder / "data"),
+            "TRUNKLINE_CONFIG": str(self.folder / "settings.toml"),
+        }
+        return clean_environment(more)
+
+    def run(self, commands: str) -> subprocess.CompletedProcess[str]:
+        """Run commands as a page has them, with this folder's addresses and root."""
+        for port, ours in self.ports.items():
+            commands = commands.replace(f"127.0.0.1:{port}", f"127.0.0.1:{ours}")
+        ours = self.ports["8080"]
+        for name in ("https://localhost", "https://llm.example.org"):
+            commands = commands.replace(name, f"http://127.0.0.1:{ours}")
+        root = re.compile(r"(?<= )(?=/(?:etc|opt|var/lib)\b)")
+        commands = "\n".join(
+            root.sub(str(self.root), line) if line.startswith("sudo ") else line
+            for line in commands.splitlines()
+        )
+        commands = commands.replace("/models/some-folder", str(self.folder / "tiny"))
+        commands = commands.replace("/models/llama-3.1-8b", str(self.folder / "tiny"))
+        return subprocess.run(
+            ["sh", "-eu", "-c", commands],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SHELL_S,
+        )
+
+    @property
+    def commands(self) -> list[str]:
+        """What the stand-ins were asked, in order."""
+        file = self.folder / "commands.log"
+        return file.read_text().splitlines() if file.exists() else []

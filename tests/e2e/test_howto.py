@@ -1,0 +1,112 @@
+"""Runs the commands of every page of docs/howto, against a server of a tiny model."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.howto_shell import HowToShell
+from tests.e2e.installed_wheel import ROOT
+
+PAGES = sorted(path for path in (ROOT / "docs" / "howto").glob("*.md") if path.stem != "README")
+LINES_MAX = 40
+
+PRINTED = {
+    "another-model": (
+        r"model\.name +environment .*tiny",
+        r"^(ok +)?model +\S*/tiny",
+        "gpt-4o-mini",
+    ),
+    "budget": (r'"completion_tokens":16', r"acme .*month .*20\.000000.*16\.000000"),
+    "docker": (r'"completion_tokens":16', r"default +1 "),
+    "from-litellm": (r'"object":"list"',),
+    "from-openai": (r"(\d+) 0\n\1 [1-9]",),
+    "from-vllm": (r'"completion_tokens":8', "vllm:num_requests_running"),
+    "gpu": (r"engine\.kv_memory_mib .*40960",),
+    "grafana": (r"trunkline_engine_ready 1",),
+    "kubernetes": (r"^tl-", "acme"),
+    "litellm-in-front": (r'"object":"list"',),
+    "one-hour": (
+        r'"ephemeral_1h_input_tokens":[1-9]',
+        r'"cache_read_input_tokens":[1-9]',
+        r'"class":"1h"',
+    ),
+    "savings": (r"default +2 ", r'"saved_usd":"0\.000[0-9]*[1-9]'),
+    "systemd": (r'"ready"', r"\btl-"),
+    "tls": (r"server\.hosts .*llm\.example\.org", r'"ready"'),
+    "upgrade": (r'"ready"',),
+}
+"""What the commands of each page print, beside ending without an error."""
+ASKED = {
+    "docker": ("docker compose up --build --detach --wait", "docker build --tag trunkline ."),
+    "kubernetes": ("helm upgrade --install llm", "kubectl --namespace llm rollout status"),
+    "systemd": ("systemctl enable --now trunkline",),
+    "upgrade": ("trunkline restore before-upgrade.db",),
+    "tls": ("nginx -t", "caddy validate"),
+}
+"""Beginnings of what the stand-ins of a page were asked."""
+
+
+STOPPED = ("another-model", "gpu", "systemd")
+"""Pages that begin without a server."""
+
+
+def blocks(page: Path) -> str:
+    """Return the commands of a page, in order."""
+    return "\n".join(re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+
+
+def free_ports() -> tuple[int, int]:
+    """Return two ports that were free a moment ago."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[HowToShell]:
+    """Yield a shell with a running server, and stop the server afterwards."""
+    opened = HowToShell(tmp_path, *free_ports())
+    began = opened.run("systemctl start trunkline")
+    assert began.returncode == 0, (opened.folder / "server.log").read_text()
+    yield opened
+    opened.run("systemctl stop trunkline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_a_page_work(page: Path, shell: HowToShell) -> None:
+    """A reader types them in this order; each has to succeed and to print what the page says."""
+    if page.stem in STOPPED:
+        shell.run("systemctl stop trunkline")
+    done = shell.run(blocks(page))
+    said = f"{done.stdout}\n{done.stderr}"
+
+    assert done.returncode == 0, said
+    for pattern in PRINTED[page.stem]:
+        assert re.search(pattern, done.stdout, re.MULTILINE), (pattern, said)
+    for beginning in ASKED.get(page.stem, ()):
+        assert any(line.startswith(beginning) for line in shell.commands), shell.commands
+
+
+def test_pages_are_short_and_in_the_index() -> None:
+    """A how-to fits a screen; the index has a line for each."""
+    index = (ROOT / "docs" / "howto" / "README.md").read_text()
+
+    for page in PAGES:
+        assert len(page.read_text().splitlines()) <= LINES_MAX, page.name
+        assert f"]({page.name})" in index, page.name
+        assert blocks(page), f"{page.name} has no commands"
+    assert PRINTED.keys() == {page.stem for page in PAGES}
+
+
+def test_files_that_commands_name_exist() -> None:
+    """A moved file of deploy/ or examples/ is moved in the pages, too."""
+    for page in PAGES:
+        for name in re.findall(r"\b(?:deploy|examples)/[\w./-]+\w", page.read_text()):
+            assert (ROOT / name).exists(), (page.name, name)
