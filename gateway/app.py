@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import metadata, util
@@ -31,6 +31,8 @@ from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import StartAnalytics
 from gateway.api import (
     cached_contents,
+    conversations,
+    dashboard,
     generate,
     health,
     models,
@@ -42,24 +44,34 @@ from gateway.api.admin import (
     analytics,
     audit,
     billing,
-    dashboard,
+    findings,
+    history,
+    me,
     metrics,
+    requests,
     shared_scopes,
     tenants,
     usage,
+    webhooks,
 )
+from gateway.api.openapi import document as openapi
 from gateway.api.routes import error_shape
 from gateway.background.config_reload import declare, reload
+from gateway.background.history_sampling import HistorySampling
+from gateway.background.metrics_export import MetricsExport, MetricsExporter
 from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageMetering
+from gateway.background.webhooks import WebhookEndpoint, WebhookSender, read_endpoints
 from gateway.caching import ContractManager
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.errors import Refusal
+from gateway.findings.books import FindingBooks
 from gateway.gc_tuning import freeze_heap
 from gateway.generation import rate_limits
+from gateway.http.authentication import TrustedHeader
 from gateway.http.descriptors import connections_allowed, raise_descriptor_limit
 from gateway.http.middleware import Middleware
 from gateway.http.request_context import RequestIds
@@ -71,18 +83,18 @@ from gateway.ledger.metering import note_progress, wall_ms
 from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
+from gateway.ledger.user_notes import UserNotes
+from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
 from gateway.waiting_requests import WaitingBounds, WaitingRequests
 from tenancy.accounts.authentication import KeyAuthenticator
-from tenancy.accounts.tenants import bootstrap, bootstrap_admin
 from tenancy.ledger.epochs import has_history, ledger_epoch
 from tenancy.ledger.ledger import Ledger
 from tenancy.limits import Limiter
 from tenancy.pricing.budget_watch import BudgetWatch
-from tenancy.storage import backends
 from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
 from tenancy.types import WallClock
@@ -92,14 +104,14 @@ ADMIN_CONNECTIONS_MAX = 100
 SWITCH_INTERVAL_S = 0.001
 """How long a thread that prepares requests may run Python while the event loop waits, in seconds;
 Python's own value is 5 ms."""
-KEY_FILE = "default.key"
-ADMIN_KEY_FILE = "admin.key"
 GATEWAY_ID_FILE = "gateway.id"
 """Names the gateway among those of one database; kept over restarts."""
 
 
 class Gateway:
     """A running gateway: its parts and its listeners."""
+
+    _metrics_export: MetricsExport | None = None
 
     def __init__(
         self,
@@ -116,13 +128,13 @@ class Gateway:
         gateway_id: str = "",
         ledger: LedgerClient | None = None,
         analytics: AnalyticsClient | None = None,
+        endpoints: Sequence[WebhookEndpoint] = (),
     ) -> None:
         """Build the parts. `ledger` uses the same store; `close` closes `ledger` and `analytics`.
-        `gateway_id`: names this gateway among those of one database, over its restarts.
+        `gateway_id`: names this gateway among those of one database. `endpoints`: of webhooks.
 
         Without `ledger` or `analytics`, they run in this process. Raises StoreError.
         """
-        vocab = renderer.card.config.vocab
         self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))
         if store.is_local:  # on a remote store each budget check would be a round trip
             self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
@@ -130,6 +142,7 @@ class Gateway:
         contracts = _contracts(config, engine, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
+        telemetry = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
             engine=engine,
@@ -140,7 +153,8 @@ class Gateway:
             reports=QueryPool(store),
             responses=ResponseWriter(store, config),
             limiter=Limiter(clock),
-            telemetry=Metrics(config.tenancy.tenants_as_labels_max),
+            telemetry=telemetry,
+            ended=EndedRequests(wall, telemetry),
             renderer=renderer,
             contracts=contracts,
             books=PromiseBooks(
@@ -155,29 +169,32 @@ class Gateway:
             waiting=WaitingRequests(
                 WaitingBounds(config.engine.queue_requests_max, config.engine.queue_tokens_max)
             ),
-            token_bytes_max=max(map(len, map(renderer.token_bytes, range(vocab)))),
+            token_bytes_max=renderer.token_bytes_max,
             read_config=read_config or (lambda: config),
             engine_restarts=engine_restarts,
+            user_notes=UserNotes(store, wall) if config.billing.attribution == "user" else None,
         )
         self._reconciler = Reconciler(self.context)
         self._metering = StorageMetering(self.context)
+        self._finding_books = FindingBooks(self.context, gateway_id)
+        self._sampling = HistorySampling(self.context, gateway_id)
+        self.webhooks = WebhookSender(self.context, endpoints)
         self.listeners: list[Listener] = []
-        self.context.telemetry.ledger_epoch.set(ledger_epoch(store).number)
-        if self.ledger.found_epoch is not None:
-            facts = msgspec.structs.asdict(self.ledger.found_epoch)
-            log("ledger_replaced", {**facts, "chain": self.ledger.found_epoch.chain.hex()})
-        if self.ledger.interrupted:
-            log("holds_closed", {"interrupted": self.ledger.interrupted})
+        telemetry.ledger_epoch.set(ledger_epoch(store).number)
+        _log_found(self.ledger, log)
 
     async def listen(self, public: tuple[str, int], admin: tuple[str, int]) -> list[str]:
         """Open both listeners and return their URLs.
 
-        Raises OSError that names the address, and ConfigError if traces are configured but cannot
-        be sent.
+        Raises OSError that names the address, and ConfigError if traces or metrics are to be sent
+        and cannot be.
         """
         context = self.context
         await context.books.start()
         context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
+        exporter = await asyncio.to_thread(open_metrics_exporter, context.config, context.log)
+        if exporter is not None:
+            self._metrics_export = MetricsExport(context, exporter)
         urls = []
         configured = context.config.server.connections_max
         allowed = await asyncio.to_thread(connections_allowed, configured)
@@ -199,6 +216,11 @@ class Gateway:
             urls.append(f"http://{bound_host}:{bound_port}")
         self._reconciler.start()
         self._metering.start()
+        self._finding_books.start()
+        self._sampling.start()
+        self.webhooks.start()
+        if self._metrics_export is not None:
+            self._metrics_export.start()
         return urls
 
     def public(self) -> Middleware:
@@ -207,11 +229,15 @@ class Gateway:
         routes = (
             *generate.routes(context),
             *stored_responses.routes(context),
+            *conversations.routes(context),
             *quote.routes(context),
             *cached_contents.routes(context),
             *models.routes(context),
             *self_service.routes(context),
+            *findings.own_routes(context, self._finding_books),
+            *(dashboard.public_routes() if context.config.server.dashboard else ()),
             *health.routes(context),
+            *openapi.routes("public"),
         )
         hosts = context.config.server.hosts
         return Middleware(routes, context, hosts, error_shape, rate_limits.take_place)
@@ -227,11 +253,19 @@ class Gateway:
             *billing.routes(context),
             *audit.routes(context),
             *analytics.routes(context),
-            *dashboard.routes(),
+            *findings.routes(context, self._finding_books),
+            *history.routes(context),
+            *requests.routes(context),
+            *webhooks.routes(context, self.webhooks),
+            *me.routes(context),
+            *dashboard.admin_routes(),
             *health.routes(context),
+            *openapi.routes("admin"),
         )
         hosts = context.config.admin.allowed_hosts()
-        return Middleware(routes, context, hosts, hosts_setting="admin.hosts")
+        admin = context.config.admin
+        trusted = TrustedHeader(admin.trusted_header, admin.trusted_proxies, admin.trusted_scopes)
+        return Middleware(routes, context, hosts, hosts_setting="admin.hosts", trusted=trusted)
 
     def reload_soon(self) -> None:
         """Reload the configuration in the background; the log has the result."""
@@ -275,7 +309,14 @@ class Gateway:
         await self.context.finish_background()
         await self.context.preparations.close()
         await self.context.responses.close()
+        if self.context.user_notes is not None:
+            await self.context.user_notes.close()
         await self._metering.close()
+        await self._finding_books.close()
+        await self._sampling.close()
+        await self.webhooks.close()
+        if self._metrics_export is not None:
+            await self._metrics_export.close()
         await self.context.books.close()
         await self._reconciler.close()
         await self.ledger.close()
@@ -284,6 +325,15 @@ class Gateway:
         await self.context.reports.close()
         if self.context.tracer is not None:
             await asyncio.to_thread(self.context.tracer.close)
+
+
+def _log_found(ledger: LedgerClient, log: Log) -> None:
+    """Log what the ledger found at its start."""
+    if ledger.found_epoch is not None:
+        facts = msgspec.structs.asdict(ledger.found_epoch)
+        log("ledger_replaced", {**facts, "chain": ledger.found_epoch.chain.hex()})
+    if ledger.interrupted:
+        log("holds_closed", {"interrupted": ledger.interrupted})
 
 
 def _journal(ledger: LedgerClient, store: Store) -> ProgressJournal:
@@ -305,7 +355,8 @@ def _contracts(config: Config, engine: Engine, store: Store, clock: Clock) -> Co
 
 
 def _analytics(config: Config, clock: Clock, wall: WallClock) -> Analytics:
-    return Analytics(clock, wall, config.tenancy.tenants_followed_max, config.caching.kept())
+    followed = config.tenancy.tenants_followed_max
+    return Analytics(clock, wall, followed, config.caching.kept(), secrets.randbits(64))
 
 
 async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
@@ -321,13 +372,7 @@ def open_tracer(config: Config, log: Log) -> Tracer | None:
     """
     if not config.tracing.endpoint:
         return None
-    if not all(
-        map(util.find_spec, ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))
-    ):
-        raise ConfigError(
-            "tracing.endpoint is set, but OpenTelemetry is not installed; install trunkline[otel],"
-            " or set an empty endpoint"
-        )
+    _check_opentelemetry("tracing.endpoint")
     from gateway.observability.otel_exporter import SpanTracer, WatchedExporter
 
     return SpanTracer(
@@ -338,15 +383,30 @@ def open_tracer(config: Config, log: Log) -> Tracer | None:
     )
 
 
-def prepare_data_dir(config: Config) -> None:
-    """Create the data directory with mode 0700. An existing one keeps its mode. Raises OSError."""
-    if not config.data.is_dir():
-        config.data.mkdir(mode=0o700, parents=True)
+def open_metrics_exporter(config: Config, log: Log) -> MetricsExporter | None:
+    """Return the exporter of metrics, or None without `metrics.endpoint`; then OpenTelemetry is not
+    imported.
+
+    Raises ConfigError if OpenTelemetry is not installed.
+    """
+    if not config.metrics.endpoint:
+        return None
+    _check_opentelemetry("metrics.endpoint")
+    from gateway.observability.otel_metrics import OtlpMetrics, open_exporter
+
+    exporter = open_exporter(config.metrics.endpoint)
+    return OtlpMetrics(exporter, metadata.version("trunkline"), wall_ms(), log)
 
 
-def connect(config: Config) -> Store:
-    """Open the configured database. Raises StoreError."""
-    return backends.open_store(config.tenancy.database, config.data, os.environ)
+def _check_opentelemetry(setting: str) -> None:
+    """Raise ConfigError if OpenTelemetry is not installed."""
+    if not all(
+        map(util.find_spec, ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))
+    ):
+        raise ConfigError(
+            f"{setting} is set, but OpenTelemetry is not installed; install trunkline[otel],"
+            " or set an empty endpoint"
+        )
 
 
 def read_gateway_id(config: Config, store: Store) -> str:
@@ -361,23 +421,6 @@ def read_gateway_id(config: Config, store: Store) -> str:
         with atomic_write(path) as part:
             part.write_text(secrets.token_hex(8) + "\n")
     return path.read_text().strip()
-
-
-def open_store(config: Config) -> tuple[Store, str | None]:
-    """Open the database; the first start creates the default tenant: (store, its key or None).
-
-    Writes that key, and the first administrator's key, to files that only their owner can read.
-    """
-    prepare_data_dir(config)
-    store = connect(config)
-    key = bootstrap(store, wall_ms)
-    for name, made in ((KEY_FILE, key), (ADMIN_KEY_FILE, bootstrap_admin(store, wall_ms))):
-        if made is not None:
-            path = config.data / name
-            path.touch(mode=0o600)
-            path.chmod(0o600)
-            path.write_text(made + "\n")
-    return store, key
 
 
 async def serve(
@@ -395,6 +438,7 @@ async def serve(
     log, stop = LogLines(sys.stderr.fileno(), wall_ms), asyncio.Event()
     raise_descriptor_limit()
     log_accept_errors(asyncio.get_running_loop(), log)
+    endpoints = read_endpoints(config.webhooks, os.environ)
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log)
     gateway: Gateway | None = None
 
@@ -427,6 +471,7 @@ async def serve(
                     gateway_id=read_gateway_id(config, store),
                     ledger=ledger,
                     analytics=analytics,
+                    endpoints=endpoints,
                 )
                 opened.push_async_callback(gateway.close)
                 await _serve(gateway, supervisor, announce, stop)

@@ -10,8 +10,10 @@ values.
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
@@ -29,6 +31,10 @@ from tenancy.errors import BadName, BadPrice, StoreError
 from tenancy.pricing.charges import RateCard
 from tenancy.storage.backends import check_place
 from tenancy.types import ToleranceMode
+
+_HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
+_OTHER_HEADERS = ("authorization", "cookie", "host", "x-api-key", "x-goog-api-key")
+"""Headers that clients set, so that they prove no user."""
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 PositiveInt = Annotated[int, Meta(ge=1, le=2**40)]
@@ -56,7 +62,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     one tenant may hold a quarter of what the others leave. `body_values_max`: values in a JSON
     body, counted by its braces, brackets and commas. `connections_per_address_max`: 0 is no limit.
     `tolerance`: how requests with fields that the server does not honour are treated, unless their
-    key says otherwise (docs/dialects.md).
+    key says otherwise (docs/dialects.md). `dashboard`: whether tenants have a page of their own at
+    /dashboard.
     """
 
     listen: str = "127.0.0.1:8080"
@@ -74,18 +81,24 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     connections_per_address_max: Annotated[int, Meta(ge=0)] = 512
     stream_keep_alive_s: Seconds = 15.0
     tolerance: ToleranceMode = "standard"
+    dashboard: bool = True
 
 
 class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The admin listener: metrics, admin API, dashboard. Operators alone should reach it.
 
     `hosts`: allowed values of the `Host` header beside the address of `listen`; "*" allows all.
-    `audit_days`: how long the audit log keeps a change.
+    `audit_days`: how long the audit log keeps a change. `trusted_header`: the header in which a
+    proxy names the administrator that it has authenticated; "" trusts none. `trusted_proxies`:
+    networks of such proxies, as they connect. `trusted_scopes`: what their users may do.
     """
 
     listen: str = "127.0.0.1:8081"
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
     audit_days: Annotated[int, Meta(ge=1, le=36_500)] = 400
+    trusted_header: str = ""
+    trusted_proxies: tuple[str, ...] = ()
+    trusted_scopes: tuple[Literal["erase", "money", "read", "tenants"], ...] = ("read",)
 
     def allowed_hosts(self) -> tuple[str, ...]:
         """Return `hosts` with the address that the listener has.
@@ -125,12 +138,13 @@ class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     The address of a server has no password. `tenants_as_labels_max`: tenants with their own label
     in metrics; the rest share one label. `tenants_followed_max`: the most recently active tenants,
-    whose prompts are sampled for advice, at most 2 MiB each. `shared_scopes`: the declared shared
-    scopes; a reload removes a scope that is no longer declared. Without the key, none is changed.
+    whose prompts are sampled for advice and findings, at most 7 MiB each. `shared_scopes`: the
+    declared shared scopes; a reload removes a scope that is no longer declared. Without the key,
+    none is changed.
     """
 
     database: str = "trunkline.db"
-    tenants_as_labels_max: Annotated[int, Meta(ge=0, le=1_000)] = 20
+    tenants_as_labels_max: Annotated[int, Meta(ge=0, le=1_000)] = 100
     tenants_followed_max: Annotated[int, Meta(ge=1, le=100_000)] = 500
     shared_scopes: tuple[ScopeTerms, ...] | None = None
 
@@ -151,17 +165,27 @@ class IdempotencyConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Stored responses, which clients continue and read by id.
+    """Stored responses and conversations, which clients continue and read by id.
 
-    `keep_hours`: how long a response is kept after the latest one of its thread; 0 stores none. A
+    `keep_hours`: how long a response is kept after the latest one of its thread, and a conversation
+    after its latest change; 0 stores none. A
     day by default: agents continue within minutes, and a server whose operator has not decided
     should not hold a month of its tenants' texts. `per_tenant_max`, `tenant_bytes_max`: of
-    a tenant's responses; beyond them nothing more is stored.
+    a tenant's responses and conversations; beyond them nothing more is stored.
     """
 
     keep_hours: Annotated[int, Meta(ge=0, le=8_784)] = 24
     per_tenant_max: PositiveInt = 100_000
     tenant_bytes_max: PositiveInt = 256 * 2**20
+
+
+class BillingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`attribution`: "user" stores which end user each request names, for usage by user.
+
+    The user is OpenAI's `user` or Anthropic's `metadata.user_id`, as the client sends it.
+    """
+
+    attribution: Literal["none", "user"] = "none"
 
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,6 +208,45 @@ class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
 
+WebhookFormat = Literal["standard", "slack"]
+WebhookEventType = Literal[
+    "budget.threshold",
+    "hit_ratio.fell",
+    "promises.broken",
+    "key.expires",
+    "engine.restarted",
+    "tenant.limited",
+    "finding.new",
+]
+
+
+class WebhookConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """An address that events are sent to.
+
+    `name`: names it in the database and the log. `url`, or `url_file`: a file with the address,
+    where it is a secret. `secret_file` or `secret_env`: a file or a variable with the secret that
+    signs requests, `whsec_` and base64; not for `slack`. `events`: empty for all.
+    """
+
+    name: str
+    url: str = ""
+    url_file: str = ""
+    secret_file: str = ""
+    secret_env: str = ""
+    events: tuple[WebhookEventType, ...] = ()
+    format: WebhookFormat = "standard"
+
+
+class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Export of metrics by OpenTelemetry's protocol, beside `/metrics`; off without `endpoint`.
+
+    `endpoint`: base address of a collector that takes OTLP over HTTP.
+    """
+
+    endpoint: str = ""
+    interval_s: Annotated[float, Meta(ge=1, le=3_600)] = 30.0
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """All settings. `tenants`: the declared tenants; a reload suspends a tenant no longer declared.
 
@@ -199,9 +262,12 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     tenancy: TenancyConfig = TenancyConfig()
     idempotency: IdempotencyConfig = IdempotencyConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    billing: BillingConfig = BillingConfig()
     log: LogConfig = LogConfig()
     tracing: TracingConfig = TracingConfig()
+    metrics: MetricsConfig = MetricsConfig()
     engine: EngineConfig = EngineConfig()
+    webhooks: tuple[WebhookConfig, ...] = ()
     tenants: tuple[DeclaredTenant, ...] | None = None
 
     @property
@@ -287,6 +353,7 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
         keys = table.get("keys") if isinstance(table, dict) else None
         _check_tables(keys, DeclaredKey, where, f"tenants[{number}].keys")
     _check_tables(tenants, DeclaredTenant, where, "tenants")
+    _check_tables(tree.get("webhooks"), WebhookConfig, where, "webhooks")
     tenancy = tree.get("tenancy")
     scopes = tenancy.get("shared_scopes") if isinstance(tenancy, dict) else None
     _check_tables(scopes, ScopeTerms, where, "tenancy.shared_scopes")
@@ -367,10 +434,13 @@ def _check_values(config: Config, origin: Origin) -> Config:
     except StoreError as error:
         raise ConfigError(f"{at('tenancy.database')}: {error.message}") from error
     _check_endpoint(config.tracing.endpoint, at("tracing.endpoint"))
+    _check_webhooks(config.webhooks, at("webhooks"))
+    _check_endpoint(config.metrics.endpoint, at("metrics.endpoint"))
+    _check_trusted(config.admin, at)
     try:
         check_declared(config.tenants or ())
         for tenant in config.tenants or ():
-            config.caching.check_classes(tenant.classes or ())
+            config.caching.check_settings(tenant)
     except BadName as error:
         raise ConfigError(f"{at('tenants')}: {error.message}") from error
     try:
@@ -398,8 +468,72 @@ def _check_values(config: Config, origin: Origin) -> Config:
     return config
 
 
+def check_web_address(text: str, what: str) -> None:
+    """Check an address of a webhook, without quoting it: it may be a secret. Raises ConfigError."""
+    try:
+        url = urlsplit(text)
+        is_valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        is_valid = is_valid and "@" not in url.netloc
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(f"{what}: not an address; expected https://HOST/PATH without a password")
+
+
+def _check_webhooks(webhooks: tuple[WebhookConfig, ...], what: str) -> None:
+    names = [one.name for one in webhooks]
+    for one in webhooks:
+        if not _WEBHOOK_NAME.fullmatch(one.name) or names.count(one.name) > 1:
+            raise ConfigError(
+                f"{what}: invalid name {one.name[:80]!r}: expected up to 64 letters, digits, dots"
+                " and hyphens, each name once"
+            )
+        if bool(one.url) == bool(one.url_file):
+            raise ConfigError(f"{what}: {one.name}: expected either url or url_file")
+        if one.url:
+            check_web_address(one.url, f"{what}: {one.name}: url")
+        if (one.format == "standard") != (bool(one.secret_file) != bool(one.secret_env)):
+            raise ConfigError(
+                f"{what}: {one.name}: expected either secret_file or secret_env for the format"
+                " 'standard', and neither for 'slack'"
+            )
+
+
+_WEBHOOK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,63}")
+
+
+def _check_trusted(admin: AdminConfig, at: Callable[[str], str]) -> None:
+    """Check the header and the proxies that sign in administrators. `at`: where a setting stands.
+
+    A network of all addresses would let every client name itself an administrator.
+    """
+    if not admin.trusted_header:
+        return
+    is_name = _HEADER.fullmatch(admin.trusted_header) is not None
+    if not is_name or admin.trusted_header.lower() in _OTHER_HEADERS:
+        raise ConfigError(
+            f"{at('admin.trusted_header')}: invalid header {admin.trusted_header!r}: expected a"
+            " header that the proxy alone sets, such as X-Forwarded-User"
+        )
+    if not admin.trusted_proxies:
+        raise ConfigError(
+            f"{at('admin.trusted_header')}: {admin.trusted_header} is trusted from no address;"
+            " expected the proxy's in admin.trusted_proxies"
+        )
+    for text in admin.trusted_proxies:
+        try:
+            network = ipaddress.ip_network(text)
+        except ValueError:
+            network = None
+        if network is None or network.prefixlen == 0:
+            raise ConfigError(
+                f"{at('admin.trusted_proxies')}: invalid network {text!r}: expected the proxy's own"
+                " address, such as 10.0.0.7/32"
+            )
+
+
 def _check_endpoint(text: str, what: str) -> None:
-    """Check that a trace endpoint is empty or an HTTP address without credentials.
+    """Check that a collector's endpoint is empty or an HTTP address without credentials.
 
     Settings are shown as they are, so secrets for the collector belong in the environment.
     """

@@ -27,6 +27,8 @@ from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
+from gateway.ledger.user_notes import UserNotes
+from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.preparation_pool import PreparationPool
@@ -80,12 +82,14 @@ class Obstacle(Struct, frozen=True):
 @dataclass(slots=True)
 class Context:
     """A running gateway. `running`: admitted, unfinished requests by tenant id; each prompt is one.
+    `limited`: requests that a tenant's limits refused since the start, by tenant id.
     `waiting`: those of them that the engine has not started.
     `read_config`: reads the configuration file again; raises ConfigError.
     `token_bytes_max`: bytes of the vocabulary's longest token.
     `books`: the promises in the database. `responses`: writes the stored responses.
     `journal`: progress of the running streams.
-    `tracer`: set if tracing is on.
+    `ended`: requests that have ended, until the database has their counts.
+    `tracer`: set if tracing is on. `user_notes`: set if usage is attributed to users.
     `background`: tasks that must finish even if their caller is cancelled.
     """
 
@@ -99,6 +103,7 @@ class Context:
     responses: ResponseWriter
     limiter: Limiter
     telemetry: Metrics
+    ended: EndedRequests
     renderer: Renderer
     contracts: ContractManager
     books: PromiseBooks
@@ -112,10 +117,12 @@ class Context:
     waiting: WaitingRequests
     read_config: Callable[[], Config]
     engine_restarts: Callable[[], int] = lambda: 0
+    user_notes: UserNotes | None = None
     tracer: Tracer | None = None
     is_draining: bool = False
     preparations: PreparationPool = field(default_factory=PreparationPool)
     running: Counter[int] = field(default_factory=Counter)
+    limited: Counter[int] = field(default_factory=Counter)
     churn: BlockChurn = field(default_factory=BlockChurn)
     holders: TenantCacheUsage = field(default_factory=TenantCacheUsage)
     background: set[asyncio.Task[Any]] = field(default_factory=set)

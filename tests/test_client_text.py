@@ -19,6 +19,9 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("gateway", "engine", "tenancy")
 
 REPEATING = {
+    "engine/weights/renaming.py": "names of tensors in a model's files",
+    "engine/weights/weights.py": "names of tensors in a model's files",
+    "gateway/api/openapi/document.py": "declared paths",
     "gateway/cli/billing.py": "matched whole against an operator's argument",
     "gateway/dialects/openai/tools.py": "anchored at both ends, of at most 64 characters",
     "gateway/dialects/tolerance.py": "each bracket searches its own digits only",
@@ -27,6 +30,7 @@ REPEATING = {
     "gateway/prompt/layout.py": "digits between private-use characters that clients may not send",
     "gateway/prompt/renderer.py": "alternatives of the model's own words, without repeats",
     "gateway/prompt/tokenizer.py": "alternatives of the model's own words, without repeats",
+    "gateway/structured_output/gbnf.py": "one token at its own place; no repeat can be divided",
     "tenancy/accounting/exports.py": "matched whole against our own numbers",
     "tenancy/reuse/prefix_statistics.py": "paths of fields, written by the gateway",
     "tenancy/storage/postgres.py": "our own statements",

@@ -112,6 +112,7 @@ BODIES: dict[str, tuple[str, Callable[[int], dict[str, Any]], int]] = {
 async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
     """A gateway with a context in which large prompts fit."""
     unopened_gateway.context_tokens = 65_536
+    unopened_gateway.set_limits(choices_max=64)
     await unopened_gateway.open()
     yield unopened_gateway
     await unopened_gateway.close()
@@ -145,3 +146,16 @@ async def test_no_body_holds_the_loop(gateway: GatewayFixture, name: str, diviso
     while len(turns) < ATTEMPTS and min(turns, default=PAUSE_MAX) >= PAUSE_MAX:
         turns.append(await longest_turn(gateway, path, data))
     assert min(turns) < PAUSE_MAX, turns
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"n": 40}, {"best_of": 20, "n": 20}])
+async def test_no_echo_holds_the_loop(gateway: GatewayFixture, fields: dict[str, Any]) -> None:
+    """The logprobs of a whole prompt are rendered and encoded in threads, once per choice."""
+    body = {"prompt": [5] * 4_000, "echo": True, "logprobs": 4, "max_tokens": 1, **fields}
+    data = json.dumps({"model": gateway.model, **body}).encode()
+
+    turns: list[float] = []
+    while len(turns) < ATTEMPTS and min(turns, default=PAUSE_MAX) >= PAUSE_MAX:
+        turns.append(await longest_turn(gateway, COMPLETIONS, gzip.compress(data)))
+    assert min(turns) < PAUSE_MAX, turns
+    await gateway.check_quiet()

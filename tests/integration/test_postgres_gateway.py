@@ -13,7 +13,9 @@ import pytest
 
 from engine.model_store import ModelCard
 from gateway.__main__ import main
+from gateway.background.history_sampling import HistorySampling
 from tenancy.accounting.audit import check_books
+from tenancy.accounts.tenants import change_tenant
 from tenancy.storage import postgres
 from tenancy.storage.postgres import PostgresStore
 from tests.unit.gateway.admin_client import AdminClient
@@ -243,3 +245,28 @@ def test_refuses_a_password_in_the_address_without_repeating_it(
     assert (status, out, "secret" in err) == (2, "", False)
     assert "tenancy.database" in err
     assert "no password" in err
+
+
+async def test_gateways_show_each_others_refusals(
+    first: GatewayFixture, second: GatewayFixture
+) -> None:
+    """In a tenant's state, in charts and in the list of requests, once a minute has ended."""
+    await asyncio.to_thread(change_tenant, first.store, "ada", {"requests_per_minute": 1})
+    first.gateway.context.registry.refresh_now()
+    await poll_until(first, 429)
+    await first.quiet()
+    await HistorySampling(first.gateway.context, "first").close()
+    admin = await asyncio.to_thread(AdminClient, second)
+    await poll_until_admin(admin)
+    _, state = await admin.ask("GET", "/admin/v1/tenants/ada/state")
+    _, history = await admin.ask("GET", "/admin/v1/history?range=1h&tenant=ada")
+    _, requests = await admin.ask("GET", "/admin/v1/requests?tenant=ada")
+    series = history["series"]
+
+    assert (state["status"], state["refusals_last_hour"]) == (
+        "limited",
+        {"rate_limit_exceeded": 1},
+    )
+    assert sum(one or 0 for one in series["refused"]) == 1
+    assert sum(one or 0 for one in series["requests"]) == len(requests["requests"]) - 1 > 0
+    assert [one["ending"] for one in requests["requests"][:2]] == ["refused", "done"]

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from gateway.dialects.canonical import OutputFormat, Prompt, Role, Segment, Tool, ToolCall
 from gateway.errors import Refusal
 from gateway.prompt import Detokenizer, Renderer
+from gateway.structured_output.gbnf import GbnfError, is_gbnf, translate_gbnf
 from gateway.structured_output.grammars import build_grammar
 from gateway.structured_output.json_text import (
     count_values,
@@ -102,6 +103,29 @@ def test_patterns(piece: str) -> None:
 @given(st.text(st.sampled_from("[]\\{},(?<=!>*+1a^-&k"), min_size=1, max_size=5))
 def test_patterns_of_any_piece(piece: str) -> None:
     assert growth(lambda text: translate_pattern(text), repeated(piece)) < GROWTH_MAX
+
+
+GRAMMARS: dict[str, Callable[[int], str]] = {
+    **{
+        piece: repeated(piece, 'root ::= "a" ')
+        for piece in (
+            *("(", "|", '"', '"a"', "[", "[a-z]", "#", "\n", " ", '"a"*', '"a"{1,2}', "root "),
+            *("\\", "[\\", '"\\', "::=", "x ::= ", "\n \t"),
+        )
+    },
+    "rules": lambda count: "root ::= r0\n" + "".join(f"r{n} ::= r{n + 1}\n" for n in range(count)),
+    "users": lambda count: 'root ::= "a"\n' + "".join(f"r{n} ::= root\n" for n in range(count)),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_grammars(name: str) -> None:
+    def translate(text: str) -> None:
+        with suppress(GbnfError):
+            translate_gbnf(text)
+
+    assert growth(is_gbnf, GRAMMARS[name]) < GROWTH_MAX
+    assert growth(translate, GRAMMARS[name]) < GROWTH_MAX
 
 
 JSON_TEXTS = {

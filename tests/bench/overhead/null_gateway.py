@@ -21,7 +21,8 @@ from msgspec import Struct
 from engine.model_store import load_card
 from gateway.analytics.aggregates import Analytics, CompletedPrompt
 from gateway.analytics.interface import InProcessAnalytics
-from gateway.app import Gateway, connect, open_analytics
+from gateway.app import Gateway, open_analytics
+from gateway.cli.database import connect
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.context import Context
 from gateway.engine_supervisor import EngineSupervisor
@@ -91,7 +92,7 @@ class _NoAnalytics(InProcessAnalytics):
     """An analytics client that drops its input."""
 
     def __init__(self, context: Context) -> None:
-        super().__init__(Analytics(context.clock, context.wall, 1, {}))
+        super().__init__(Analytics(context.clock, context.wall, 1, {}, 1))
         self.note = _look_away
 
 

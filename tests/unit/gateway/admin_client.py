@@ -33,4 +33,5 @@ class AdminClient:
             headers=sent,
         ) as response:
             text = await response.text()
-            return response.status, json.loads(text) if text else None
+            is_json = response.content_type == "application/json"
+            return response.status, json.loads(text) if text and is_json else text or None

@@ -11,8 +11,9 @@ import io
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from engine.model_store import ModelCard
 from engine.plan import StepPlan
 from engine.server.embedded import LocalEngine
 from gateway.app import Gateway
+from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.ledger.metering import wall_ms
 from gateway.prompt import Renderer
@@ -40,6 +42,7 @@ from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import WallClock
 from tests.fakes import FakeRunner
 from tests.models import prepared
 
@@ -94,8 +97,10 @@ class GatewayFixture:
         self.engine_config = EngineConfig(heartbeat_s=0.05)
         self.lines: list[dict[str, object]] = []
         self.url = self.admin_url = ""
+        self.wall: WallClock = wall_ms
         self.context_tokens = CONTEXT
         self.epoch = "1"
+        self.endpoints: Sequence[WebhookEndpoint] = ()
         self.takes_grammars = False
         """Set before opening: answers can be held to schemas, by threads and processes."""
         self._constraints = Constraints()
@@ -123,7 +128,8 @@ class GatewayFixture:
         self.engine = await LocalEngine.start(self._make_core, self.engine_config)
         # In a thread: what it reads at its start may be a round trip away.
         self.gateway = await asyncio.to_thread(
-            Gateway, self.config, self.engine, self.renderer, self.store, self._log
+            partial(Gateway, endpoints=self.endpoints, wall=self.wall),
+            *(self.config, self.engine, self.renderer, self.store, self._log),
         )
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         self.session = ClientSession(timeout=ClientTimeout(total=PATIENCE_S))

@@ -297,3 +297,39 @@ def test_refuses_rate_card_for_an_alias() -> None:
 
     with pytest.raises(BadPrice, match="'gpt-4o-mini' is an alias"):
         config.check_card(RateCard("x", model="gpt-4o-mini"))
+
+
+@pytest.mark.parametrize(
+    ("webhook", "what"),
+    [
+        ("name = 'a b'\nurl = 'https://x'\nsecret_env = 'S'", "invalid name 'a b'"),
+        ("name = 'a'\nsecret_env = 'S'", "a: expected either url or url_file"),
+        ("name = 'a'\nurl = 'ftp://x'\nsecret_env = 'S'", "a: url: not an address; expected https"),
+        ("name = 'a'\nurl = 'https://u:p@x'\nsecret_env = 'S'", "without a password"),
+        ("name = 'a'\nurl = 'https://x'", "either secret_file or secret_env"),
+        (
+            "name = 'a'\nurl = 'https://x'\nformat = 'slack'\nsecret_env = 'S'",
+            "neither for 'slack'",
+        ),
+        (
+            "name = 'a'\nurl = 'https://x'\nsecret_env = 'S'\nevents = ['x']",
+            "webhooks[0].events[0]",
+        ),
+        ("name = 'a'\nulr = 'https://x'", "did you mean webhooks[0].url?"),
+    ],
+)
+def test_a_wrong_webhook_is_named(tmp_path: Path, webhook: str, what: str) -> None:
+    """Its address is never quoted: it may be a secret."""
+    with pytest.raises(ConfigError, match=re.escape(what)) as caught:
+        load(tmp_path, f"[[webhooks]]\n{webhook}\n")
+
+    assert "u:p" not in str(caught.value)
+
+
+def test_a_webhook_has_a_name_once(tmp_path: Path) -> None:
+    """Deliveries in the database refer to it."""
+    one = "[[webhooks]]\nname = 'a'\nurl = 'https://x'\nsecret_env = 'S'\n"
+
+    assert len(load(tmp_path, one).webhooks) == 1
+    with pytest.raises(ConfigError, match="each name once"):
+        load(tmp_path, one + one)

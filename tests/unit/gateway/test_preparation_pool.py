@@ -146,3 +146,21 @@ async def test_closing_cancels_waiting_work(gate: Gate) -> None:
     assert waiting.cancelled() or isinstance(
         (await asyncio.gather(waiting, return_exceptions=True))[0], asyncio.CancelledError
     )
+
+
+async def test_work_of_a_running_request_is_never_refused(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer has begun; new requests are refused instead."""
+    monkeypatch.setattr(preparation_pool, "WAITING_PER_TENANT_MAX", 1)
+    pool = PreparationPool(2)
+    tasks = [asyncio.ensure_future(pool.run(1, gate.work(name))) for name in ("a", "b")]
+    await settle()
+    with pytest.raises(Refusal):
+        await pool.run(1, gate.work("c"))
+    running = asyncio.ensure_future(pool.run(1, gate.work("d"), is_admitted=True))
+    await settle()
+    gate.opened.set()
+
+    assert await asyncio.gather(*tasks, running) == ["a", "b", "d"]
+    await pool.close()
