@@ -12,6 +12,35 @@ from msgspec import Meta, Struct
 Positive = Annotated[int, Meta(ge=1)]
 
 
+class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Levels of the cache below the device: host memory and a disk.
+
+    `host_mib`: host memory for copies of blocks; 0: none beyond the stage through which the disk
+    reads and writes (`stage_mib`). `disk_gib`: room on disk, index included; 0: no disk. `dir`: the
+    folder on disk. `disk_write_gib_per_day`: wear; 0: as much as `disk_gib`; promised prefixes are
+    counted and never refused for it. `disk_tokens_min`, `host_tokens_min`: shortest prefix that is
+    stored without a promise, or loaded. `look_ms`: the longest wait for the disk's index.
+    `verify_host`: one of so many loads from host memory is checked.
+    """
+
+    host_mib: Annotated[int, Meta(ge=0)] = 0
+    stage_mib: Positive = 256
+    disk_gib: Annotated[float, Meta(ge=0)] = 0.0
+    dir: str = ""
+    slab_mib: Positive = 1024
+    io_threads: Positive = 4
+    disk_write_gib_per_day: Annotated[float, Meta(ge=0)] = 0.0
+    disk_tokens_min: Positive = 256
+    host_tokens_min: Positive = 64
+    look_ms: Annotated[float, Meta(gt=0)] = 20.0
+    verify_host: Positive = 64
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is any level below the device."""
+        return self.host_mib > 0 or self.disk_gib > 0
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one engine.
 
@@ -41,3 +70,4 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     check_interval_s: Annotated[float, Meta(gt=0)] = 600.0
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 60.0
+    levels: LevelsConfig = LevelsConfig()
