@@ -45,6 +45,7 @@ class MetricsExport:
     def __init__(self, gateway: Context, exporter: MetricsExporter) -> None:
         self._gateway = gateway
         self._exporter = exporter
+        self._is_closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -52,11 +53,14 @@ class MetricsExport:
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Stop the task, send the last counts and close the connections."""
+        """Stop the task, send the last counts and close the connections.
+
+        An export under way ends first: its thread cannot be cancelled, and would take a connection
+        that nothing closes any more.
+        """
+        self._is_closing.set()
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await self._task
         await self.send()
         await asyncio.to_thread(self._exporter.close)
 
@@ -68,6 +72,9 @@ class MetricsExport:
 
     async def _watch(self) -> None:
         interval_s = self._gateway.config.metrics.interval_s
-        while True:
-            await asyncio.sleep(interval_s)
+        while not self._is_closing.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._is_closing.wait()
+                    return
             await self.send()
