@@ -20,8 +20,9 @@ from gateway.background.periodic_task import PeriodicTask
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.observability.ended_requests import HOUR_MS, Minute, MinuteCounts
-from tenancy.accounting.request_records import delete_old_records, write_records
-from tenancy.accounting.samples import (
+from tenancy.errors import StoreError
+from tenancy.history.request_records import delete_old_records, write_records
+from tenancy.history.samples import (
     ALL_TENANTS,
     MINUTE_MS,
     Sample,
@@ -30,7 +31,6 @@ from tenancy.accounting.samples import (
     refused_since,
     write_samples,
 )
-from tenancy.errors import StoreError
 
 POLL_INTERVAL_S = 1.0
 """Interval of counting."""

@@ -21,8 +21,10 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Route
-from tenancy.accounting.history import LedgerBucket, ledger_history
-from tenancy.accounting.samples import (
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import find_tenant_record
+from tenancy.history.ledger_history import LedgerBucket, ledger_history
+from tenancy.history.samples import (
     ALL_TENANTS,
     HOUR_MS,
     MINUTE_MS,
@@ -31,8 +33,6 @@ from tenancy.accounting.samples import (
     read_samples,
     sampled_times,
 )
-from tenancy.accounting.usage import usage
-from tenancy.accounts.tenants import find_tenant_record
 from tenancy.pricing.budgets import BudgetState, budget_states, window_of
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
 from tenancy.reuse.miss_ratio_curve import LogHistogram

@@ -12,7 +12,8 @@ from gateway.api.admin.history import FINE_MS, POINTS_MAX, STEPS_MS, read_period
 from gateway.errors import Refusal
 from gateway.http import json_api
 from gateway.ledger.metering import wall_ms
-from tenancy.accounting.samples import (
+from tenancy.accounts.tenants import change_tenant
+from tenancy.history.samples import (
     ALL_TENANTS,
     HOUR_MS,
     MINUTE_MS,
@@ -20,7 +21,6 @@ from tenancy.accounting.samples import (
     SampleDetails,
     write_samples,
 )
-from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
