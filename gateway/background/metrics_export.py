@@ -55,7 +55,11 @@ class MetricsExport:
         self._task.start()
 
     async def close(self) -> None:
-        """Stop the task, send the last counts and close the connections."""
+        """Stop the task, send the last counts and close the connections.
+
+        An export under way ends first: its thread cannot be cancelled, and would take a connection
+        that nothing closes any more.
+        """
         await self._task.close()
         await self.send()
         await asyncio.to_thread(self._exporter.close)

@@ -18,6 +18,9 @@ from gateway.http.error_mapping import error_location
 FAILED_AGAIN_S = 60.0
 """Seconds between two log lines of one task that fails all the time."""
 
+CLOSE_WAIT_S = 15.0
+"""Longest wait for a round that runs at the close."""
+
 
 class PeriodicTask:
     """One piece of work, repeated. Belongs to one event loop."""
@@ -40,6 +43,7 @@ class PeriodicTask:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._logged_s: float | None = None
+        self._is_closing = False
 
     def start(self) -> None:
         """Start the task on the running event loop."""
@@ -50,18 +54,27 @@ class PeriodicTask:
         """End the pause: the next round begins at once, or after the one that runs."""
         self._wake.set()
 
-    async def close(self) -> None:
-        """Cancel the round that runs and end the task. Safe to repeat, and without `start`."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+    async def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """End the task after the round that runs. Safe to repeat, and without `start`.
+
+        A thread of a round cannot be cancelled and would go on beside what the owner does next, so
+        a round has `wait_s` to end before it is cancelled.
+        """
+        if self._task is None:
+            return
+        self._is_closing = True
+        self._wake.set()
+        if wait_s:
+            await asyncio.wait((self._task,), timeout=wait_s)
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self._task, self._is_closing = None, False
 
     async def _repeat(self) -> None:
         if not self._begins_at_once:
             await self._pause()
-        while True:
+        while not self._is_closing:
             try:
                 await self._work()
             except Exception as error:  # a fault of one round must not end all later ones

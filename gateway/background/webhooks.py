@@ -164,7 +164,7 @@ class WebhookSender:
 
     async def close(self) -> None:
         """Stop the tasks; what was not sent is sent after the next start."""
-        await asyncio.gather(*(one.close() for one in (self._search, *self._sending.values())))
+        await asyncio.gather(*(one.close(0) for one in (self._search, *self._sending.values())))
         if self._session is not None:
             await self._session.close()
 

@@ -107,7 +107,30 @@ async def test_wake_ends_the_pause_and_is_not_lost_during_a_round() -> None:
     assert rounds == 2
 
 
-async def test_close_ends_a_round_that_runs_and_may_be_repeated() -> None:
+async def test_close_waits_for_the_round_that_runs() -> None:
+    """Its thread could not be cancelled; no further round begins."""
+    begun, go, ended = asyncio.Event(), asyncio.Event(), 0
+
+    async def work() -> None:
+        nonlocal ended
+        begun.set()
+        await go.wait()
+        ended += 1
+
+    task = PeriodicTask("t", work, lambda: 0.0, Log(), FakeClock(), begins_at_once=True)
+    task.start()
+    await begun.wait()
+    closing = asyncio.create_task(task.close())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    was_done = closing.done()
+    go.set()
+    await closing
+
+    assert (was_done, ended) == (False, 1)
+
+
+async def test_close_without_a_wait_cancels_the_round_and_may_be_repeated() -> None:
     """Also before the start."""
     begun, cancelled = asyncio.Event(), False
 
@@ -123,7 +146,7 @@ async def test_close_ends_a_round_that_runs_and_may_be_repeated() -> None:
     await task.close()
     task.start()
     await begun.wait()
-    await task.close()
+    await task.close(0)
     await task.close()
 
     assert cancelled
