@@ -22,10 +22,10 @@ from gateway.api.usage_report import budget_body, budget_share
 from gateway.background.history_sampling import count_ended
 from gateway.context import Context
 from gateway.http import json_api
-from tenancy.accounting.request_records import last_request_ms
-from tenancy.accounting.samples import MINUTE_MS, read_samples
 from tenancy.accounts.keys import Key, list_keys
 from tenancy.accounts.tenants import TenantRecord
+from tenancy.history.request_records import last_request_ms
+from tenancy.history.samples import MINUTE_MS, read_samples
 from tenancy.pricing.budgets import BudgetState, budget_states
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.audit_log import AuditFilter, list_changes

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from prometheus_client.core import Metric
 
+from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_churn
 from gateway.context import Context
 
@@ -45,12 +45,14 @@ class MetricsExport:
     def __init__(self, gateway: Context, exporter: MetricsExporter) -> None:
         self._gateway = gateway
         self._exporter = exporter
-        self._is_closing = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        interval_s = gateway.config.metrics.interval_s
+        self._task = PeriodicTask(
+            "metrics_export", self.send, lambda: interval_s, gateway.log, gateway.clock
+        )
 
     def start(self) -> None:
         """Start the task on the running event loop."""
-        self._task = asyncio.create_task(self._watch())
+        self._task.start()
 
     async def close(self) -> None:
         """Stop the task, send the last counts and close the connections.
@@ -58,9 +60,7 @@ class MetricsExport:
         An export under way ends first: its thread cannot be cancelled, and would take a connection
         that nothing closes any more.
         """
-        self._is_closing.set()
-        if self._task is not None:
-            await self._task
+        await self._task.close()
         await self.send()
         await asyncio.to_thread(self._exporter.close)
 
@@ -69,12 +69,3 @@ class MetricsExport:
         await refresh_metrics(self._gateway)
         families = list(self._gateway.telemetry.registry.collect())
         await asyncio.to_thread(self._exporter.send, families, self._gateway.wall())
-
-    async def _watch(self) -> None:
-        interval_s = self._gateway.config.metrics.interval_s
-        while not self._is_closing.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
-                    await self._is_closing.wait()
-                    return
-            await self.send()

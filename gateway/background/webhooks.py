@@ -14,7 +14,7 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from gateway.background.periodic_task import PeriodicTask
 from gateway.background.webhook_events import (
     FindFindings,
     WebhookEvents,
@@ -31,7 +32,6 @@ from gateway.background.webhook_events import (
 )
 from gateway.config import ConfigError, WebhookConfig, WebhookFormat, check_web_address
 from gateway.context import Context
-from gateway.http.error_mapping import error_location
 from tenancy.accounting.webhook_outbox import (
     TEST_KIND,
     Delivery,
@@ -138,17 +138,22 @@ class WebhookSender:
         self.endpoints = tuple(endpoints)
         self._gateway = gateway
         self._events = WebhookEvents(gateway, findings)
-        self._wakes = {one.name: asyncio.Event() for one in self.endpoints}
         self._session: aiohttp.ClientSession | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._search = self._task("webhooks", lambda: self.check(), lambda: CHECK_INTERVAL_S)
+        self._sending = {
+            one.name: self._task(
+                f"webhook {one.name}", partial(self._send_all, one), lambda: POLL_S
+            )
+            for one in self.endpoints
+        }
 
     def start(self) -> None:
         """Start the tasks on the running event loop."""
         if not self.endpoints:
             return
         self.open()
-        work = [self._watch(), *(self._serve(one) for one in self.endpoints)]
-        self._tasks = [asyncio.create_task(one) for one in work]
+        for task in (self._search, *self._sending.values()):
+            task.start()
 
     def open(self) -> None:
         """Open the HTTP client on the running event loop."""
@@ -159,11 +164,7 @@ class WebhookSender:
 
     async def close(self) -> None:
         """Stop the tasks; what was not sent is sent after the next start."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*(one.close(0) for one in (self._search, *self._sending.values())))
         if self._session is not None:
             await self._session.close()
 
@@ -234,7 +235,7 @@ class WebhookSender:
         put = partial(put_event, gateway.store, event, names, gateway.wall(), by)
         is_new = await asyncio.to_thread(put)
         for name in names:
-            self._wakes[name].set()
+            self._sending[name].wake()
         return is_new
 
     async def _post(
@@ -257,24 +258,17 @@ class WebhookSender:
             return None, type(error).__name__
         return status, None if 200 <= status < 300 else f"status {status}"
 
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self.check()
-            except Exception as error:  # a fault of one search must not end all later ones
-                self._gateway.log("webhook_search_failed", error_location(error))
-            await asyncio.sleep(CHECK_INTERVAL_S)
+    def _task(
+        self, name: str, work: Callable[[], Awaitable[None]], interval_s: Callable[[], float]
+    ) -> PeriodicTask:
+        log, clock = self._gateway.log, self._gateway.clock
+        return PeriodicTask(name, work, interval_s, log, clock, begins_at_once=True)
 
-    async def _serve(self, endpoint: WebhookEndpoint) -> None:
-        wake = self._wakes[endpoint.name]
-        while True:
-            with suppress(StoreError):  # tried again at the next poll
-                while await self.send_due(endpoint):
-                    pass
-            with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await wake.wait()
-            wake.clear()
+    async def _send_all(self, endpoint: WebhookEndpoint) -> None:
+        """Send what is due; a failed read or write of the store is tried again."""
+        with suppress(StoreError):
+            while await self.send_due(endpoint):
+                pass
 
 
 def request_of(

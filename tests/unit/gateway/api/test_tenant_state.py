@@ -8,9 +8,9 @@ import pytest
 
 from gateway.background.history_sampling import HistorySampling
 from gateway.ledger.metering import wall_ms
-from tenancy.accounting.samples import MINUTE_MS, Sample, SampleDetails, write_samples
 from tenancy.accounts.keys import revoke_key
 from tenancy.accounts.tenants import change_tenant, set_status
+from tenancy.history.samples import MINUTE_MS, Sample, SampleDetails, write_samples
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card

@@ -259,7 +259,7 @@ async def test_a_fault_of_the_search_is_logged(
     await failed.wait()
     await sender.close()
 
-    assert told(gateway, "webhook_search_failed")[0]["error"] == "ZeroDivisionError"
+    assert told(gateway, "background_failed")[0]["error"] == "ZeroDivisionError"
     assert "planted" not in json.dumps(gateway.lines)
 
 
