@@ -1,4 +1,4 @@
-"""The Llama architecture on the CPU in C: weights packed once, then one call per step.
+"""A decoder on the CPU in C: weights packed once, then one call per step.
 
 The same computation as `engine.models.decoder`, with everything from the token ids to the last norm
 in `kernels/cpu/cpu_llama.c`. The registry builds it where a C compiler works and the model's
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import attention_spec
@@ -100,9 +101,19 @@ class CpuLlama:
             vocab=config.vocab,
             kind=self._kind,
             kv_kind=_kind(kv.data.dtype, kernels, (config.head_dim,)),
-            eps=config.norm_eps,
+            q_norm_width=self._norm_width(config.heads),
+            k_norm_width=self._norm_width(config.kv_heads),
+            centred=config.norm == "mean",
+            parallel=config.place == "parallel",
+            growth_context=config.query_growth[1] if config.query_growth else 0,
+            growth=config.query_growth[0] if config.query_growth else 0.0,
+            # The stream is kept divided by what blocks' outputs are multiplied by: each block norms
+            # what it reads, so the stream's scale shows nowhere else.
+            eps=config.norm_eps / config.residual_scale**2,
+            head_eps=config.norm_eps,
             scale=self._spec.scale,
-            embed_scale=config.embed_scale,
+            cap=config.score_cap,
+            embed_scale=config.embed_scale / config.residual_scale,
             kv_rows=kv.format.layers,
             gated=cpu.SILU if config.activation == "silu" else cpu.GELU,
             layer=layers,
@@ -172,42 +183,51 @@ class CpuLlama:
     ) -> cpu.CLayer:
         """Pack a layer. `table`: addresses of cos and sin. `place`: its KV group and row."""
         source = TensorSource(weights, f"model.layers.{index}.")
-
-        def joined(*names: str) -> torch.Tensor:
-            matrix, bias = source.joined(*names)
-            assert bias is None, "only queries, keys and values have biases in C"
-            return matrix
-
-        pack, config = self._kernels.pack, self.config
-        qkv, qkv_bias = source.joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        config = self.config
 
         def norm(part: str, *, exists: bool = True) -> int | None:
             return self._keep(source.weight(part).float()) if exists else None
 
-        has_output_norms = config.place == "sandwich"
+        before, after = config.place != "post", config.place in ("post", "sandwich")
+        qkv = self._linear(source, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        output = self._linear(source, "self_attn.o_proj")
+        gate_up = self._linear(source, "mlp.gate_proj", "mlp.up_proj", is_interleaved=True)
+        down = self._linear(source, "mlp.down_proj")
         return cpu.CLayer(
-            attention_norm=norm("input_layernorm"),
-            mlp_norm=norm("post_attention_layernorm"),
-            attention_output_norm=norm("attention_output_layernorm", exists=has_output_norms),
-            mlp_output_norm=norm("mlp_output_layernorm", exists=has_output_norms),
+            attention_norm=norm("input_layernorm", exists=before),
+            mlp_norm=norm("post_attention_layernorm", exists=before and config.place != "parallel"),
+            attention_output_norm=norm("attention_output_layernorm", exists=after),
+            mlp_output_norm=norm("mlp_output_layernorm", exists=after),
             window=config.layers[index].window,
-            qkv=self._keep(pack(qkv)),
-            output=self._keep(pack(joined("self_attn.o_proj"))),
-            gate_up=self._keep(
-                pack(
-                    joined("mlp.gate_proj", "mlp.up_proj"),
-                    interleaved_columns(self.config.intermediate),
-                )
-            ),
-            down=self._keep(pack(joined("mlp.down_proj"))),
-            qkv_bias=None if qkv_bias is None else self._keep(qkv_bias.float()),
-            q_norm=norm("self_attn.q_norm", exists=config.qk_norm == "head"),
-            k_norm=norm("self_attn.k_norm", exists=config.qk_norm == "head"),
+            qkv=qkv[0],
+            output=output[0],
+            gate_up=gate_up[0],
+            down=down[0],
+            qkv_bias=qkv[1],
+            output_bias=output[1],
+            gate_up_bias=gate_up[1],
+            down_bias=down[1],
+            q_norm=norm("self_attn.q_norm", exists=bool(config.qk_norm)),
+            k_norm=norm("self_attn.k_norm", exists=bool(config.qk_norm)),
+            sinks=self._keep(source.tensor("self_attn.sinks").float()) if config.sinks else None,
             cos=table[0],
             sin=table[1],
             group=place[0],
             kv_row=place[1],
         )
+
+    def _linear(
+        self, source: TensorSource, *parts: str, is_interleaved: bool = False
+    ) -> tuple[int, int | None]:
+        """Pack the joined parts; return the addresses of the panels and of the bias, if any."""
+        weight, bias = source.joined(*parts)
+        columns = interleaved_columns(len(weight) // 2) if is_interleaved else None
+        packed = self._keep(self._kernels.pack(weight, columns))
+        return packed, None if bias is None else self._keep(padded_bias(bias, columns))
+
+    def _norm_width(self, heads: int) -> int:
+        """Return the channels that a norm of `heads` heads takes together."""
+        return self.config.head_dim * (heads if self.config.qk_norm == "whole" else 1)
 
     def _keep(self, tensor: torch.Tensor) -> int:
         """Return the tensor's address, valid for the model's lifetime."""
@@ -220,6 +240,14 @@ class CpuLlama:
         if scratch is None or len(scratch) < rows:
             scratch = self._scratch[name] = torch.empty(rows, columns)
         return scratch[:rows]
+
+
+def padded_bias(bias: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """Return a bias in fp32, a value for each column of the packed weight (see `Kernels.pack`)."""
+    bias = bias.float()
+    if columns is not None:
+        bias = bias[columns.long()]
+    return F.pad(bias, (0, -len(bias) % cpu.COLUMNS_STEP))
 
 
 def interleaved_columns(intermediate: int) -> torch.Tensor:

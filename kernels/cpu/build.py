@@ -41,6 +41,9 @@ STORE, ADD, SILU, GELU = 0, 1, 2, 3
 PANEL = 16
 """Columns of a weight panel."""
 
+COLUMNS_STEP = 32
+"""The number to whose multiples packed columns are padded: products compute two panels at once."""
+
 TILE_DEPTH = 32
 """The number of which the depth of a product of the kind TILES must be a multiple."""
 
@@ -51,7 +54,7 @@ class CProduct(ctypes.Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("pairs", c_void_p),
         ("rows", c_int32), ("depth", c_int32), ("columns", c_int32), ("kind", c_int32),
-        ("epilogue", c_int32),
+        ("epilogue", c_int32), ("bias", c_void_p),
     )  # fmt: skip
 
 
@@ -60,8 +63,9 @@ class CLayer(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in (
-            "attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down", "qkv_bias", "q_norm",
-            "k_norm", "cos", "sin", "attention_output_norm", "mlp_output_norm",
+            "attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down", "qkv_bias",
+            "output_bias", "gate_up_bias", "down_bias", "q_norm", "k_norm", "sinks", "cos", "sin",
+            "attention_output_norm", "mlp_output_norm",
         )),
         ("window", c_int32), ("group", c_int32), ("kv_row", c_int32),
     )  # fmt: skip
@@ -73,10 +77,14 @@ class CModel(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in (
             "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
-            "kind", "kv_kind", "gated", "kv_rows",
+            "kind", "kv_kind", "gated", "kv_rows", "q_norm_width", "k_norm_width", "centred",
+            "parallel", "growth_context",
         )),
-        ("eps", c_float), ("scale", c_float), ("embed_scale", c_float), ("layer", POINTER(CLayer)),
-        ("embeddings", c_void_p), ("norm", c_void_p), ("head", c_void_p), ("kv", c_void_p),
+        *((name, c_float) for name in (
+            "eps", "head_eps", "scale", "cap", "growth", "embed_scale",
+        )),
+        ("layer", POINTER(CLayer)),
+        *((name, c_void_p) for name in ("embeddings", "norm", "head", "kv")),
     )  # fmt: skip
 
 
@@ -145,7 +153,7 @@ class Kernels:
         """
         rows, depth = weight.shape
         if columns is None:
-            padded = -(-rows // 32) * 32
+            padded = -(-rows // COLUMNS_STEP) * COLUMNS_STEP
             columns = torch.arange(padded, dtype=torch.int32)
             columns[rows:] = -1
         weight = weight.contiguous()

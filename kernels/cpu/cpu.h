@@ -209,20 +209,22 @@ void pool_run(Pool *pool, Task task, void *arg, int tasks);
 
 enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3 };
 
-/* STORE: c [rows, columns] = a [rows, depth] x b. ADD: += instead of =. SILU: b's panels are gate
- * and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up. b is in the layout of `pack`. `pairs`:
- * scratch of rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of
- * 32. */
+/* STORE: c [rows, columns] = a [rows, depth] x b + bias. ADD: += instead of =. SILU: b's panels are
+ * gate and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up. b is in the
+ * layout of `pack`; `bias` has a value for each of its columns, or is NULL. `pairs`: scratch of
+ * rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of 32. */
 typedef struct {
     const float *a;
     const uint32_t *b;
     float *c;
     uint32_t *pairs;
     int rows, depth, columns, kind, epilogue;
+    const float *bias;
 } Product;
 
 void product(Pool *pool, Product *p);
 void rms_norm(const float *x, const float *weight, float *out, int channels, float eps);
+void mean_norm(const float *x, const float *weight, float *out, int channels, float eps);
 void to_pairs(const float *x, uint32_t *out, int count);
 
 /* -- AMX tiles (cpu_tiles.c); built where HAS_TILES ------------------------------------------- */
@@ -241,10 +243,11 @@ void tiles_values(const uint32_t *p, const uint32_t *const *v, int blocks, int r
 /* -- the step ------------------------------------------------------------------------------- */
 
 typedef struct {
-    const float *attention_norm, *mlp_norm;
+    const float *attention_norm, *mlp_norm; /* of what a block reads, or NULL */
     const uint32_t *qkv, *output, *gate_up, *down;
-    const float *qkv_bias;         /* [heads + 2 * kv_heads, head_dim], or NULL */
-    const float *q_norm, *k_norm;  /* [head_dim], of each head's channels, or NULL */
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias; /* see Product, or NULL */
+    const float *q_norm, *k_norm;  /* [q_norm_width], [k_norm_width], or NULL */
+    const float *sinks; /* [heads]: a logit that takes part in the softmax, without a value; or NULL */
     const float *cos, *sin;        /* [context, head_dim / 2] */
     const float *attention_output_norm, *mlp_output_norm; /* of what is added, or NULL */
     int32_t window; /* a token sees so many keys, its own the last; 0: all */
@@ -257,7 +260,13 @@ typedef struct {
     int32_t kv_kind; /* of the KV */
     int32_t gated;   /* SILU or GELU */
     int32_t kv_rows; /* layers of a KV block */
-    float eps, scale, embed_scale; /* `scale`: factor of the scores */
+    int32_t q_norm_width, k_norm_width; /* channels that a norm of queries, of keys takes together */
+    int32_t centred;  /* norms of the hidden states take the mean off first */
+    int32_t parallel; /* the MLP reads what attention reads */
+    int32_t growth_context; /* queries grow by 1 + growth * ln(1 + position / growth_context) */
+    float eps, head_eps;    /* of norms of the hidden states, of queries and keys */
+    float scale, cap;       /* of the scores s: scale * s, and if cap > 0 cap * tanh(s / cap) */
+    float growth, embed_scale;
     const Layer *layer;
     const void *embeddings; /* [vocab, hidden], fp32 when WIDE, else bf16; NULL: the head's panels */
     const float *norm;

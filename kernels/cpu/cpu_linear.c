@@ -87,9 +87,12 @@ static const Tile OF_ROWS[] = {
 };
 
 /* Write `out` [rows][64], of which `width` columns are computed, to c by the epilogue. */
-static void finish(const Product *p, const float *out, int row, int rows, int column, int width) {
+static void finish(const Product *p, float *out, int row, int rows, int column, int width) {
     for (int r = 0; r < rows; r++, out += 64) {
         float *c = p->c + (size_t)(row + r) * p->columns;
+        if (p->bias)
+            for (int i = 0; i < width; i += LANES)
+                store(out + i, load(out + i) + load(p->bias + column + i));
         if (p->epilogue >= SILU) {
             for (int at = 0; at < width; at += WIDTH) {
                 int first = (column + at) / 2;
@@ -196,6 +199,20 @@ void rms_norm(const float *x, const float *weight, float *out, int channels, flo
     float scale = 1.0f / sqrtf(sum_of(total) / (float)channels + eps);
     for (int i = 0; i < channels; i += LANES)
         store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+/* Write (x - mean(x)) / deviation(x) * weight of one row. `channels` is a multiple of 16. */
+void mean_norm(const float *x, const float *weight, float *out, int channels, float eps) {
+    vf total = {0}, squares = {0};
+    for (int i = 0; i < channels; i += LANES) total += load(x + i);
+    const float mean = sum_of(total) / (float)channels;
+    for (int i = 0; i < channels; i += LANES) {
+        vf v = load(x + i) - mean;
+        squares += v * v;
+    }
+    float scale = 1.0f / sqrtf(sum_of(squares) / (float)channels + eps);
+    for (int i = 0; i < channels; i += LANES)
+        store(out + i, (load(x + i) - mean) * scale * load(weight + i));
 }
 
 /* Convert fp32 to words of two bf16. */

@@ -165,7 +165,7 @@ def test_slices_change_no_bit_in_c(shape: str, kernels: Kernels) -> None:
             assert torch.equal(logits_of(config, dict(weights), kernels, slices, dtype), whole)
 
 
-EXTENDED = {
+EXTENDED: dict[str, dict[str, Any]] = {
     "biases": {"qkv_bias": True},
     "norms of heads": {"qk_norm": "head"},
     "partial rotation": {"ropes": {"full": Rope(10_000.0, 16)}},
@@ -181,9 +181,41 @@ EXTENDED = {
         "qk_norm": "head", "activation": "gelu_tanh", "embed_scale": 19.6, "score_scale": 0.1,
         "ropes": {"full": Rope(1e6, 64), "local": Rope(1e4, 64)},
     },
+    "biases of outputs": {"output_bias": True},
+    "biases of the MLP": {"mlp_bias": True, "intermediate": 48},
+    "norms of whole projections": {"qk_norm": "whole"},
+    "norms after blocks": {"place": "post"},
+    "a norm beside both blocks": {"place": "parallel"},
+    "norms that take the mean off": {"norm": "mean"},
+    "a scaled residual": {"residual_scale": 0.3},
+    "caps of scores": {"score_cap": 2.0},
+    "sinks": {"sinks": True},
+    "queries that grow": {"query_growth": (0.4, 20)},
+    "OLMo 3": {
+        "place": "post", "qk_norm": "whole",
+        "layers": (Layer(window=40, rope="local"), Layer()),
+        "ropes": {"full": Rope(1e6, 64), "local": Rope(1e4, 64)},
+    },
+    "Granite": {
+        "embed_scale": 12.0, "residual_scale": 0.22, "logit_scale": 0.125, "score_scale": 0.0156,
+        "output_bias": True, "mlp_bias": True,
+    },
+    "Cohere 2": {
+        "place": "parallel", "norm": "mean", "logit_scale": 0.25,
+        "layers": (Layer(window=40), Layer(rope="")),
+    },
+    "Gemma 2": {
+        "layers": (Layer(window=40), Layer()), "place": "sandwich", "activation": "gelu_tanh",
+        "embed_scale": 19.6, "score_cap": 5.0, "logit_cap": 3.0,
+    },
+    "attention of gpt-oss": {
+        "layers": (Layer(window=40), Layer()), "sinks": True, "qkv_bias": True,
+        "output_bias": True,
+    },
     "all": {
-        "qkv_bias": True, "qk_norm": "head", "score_scale": 0.2,
-        "layers": (Layer(rope=""), Layer()),
+        "qkv_bias": True, "qk_norm": "whole", "score_scale": 0.2, "sinks": True, "score_cap": 4.0,
+        "layers": (Layer(rope="", window=30), Layer()), "place": "sandwich", "norm": "mean",
+        "residual_scale": 0.5, "output_bias": True, "mlp_bias": True, "query_growth": (0.1, 50),
     },
 }  # fmt: skip
 
@@ -196,7 +228,7 @@ def test_c_computes_what_torch_computes_beyond_llama(
     config = msgspec.structs.replace(SHAPES["GQA"], **change)
     weights = tiny_weights(config)
     for name, tensor in weights.items():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             tensor.normal_(generator=torch.Generator().manual_seed(len(name)))
     expected = logits_of(config, dict(weights), None, SLICES[0])
 
@@ -206,6 +238,33 @@ def test_c_computes_what_torch_computes_beyond_llama(
     assert error(whole, expected) < 2e-5
     for slices in SLICES[1:]:
         assert torch.equal(logits_of(config, dict(weights), kernels, slices), whole)
+
+
+OVERLOOKED: dict[str, Any] = {
+    "score_cap": 0.0, "sinks": False, "query_growth": None, "residual_scale": 1.0, "norm": "rms",
+    "output_bias": False, "mlp_bias": False,
+}  # fmt: skip
+"""Features of the case "all", and their values in a model that lacks them."""
+
+
+@pytest.mark.parametrize("field", OVERLOOKED)
+def test_an_overlooked_feature_is_seen(field: str, kernels: Kernels) -> None:
+    """The comparison above can fail: without any one of these the logits are others."""
+    config = msgspec.structs.replace(SHAPES["GQA"], **EXTENDED["all"])
+    weights = tiny_weights(config)
+    for name, tensor in weights.items():
+        if name.endswith(("bias", "sinks")):
+            tensor.normal_(generator=torch.Generator().manual_seed(len(name)))
+    expected = logits_of(config, dict(weights), None, SLICES[0])
+    lacking = msgspec.structs.replace(config, **{field: OVERLOOKED[field]})
+    kept = {
+        name: tensor
+        for name, tensor in weights.items()
+        if not (field == "output_bias" and name.endswith("o_proj.bias"))
+        and not (field == "mlp_bias" and ".mlp." in name and name.endswith("bias"))
+    }
+
+    assert error(logits_of(lacking, kept, kernels, SLICES[0]), expected) > 1e-3
 
 
 def test_bf16_weights_and_kv_stay_near_dense_computation(kernels: Kernels) -> None:
