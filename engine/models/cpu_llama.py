@@ -7,18 +7,20 @@ architecture and shape fit the kernels.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture
+from engine.models.cpu_experts import CpuExperts
 from engine.models.layers import TensorSource
+from engine.models.packing import Packer
 from engine.weights import Weights
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
@@ -47,14 +49,24 @@ def load_kernels(config: Architecture, threads: int) -> Kernels | None:
     except OSError:
         log.warning("kernels_not_loadable: steps run in torch, slower")
         return None
-    if (
-        config.head_dim % kernels.head_dim_step == 0
-        and config.hidden % cpu.PANEL == 0
-        and config.intermediate % cpu.PANEL == 0
+    if config.head_dim % kernels.head_dim_step == 0 and not any(
+        width % cpu.PANEL for width in _widths(config)
     ):
         return kernels
     kernels.close()
+    log.info("kernels_not_used: the C kernels take no heads of %d channels or widths of %s; steps"
+             " run in torch, slower", config.head_dim, _widths(config))  # fmt: skip
     return None
+
+
+def _widths(config: Architecture) -> list[int]:
+    """Return the channels of the hidden states, and of what MLPs and experts compute inside."""
+    widths = [config.hidden]
+    if any(layer.ffn == "dense" for layer in config.layers):
+        widths.append(config.intermediate)
+    if config.moe is not None:
+        widths += [config.moe.intermediate, config.moe.shared_intermediate]
+    return widths
 
 
 class CpuLlama:
@@ -72,14 +84,16 @@ class CpuLlama:
         self.config = config
         self._spec = attention_spec(config)
         self._kernels = kernels
-        self._kept: list[torch.Tensor] = []
+        self._packer = Packer(kernels)
         self._scratch: dict[str, torch.Tensor] = {}
         embeddings = weights.pop("model.embed_tokens.weight")
-        depths = (config.hidden, config.intermediate, self._spec.query_width)
+        moe = config.moe
+        self._experts = None if moe is None else CpuExperts(config, moe, self._packer)
+        depths = (*_widths(config), self._spec.query_width)
         self._kind = _kind(embeddings.dtype, kernels, depths)
         places = list(zip(kv.format.group_of_layer, kv.format.row_of_layer, strict=True))
         tables = {
-            name: (self._keep(cos), self._keep(sin))
+            name: (self._packer.keep(cos), self._packer.keep(sin))
             for name, (cos, sin) in rope_tables(config, context).items()
         }
         layers = (cpu.CLayer * len(config.layers))(
@@ -90,7 +104,6 @@ class CpuLlama:
         )
         # Tied embeddings are read from the panels of the head: one copy of the largest matrix.
         is_tied = "lm_head.weight" not in weights
-        self._kept.append(kv.data)
         self._model = cpu.CModel(
             layers=len(config.layers),
             hidden=config.hidden,
@@ -109,18 +122,19 @@ class CpuLlama:
             growth=config.query_growth[0] if config.query_growth else 0.0,
             # The stream is kept divided by what blocks' outputs are multiplied by: each block norms
             # what it reads, so the stream's scale shows nowhere else.
-            eps=config.norm_eps / config.residual_scale**2,
-            head_eps=config.norm_eps,
+            stream_eps=config.norm_eps / config.residual_scale**2,
+            eps=config.norm_eps,
             scale=self._spec.scale,
             cap=config.score_cap,
             embed_scale=config.embed_scale / config.residual_scale,
+            **({} if self._experts is None else self._experts.fields()),
             kv_rows=kv.format.layers,
             gated=cpu.SILU if config.activation == "silu" else cpu.GELU,
             layer=layers,
-            embeddings=None if is_tied else self._keep(embeddings.contiguous()),
-            norm=self._keep(weights.pop("model.norm.weight").float()),
-            head=self._keep(kernels.pack(weights.pop("lm_head.weight", embeddings))),
-            kv=kv.data.data_ptr(),
+            embeddings=None if is_tied else self._packer.keep(embeddings.contiguous()),
+            norm=self._packer.keep(weights.pop("model.norm.weight").float()),
+            head=self._packer.matrix(weights.pop("lm_head.weight", embeddings)),
+            kv=self._packer.keep(kv.data),
         )
 
     def forward(
@@ -136,7 +150,7 @@ class CpuLlama:
         tokens, config = work.tokens, self.config
         assert len(token_ids) == tokens
         width = self._spec.query_width
-        widest = max(config.hidden, config.intermediate, width)
+        widest = max(*_widths(config), width)
         normed = self._scratch_rows("normed", tokens, config.hidden)
         self._kernels.forward(
             self._model,
@@ -162,6 +176,7 @@ class CpuLlama:
                 attended=self._scratch_rows("attended", tokens, width).data_ptr(),
                 activated=self._scratch_rows("activated", tokens, config.intermediate).data_ptr(),
                 pairs=self._scratch_rows("pairs", tokens, widest).data_ptr(),
+                **({} if self._experts is None else self._experts.scratch(tokens)),
             ),
         )
         return normed if output_rows is None else normed[output_rows]
@@ -186,53 +201,42 @@ class CpuLlama:
         config = self.config
 
         def norm(part: str, *, exists: bool = True) -> int | None:
-            return self._keep(source.weight(part).float()) if exists else None
+            return self._packer.keep(source.weight(part).float()) if exists else None
 
         before, after = config.place != "post", config.place in ("post", "sandwich")
-        qkv = self._linear(source, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        output = self._linear(source, "self_attn.o_proj")
-        gate_up = self._linear(source, "mlp.gate_proj", "mlp.up_proj", is_interleaved=True)
-        down = self._linear(source, "mlp.down_proj")
-        return cpu.CLayer(
+        linear = self._packer.linear
+        layer = cpu.CLayer(
             attention_norm=norm("input_layernorm", exists=before),
             mlp_norm=norm("post_attention_layernorm", exists=before and config.place != "parallel"),
             attention_output_norm=norm("attention_output_layernorm", exists=after),
             mlp_output_norm=norm("mlp_output_layernorm", exists=after),
             window=config.layers[index].window,
-            qkv=qkv[0],
-            output=output[0],
-            gate_up=gate_up[0],
-            down=down[0],
-            qkv_bias=qkv[1],
-            output_bias=output[1],
-            gate_up_bias=gate_up[1],
-            down_bias=down[1],
             q_norm=norm("self_attn.q_norm", exists=bool(config.qk_norm)),
             k_norm=norm("self_attn.k_norm", exists=bool(config.qk_norm)),
-            sinks=self._keep(source.tensor("self_attn.sinks").float()) if config.sinks else None,
             cos=table[0],
             sin=table[1],
             group=place[0],
             kv_row=place[1],
         )
-
-    def _linear(
-        self, source: TensorSource, *parts: str, is_interleaved: bool = False
-    ) -> tuple[int, int | None]:
-        """Pack the joined parts; return the addresses of the panels and of the bias, if any."""
-        weight, bias = source.joined(*parts)
-        columns = interleaved_columns(len(weight) // 2) if is_interleaved else None
-        packed = self._keep(self._kernels.pack(weight, columns))
-        return packed, None if bias is None else self._keep(padded_bias(bias, columns))
+        layer.qkv, layer.qkv_bias = linear(
+            source, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+        )
+        layer.output, layer.output_bias = linear(source, "self_attn.o_proj")
+        if config.sinks:
+            layer.sinks = self._packer.keep(source.tensor("self_attn.sinks").float())
+        if config.layers[index].ffn == "dense":
+            layer.gate_up, layer.gate_up_bias = linear(
+                source, "mlp.gate_proj", "mlp.up_proj", is_gated=True
+            )
+            layer.down, layer.down_bias = linear(source, "mlp.down_proj")
+        else:
+            assert self._experts is not None, "a layer has experts, and the model has no moe"
+            layer.experts = ctypes.pointer(self._experts.pack(source))
+        return layer
 
     def _norm_width(self, heads: int) -> int:
         """Return the channels that a norm of `heads` heads takes together."""
         return self.config.head_dim * (heads if self.config.qk_norm == "whole" else 1)
-
-    def _keep(self, tensor: torch.Tensor) -> int:
-        """Return the tensor's address, valid for the model's lifetime."""
-        self._kept.append(tensor)
-        return tensor.data_ptr()
 
     def _scratch_rows(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """Return scratch [rows, columns] fp32; the memory is reused while it is large enough."""
@@ -240,21 +244,6 @@ class CpuLlama:
         if scratch is None or len(scratch) < rows:
             scratch = self._scratch[name] = torch.empty(rows, columns)
         return scratch[:rows]
-
-
-def padded_bias(bias: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-    """Return a bias in fp32, a value for each column of the packed weight (see `Kernels.pack`)."""
-    bias = bias.float()
-    if columns is not None:
-        bias = bias[columns.long()]
-    return F.pad(bias, (0, -len(bias) % cpu.COLUMNS_STEP))
-
-
-def interleaved_columns(intermediate: int) -> torch.Tensor:
-    """Return the column order that the `SILU` epilogue reads: a panel of gate, the same panel of
-    up, the next panel of gate, and so on."""
-    gate = torch.arange(intermediate, dtype=torch.int32).view(-1, cpu.PANEL)
-    return torch.stack([gate, gate + intermediate], 1).flatten().contiguous()
 
 
 def _kind(dtype: torch.dtype, kernels: Kernels, depths: Iterable[int]) -> int:

@@ -23,7 +23,10 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_llama.c")
+SOURCES = (
+    "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_experts.c",
+    "cpu_llama.c",
+)  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 60
@@ -35,7 +38,7 @@ log = logging.getLogger("trunkline.engine")
 WIDE, PAIRS, DOT, TILES = 0, 1, 2, 3
 """Kinds of storage and multiplication; see `cpu.h`."""
 
-STORE, ADD, SILU, GELU = 0, 1, 2, 3
+STORE, ADD, SILU, GELU, CLAMPED = 0, 1, 2, 3, 4
 """Epilogues of a product; see `cpu.h`."""
 
 PANEL = 16
@@ -58,6 +61,19 @@ class CProduct(ctypes.Structure):
     )  # fmt: skip
 
 
+SCORES = ("softmax", "sigmoid", "chosen_softmax")
+"""Scores of a router's logits, in the order of `cpu.h`."""
+
+
+class CExperts(ctypes.Structure):
+    """`Experts` of `cpu.h`."""
+
+    _fields_ = tuple((name, c_void_p) for name in (
+        "router", "router_bias", "choice_bias", "gate_up", "down", "gate_up_bias", "down_bias",
+        "shared_gate_up", "shared_down", "shared_gate",
+    ))  # fmt: skip
+
+
 class CLayer(ctypes.Structure):
     """`Layer` of `cpu.h`."""
 
@@ -68,6 +84,7 @@ class CLayer(ctypes.Structure):
             "attention_output_norm", "mlp_output_norm",
         )),
         ("window", c_int32), ("group", c_int32), ("kv_row", c_int32),
+        ("experts", POINTER(CExperts)),
     )  # fmt: skip
 
 
@@ -81,8 +98,13 @@ class CModel(ctypes.Structure):
             "parallel", "growth_context",
         )),
         *((name, c_float) for name in (
-            "eps", "head_eps", "scale", "cap", "growth", "embed_scale",
+            "eps", "stream_eps", "scale", "cap", "growth", "embed_scale",
         )),
+        *((name, c_int32) for name in (
+            "experts", "top_k", "expert_width", "shared_width", "expert_gated", "expert_score",
+            "renormalise", "expert_groups", "expert_groups_kept",
+        )),
+        ("expert_scale", c_float),
         ("layer", POINTER(CLayer)),
         *((name, c_void_p) for name in ("embeddings", "norm", "head", "kv")),
     )  # fmt: skip
@@ -102,6 +124,12 @@ class CWork(ctypes.Structure):
         ("positions", c_void_p), ("place", POINTER(CPlace)),
         *((name, c_void_p) for name in (
             "hidden", "normed", "qkv", "attended", "activated", "pairs",
+        )),
+        ("expert_tokens", c_int32),
+        *((name, c_void_p) for name in (
+            "expert_of", "expert_row", "expert_token", "expert_weight", "expert_logits",
+            "expert_rows", "expert_activated", "expert_pairs", "mixed", "shared",
+            "shared_activated",
         )),
     )  # fmt: skip
 

@@ -43,9 +43,9 @@ static void rotate(float *x, const float *cos, const float *sin, int half) {
 static void norm_queries_and_keys(const Model *m, const Layer *l, float *qkv) {
     const int queries = m->heads * m->head_dim, keys = m->kv_heads * m->head_dim;
     for (int at = 0; at < queries; at += m->q_norm_width)
-        rms_norm(qkv + at, l->q_norm, qkv + at, m->q_norm_width, m->head_eps);
+        rms_norm(qkv + at, l->q_norm, qkv + at, m->q_norm_width, m->eps);
     for (int at = queries; at < queries + keys; at += m->k_norm_width)
-        rms_norm(qkv + at, l->k_norm, qkv + at, m->k_norm_width, m->head_eps);
+        rms_norm(qkv + at, l->k_norm, qkv + at, m->k_norm_width, m->eps);
 }
 
 void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end) {

@@ -20,11 +20,11 @@ static int chunk_end(const Phase *p, int task) {
     return (task + 1) * CHUNK < p->tokens ? (task + 1) * CHUNK : p->tokens;
 }
 
-static void norm_row(const Model *m, const float *x, const float *weight, float *out) {
+static void norm_row(const Model *m, const float *x, const float *weight, float *out, float eps) {
     if (m->centred)
-        mean_norm(x, weight, out, m->hidden, m->eps);
+        mean_norm(x, weight, out, m->hidden, eps);
     else
-        rms_norm(x, weight, out, m->hidden, m->eps);
+        rms_norm(x, weight, out, m->hidden, eps);
 }
 
 static void norm_task(void *arg, int task) {
@@ -32,7 +32,7 @@ static void norm_task(void *arg, int task) {
     const int channels = p->m->hidden;
     for (int token = task * CHUNK; token < chunk_end(p, task); token++)
         norm_row(p->m, p->x + (size_t)token * channels, p->weight,
-                 p->out + (size_t)token * channels);
+                 p->out + (size_t)token * channels, p->m->stream_eps);
 }
 
 /* Norm rows of `normed` in place and add them to `hidden`. */
@@ -42,7 +42,7 @@ static void norm_and_add_task(void *arg, int task) {
     for (int token = task * CHUNK; token < chunk_end(p, task); token++) {
         float *from = p->w->normed + (size_t)token * channels;
         float *to = p->w->hidden + (size_t)token * channels;
-        norm_row(p->m, from, p->weight, from);
+        norm_row(p->m, from, p->weight, from, p->m->eps);
         for (int i = 0; i < channels; i++) to[i] += from[i];
     }
 }
@@ -118,6 +118,23 @@ static void add_product(Pool *pool, Phase *p, const float *a, const uint32_t *b,
     over_tokens(pool, norm_and_add_task, p);
 }
 
+/* Add what the experts make of x [tokens, hidden] to `hidden`, normed where the layer norms it. */
+static void add_experts(Pool *pool, const Phase *p, const Layer *layer, const float *x) {
+    const Work *w = p->w;
+    const int channels = p->m->hidden;
+    for (int first = 0, count; first < p->tokens; first += count) {
+        count = p->tokens - first < w->expert_tokens ? p->tokens - first : w->expert_tokens;
+        mix_experts(pool, p->m, w, layer->experts, x + (size_t)first * channels, count);
+        for (int token = 0; token < count; token++) {
+            float *from = w->mixed + (size_t)token * channels;
+            float *to = w->hidden + (size_t)(first + token) * channels;
+            if (layer->mlp_output_norm)
+                norm_row(p->m, from, layer->mlp_output_norm, from, p->m->eps);
+            for (int i = 0; i < channels; i++) to[i] += from[i];
+        }
+    }
+}
+
 /* Write hidden states after the last norm, [tokens, hidden], to w->normed, and the tokens' KV. */
 void llama_forward(Pool *pool, const Model *m, const Work *w) {
     const int tokens = w->tokens, channels = m->hidden;
@@ -134,6 +151,10 @@ void llama_forward(Pool *pool, const Model *m, const Work *w) {
         add_product(pool, &p, w->attended, layer->output, layer->output_bias, width,
                     layer->attention_output_norm);
         if (!m->parallel) x = norm_hidden(pool, &p, layer->mlp_norm);
+        if (layer->experts) {
+            add_experts(pool, &p, layer, x);
+            continue;
+        }
         product(pool, &(Product){x, layer->gate_up, w->activated, w->pairs, tokens, channels,
                                  m->intermediate, m->kind, m->gated, layer->gate_up_bias});
         add_product(pool, &p, w->activated, layer->down, layer->down_bias, m->intermediate,
