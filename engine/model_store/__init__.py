@@ -1,6 +1,6 @@
 """Finding, fetching and preparing models, without torch: the gateway reads prepared folders too."""
 
-from engine.model_store.architecture import Architecture, Layer, Rope
+from engine.model_store.architecture import Architecture, Layer, Moe, Rope
 from engine.model_store.card import ModelCard, load_card
 from engine.model_store.catalogue import CATALOGUE, DEFAULT_MODEL, pull, resolve
 from engine.model_store.prepare import prepare
@@ -11,6 +11,7 @@ __all__ = [
     "Architecture",
     "Layer",
     "ModelCard",
+    "Moe",
     "Rope",
     "load_card",
     "prepare",
