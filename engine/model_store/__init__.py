@@ -2,11 +2,18 @@
 
 from engine.model_store.architecture import Architecture, Layer, Moe, Rope
 from engine.model_store.card import ModelCard, load_card
-from engine.model_store.catalogue import CATALOGUE, DEFAULT_MODEL, pull, resolve
+from engine.model_store.catalogue import (
+    CATALOGUE,
+    DEFAULT_ENCODER,
+    DEFAULT_MODEL,
+    pull,
+    resolve,
+)
 from engine.model_store.prepare import prepare
 
 __all__ = [
     "CATALOGUE",
+    "DEFAULT_ENCODER",
     "DEFAULT_MODEL",
     "Architecture",
     "Layer",
