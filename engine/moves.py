@@ -30,7 +30,8 @@ class Move(Struct, frozen=True, gc=False):
     """Copy the device's block `block` to host slot `slot` (`offload`), or back (`load`).
 
     The caller holds block and slot until the outcome. `check`: for a load, the digest that the
-    slot's bytes must have; empty where it need not be checked.
+    slot's bytes must have; empty where it need not be checked. `format`: the packed format of the
+    copy; empty: the block's own bytes.
     """
 
     move_id: int
@@ -38,6 +39,7 @@ class Move(Struct, frozen=True, gc=False):
     block: int
     slot: int
     check: bytes = b""
+    format: str = ""
 
 
 class Moved(Struct, frozen=True, gc=False):
