@@ -16,11 +16,11 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from engine import api
 from engine.api import Count, Namespace, Payer, Quota
 
-LevelName = Literal["device", "host", "disk"]
-Fidelity = Literal["exact", "near", "rough"]
-"""How far a copy is from what the model computed: not at all, by 8 bits, by 4 bits."""
+LevelName = api.LevelName
+Fidelity = api.Fidelity
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0

@@ -47,6 +47,7 @@ _GAUGES = {
     "waiting": ("waiting_requests", "Requests waiting for their first step."),
     "running": ("running_requests", "Running requests."),
     "compiling": ("compiling_requests", "Requests that wait for their grammar to be compiled."),
+    "loading": ("loading_requests", "Requests that wait for host memory or disk."),
     "waiting_tokens": ("waiting_tokens", "Prompt tokens of waiting requests."),
     "steps_per_s": ("engine_steps_per_second", "Engine steps per second, recently."),
     "prefill_tokens_per_s": ("engine_prefill_tokens_per_second", "Prompt tokens per second."),

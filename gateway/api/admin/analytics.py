@@ -65,7 +65,9 @@ class _AnalyticsHandlers:
         await count_ended(gateway)
         gateway.holders.update(gateway.engine.namespaces, owner_of)
         engine: dict[str, Any] = {
-            name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
+            name: getattr(stats, name)
+            for name in stats.__struct_fields__
+            if name not in ("changed", "levels")
         }
         if info is not None:
             engine |= {
