@@ -137,7 +137,8 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
     """A request's rights in the cache. `read`/`write` false: neither match nor commit.
 
     `fidelity`: of the copies that the namespace's blocks get below the device. It belongs to the
-    namespace: all its requests name the same one.
+    namespace: all its requests name the same one. `at_rest` false: no copy of what this request
+    commits may go to disk.
     """
 
     namespace: Namespace
@@ -146,6 +147,7 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
     read: bool = True
     write: bool = True
     fidelity: Fidelity = "exact"
+    at_rest: bool = True
 
     @property
     def payer(self) -> Payer:

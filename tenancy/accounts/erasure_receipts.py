@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tenancy.errors import BadName
 from tenancy.storage.audit_log import Actor, record
@@ -109,7 +110,7 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Erasur
         " order by at_ms desc, receipt_id desc limit ?",
         (tenant_id, limit),
     )
-    return [ErasureReceipt(*row[:8], _levels(row[8])) for row in rows]
+    return [replace(ErasureReceipt(*row[:8]), levels=_levels(row[8])) for row in rows]
 
 
 def _levels(text: str | None) -> dict[str, ErasedLevel] | None:
