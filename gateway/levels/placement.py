@@ -34,8 +34,14 @@ class LevelProblem(Struct, frozen=True):
 
 
 def levels_dir(config: Config) -> Path:
-    """Return the absolute folder of the disk level; a relative one is in the data directory."""
-    return (config.data / (config.engine.levels.dir or FOLDER)).absolute()
+    """Return the absolute folder of the disk level. Asks the system for the working directory."""
+    return configured_dir(config).absolute()
+
+
+def configured_dir(config: Config) -> Path:
+    """Return the folder of the disk level as it is configured; it may be relative to the working
+    directory, as the data directory may."""
+    return config.data / (config.engine.levels.dir or FOLDER)
 
 
 def engine_config(config: Config) -> EngineConfig:
