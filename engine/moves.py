@@ -21,6 +21,7 @@ from engine.api import Count, Namespace, Payer, Quota
 
 LevelName = api.LevelName
 Fidelity = api.Fidelity
+PayerBytes = api.PayerBytes
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
@@ -209,14 +210,6 @@ class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
     """Floors, ceilings and weights of payers on disk, in blocks. No outcome."""
 
     quotas: tuple[Quota, ...]
-
-
-class PayerBytes(Struct, frozen=True):
-    """Bytes that a payer's records take on disk, and the part of them that is promised."""
-
-    payer: Payer
-    used: Count
-    promised: Count
 
 
 class StorageStats(Struct, frozen=True, tag="storage_stats"):

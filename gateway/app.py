@@ -46,6 +46,7 @@ from gateway.api.admin import (
     billing,
     findings,
     history,
+    levels,
     me,
     metrics,
     requests,
@@ -84,6 +85,7 @@ from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, P
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
+from gateway.levels.placement import engine_config
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
@@ -255,6 +257,7 @@ class Gateway:
             *analytics.routes(context),
             *findings.routes(context, self._finding_books),
             *history.routes(context),
+            *levels.routes(context),
             *requests.routes(context),
             *webhooks.routes(context, self.webhooks),
             *me.routes(context),
@@ -439,7 +442,7 @@ async def serve(
     raise_descriptor_limit()
     log_accept_errors(asyncio.get_running_loop(), log)
     endpoints = read_endpoints(config.webhooks, os.environ)
-    supervisor = EngineSupervisor(Path(card.folder), config.engine, log)
+    supervisor = EngineSupervisor(Path(card.folder), engine_config(config), log)
     gateway: Gateway | None = None
 
     def end() -> None:

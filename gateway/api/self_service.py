@@ -119,6 +119,8 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
             "ceiling_blocks": policy.ceiling_blocks,
             "classes": policy.classes,
             "default_class": policy.default_class,
+            "fidelity": policy.fidelity,
+            "at_rest": policy.at_rest,
             "promised_blocks_max": policy.promised_blocks_max,
         },
         "leases": [_lease(gateway, entry) for entry in entries[-LEASES_MAX:]],

@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.api import Stats
+from gateway.observability.level_metrics import LevelMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHERS = "other"
@@ -292,6 +293,8 @@ class Metrics:
         self._engine = _EngineMetrics()
         self._cache = _CacheMetrics()
         self._ledger = _LedgerMetrics()
+        self._levels = LevelMetrics()
+        registry.register(self._levels)
         registry.register(self._engine)
         registry.register(self._cache)
         registry.register(self._ledger)
@@ -358,6 +361,7 @@ class Metrics:
         """Store the engine's latest heartbeat."""
         self.ready.set(1 if is_ready else 0)
         self._engine.stats, self._engine.restarts = stats, restarts
+        self._levels.stats = stats
 
     def set_ledger_restarts(self, restarts: int) -> None:
         """Store the number of restarts of the ledger process."""

@@ -143,7 +143,7 @@ class _AnalyticsHandlers:
             shown.append(
                 {
                     **one.shown(scopes),
-                    "partition": bool(parts_of(one.stats.namespace)[4:] not in ((), ("",))),
+                    "partition": bool(parts_of(one.stats.namespace)[4:5] not in ((), ("",))),
                     "blocks": one.stats.blocks,
                     "branches": [asdict(branch) for branch in surveyed.branches],
                 }

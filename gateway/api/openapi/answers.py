@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from tenancy.types import Limits
+from tenancy.types import AtRest, Fidelity, Limits
 
 
 class ApiError(Struct, frozen=True):
@@ -90,6 +90,8 @@ class TenantAnswer(Struct, frozen=True):
     priority: int
     classes: tuple[str, ...] | None
     default_class: str | None
+    fidelity: Fidelity
+    at_rest: AtRest
     promised_blocks_max: int | None
     requests_per_minute: int | None
     tokens_per_minute: int | None
