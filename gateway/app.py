@@ -86,6 +86,7 @@ from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
 from gateway.levels.placement import engine_config
+from gateway.levels.report import holds_promises
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
@@ -354,6 +355,7 @@ def _contracts(config: Config, engine: Engine, store: Store, clock: Clock) -> Co
         engine.is_alive,
         has_past=has_history(store),
         tells_leases=config.server.tolerance != "strict",
+        survives=lambda: holds_promises(engine.stats),
     )
 
 

@@ -130,7 +130,9 @@ def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScop
     name = f"{tenant_id}/{identity.workspace}"
     origin = PrefixOrigin(tenant_id, now.info.model_digest, now.template_digest)
     policy = identity.policy
-    return CacheScope(namespace, owner_id, name, policy.classes, origin, policy.default_class)
+    return CacheScope(
+        namespace, owner_id, name, policy.classes, origin, policy.default_class, fidelity
+    )
 
 
 def admission_context(gateway: Context, tenant_id: int) -> AdmissionContext:

@@ -52,6 +52,11 @@ def levels_report(
     }
 
 
+def holds_promises(stats: Stats) -> bool:
+    """Return whether a disk serves, which holds promised prefixes over the end of an engine."""
+    return any(one.name == "disk" and one.state != "off" for one in stats.levels)
+
+
 def tenants_report(
     stats: Stats,
     info: EngineInfo | None,

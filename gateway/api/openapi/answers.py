@@ -349,7 +349,11 @@ class QuoteAnswer(Struct, frozen=True):
 
 
 class CacheAnswer(Struct, frozen=True):
-    """A workspace's blocks, tokens, bytes and leases, and the tenant's usage."""
+    """A workspace's blocks, tokens, bytes and leases, and the tenant's usage and bytes by level.
+
+    `levels`: `used_bytes` and `promised_bytes` of all the tenant's workspaces, by level below the
+    device; empty where there is none.
+    """
 
     tenant: str
     workspace: str
@@ -359,6 +363,7 @@ class CacheAnswer(Struct, frozen=True):
     promised_blocks: int
     tokens: int
     bytes: int
+    levels: dict[str, dict[str, int]]
     policy: dict[str, Any]
     leases: list[dict[str, Any]]
     has_more_leases: bool
