@@ -150,7 +150,7 @@ def _limits_set_ms(store: Store, tenant_id: int, now_ms: int) -> int:
             change.at_ms
             for change in list_changes(store, recent, limit=CHANGES_READ_MAX)
             if change.action.startswith(("tenant.", "key."))
-            and not LIMIT_FIELDS.isdisjoint({**(change.before or {}), **(change.after or {})})
+            and not LIMIT_FIELDS.isdisjoint((*(change.before or ()), *(change.after or ())))
         ),
         0,
     )
