@@ -30,7 +30,7 @@ from gateway.background.webhook_events import (
     findings_of_day,
     message_of,
 )
-from gateway.config import ConfigError, WebhookConfig, WebhookFormat, check_web_address
+from gateway.config import Config, ConfigError, WebhookConfig, WebhookFormat, check_web_address
 from gateway.context import Context
 from tenancy.accounting.webhook_outbox import (
     TEST_KIND,
@@ -68,6 +68,9 @@ class WebhookEndpoint(Struct, frozen=True):
     events: frozenset[str]
     form: WebhookFormat
     secret: bytes = b""
+
+
+ReadEndpoints = Callable[[Config], Sequence[WebhookEndpoint]]
 
 
 def read_endpoints(
@@ -134,25 +137,51 @@ class WebhookSender:
         gateway: Context,
         endpoints: Sequence[WebhookEndpoint],
         findings: FindFindings = findings_of_day,
+        read: ReadEndpoints | None = None,
     ) -> None:
+        """`read`: returns the endpoints of a configuration with their secrets, for a reload; raises
+        ConfigError. Without it a reload changes none."""
         self.endpoints = tuple(endpoints)
+        self.read: ReadEndpoints = read or (lambda config: self.endpoints)
         self._gateway = gateway
         self._events = WebhookEvents(gateway, findings)
         self._session: aiohttp.ClientSession | None = None
         self._search = self._task("webhooks", lambda: self.check(), lambda: CHECK_INTERVAL_S)
-        self._sending = {
-            one.name: self._task(
-                f"webhook {one.name}", partial(self._send_all, one), lambda: POLL_S
-            )
-            for one in self.endpoints
-        }
+        self._sending = {one.name: self._sending_of(one) for one in self.endpoints}
+        self._turn = asyncio.Lock()
+        self._is_started = False
 
     def start(self) -> None:
         """Start the tasks on the running event loop."""
-        if not self.endpoints:
-            return
-        self.open()
-        for task in (self._search, *self._sending.values()):
+        self._is_started = True
+        if self.endpoints:
+            self._begin(*self._sending.values())
+
+    async def apply(self, endpoints: Sequence[WebhookEndpoint]) -> tuple[str, ...]:
+        """Send to these endpoints from now on. Returns the names of those that were added, changed
+        or removed.
+
+        An attempt to a changed or removed endpoint is given up; what was not sent is sent to the
+        endpoint of that name, if there is one, now or after a later reload.
+        """
+        async with self._turn:
+            before = {one.name: one for one in self.endpoints}
+            after = {one.name: one for one in endpoints}
+            names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
+            await asyncio.gather(*(self._sending.pop(n).close(0) for n in names if n in before))
+            self.endpoints = tuple(endpoints)
+            added = {name: self._sending_of(after[name]) for name in names if name in after}
+            self._sending |= added
+            if self._is_started and added:
+                self._begin(*added.values())
+            return tuple(sorted(names))
+
+    def _begin(self, *tasks: PeriodicTask) -> None:
+        """Start tasks, before the first ones the HTTP client and the search."""
+        if self._session is None:
+            self.open()
+            self._search.start()
+        for task in tasks:
             task.start()
 
     def open(self) -> None:
@@ -164,6 +193,7 @@ class WebhookSender:
 
     async def close(self) -> None:
         """Stop the tasks; what was not sent is sent after the next start."""
+        self._is_started = False
         await asyncio.gather(*(one.close(0) for one in (self._search, *self._sending.values())))
         if self._session is not None:
             await self._session.close()
@@ -263,6 +293,9 @@ class WebhookSender:
     ) -> PeriodicTask:
         log, clock = self._gateway.log, self._gateway.clock
         return PeriodicTask(name, work, interval_s, log, clock, begins_at_once=True)
+
+    def _sending_of(self, one: WebhookEndpoint) -> PeriodicTask:
+        return self._task(f"webhook {one.name}", partial(self._send_all, one), lambda: POLL_S)
 
     async def _send_all(self, endpoint: WebhookEndpoint) -> None:
         """Send what is due; a failed read or write of the store is tried again."""
