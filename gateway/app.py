@@ -152,6 +152,8 @@ class Gateway:
         contracts = _contracts(config, engine, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
+        entries, promises = contracts.entries, contracts.promises
+        books = PromiseBooks(store, gateway_id, entries, promises, clock, wall, log)
         telemetry = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
@@ -167,9 +169,7 @@ class Gateway:
             ended=EndedRequests(wall, telemetry),
             renderer=renderer,
             contracts=contracts,
-            books=PromiseBooks(
-                store, gateway_id, contracts.entries, contracts.promises, clock, wall, log
-            ),
+            books=books,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
             model=renderer.card.name,
             clock=clock,
