@@ -152,8 +152,8 @@ class Gateway:
         contracts = _contracts(config, engine, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
-        entries, promises = contracts.entries, contracts.promises
-        books = PromiseBooks(store, gateway_id, entries, promises, clock, wall, log)
+        kept = contracts.entries, contracts.promises
+        books = PromiseBooks(store, gateway_id, *kept, clock, wall, log)
         telemetry = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
@@ -176,9 +176,7 @@ class Gateway:
             wall=wall,
             new_id=RequestIds(wall),
             log=log,
-            waiting=WaitingRequests(
-                WaitingBounds(config.engine.queue_requests_max, config.engine.queue_tokens_max)
-            ),
+            waiting=_waiting_requests(config),
             token_bytes_max=renderer.token_bytes_max,
             read_config=read_config or (lambda: config),
             engine_restarts=engine_restarts,
@@ -351,6 +349,11 @@ def _journal(ledger: LedgerClient, store: Store) -> ProgressJournal:
     """Return the journal of running streams; a remote store is written to less often."""
     flush_s = PROGRESS_FLUSH_S if store.is_local else PROGRESS_FLUSH_REMOTE_S
     return ProgressJournal(partial(note_progress, ledger), flush_s)
+
+
+def _waiting_requests(config: Config) -> WaitingRequests:
+    bounds = WaitingBounds(config.engine.queue_requests_max, config.engine.queue_tokens_max)
+    return WaitingRequests(bounds)
 
 
 def _contracts(config: Config, engine: Engine, store: Store, clock: Clock) -> ContractManager:
