@@ -121,8 +121,15 @@ def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
 
 def update_churn(gateway: Context) -> None:
     """Count inserted and evicted blocks since the last call. O(namespaces that changed)."""
-    moves, minute = gateway.engine.cache_events.take_moves(), gateway.wall() // 60_000
+    moves, minute = gateway.models.take_moves(), gateway.wall() // 60_000
     gateway.churn.update(moves, owner_of, minute)
+
+
+def update_holders(gateway: Context) -> None:
+    """Update the sums of what each tenant holds of each model. O(namespaces that changed)."""
+    for model in gateway.models:
+        table = None if model.engine.info is None else model.engine.namespaces
+        gateway.holders.update(table, owner_of, model.name)
 
 
 class StorageMetering:
@@ -130,7 +137,7 @@ class StorageMetering:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._meter = StorageMeter()
+        self._meters = {model.name: StorageMeter() for model in gateway.models}
         self._quotas = QuotaUpdates(gateway)
         self._budget_alerts = BudgetAlerts(gateway)
         self._task: asyncio.Task[None] | None = None
@@ -171,13 +178,14 @@ class StorageMetering:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def _update_meter(self) -> None:
-        engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NS_PER_S)
-        if engine.info is None:
-            self._meter.update(None, 0, now_ns)
-            self._gateway.holders.update(None, owner_of)
-        else:
-            self._meter.update(engine.namespaces, engine.info.block_size, now_ns)
-            self._gateway.holders.update(engine.namespaces, owner_of)
+        now_ns = int(self._gateway.clock() * NS_PER_S)
+        update_holders(self._gateway)
+        for model in self._gateway.models:
+            info, meter = model.engine.info, self._meters[model.name]
+            if info is None:
+                meter.update(None, 0, now_ns)
+            else:
+                meter.update(model.engine.namespaces, info.block_size, now_ns)
 
     async def _write(self) -> None:
         """Write the readings; a reading whose write fails is part of the next one."""
@@ -187,19 +195,25 @@ class StorageMetering:
         except StoreError:
             return
         tiers = {tenant.tenant_id: tenant.tier for tenant, _ in tenants}
-        measured, at_ms = self._meter.take(), gateway.wall()
-        written = {
-            (tenant_id, name): gateway.ledger.write(
-                StorageReading(tenant_id, name, seconds, at_ms, gateway.model, tiers[tenant_id])
+        at_ms = gateway.wall()
+        written = [
+            (
+                meter,
+                (tenant_id, name),
+                seconds,
+                gateway.ledger.write(
+                    StorageReading(tenant_id, name, seconds, at_ms, model, tiers[tenant_id])
+                ),
             )
-            for (tenant_id, name), seconds in measured.items()
+            for model, meter in self._meters.items()
+            for (tenant_id, name), seconds in meter.take().items()
             if tenant_id in tiers
-        }
-        for key, future in written.items():
+        ]
+        for meter, key, seconds, future in written:
             try:
                 await future
             except LedgerUnavailable:
-                self._meter.put_back(key, measured[key])
+                meter.put_back(key, seconds)
 
     async def clear_expired(self) -> None:
         """Delete expired cached contents, stored responses and conversations, which no client may

@@ -60,17 +60,17 @@ class ContractManager:
         config: CachingConfig,
         clock: Clock,
         losses: Callable[[Namespace], dict[str, int]],
-        epoch: Callable[[], str],
+        epoch: Callable[[Namespace], str],
         is_alive: Callable[[str], bool],
         *,
         has_past: bool = False,
         tells_leases: bool = True,
     ) -> None:
         """`losses`: blocks that a namespace lost, by cause, as of the engine's latest heartbeat.
-        `epoch`: the engine epoch that new prefixes are written in. `is_alive`: whether the engine
-        of an epoch still holds its cache. `has_past`: an earlier gateway process may have written
-        prefixes that this index does not contain. `tells_leases`: whether usage says which lease
-        was not granted whole, which the hosted APIs' usage cannot."""
+        `epoch`: the engine epoch that new prefixes of a namespace are written in. `is_alive`:
+        whether the engine of an epoch still holds its cache. `has_past`: an earlier gateway process
+        may have written prefixes that this index does not contain. `tells_leases`: whether usage
+        says which lease was not granted whole, which the hosted APIs' usage cannot."""
         self.config = config
         self.clock = clock
         self.losses = losses
@@ -132,7 +132,8 @@ class ContractManager:
         for write in writes:
             if write.retention.name in prepaid:
                 key = (scope.namespace, write.digest)
-                entry = IndexedPrefix(key, write.tokens, 0, self.epoch(), {}, scope.origin, b"")
+                epoch = self.epoch(scope.namespace)
+                entry = IndexedPrefix(key, write.tokens, 0, epoch, {}, scope.origin, b"")
                 entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
                 candidates.append((write.tokens, entry))
         candidates.sort(key=lambda pair: -pair[0])
@@ -309,7 +310,7 @@ class Contract:
                 key,
                 write.tokens,
                 self._scope.tenant_id,
-                manager.epoch(),
+                manager.epoch(namespace),
                 losses,
                 write.retention,
                 self._started_s,

@@ -43,7 +43,7 @@ class World:
             config or CachingConfig(),
             self.clock,
             lambda _: self.losses,
-            lambda: self.epoch,
+            lambda _: self.epoch,
             lambda epoch: epoch == self.epoch,
             has_past=has_past,
         )

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.__main__ import main
-from gateway.cli.doctor import Check, available_memory_mib, checks_text
+from gateway.cli.doctor import Check, checks_text
+from gateway.engines.memory import available_memory_mib
 
 ASKED = {"disk speed", "clock", "host names", "encryption", "descriptors", "configuration"}
 
