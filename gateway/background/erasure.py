@@ -122,9 +122,9 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
     without a lease id, cached contents, stored responses and conversations. Blocks in use by a
-    running request are unreachable for others at once, and freed when it ends. Raises Refusal for
-    an unknown lease, EngineUnavailable and StoreError: the caller may try again until it has a
-    receipt.
+    running request are unreachable for others at once, and freed when it ends. The receipt counts
+    the blocks of all models. Raises Refusal for an unknown lease, EngineUnavailable if the engine
+    of any model is away, and StoreError: the caller may try again until it has a receipt.
     """
     receipts: list[ErasureReceipt] = []
 
@@ -145,8 +145,8 @@ async def erase_removed(gateway: Context) -> None:
 
     No client can read these blocks any more. Raises EngineUnavailable and StoreError.
     """
-    await gateway.engine.get_stats()
-    everything = list_holdings(gateway.engine.namespaces)
+    await gateway.models.refresh()
+    everything = list_holdings(gateway.models.namespaces())
     found = [one for one in everything if one.stats.blocks]
     owners = {one.tenant_id for one in found}
     for tenant_id in await gateway.reports.ask(lambda store: filter_deleted(store, owners)):
@@ -159,7 +159,7 @@ async def erase_removed(gateway: Context) -> None:
     for one in held:
         if one.scope_id not in existing:
             gateway.contracts.entries.erase_namespace(one.stats.namespace)
-            await gateway.engine.erase(one.stats.namespace)
+            await gateway.models.erase(one.stats.namespace)
 
 
 def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
@@ -176,9 +176,9 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
 
 
 async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> ErasureReceipt:
-    await gateway.engine.get_stats()
+    await gateway.models.refresh_all()
     index = gateway.contracts.entries
-    held = {one.namespace for one in gateway.engine.namespaces}
+    held = {one.namespace for one in gateway.models.namespaces()}
     agreed = {entry.key[0] for entry in index.owned_by(target.tenant_id)}
     names = sorted(filter(target.covers, held | agreed))
     # The prefix index first: a prefix billed as read must still be cached.
@@ -228,8 +228,8 @@ async def _erase_all(gateway: Context, names: Sequence[Namespace], lease_id: str
     blocks = 0
     for start in range(0, len(names), _CALLS_IN_FLIGHT_MAX):
         batch = names[start : start + _CALLS_IN_FLIGHT_MAX]
-        calls = (gateway.engine.erase(name, lease_id=lease_id) for name in batch)
-        blocks += sum(erased.blocks for erased in await asyncio.gather(*calls))
+        calls = (gateway.models.erase(name, lease_id) for name in batch)
+        blocks += sum(await asyncio.gather(*calls))
     return blocks
 
 
