@@ -93,6 +93,7 @@ from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, P
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
+from gateway.levels.placement import engine_config
 from gateway.levels.report import holds_promises
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
