@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.unit.engine.storage.storage_rig import (
     SLOTS,
     A,
     B,
+    DiskRig,
     StorageRig,
     content_of,
 )
@@ -23,9 +25,14 @@ from tests.unit.engine.storage.storage_rig import (
 LONG = tuple(range(5 * RUN))
 
 
-@pytest.fixture(params=["memory"])
-def rig(request: pytest.FixtureRequest) -> Iterator[StorageRig]:
+@pytest.fixture(params=["memory", "disk"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageRig]:
     """Return each storage in turn."""
+    if request.param == "disk":
+        disk = DiskRig(tmp_path / "levels", FakeClock(1_000.0))
+        yield disk
+        disk.close()
+        return
     arena, clock = HostArena.create(SLOTS, SLOT_BYTES), FakeClock(1_000.0)
     storage = MemoryStorage(arena, clock, run_tokens=RUN)
     yield StorageRig(storage, arena, clock, storage.poll)
