@@ -120,7 +120,8 @@ class StorageClient:
     """The storage as the brain sees it. `send`, `poll` and `has_records` belong to one thread.
 
     `start` starts a process; `on_outcome` is called from the client's thread whenever `poll` has
-    something new; `silence_s`: without a heartbeat for so long the process counts as dead.
+    something new; `silence_s`: without a heartbeat for so long the process counts as dead;
+    `pauses_s`: before the next start, by deaths of the last minute.
     """
 
     def __init__(
@@ -131,9 +132,10 @@ class StorageClient:
         clock: Clock = time.monotonic,
         on_outcome: Callable[[], None] = lambda: None,
         silence_s: float = 2.0,
+        pauses_s: tuple[float, ...] = PAUSES_S,
     ) -> None:
         self._settings, self._start, self._clock = settings, start, clock
-        self._on_outcome, self._silence_s = on_outcome, silence_s
+        self._on_outcome, self._silence_s, self._pauses_s = on_outcome, silence_s, pauses_s
         self._lock = threading.Condition()
         self._outcomes: list[StorageOutcome] = []
         self._stats: StorageStats | None = None
@@ -290,7 +292,7 @@ class StorageClient:
                     break
                 since_s = self._clock() - DEATHS_S
                 recent = sum(death_s > since_s for death_s in self._deaths_s)
-                self._pause(PAUSES_S[min(recent, len(PAUSES_S)) - 1])
+                self._pause(self._pauses_s[min(recent, len(self._pauses_s)) - 1])
         finally:
             with self._lock:
                 os.close(self._wake_fd)

@@ -30,6 +30,7 @@ SCHEMA_VERSION = 1
 FOREVER_MS = 2**62
 """The limit of a record without one."""
 IDS_RESERVED = 2**20
+LOG_BYTES_MAX = 2**24
 _SCHEMA = f"""
 create table meta(name text primary key, value any) without rowid, strict;
 create table scopes(
@@ -48,7 +49,8 @@ create unique index records_of_parent on records(scope_id, parent, key);
 create unique index records_at on records(slab, place);
 create index records_by_limit on records(limit_ms) where limit_ms < {FOREVER_MS};
 create index records_promised on records(promise_ms, payer_id, place_bytes) where promise_ms > 0;
-create index leaves on records(payer_id, hits > 0, used_ms, promise_ms) where children = 0;
+create index leaves on records(payer_id, place_bytes, hits > 0, used_ms, promise_ms)
+    where children = 0;
 create table leases(
     scope_id integer not null, lease_id text not null, rec_id integer not null,
     primary key(scope_id, lease_id, rec_id)
@@ -139,7 +141,7 @@ class RecordIndex:
             "secure_delete=on",
             "cell_size_check=on",
             "trusted_schema=off",
-            "journal_size_limit=16777216",
+            f"journal_size_limit={LOG_BYTES_MAX}",
         ):
             self._db.execute(f"pragma {pragma}").fetchall()
         version = int(self._one("pragma user_version")[0])
@@ -193,9 +195,8 @@ class RecordIndex:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the database and its log."""
-        paths = (self.path, self.log_path)
-        return sum(path.stat().st_size for path in paths if path.exists())
+        """Bytes of the database, and the most that its log keeps."""
+        return self.path.stat().st_size + LOG_BYTES_MAX
 
     def empty_log(self) -> None:
         """Move the log into the database and cut it: durable, and without deleted rows' bytes."""
@@ -337,14 +338,16 @@ class RecordIndex:
             )
         )
 
-    def leaves(self, payer_id: int, now_ms: int, limit: int) -> list[RecordId]:
-        """Return unpromised records without children: never used first, then least recently."""
+    def leaves(self, payer_id: int, place_bytes: int, now_ms: int, limit: int) -> list[RecordId]:
+        """Return unpromised records without children, in places of this size: those never used
+        first, then the least recently used."""
         return [
             row[0]
             for row in self._all(
-                "select rec_id from records indexed by leaves where payer_id=? and children=0"
-                " and promise_ms <= ? order by hits > 0, used_ms limit ?",
+                "select rec_id from records indexed by leaves where payer_id=? and place_bytes=?"
+                " and children=0 and promise_ms <= ? order by hits > 0, used_ms limit ?",
                 payer_id,
+                place_bytes,
                 now_ms,
                 limit,
             )

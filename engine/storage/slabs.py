@@ -135,6 +135,12 @@ class SlabFiles:
             and 0 <= place.position < slab.places
         )
 
+    def all_places(self) -> Iterator[tuple[Place, int]]:
+        """Yield every place with its size, in order."""
+        for number, slab in sorted(self._slabs.items()):
+            for position in range(slab.places):
+                yield Place(number, position), slab.place_bytes
+
     def take(self) -> Place | None:
         """Take a free place of the present size; None if there is none. O(slabs)."""
         for slab in self._slabs.values():

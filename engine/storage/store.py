@@ -67,7 +67,8 @@ from engine.storage.wall_clock import StoreClock
 
 BATCH_RECORDS = 64
 """Records that one sync makes durable, if so many wait."""
-DROP_BATCH = 16
+DROP_BATCH, DROP_PART = 16, 1 / 128
+"""Records that are dropped at once for room: at most so many, and so small a part of the places."""
 EXPIRE_BATCH = 2_048
 HIGH_PART, RESUME_PART = 0.95, 0.90
 """Parts of the disk above which records are dropped ahead of need, and below which a disk that was
@@ -433,11 +434,12 @@ class DiskStore:
         """Drop what goes first; return whether anything went."""
         if self._drop_foreign():
             return True
+        batch = max(1, min(DROP_BATCH, int(self._slabs.places * DROP_PART)))
         without: set[Payer] = set()
         while (victim := self._quotas.victim(self._books.used, taker, without)) is not None:
             over = self._books.used[victim] - self._quotas.floor(victim)
-            most = DROP_BATCH if victim == taker else -(-over // self._place_bytes)
-            if self._drop_leaves(victim, max(1, min(DROP_BATCH, most))):
+            most = batch if victim == taker else -(-over // self._place_bytes)
+            if self._drop_leaves(victim, max(1, min(batch, most))):
                 return True
             without.add(victim)
         return False
@@ -461,7 +463,10 @@ class DiskStore:
         """Drop records of a payer that nothing hangs on; return how many went."""
         self._flush_uses()
         found = self._index.leaves(
-            self._index.payer_id(payer), self.clock.now_ms(), count + len(self._pinned)
+            self._index.payer_id(payer),
+            self._place_bytes,
+            self.clock.now_ms(),
+            count + len(self._pinned),
         )
         dropped = self._drop([one for one in found if one not in self._pinned][:count])
         self.dropped_total += dropped

@@ -46,9 +46,9 @@ SLOTS = 32
 A, B = b"namespace a", b"namespace b"
 
 
-def content_of(namespace: bytes, tokens: Sequence[int]) -> bytes:
+def content_of(namespace: bytes, tokens: Sequence[int], slot_bytes: int = SLOT_BYTES) -> bytes:
     """Return the bytes that the last run of these tokens must have: they depend on all before."""
-    return random.Random(repr((namespace, tuple(tokens)))).randbytes(SLOT_BYTES)
+    return random.Random(repr((namespace, tuple(tokens)))).randbytes(slot_bytes)
 
 
 class StorageRig:
@@ -100,7 +100,7 @@ class StorageRig:
         """Fill slots from 0 on, and return the command that stores them below `above`."""
         runs = []
         for number, at in enumerate(range(0, len(tokens), RUN)):
-            data = content_of(namespace, [*above, *tokens[: at + RUN]])
+            data = content_of(namespace, [*above, *tokens[: at + RUN]], self.arena.slot_bytes)
             self.arena.view(number)[:] = data
             run = tuple(tokens[at : at + RUN])
             check = xxhash.xxh3_128_digest(data)
@@ -159,7 +159,7 @@ class StorageRig:
         """Return the bytes of records, None for each that failed."""
         slots = tuple(range(SLOTS - len(record_ids), SLOTS))
         for slot in slots:
-            self.arena.view(slot)[:] = bytes(SLOT_BYTES)
+            self.arena.view(slot)[:] = bytes(self.arena.slot_bytes)
         command = Fetch(self.call_id(), namespace, tuple(record_ids), slots)
         self.storage.send(command)
         done = {
@@ -239,7 +239,7 @@ class DiskRig(StorageRig):
         clock: FakeClock,
         *,
         calls: DiskCalls | None = None,
-        disk_bytes: int = 16 * 2**20,
+        disk_bytes: int = 64 * 2**20,
         slab_bytes: int = 2**20,
         write_bytes_per_day: int = 0,
         spare_bytes: int = 0,

@@ -72,7 +72,7 @@ class Scripts:
         self.arena = HostArena.create(SLOTS, SLOT_BYTES)
         self.failure: OSError | None = None
         settings = DiskSettings("/nowhere", 2**30, self.arena.fd, SLOTS, SLOT_BYTES)
-        self.client = StorageClient(settings, start=self.start, clock=self.clock)
+        self.client = StorageClient(settings, start=self.start, clock=self.clock, pauses_s=(0.0,))
 
     def start(self, settings: DiskSettings) -> StorageProcess:
         """Start a process, or fail."""
@@ -154,6 +154,8 @@ def test_a_silent_process_is_killed_and_replaced(scripts: Scripts) -> None:
 
 def test_a_process_gets_no_command_before_its_first_heartbeat(scripts: Scripts) -> None:
     """It may wait for a lock, and a request does not."""
+    while not scripts.started:
+        os.sched_yield()
     scripts.client.send(Look(1, A, LONG))
 
     assert scripts.client.poll() == [Looked(1, ())]
