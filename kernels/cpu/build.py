@@ -23,7 +23,10 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_llama.c")
+SOURCES = (
+    "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_llama.c",
+    "cpu_kv_formats.c",
+)  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 60
