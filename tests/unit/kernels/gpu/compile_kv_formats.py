@@ -33,7 +33,7 @@ def compile_kernel(kernel: Any, name: PackedName) -> dict[str, object]:
         if TYPES.get(n, "").startswith("*")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"enable_fp_fusion": False}
+    options: dict[str, int] = {"enable_fp_fusion": False}
     return {"kernel": kernel.fn.__name__, "format": name, **report(source, options)}
 
 
