@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[4]
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 SAMPLING = "tests.unit.kernels.gpu.compile_sampling"
+PACKING = "tests.unit.kernels.gpu.compile_kv_formats"
 PLAIN, BY_HAND = (
     "tests.unit.kernels.gpu.compile_for_hopper",
     "tests.unit.kernels.gpu.compile_hand_scheduled",
@@ -124,3 +125,15 @@ def test_sampling_kernels_compile_and_hardly_spill() -> None:
     }
     for one in reports:
         assert one["spills"] <= (40 if str(one["kernel"]).startswith("_draw") else 0), one
+
+
+def test_packing_kernels_compile_and_do_not_spill() -> None:
+    """Each kernel for each packed format; a unit of 2 x 16 x 128 values fits the registers."""
+    reports = reports_of(PACKING)
+
+    assert {(one["kernel"], one["format"]) for one in reports} == {
+        (kernel, name)
+        for kernel in ("_pack_blocks", "_unpack_blocks")
+        for name in ("int8c", "int4c", "int8t")
+    }
+    assert [one for one in reports if one["spills"]] == []
