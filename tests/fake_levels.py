@@ -30,6 +30,7 @@ from engine.moves import (
     Stored,
     StoredErased,
     StoredRun,
+    StoreRuns,
 )
 from tests.fakes import BROKEN, FakeRunner, Slot
 
