@@ -46,7 +46,7 @@ from engine.moves import (
     TransferEngine,
 )
 
-CROWDED: Final = 0.8
+CROWDED: Final = 0.6
 """The part of the pool in use from which running sequences' blocks are copied, so that a preemption
 finds them on host."""
 RENEWED_PART: Final = 1 / 8
@@ -251,14 +251,15 @@ class Levels:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether a move is under way, which holds blocks."""
-        return bool(self.offloading.moves or len(self.loads))
+        """Return whether moves pin blocks that no running sequence has."""
+        return bool(self.offloading.pinned or len(self.loads))
 
     @property
     def is_busy(self) -> bool:
         """Return whether outcomes are awaited, so that the next turn should come soon."""
         return (
             self.is_moving
+            or self.offloading.moves > 0
             or self.offloading.has_promised
             or bool(self._looks or self._erasures)
             or self._is_storing()
@@ -434,7 +435,6 @@ class Levels:
             copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
             self.book.set_record(copy, run.record_id)
             parent = copy
-        self.book.prefixes.forget_if_empty(namespace)
 
     def _copied(self, copies: list[Copy]) -> None:
         if self._storing is not None:

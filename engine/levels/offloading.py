@@ -37,7 +37,18 @@ WAITING_MAX: Final = 4096
 class _Offload:
     """The moves of one path. `nodes`: from the root on; `first`: the first one that is copied."""
 
-    __slots__ = ("account", "checks", "epoch", "first", "held", "leases", "left", "nodes", "slots")
+    __slots__ = (
+        "account",
+        "checks",
+        "epoch",
+        "first",
+        "held",
+        "leases",
+        "left",
+        "nodes",
+        "pinned",
+        "slots",
+    )
 
     def __init__(
         self, account: NamespaceAccount, nodes: Sequence[Node], first: int, slots: list[int]
@@ -50,6 +61,7 @@ class _Offload:
         self.left = len(slots)
         self.leases: tuple[tuple[str, int], ...] = ()
         self.epoch = 0
+        self.pinned = 0
         self.held: BlockTable | None = None
 
 
@@ -90,6 +102,11 @@ class Offloading:
         return len(self._moves)
 
     @property
+    def pinned(self) -> int:
+        """Return the blocks that moves pin beside those of running sequences."""
+        return self._pinned
+
+    @property
     def has_promised(self) -> bool:
         """Return whether a promised prefix waits for its offload, and not for a pause to end."""
         return bool(self._promised) and not self._is_paused
@@ -123,9 +140,9 @@ class Offloading:
                     break
                 self._clean(victim, moves, now_s)
         for table in running:
-            if not self._has_room(moves):
+            if len(self._moves) >= MOVES_MAX:
                 break
-            self._clean(table.node, moves, now_s)
+            self._clean(table.node, moves, now_s, pins=False)
         return moves
 
     def moved(self, outcome: Moved) -> bool:
@@ -152,14 +169,14 @@ class Offloading:
             not self._pinned or self._pinned < self._pinned_max
         )
 
-    def _clean(self, node: Node, moves: list[Move], now_s: float) -> None:
+    def _clean(self, node: Node, moves: list[Move], now_s: float, *, pins: bool = True) -> None:
         """Have a node copied that may leave the device; of a tail, the node above it."""
         if len(node.run) < self._cache.block_size:
             if node.parent is None:
                 return
             node = node.parent
         if node.run and node not in self._busy and self._book.of_node(node) is None:
-            self._begin(node, (), moves, now_s)
+            self._begin(node, (), moves, now_s, pins=pins)
 
     def _begin(
         self,
@@ -167,9 +184,11 @@ class Offloading:
         leases: tuple[tuple[str, int], ...],
         moves: list[Move],
         now_s: float,
+        *,
+        pins: bool = True,
     ) -> bool | None:
         """Begin to copy what has no copy on the path to `node`, as far as there are slots. Return
-        whether anything was begun; None where it has to wait.
+        whether anything was begun; None where it has to wait. `pins`: no sequence pins the path.
         """
         account = self._cache.account_of(node)
         if account is None:
@@ -187,7 +206,8 @@ class Offloading:
         slots: list[int] = []
         for _ in wanted:
             slot = self._book.take_slot(
-                account.payer_account.payer, used_at_s=None if leases else node.last_use_s
+                account.payer_account.payer,
+                used_at_s=node.last_use_s if pins and not leases else None,
             )
             if slot is None:
                 break
@@ -200,7 +220,8 @@ class Offloading:
         offload = _Offload(account, path[: first + len(slots)], first, slots)
         offload.leases, offload.epoch = leases, self._book.epochs[account.namespace]
         offload.held = self._cache.hold(account, offload.nodes, now_s)
-        self._pinned += len(offload.nodes)
+        offload.pinned = len(offload.nodes) if pins else 0
+        self._pinned += offload.pinned
         for index, (slot, one) in enumerate(zip(slots, wanted, strict=False)):
             move_id = self._next_id()
             self._moves[move_id] = (offload, index)
@@ -247,9 +268,8 @@ class Offloading:
         if not is_void and made:
             self._extend_leases(offload.nodes, offload.first + len(made), offload.leases)
         assert offload.held is not None, "it is held since it began"
-        self._pinned -= len(offload.nodes)
+        self._pinned -= offload.pinned
         self._cache.unhold(offload.held)
-        self._book.prefixes.forget_if_empty(namespace)
         if made:
             self._on_copied(made)
 

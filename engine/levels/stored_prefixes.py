@@ -138,17 +138,8 @@ class StoredPrefixes:
         return namespace in self._roots
 
     def root(self, namespace: Namespace) -> Copy:
-        """Return the namespace's root; create it if needed."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Copy(namespace, b"", (), None, 0)
-        return root
-
-    def forget_if_empty(self, namespace: Namespace) -> None:
-        """Forget the root of a namespace without copies. O(1)."""
-        root = self._roots.get(namespace)
-        if root is not None and not root.children:
-            del self._roots[namespace]
+        """Return the namespace's root; it is kept once something is added below it."""
+        return self._roots.get(namespace) or Copy(namespace, b"", (), None, 0)
 
     def match(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> list[Copy]:
         """Return the copies of the longest leading part of `tokens`, in whole runs, leaving one
@@ -170,6 +161,8 @@ class StoredPrefixes:
         """Add a copy of `run` below `parent`, which has none yet. O(1)."""
         if len(run) != self.run_tokens or run in parent.children:
             raise InvariantViolation("a copy is made once for each whole run")
+        if parent.is_root and self._roots.setdefault(parent.namespace, parent) is not parent:
+            raise InvariantViolation("a copy below a root that is not the namespace's")
         copy = Copy(parent.namespace, payer, run, parent, next(self._serials))
         copy.last_use_s = now_s
         parent.children[run] = copy
@@ -188,10 +181,10 @@ class StoredPrefixes:
             copy.parent = None
         for copy in gone:
             self._on_removed(copy)
-        if parent.is_root:
-            self.forget_if_empty(parent.namespace)
-        else:
+        if not parent.is_root:
             self._on_changed(parent)
+        elif not parent.children:
+            del self._roots[parent.namespace]
         return len(gone)
 
     # -- limits -------------------------------------------------------------------------------
