@@ -111,6 +111,41 @@ def _accumulate(
 
 
 @triton.jit
+def _store_unit(
+    part_out, part_lse, out, sinks, row_head, head, g, live, there, part, direct, rows_total,
+    row_max, row_sum, acc,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write a unit's rows to `out`, where it is `direct`, with their sinks; else as a part."""
+    d = tl.arange(0, DP)
+    if direct != 0:
+        if SINKS:
+            # A sink takes its share of the softmax and adds nothing.
+            sink = tl.load(sinks + head * G + g, mask=live, other=0.0).to(tl.float32)
+            sink = sink * 1.4426950408889634
+            top = tl.maximum(row_max, sink)
+            share = tl.exp2(row_max - top)
+            acc = acc * share[:, None]
+            row_sum = row_sum * share + tl.exp2(sink - top)
+        divisor = tl.where(row_sum > 0, row_sum, 1.0)
+        tl.store(
+            out + row_head[:, None] * D + d[None, :],
+            (acc / divisor[:, None]).to(out.dtype.element_ty),
+            mask=there,
+        )
+    else:
+        divisor = tl.where(row_sum > 0, row_sum, 1.0)
+        slot = part * rows_total * H + row_head
+        tl.store(
+            part_out + slot[:, None].to(tl.int64) * D + d[None, :],
+            acc / divisor[:, None],
+            mask=there,
+        )
+        lse = tl.where(row_sum > 0, row_max + tl.log2(divisor), float("-inf"))
+        tl.store(part_lse + slot, lse, mask=live)
+
+
+@triton.jit
 def _do_unit(
     q_ptr, kv, part_out, part_lse, out, count, tiles, u, block_ids, lengths_ptr, rows_total, scale,
     sinks,
@@ -164,31 +199,10 @@ def _do_unit(
         row_max, row_sum, acc, scale, GP, True, CAUSAL, WINDOW > 0, CAP,
         BLOCK_STRIDE, D, DP, SLOTS, KEYS, 1 if PEEL and WINDOW == 0 else STAGES,
     )  # fmt: skip
-    if direct != 0:
-        if SINKS:
-            # A sink takes its share of the softmax and adds nothing.
-            sink = tl.load(sinks + head * G + g, mask=live, other=0.0).to(tl.float32)
-            sink = sink * 1.4426950408889634
-            top = tl.maximum(row_max, sink)
-            share = tl.exp2(row_max - top)
-            acc = acc * share[:, None]
-            row_sum = row_sum * share + tl.exp2(sink - top)
-        divisor = tl.where(row_sum > 0, row_sum, 1.0)
-        tl.store(
-            out + row_head[:, None] * D + d[None, :],
-            (acc / divisor[:, None]).to(out.dtype.element_ty),
-            mask=there,
-        )
-    else:
-        divisor = tl.where(row_sum > 0, row_sum, 1.0)
-        slot = part * rows_total * H + row_head
-        tl.store(
-            part_out + slot[:, None].to(tl.int64) * D + d[None, :],
-            acc / divisor[:, None],
-            mask=there,
-        )
-        lse = tl.where(row_sum > 0, row_max + tl.log2(divisor), float("-inf"))
-        tl.store(part_lse + slot, lse, mask=live)
+    _store_unit(
+        part_out, part_lse, out, sinks, row_head, head, g, live, there, part, direct, rows_total,
+        row_max, row_sum, acc, G, H, D, DP, SINKS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows_total"])
@@ -388,24 +402,12 @@ class PartialOutputs:
 
 
 def tree_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    layer: int,
-    work: WorkList,
-    block_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    out: torch.Tensor,
-    parts: PartialOutputs,
-    *,
-    classes: tuple[int, ...] = (0, 1, 2),
-    causal: bool = True,
-    dependent: bool = False,
-    merge: bool = True,
-    scale: float = 0.0,
-    window: int = 0,
-    cap: float = 0.0,
+    q: torch.Tensor, kv: torch.Tensor, layer: int, work: WorkList, block_ids: torch.Tensor,
+    lengths: torch.Tensor, out: torch.Tensor, parts: PartialOutputs, *,
+    classes: tuple[int, ...] = (0, 1, 2), causal: bool = True, dependent: bool = False,
+    merge: bool = True, scale: float = 0.0, window: int = 0, cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write attention of q [T, H, D] over one layer of kv [B, layers, 2, K, S, D] to out [T, H, D].
 
     `block_ids` int32: the flat table that units index, padded by 8 entries, each a valid block.
@@ -421,13 +423,8 @@ def tree_attention(
     """
     rows, heads, head_dim = q.shape
     group, scale = heads // kv.shape[3], LOG2E * (scale or 1 / math.sqrt(head_dim))
-    is_plain = not window and not cap and sinks is None
-    hand_scheduled = is_plain and HAS_GLUON and hopper_attention.can_run(q, kv)
-    given_sinks = lengths if sinks is None else sinks
-    rule: dict[str, Any] = {
-        "DP": triton.next_power_of_2(head_dim), "WINDOW": window, "CAP": cap * LOG2E,
-        "SINKS": sinks is not None,
-    }  # fmt: skip
+    rule = _rule(head_dim, window, cap, sinks)
+    hand_scheduled = _can_run_by_hand(q, kv, rule)
     pdl = dependent_options(q) if dependent else {}
     last = len(classes) - 1
     overlap = dependent and last > 0
@@ -444,8 +441,7 @@ def tree_attention(
             "WAITS": bool(pdl) and order == 0, "TRIGGERS": bool(pdl) and order < last,
             "FOLLOWS": bool(pdl) and order > 0, "QUEUE": beside and order == 1,
         }  # fmt: skip
-        if order == 0 or overlap:
-            options |= pdl
+        options |= pdl if order == 0 or overlap else {}
         per_sm = config.programs_beside if beside else config.programs_per_sm
         programs = work.multiprocessors * per_sm
         if hand_scheduled and config.vectors >= hopper_attention.VECTORS:
@@ -456,7 +452,7 @@ def tree_attention(
             if config.registers_max and q.is_cuda:
                 options["maxnreg"] = config.registers_max
             kernel = tree_attention_kernel[(programs,)](
-                q, kv[:, layer], *given, scale, given_sinks, **rule,
+                q, kv[:, layer], *given, scale, lengths if sinks is None else sinks, **rule,
                 M=config.vectors, BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
                 STAGES=config.stages, PEEL=config.peel, num_warps=config.warps, **options,
             )  # fmt: skip
@@ -464,6 +460,22 @@ def tree_attention(
             prefer_max_shared_memory(kernel.function)
     if merge:
         _merge(out, work, parts, sinks, pdl)
+
+
+def _rule(head_dim: int, window: int, cap: float, sinks: torch.Tensor | None) -> dict[str, Any]:
+    """Return what a layer's attention adds to the kernel's compiled shape."""
+    return {
+        "DP": triton.next_power_of_2(head_dim),
+        "WINDOW": window,
+        "CAP": cap * LOG2E,
+        "SINKS": sinks is not None,
+    }
+
+
+def _can_run_by_hand(q: torch.Tensor, kv: torch.Tensor, rule: dict[str, Any]) -> bool:
+    """Return whether Hopper's kernel computes the layer: it has no rule but a scale."""
+    is_plain = not (rule["WINDOW"] or rule["CAP"] or rule["SINKS"])
+    return is_plain and HAS_GLUON and hopper_attention.can_run(q, kv)
 
 
 def _merge(
