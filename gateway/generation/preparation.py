@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
+from operator import attrgetter
 from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec import Struct
@@ -54,6 +55,7 @@ JOINED_CHARS_MAX = 4
 combining marks)."""
 
 
+_token_ids = attrgetter("token_ids")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -72,7 +74,7 @@ class Prepared(Struct, frozen=True):
     @property
     def tokens(self) -> int:
         """Tokens of all prompts together."""
-        return sum(len(prompt.token_ids) for prompt in self.rendered)
+        return sum(map(len, map(_token_ids, self.rendered)))
 
 
 def check_model(gateway: Context, call: Call) -> ServedModel:

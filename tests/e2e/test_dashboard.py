@@ -96,7 +96,7 @@ async def test_refuses_a_wrong_key_and_shows_no_data(gateway: GatewayFixture, br
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, 1440, 1920])
 async def test_pages_are_accessible(
     signed_in: tuple[Page, AdminClient], scheme: str, width: int
 ) -> None:
