@@ -62,7 +62,12 @@ from gateway.background.history_sampling import HistorySampling
 from gateway.background.metrics_export import MetricsExport, MetricsExporter
 from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageMetering
-from gateway.background.webhooks import WebhookEndpoint, WebhookSender, read_endpoints
+from gateway.background.webhooks import (
+    ReadEndpoints,
+    WebhookEndpoint,
+    WebhookSender,
+    read_endpoints,
+)
 from gateway.caching import ContractManager
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config, ConfigError, parse_address
@@ -132,9 +137,11 @@ class Gateway:
         ledger: LedgerClient | None = None,
         analytics: AnalyticsClient | None = None,
         endpoints: Sequence[WebhookEndpoint] = (),
+        read_webhooks: ReadEndpoints | None = None,
     ) -> None:
         """Build the parts. `ledger` uses the same store; `close` closes `ledger` and `analytics`.
-        `gateway_id`: names this gateway among those of one database. `endpoints`: of webhooks.
+        `gateway_id`: names this gateway among those of one database. `endpoints`: of webhooks;
+        `read_webhooks`: reads them again from a reloaded configuration, None to keep them.
 
         Without `ledger` or `analytics`, they run in this process. Raises StoreError.
         """
@@ -145,6 +152,8 @@ class Gateway:
         contracts = _contracts(config, engine, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
+        entries, promises = contracts.entries, contracts.promises
+        books = PromiseBooks(store, gateway_id, entries, promises, clock, wall, log)
         telemetry = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
@@ -160,9 +169,7 @@ class Gateway:
             ended=EndedRequests(wall, telemetry),
             renderer=renderer,
             contracts=contracts,
-            books=PromiseBooks(
-                store, gateway_id, contracts.entries, contracts.promises, clock, wall, log
-            ),
+            books=books,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
             model=renderer.card.name,
             clock=clock,
@@ -181,7 +188,7 @@ class Gateway:
         self._metering = StorageMetering(self.context)
         self._finding_books = FindingBooks(self.context, gateway_id)
         self._sampling = HistorySampling(self.context, gateway_id)
-        self.webhooks = WebhookSender(self.context, endpoints)
+        self.webhooks = WebhookSender(self.context, endpoints, read=read_webhooks)
         self.listeners: list[Listener] = []
         telemetry.ledger_epoch.set(ledger_epoch(store).number)
         _log_found(self.ledger, log)
@@ -250,7 +257,7 @@ class Gateway:
         context = self.context
         routes = (
             *metrics.routes(context),
-            *tenants.routes(context),
+            *tenants.routes(context, self.webhooks),
             *shared_scopes.routes(context),
             *usage.routes(context),
             *billing.routes(context),
@@ -276,7 +283,7 @@ class Gateway:
 
         async def work() -> None:
             with suppress(Refusal):  # logged where it was raised
-                await reload(self.context)
+                await reload(self.context, self.webhooks)
 
         task = asyncio.create_task(work())
         self.context.background.add(task)
@@ -477,6 +484,7 @@ async def serve(
                     ledger=ledger,
                     analytics=analytics,
                     endpoints=endpoints,
+                    read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
                 )
                 opened.push_async_callback(gateway.close)
                 await _serve(gateway, supervisor, announce, stop)

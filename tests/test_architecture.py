@@ -33,7 +33,6 @@ LARGER_FOLDERS: dict[str, str] = {
     "gateway/cli": "a command imports its own file and no other command's, so that it starts fast",
     "engine/cache": "one structure per file, each a word that readers search for",
     "gateway/dialects/openai": "three endpoints, what they share, and what is stored of one",
-    "tenancy/accounting": "one report or one table of the past per file",
 }
 """Product folders with more than `FOLDER_FILES_MAX` modules, each with its reason."""
 

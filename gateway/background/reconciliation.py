@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from engine.api import Stats
 from engine.errors import EngineError
+from gateway.background.periodic_task import PeriodicTask
 from gateway.context import Context
 from tenancy.accounting.reconcile import Counts, reconcile_living
 from tenancy.errors import LedgerUnavailable, StoreError
@@ -33,19 +34,18 @@ class Reconciler:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._task: asyncio.Task[None] | None = None
+        self._known_epoch, self._noted_s = "", gateway.clock()
+        self._task = PeriodicTask(
+            "reconciliation", self._watch, lambda: POLL_INTERVAL_S, gateway.log, gateway.clock
+        )
 
     def start(self) -> None:
         """Start the task on the running event loop."""
-        self._task = asyncio.create_task(self._watch())
+        self._task.start()
 
     async def close(self) -> None:
         """Stop the task, after a last record if the engine still answers. Safe to call twice."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await self._task.close()
         await self.note(is_last=True)
 
     async def note(self, *, is_last: bool = False) -> None:
@@ -106,16 +106,15 @@ class Reconciler:
         return False
 
     async def _watch(self) -> None:
+        """Record the counts if they are due, and compare them."""
         clock, engine = self._gateway.clock, self._gateway.engine
-        known_epoch, noted_s = "", clock()
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            if engine.info is not None and engine.ready() and engine.info.epoch != known_epoch:
-                known_epoch = engine.info.epoch
-                await self.note()
-            elif not self._gateway.ledger.is_well:
-                await self.note()
-            if clock() - noted_s >= NOTE_INTERVAL_S:
-                noted_s = clock()
-                await self.note()
-                await self.check()
+        info = engine.info
+        if info is not None and engine.ready() and info.epoch != self._known_epoch:
+            self._known_epoch = info.epoch
+            await self.note()
+        elif not self._gateway.ledger.is_well:
+            await self.note()
+        if clock() - self._noted_s >= NOTE_INTERVAL_S:
+            self._noted_s = clock()
+            await self.note()
+            await self.check()

@@ -97,8 +97,8 @@ class Choice:
         """Split tokens into single ones if the token that ends a call or a thought must be
         known."""
         output = self.output
-        is_parsed = output.reads_calls or output.is_thinking
-        if is_parsed and (self._wants_logprobs or not output.parallel or output.is_thinking):
+        is_parsed = output.reads_calls or output.may_think
+        if is_parsed and (self._wants_logprobs or not output.parallel or output.may_think):
             return ([token] for token in tokens)
         return (tokens,)
 
@@ -201,7 +201,7 @@ class OutputParser:
 
     `reads_calls`: tools may be called. `parallel`: more than once. `thought`: whether the prompt
     opened a thought, or the answer may begin with one (`Rendered`). `is_thinking`: the output so
-    far ends inside a thought.
+    far ends inside a thought; `may_think`: there, or where one may begin.
     """
 
     def __init__(
@@ -227,6 +227,7 @@ class OutputParser:
             self._thoughts = ThinkingSplitter(renderer.thinking, is_open=thought == "open")
         self.reads_thoughts = bool(thought)
         self.is_thinking = self._thoughts is not None and self._thoughts.is_thinking
+        self.may_think = self._thoughts is not None
         self._shows_thoughts = prompt.thinking.is_shown
         self._undecided: tuple[TokenText, ...] = ()
         """Tokens whose text may yet become a thought or text."""
@@ -265,13 +266,14 @@ class OutputParser:
         """Return the deltas that are certain after more text."""
         if self._thoughts is None:
             return self._push_text(text)
+        was_answering = self._thoughts.is_answering
         thought, rest = self._thoughts.push(text.text)
-        self.is_thinking = self._thoughts.is_thinking
+        self.is_thinking, self.may_think = self._thoughts.is_thinking, self._thoughts.may_think
         deltas = self._thought(thought)
         tokens, self._undecided = (*self._undecided, *text.tokens), ()
-        if rest or (tokens and self._thoughts.is_answering):
+        if rest or (tokens and was_answering and self._thoughts.is_answering):
             deltas += self._push_text(Text(self._index, rest, tokens))
-        elif self._thoughts.is_holding and not self.is_thinking:
+        elif self._thoughts.is_undecided:
             self._undecided = tokens
         return deltas
 

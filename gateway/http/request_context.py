@@ -18,7 +18,7 @@ from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
-from tenancy.accounting.request_records import RequestRecord
+from tenancy.history.request_records import RequestRecord
 from tenancy.limits import Reservation
 from tenancy.types import Identity, ToleranceMode, WallClock
 

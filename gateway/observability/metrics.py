@@ -294,10 +294,8 @@ class Metrics:
         self._cache = _CacheMetrics()
         self._ledger = _LedgerMetrics()
         self._levels = LevelMetrics()
-        registry.register(self._levels)
-        registry.register(self._engine)
-        registry.register(self._cache)
-        registry.register(self._ledger)
+        for own in (self._levels, self._engine, self._cache, self._ledger):
+            registry.register(own)
 
     def count_epoch(
         self, epoch: str, prompt: int, cached: int, output: int, unneeded: int = 0

@@ -19,9 +19,9 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_context import STATE
-from tenancy.accounting.samples import ALL_TENANTS
 from tenancy.accounts import tenants
 from tenancy.errors import BadName
+from tenancy.history.samples import ALL_TENANTS
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Store

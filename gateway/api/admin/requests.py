@@ -19,14 +19,14 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
-from tenancy.accounting.request_records import (
+from tenancy.accounts.tenants import find_tenant_record, list_tenants
+from tenancy.history.request_records import (
     EndedRequest,
     RequestFilter,
     find_request,
     list_requests,
     received_ms,
 )
-from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tenancy.ledger.entries import ChargingRules
 from tenancy.pricing.charges import format_dollars, itemize
 from tenancy.pricing.rate_cards import RateCards, load_cards

@@ -20,6 +20,22 @@ class QuantileSeries(Struct, frozen=True):
     p95: list[float | None]
 
 
+class FirstTokenQuantiles(Struct, frozen=True):
+    """Times to first token over a whole period, in milliseconds, accurate to a fifth."""
+
+    count: int
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class FirstTokenTimes(Struct, frozen=True):
+    """`hit`: half of the prompt or more was cached; `miss`: less."""
+
+    hit: FirstTokenQuantiles
+    miss: FirstTokenQuantiles
+
+
 class HistorySeries(Struct, frozen=True):
     """Charts: one value per bucket, null in a gap. Money is exact decimal dollars."""
 
@@ -60,8 +76,10 @@ class HistoryAnswer(Struct, frozen=True):
     model: str | None
     at_ms: list[int]
     series: HistorySeries
+    first_token_ms: FirstTokenTimes | None
     budget: HistoryBudget | None
     previous: HistorySeries | None
+    previous_first_token_ms: FirstTokenTimes | None
 
 
 class RequestRow(Struct, frozen=True):
