@@ -17,7 +17,7 @@ from contextlib import suppress
 from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
 from gateway.background.budget_alerts import BudgetAlerts
-from gateway.background.erasure import erase_removed
+from gateway.background.erasure import erase_removed, retry_pending
 from gateway.background.periodic_task import PeriodicTask
 from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
@@ -181,6 +181,7 @@ class StorageMetering:
             await self._write()
             with suppress(EngineError, StoreError):  # tried again in a minute
                 await erase_removed(self._gateway)
+                await retry_pending(self._gateway)
             await self.clear_expired()
             self._quotas.resend_recent()
             await self._budget_alerts.check()

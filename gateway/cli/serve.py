@@ -17,7 +17,7 @@ from gateway.cli.database import ADMIN_KEY_FILE, KEY_FILE, open_store, prepare_d
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, parse_address
 from gateway.engines.memory import lacking_memory
-from gateway.levels.placement import FolderLock, check_levels, levels_dir
+from gateway.levels.placement import ServerLock, check_levels, levels_dir
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -41,7 +41,7 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
     check_levels(config)
     with ExitStack() as held:
         if config.engine.levels.disk_gib:
-            held.callback(FolderLock(levels_dir(config)).close)
+            held.callback(ServerLock(levels_dir(config)).close)
         return _run(config, say, progress, read_config)
 
 

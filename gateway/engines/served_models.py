@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.api import EngineInfo, Namespace, NamespaceStats, Stats
+from engine.api import EngineInfo, Erased, Namespace, NamespaceStats, Stats
 from engine.client.cache_event_totals import BlockMoves
 from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
@@ -202,13 +202,13 @@ class ServedModels:
         what it held cannot be told."""
         await asyncio.gather(*(model.engine.get_stats() for model in self._models))
 
-    async def erase(self, namespace: Namespace, lease_id: str | None = None) -> int:
-        """Erase a namespace, or a lease in it; return the erased blocks. 0 for a model that is not
-        served: no engine can read its blocks. Raises EngineError."""
+    async def erase(self, namespace: Namespace, lease_id: str | None = None) -> Erased:
+        """Erase a namespace, or a lease in it; return what was erased. Nothing for a model that is
+        not served: no engine can read its blocks. Raises EngineError."""
         model = self._only_or_of(namespace)
         if model is None:
-            return 0
-        return (await model.engine.erase(namespace, lease_id=lease_id)).blocks
+            return Erased(0, 0)
+        return await model.engine.erase(namespace, lease_id=lease_id)
 
     def restarts(self) -> int:
         """Return the restarts of all engines together."""

@@ -1,7 +1,7 @@
 """Where the disk level has its folder, and whether this machine can hold the configured levels.
 
 `gateway.cli.serve` checks before a model is loaded, `trunkline doctor` at any time. The module
-changes nothing but what `FolderLock` makes: the folder itself.
+changes nothing but what `ServerLock` makes: the folder itself.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _host_mib(levels: LevelsConfig) -> int:
     return levels.host_mib or (levels.stage_mib if levels.disk_gib else 0)
 
 
-class FolderLock:
+class ServerLock:
     """The lock of one server on the folder of its disk level, until it is closed.
 
     It is the server's own: the storage process has another, so that it can be replaced.

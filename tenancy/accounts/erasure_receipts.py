@@ -113,5 +113,22 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Erasur
     return [replace(ErasureReceipt(*row[:8]), levels=_levels(row[8])) for row in rows]
 
 
+def list_pending(store: Store) -> list[ErasureReceipt]:
+    """Return the receipts of erasures that a level has not confirmed, oldest first. O(receipts)."""
+    rows = store.query(
+        f"select {_COLUMNS} from erasures where levels like '%\"pending\"%' order by at_ms"
+    )
+    return [replace(ErasureReceipt(*row[:8]), levels=_levels(row[8])) for row in rows]
+
+
+def confirm_receipt(store: Store, receipt_id: str, levels: dict[str, ErasedLevel]) -> None:
+    """Replace what a receipt says of the levels, once they have confirmed. Raises StoreError."""
+    with store.change() as db:
+        db.execute(
+            "update erasures set levels = ? where receipt_id = ?",
+            (msgspec.json.encode(levels).decode(), receipt_id),
+        )
+
+
 def _levels(text: str | None) -> dict[str, ErasedLevel] | None:
     return None if text is None else msgspec.json.decode(text, type=dict[str, ErasedLevel])

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from engine.config import EngineConfig, LevelsConfig
 from gateway.config import Config, ConfigError, load_config
 from gateway.levels.placement import (
-    FolderLock,
+    ServerLock,
     engine_config,
     find_problems,
     levels_dir,
@@ -106,12 +106,12 @@ def test_memory_is_the_containers_if_that_is_less(
 def test_a_folder_is_one_servers(tmp_path: Path) -> None:
     """The second server is told at its start; the folder is free once the first has ended."""
     folder = tmp_path / "a" / "levels"
-    first = FolderLock(folder)
+    first = ServerLock(folder)
     with pytest.raises(ConfigError, match=r"engine\.levels\.dir: .* is used by another server"):
-        FolderLock(folder)
+        ServerLock(folder)
     first.close()
 
-    FolderLock(folder).close()
+    ServerLock(folder).close()
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
