@@ -23,6 +23,8 @@ import msgspec
 
 from engine.api import Clock
 from engine.client.client import Engine
+from engine.encoder.card import EncoderCard
+from engine.encoder.protocol import StartEncoder
 from engine.model_store import ModelCard
 from engine.signals import handle_signals
 from gateway.analytics.aggregates import Analytics
@@ -66,6 +68,8 @@ from gateway.caching import ContractManager
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
+from gateway.embeddings.embedder import Embedder
+from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.errors import Refusal
 from gateway.findings.books import FindingBooks
@@ -308,6 +312,8 @@ class Gateway:
             await listener.close()
         await self.context.finish_background()
         await self.context.preparations.close()
+        if self.context.embeddings is not None:
+            await self.context.embeddings.close()
         await self.context.responses.close()
         if self.context.user_notes is not None:
             await self.context.user_notes.close()
@@ -363,6 +369,19 @@ async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
     """Start analytics in a child process."""
     begin = StartAnalytics(config.tenancy.tenants_followed_max, config.caching.kept())
     return await AnalyticsProcessClient.open(begin, time.monotonic, wall_ms, log)
+
+
+async def open_embedder(card: EncoderCard, config: Config, log: Log) -> Embedder:
+    """Start the encoder's process and return the embedding model; it serves some seconds later."""
+    settings = config.embeddings
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // 2)
+    encoder = EncoderProcess(StartEncoder(card.folder, threads), settings.waiting_tokens_max, log)
+    encoder.open()
+    try:
+        return await asyncio.to_thread(Embedder, card, settings, encoder)
+    except BaseException:
+        await encoder.close()
+        raise
 
 
 def open_tracer(config: Config, log: Log) -> Tracer | None:
@@ -429,8 +448,9 @@ async def serve(
     store: Store,
     announce: Callable[[list[str]], None],
     read_config: Callable[[], Config],
+    encoder: EncoderCard | None = None,
 ) -> int:
-    """Run until SIGTERM or SIGINT. Returns the exit status.
+    """Run until SIGTERM or SIGINT. Returns the exit status. `encoder`: the embedding model.
 
     The first signal drains: the gateway is not ready from then on, and running requests may finish.
     A second signal exits at once. SIGHUP reloads the configuration.
@@ -460,6 +480,10 @@ async def serve(
                 opened.push_async_callback(ledger.close)
                 analytics = await open_analytics(config, log)
                 opened.push_async_callback(analytics.close)
+                embedder = None
+                if encoder is not None:
+                    embedder = await open_embedder(encoder, config, log)
+                    opened.push_async_callback(embedder.close)
                 gateway = Gateway(
                     config,
                     supervisor,
@@ -473,6 +497,7 @@ async def serve(
                     analytics=analytics,
                     endpoints=endpoints,
                 )
+                gateway.context.embeddings = embedder
                 opened.push_async_callback(gateway.close)
                 await _serve(gateway, supervisor, announce, stop)
         finally:

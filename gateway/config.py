@@ -120,6 +120,23 @@ class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[str, ...] = ()
 
 
+class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The model of `/v1/embeddings`, in a process of its own; an empty `model` turns it off.
+
+    `model`: a built-in embedding model, or a folder. `aliases`: further names that clients may
+    request. `truncate`: texts that are too long are cut, which a header tells; else refused.
+    `threads`: of the process; 0: half of the processors. `cache_mib`: of vectors, by tenant; 0: no
+    cache. `waiting_tokens_max`: of texts that wait; a tenant may hold half of what others leave.
+    """
+
+    model: str = ""
+    aliases: tuple[str, ...] = ()
+    truncate: bool = True
+    threads: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    cache_mib: Annotated[int, Meta(ge=0, le=2**20)] = 64
+    waiting_tokens_max: Annotated[int, Meta(ge=2_048, le=2**40)] = 1_000_000
+
+
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one request.
 
@@ -257,6 +274,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerConfig = ServerConfig()
     admin: AdminConfig = AdminConfig()
     model: ModelSettings = ModelSettings()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()
     limits: LimitsConfig = LimitsConfig()
     caching: CachingConfig = CachingConfig()
     tenancy: TenancyConfig = TenancyConfig()
@@ -284,7 +302,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         Raises BadPrice for an unknown class, and for a model's alias.
         """
         self.caching.check_card(card)
-        if card.model in self.model.aliases:
+        if card.model in (*self.model.aliases, *self.embeddings.aliases):
             message = f"model: {card.model!r} is an alias; expected the model's own name"
             raise BadPrice("bad_rate_card", message)
 
@@ -429,6 +447,12 @@ def _check_values(config: Config, origin: Origin) -> Config:
             raise ConfigError(
                 f"{at(path)}: invalid name {text!r}: expected a non-empty string without NUL"
             )
+    chat = (config.model.name, *config.model.aliases)
+    if shared := {*chat} & {config.embeddings.model, *config.embeddings.aliases}:
+        raise ConfigError(
+            f"{at('embeddings.model')}: {min(shared)!r} names the chat model too; expected another"
+            " name"
+        )
     try:
         check_place(config.tenancy.database)
     except StoreError as error:

@@ -7,7 +7,9 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
+from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
 from gateway import app
@@ -34,6 +36,7 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
             f"cannot use the data directory {config.data}: {error.strerror}"
         ) from error
     card = prepared_model(config, say, progress)
+    encoder = prepared_encoder(config, say, progress)
     store, key = open_store(config)
 
     def announce(urls: list[str]) -> None:
@@ -41,7 +44,7 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
             say(line)
 
     try:
-        return asyncio.run(app.serve(config, card, store, announce, read_config))
+        return asyncio.run(app.serve(config, card, store, announce, read_config, encoder))
     finally:
         store.close()
 
@@ -66,15 +69,36 @@ def banner(model: str, urls: list[str], config: Config, key: str | None) -> list
 def prepared_model(config: Config, say: Say, progress: Progress) -> ModelCard:
     """Resolve the model, fetch a missing built-in one, and prepare it. Raises ModelError."""
     name, models = config.model.name, config.models_dir
+    if name in CATALOGUE and CATALOGUE[name].is_encoder:
+        message = f"{name} embeds texts and generates none; expected it as embeddings.model"
+        raise ModelError("unsupported", message)
+    source = _found_model(name, config, say, progress)
+    short = name if name in CATALOGUE else source.stem if source.is_file() else source.name
+    return prepare(short, source, models)
+
+
+def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCard | None:
+    """Do the same for the embedding model; None if there is none. Raises ModelError."""
+    name = config.embeddings.model
+    if not name:
+        return None
+    if name in CATALOGUE and not CATALOGUE[name].is_encoder:
+        message = f"{name} generates text; expected an embedding model as embeddings.model"
+        raise ModelError("unsupported", message)
+    source = _found_model(name, config, say, progress)
+    short = name if name in CATALOGUE else source.stem if source.is_file() else source.name
+    return prepare_encoder(short, source, config.models_dir)
+
+
+def _found_model(name: str, config: Config, say: Say, progress: Progress) -> Path:
+    """Return the file or folder of a model; fetches a missing built-in one."""
     try:
-        source = resolve(name, models)
+        return resolve(name, config.models_dir)
     except ModelError as error:
         if error.code != "not_found" or name not in CATALOGUE:
             raise
         say(f"fetching {name}")
-        source = pull(name, models, progress)
-    short = name if name in CATALOGUE else source.stem if source.is_file() else source.name
-    return prepare(short, source, models)
+        return pull(name, config.models_dir, progress)
 
 
 def check_address(address: str, what: str) -> None:

@@ -77,6 +77,9 @@ class Prepared(Struct, frozen=True):
 def check_model(gateway: Context, call: Call) -> None:
     """Check that the model is served. Raises Refusal if it is not."""
     if call.model != gateway.model and call.model not in gateway.model_names:
+        if gateway.embeddings is not None and call.model in gateway.embeddings.names:
+            message = f"model: {call.model[:80]!r} embeds texts; expected it at /v1/embeddings."
+            raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
         names = ", ".join(gateway.model_names)
         name = call.model[:80]
         message = f"Model not found: the model `{name}` does not exist; expected one of: {names}."

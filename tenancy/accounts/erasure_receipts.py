@@ -27,7 +27,7 @@ class ErasureReceipt(Struct, frozen=True):
     """The receipt of one erasure.
 
     `key_id`: the tenant's or administrator's key that requested it. `what`: `all`, `workspace NAME`
-    or `lease ID`. `blocks`: how many blocks left the cache.
+    or `lease ID`. `blocks`: how many blocks left the cache. `embeddings`: how many vectors did.
     """
 
     receipt_id: str
@@ -38,6 +38,7 @@ class ErasureReceipt(Struct, frozen=True):
     namespaces: int
     namespace_digest: str
     blocks: int
+    embeddings: int = 0
 
 
 def digest_namespaces(namespaces: Sequence[bytes]) -> str:
@@ -58,7 +59,7 @@ def write_receipt(store: Store, receipt: ErasureReceipt, by: Actor | None = None
     values = structs.astuple(receipt)
     beyond = receipt.tenant_id, _DROPPED_AT_ONCE, RECEIPTS_MAX
     with store.change() as db:
-        db.execute("insert into erasures values (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        db.execute("insert into erasures values (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         db.execute(
             "delete from erasures where receipt_id in (select receipt_id from erasures"
             " where tenant_id = ? order by at_ms desc, receipt_id desc limit ? offset ?)",
@@ -81,8 +82,9 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Erasur
     if not 1 <= limit <= RECEIPTS_MAX:
         raise BadName("bad_setting", f"limit out of range: {limit}; expected 1 to {RECEIPTS_MAX}")
     rows = store.query(
-        "select receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks"
-        " from erasures where tenant_id = ? order by at_ms desc, receipt_id desc limit ?",
+        "select receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks,"
+        " embeddings from erasures where tenant_id = ?"
+        " order by at_ms desc, receipt_id desc limit ?",
         (tenant_id, limit),
     )
     return [ErasureReceipt(*row) for row in rows]

@@ -215,6 +215,7 @@ class ReceiptAnswer(Struct, frozen=True):
     at: str
     what: str
     blocks: int
+    embeddings: int
     namespaces: int
     namespace_digest: str
     key_id: int | None

@@ -36,6 +36,7 @@ from engine.server.embedded import LocalEngine
 from gateway.app import Gateway
 from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
+from gateway.embeddings.embedder import Embedder
 from gateway.ledger.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
@@ -101,6 +102,8 @@ class GatewayFixture:
         self.context_tokens = CONTEXT
         self.epoch = "1"
         self.endpoints: Sequence[WebhookEndpoint] = ()
+        self.embeddings: Embedder | None = None
+        """Set before opening: the embedding model."""
         self.takes_grammars = False
         """Set before opening: answers can be held to schemas, by threads and processes."""
         self._constraints = Constraints()
@@ -131,6 +134,7 @@ class GatewayFixture:
             partial(Gateway, endpoints=self.endpoints, wall=self.wall),
             *(self.config, self.engine, self.renderer, self.store, self._log),
         )
+        self.gateway.context.embeddings = self.embeddings
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         self.session = ClientSession(timeout=ClientTimeout(total=PATIENCE_S))
 
