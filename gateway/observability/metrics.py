@@ -255,6 +255,7 @@ class Metrics:
         self.refusals.add(0, "ledger_unavailable")
         help_text = "Refused requests of tenants, by error code."
         self.tenant_refusals = counter("tenant_refusals", help_text, "tenant", "code")
+        self.embeddings = _embedding_counts()
         self.tokens = CounterGroup(
             "tenant",
             prompt_tokens="Prompt tokens.",
@@ -266,12 +267,6 @@ class Metrics:
             cache_read_tokens="Prompt tokens charged as cache reads.",
             cache_write_tokens="Prompt tokens charged as cache writes.",
             recomputed_promised_tokens="Tokens charged as cache reads that were computed again.",
-        )
-        self.embeddings = CounterGroup(
-            "tenant",
-            embedding_texts="Texts embedded for answers, cached ones too.",
-            embedding_tokens="Tokens of these texts.",
-            embedding_cached_tokens="Tokens of texts whose vectors were cached.",
         )
         self.output_format_violations = counter(
             "output_format_violations", "Finished responses that violate their JSON format."
@@ -388,6 +383,15 @@ class Metrics:
     def exposition(self) -> bytes:
         """Return the Prometheus text format. O(series)."""
         return bytes(generate_latest(self.registry))
+
+
+def _embedding_counts() -> CounterGroup:
+    return CounterGroup(
+        "tenant",
+        embedding_texts="Texts embedded for answers, cached ones too.",
+        embedding_tokens="Tokens of these texts.",
+        embedding_cached_tokens="Tokens of texts whose vectors were cached.",
+    )
 
 
 class _EngineMetrics(Collector):
