@@ -21,7 +21,7 @@ import apsw
 from msgspec import Struct, structs
 
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, resolve
+from engine.model_store import CATALOGUE, DEFAULT_ENCODER, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
@@ -46,6 +46,8 @@ FSYNC_MS_MAX = 20.0
 FSYNCS = 15
 WORK_MIB = 500
 """Memory of the processes themselves, in MiB: gateway, engine, ledger, analytics."""
+ENCODER_MIB = 450
+"""Memory of the encoder's process with the built-in embedding model, in MiB."""
 CLOCK_MIN_MS = 1_760_000_000_000
 """A clock before October 2025 is wrong: the program is younger."""
 CLOCK_SLACK_MS = 60_000
@@ -66,7 +68,8 @@ def _run(call: CommandCall) -> CommandResult:
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(_addresses, _hosts, _encryption, _descriptors, _model, _memory, _keys, _webhooks),
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, _keys),
+        _webhooks,
     ):
         checks += check(config)
     checks += _config_file(call.origin)
@@ -275,6 +278,23 @@ def _model(config: Config) -> list[Check]:
         return [Check("model", False, error.message, fix)]
 
 
+def _embeddings(config: Config) -> list[Check]:
+    """Check that the embedding model is one, and that it is here or can be fetched."""
+    name, check = config.embeddings.model, "embedding model"
+    if not name:
+        return []
+    is_builtin = name in CATALOGUE
+    fix = f"set embeddings.model to {DEFAULT_ENCODER}, or to a folder of an encoder"
+    if is_builtin and not CATALOGUE[name].is_encoder:
+        return [Check(check, False, f"{name} generates text and embeds none", fix)]
+    try:
+        return [Check(check, True, str(resolve(name, config.models_dir)))]
+    except ModelError as error:
+        if is_builtin:
+            return [Check(check, True, f"{name}, fetched at the first start")]
+        return [Check(check, False, error.message, fix)]
+
+
 def _memory(config: Config) -> list[Check]:
     """Compare the machine's free memory with the model, the KV blocks and the processes."""
     free_mib = available_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
@@ -289,6 +309,9 @@ def _memory(config: Config) -> list[Check]:
     kv_mib = 0 if config.engine.kv_blocks else config.engine.kv_memory_mib
     need_mib = WORK_MIB + model_mib + kv_mib
     parts = f"{model_mib} for the model, {kv_mib} for KV, {WORK_MIB} for the processes"
+    if config.embeddings.model:
+        need_mib += ENCODER_MIB + config.embeddings.cache_mib
+        parts += f", {ENCODER_MIB + config.embeddings.cache_mib} for embeddings"
     found = f"{free_mib} MiB free, about {need_mib} needed ({parts})"
     if free_mib < need_mib:
         fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"

@@ -29,8 +29,8 @@ from gateway.errors import Kind, Refusal
 
 COMMAND = (sys.executable, "-m", "engine.encoder.process")
 RESTARTS = RestartPolicy((0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0), first_starts_max=5)
-BATCH_TOKENS = 2_048
-"""Tokens of a batch: larger ones are hardly faster, and a short text waits for a whole one."""
+BATCH_TOKENS = 1_024
+"""Tokens of a batch: larger ones are no faster, and a short text waits for a whole one."""
 BATCH_S = 60.0
 """Longest time of a batch. A process that takes longer is stuck and is replaced."""
 LOAD_S = 3.0

@@ -1,9 +1,9 @@
 """Texts that wait for the encoder, with a turn for each tenant.
 
-A batch takes texts of all tenants that wait, one each in turn, so that one tenant's two thousand
-texts hold up another's single one by a batch at most. The tokens that wait are bounded, and a
-tenant may hold half of what the others leave. It knows no socket and no clock. `encoder_client`
-owns one.
+A batch takes texts of all tenants that wait, one each in turn, and of a tenant's requests in turn,
+so that a request of two thousand texts holds up a single one by a batch at most. The tokens that
+wait are bounded, and a tenant may hold half of what the others leave. It knows no socket and no
+clock. `encoder_client` owns one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class TextQueue:
         """Take a batch of at most `tokens_max` tokens, or of one longer text; empty if no text
         waits.
 
-        Each tenant gives a text in turn. O(texts taken).
+        Each tenant gives a text in turn, of each of its jobs in turn. O(texts taken).
         """
         batch: list[QueuedText] = []
         room = tokens_max
@@ -102,6 +102,8 @@ class TextQueue:
             self._count(tenant_id, -size)
             if jobs[0].taken == len(jobs[0].texts):
                 jobs.popleft()
+            else:
+                jobs.rotate(-1)
             if jobs:
                 self._jobs.move_to_end(tenant_id)
             else:
