@@ -129,10 +129,11 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
     `by`: the administrator that asked, for the audit log.
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
-    without a lease id, cached contents, stored responses and conversations. Blocks in use by a
-    running request are unreachable for others at once, and freed when it ends. The receipt counts
-    the blocks of all models. Raises Refusal for an unknown lease, EngineUnavailable if the engine
-    of any model is away, and StoreError: the caller may try again until it has a receipt.
+    without a lease id, vectors of texts, cached contents, stored responses and conversations.
+    Blocks in use by a running request are unreachable for others at once, and freed when it ends.
+    The receipt counts the blocks of all models. Raises Refusal for an unknown lease,
+    EngineUnavailable if the engine of any model is away, and StoreError: the caller may try again
+    until it has a receipt.
     """
     receipts: list[ErasureReceipt] = []
 
@@ -149,14 +150,16 @@ async def scope_names(gateway: Context) -> dict[int, str]:
 
 
 async def erase_removed(gateway: Context) -> None:
-    """Erase the blocks of deleted tenants, with a receipt, and of removed shared scopes.
+    """Erase what deleted tenants have in caches, with a receipt, and blocks of removed scopes.
 
-    No client can read these blocks any more. Raises EngineUnavailable and StoreError.
+    No client can read it any more. Raises EngineUnavailable and StoreError.
     """
     await gateway.models.refresh()
     everything = list_holdings(gateway.models.namespaces())
     found = [one for one in everything if one.stats.blocks]
     owners = {one.tenant_id for one in found}
+    if gateway.embeddings is not None:
+        owners |= gateway.embeddings.owners
     for tenant_id in await gateway.reports.ask(lambda store: filter_deleted(store, owners)):
         await erase(gateway, ErasureTarget(tenant_id, 0))
     held = [one for one in everything if one.scope_id is not None]
@@ -216,6 +219,7 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
         "what": receipt.what,
         "blocks": receipt.blocks,
         "levels": receipt.levels,
+        "embeddings": receipt.embeddings,
         "namespaces": receipt.namespaces,
         "namespace_digest": receipt.namespace_digest,
         "key_id": receipt.key_id,
@@ -232,6 +236,9 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         await asyncio.to_thread(forget_answers, *ended[:3])
         await asyncio.to_thread(erase_stored, *ended[:3])
         await asyncio.to_thread(erase_conversations, *ended[:3])
+    vectors = 0
+    if target.lease_id is None and gateway.embeddings is not None:
+        vectors = gateway.embeddings.erase(target.tenant_id, target.workspace)
     blocks, levels = await _erase_all(gateway, names, target.lease_id)
     # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
     _forget_entries(index, names, target.lease_id)
@@ -249,6 +256,7 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         namespace_digest=digest_namespaces(names),
         blocks=blocks,
         levels=levels,
+        embeddings=vectors,
     )
     await asyncio.to_thread(write_receipt, gateway.store, receipt, by)
     if target.lease_id is None:

@@ -81,6 +81,9 @@ def check_model(gateway: Context, call: Call) -> ServedModel:
     """Return the model that a call names. Raises Refusal if it is not served."""
     model = gateway.models.by_name.get(call.model)
     if model is None:
+        if gateway.embeddings is not None and call.model in gateway.embeddings.names:
+            message = f"model: {call.model[:80]!r} embeds texts; expected it at /v1/embeddings."
+            raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
         names = ", ".join(gateway.models.names)
         name = call.model[:80]
         message = f"Model not found: the model `{name}` does not exist; expected one of: {names}."
