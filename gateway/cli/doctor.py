@@ -66,18 +66,8 @@ def _run(call: CommandCall) -> CommandResult:
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(
-            _addresses,
-            _hosts,
-            _encryption,
-            _descriptors,
-            _model,
-            _embeddings,
-            _memory,
-            _levels,
-            _keys,
-        ),
-        _webhooks,
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, _levels),
+        *(_keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.origin)

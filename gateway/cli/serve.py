@@ -119,12 +119,12 @@ def _short_name(name: str, source: Path) -> str:
 def _found_model(name: str, models: Path, say: Say, progress: Progress) -> Path:
     """Return the file or folder of a model; fetches a missing built-in one."""
     try:
-        return resolve(name, config.models_dir)
+        return resolve(name, models)
     except ModelError as error:
         if error.code != "not_found" or name not in CATALOGUE:
             raise
         say(f"fetching {name}")
-        return pull(name, config.models_dir, progress)
+        return pull(name, models, progress)
 
 
 def check_address(address: str, what: str) -> None:

@@ -266,7 +266,7 @@ def check_embedding_model(gateway: Context, embedder: Embedder, name: str) -> No
     if name in embedder.names:
         return
     names = ", ".join(embedder.names)
-    if name in gateway.model_names:
+    if name in gateway.models.names:
         message = f"model: {name[:80]!r} is a chat model; expected an embedding model: {names}."
         raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
     message = f"Model not found: the model `{name[:80]}` does not exist; expected one of: {names}."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -115,7 +115,7 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Erasur
         " order by at_ms desc, receipt_id desc limit ?",
         (tenant_id, limit),
     )
-    return [replace(ErasureReceipt(*row[:8]), levels=_levels(row[8])) for row in rows]
+    return [_receipt(row) for row in rows]
 
 
 def list_pending(store: Store) -> list[ErasureReceipt]:
@@ -123,7 +123,7 @@ def list_pending(store: Store) -> list[ErasureReceipt]:
     rows = store.query(
         f"select {_COLUMNS} from erasures where levels like '%\"pending\"%' order by at_ms"
     )
-    return [replace(ErasureReceipt(*row[:8]), levels=_levels(row[8])) for row in rows]
+    return [_receipt(row) for row in rows]
 
 
 def confirm_receipt(store: Store, receipt_id: str, levels: dict[str, ErasedLevel]) -> None:
@@ -133,6 +133,10 @@ def confirm_receipt(store: Store, receipt_id: str, levels: dict[str, ErasedLevel
             "update erasures set levels = ? where receipt_id = ?",
             (msgspec.json.encode(levels).decode(), receipt_id),
         )
+
+
+def _receipt(row: Sequence[Any]) -> ErasureReceipt:
+    return replace(ErasureReceipt(*row[:8]), levels=_levels(row[8]), embeddings=row[9])
 
 
 def _levels(text: str | None) -> dict[str, ErasedLevel] | None:

@@ -103,9 +103,9 @@ async def test_tiny_answer_stays_within_call_and_turn_budget(
 ) -> None:
     """With every kind of limit, the ledger, analytics, metrics and a log line; a resumed coroutine
     counts as a call. History: 633, then 428, then 405, 360, 380 with fair waits, places and
-    promises in the database, and 356 without what does nothing for a plain chat. Before the engine is asked: 145, then 149
-    with a place and room for the body, both taken before it is read, and 159 with the tolerance
-    policy's hints."""
+    promises in the database, and 356 without what does nothing for a plain chat. Before the engine
+    is asked: 145, then 149 with a place and room for the body, both taken before it is read, and
+    159 with the tolerance policy's hints."""
     limits = ("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute")
     change_tenant(gateway.store, "ada", dict.fromkeys((*limits, "requests_at_once"), NO_LIMIT))
     gateway.gateway.context.registry.refresh_now()
