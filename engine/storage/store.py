@@ -137,15 +137,12 @@ class DiskStore:
     def _load(self) -> None:
         """Take stock: places, sums, and rows whose place does not exist."""
         self._store_id = self._index.store_id
-        gone = [
-            record_id
-            for slab, position, size, record_id in self._index.places()
-            if not self._slabs.has(Place(slab, position), size)
-        ]
-        if gone:
+        sizes = self._slabs.sizes
+        if gone := self._index.outside(sizes):
             with self._index.change():
                 self.damaged_total += len(self._index.delete_under(gone))
-        self._slabs.set_used(Place(slab, position) for slab, position, _, _ in self._index.places())
+        for number in sizes:
+            self._slabs.set_used(number, self._index.used_places(number))
         scopes = {scope.scope_id: scope.namespace for scope in self._index.scopes}
         for scope_id, payer_id, count, size in self._index.sums():
             self._books.add_bytes(self._index.payer_name(payer_id), size)
@@ -512,14 +509,14 @@ class DiskStore:
                 packed = pack_run(command.tokens[number * size : (number + 1) * size])
             except struct.error:
                 break
-            row = self._index.child(scope, parent, packed)
-            if row is None or row.limit_ms <= now_ms:
+            step = self._index.step(scope, parent, packed)
+            if step is None or step[2] <= now_ms:
                 break
-            parent = row.record_id
+            parent, fidelity, limit_ms, promise_ms = step
             if number >= command.skip:
-                limit_s = None if row.limit_ms >= FOREVER_MS else (row.limit_ms - now_ms) / 1_000
-                promise_s = max(0, row.promise_ms - now_ms) / 1_000
-                found.append(StoredRun(parent, FIDELITIES[row.fidelity], limit_s, promise_s))
+                limit_s = None if limit_ms >= FOREVER_MS else (limit_ms - now_ms) / 1_000
+                promise_s = max(0, promise_ms - now_ms) / 1_000
+                found.append(StoredRun(parent, FIDELITIES[fidelity], limit_s, promise_s))
         return Looked(command.call_id, tuple(found))
 
     def plan_fetch(self, command: Fetch) -> list[PlannedRead | Fetched]:
