@@ -346,6 +346,16 @@ class RecordIndex:
                 found += [row[0] for row in self._all(sql, slab, sizes.get(slab, 0))]
         return found
 
+    def wrong_children(self) -> list[RecordId]:
+        """Return the records whose count of children is wrong. O(records log n)."""
+        return [
+            row[0]
+            for row in self._all(
+                "select rec_id from records as one where children <> (select count(*) from records"
+                " as other where other.scope_id = one.scope_id and other.parent = one.rec_id)"
+            )
+        ]
+
     def sums(self) -> list[tuple[int, int, int, int]]:
         """Return scope, payer, records and bytes of places, added up. O(records)."""
         return self._all(

@@ -172,11 +172,13 @@ class SlabFiles:
         )
 
     @property
-    def free_places(self) -> int:
-        """Number of free places of the present size."""
-        return sum(
-            len(slab.free) for slab in self._slabs.values() if slab.place_bytes == self.place_bytes
-        )
+    def total_places(self) -> int:
+        """Number of places of any size."""
+        return sum(slab.places for slab in self._slabs.values())
+
+    def free_list(self) -> list[Place]:
+        """Return all free places. O(free)."""
+        return [Place(slab.number, at) for slab in self._slabs.values() for at in slab.free]
 
     @property
     def total_bytes(self) -> int:

@@ -25,6 +25,7 @@ from mmap import mmap
 import xxhash
 
 from engine.api import Namespace, Payer, Quota
+from engine.errors import InvariantViolation
 from engine.moves import (
     ROOT,
     EraseStored,
@@ -751,3 +752,36 @@ class DiskStore:
                 for payer, size in self._books.used.items()
             ),
         )
+
+    # -- the checker ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recount books, places and children from the index; no batch may be under way.
+
+        O(records). Raises InvariantViolation at the first mismatch.
+        """
+        assert self._batch is None, "planned bytes are in the books, and not in the index"
+        used: Counter[Payer] = Counter()
+        records: Counter[Namespace] = Counter()
+        children: Counter[RecordId] = Counter()
+        places: set[Place] = set()
+        ids: set[RecordId] = set()
+        for row in self._index.rows():
+            used[self._index.payer_name(row.payer_id)] += row.place_bytes
+            records[self._index.scope_of(row).namespace] += 1
+            ids.add(row.record_id)
+            children[row.parent] += 1
+            places.add(row.place)
+        has = self._books.used, self._books.by_namespace, self._books.used_bytes
+        if has != (used, records, sum(used.values())):
+            raise InvariantViolation(f"books {has}, recounted: {used}, {records}")
+        if not children.keys() <= ids | {ROOT}:
+            raise InvariantViolation(f"parents {children.keys() - ids} have no row")
+        if wrong := self._index.wrong_children():
+            raise InvariantViolation(f"records {wrong} have other children than they say")
+        free = set(self._slabs.free_list())
+        if free & places:
+            raise InvariantViolation(f"places {free & places} are free and used")
+        lost = self._slabs.total_places - len(free | places | self._bad | self._deferred)
+        if lost:
+            raise InvariantViolation(f"{lost} places are neither free nor used")
