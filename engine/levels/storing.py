@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from engine.levels.copies import CopyBook
@@ -123,7 +123,7 @@ class Storing:
             return False
         return len(copy.path()) * len(copy.run) >= self._tokens_min
 
-    def _store(self, end: Copy, path: Sequence[Copy], first: int, now_s: float) -> StoreRuns | None:
+    def _store(self, end: Copy, path: list[Copy], first: int, now_s: float) -> StoreRuns | None:
         """Return the store of the runs from `first` on, the first without a record, on the path to
         `end`; None if there is nothing to store.
         """
