@@ -137,7 +137,8 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
     """A request's rights in the cache. `read`/`write` false: neither match nor commit.
 
     `fidelity`: of the copies that the namespace's blocks get below the device. It belongs to the
-    namespace: all its requests name the same one.
+    namespace: all its requests name the same one. `at_rest` false: no copy of what this request
+    commits may go to disk.
     """
 
     namespace: Namespace
@@ -146,6 +147,7 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
     read: bool = True
     write: bool = True
     fidelity: Fidelity = "exact"
+    at_rest: bool = True
 
     @property
     def payer(self) -> Payer:
@@ -497,6 +499,14 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
         return sum(self.promised_by_class.values())
 
 
+class PayerBytes(Struct, frozen=True):
+    """Bytes that a payer's copies take on a level, and the part of them that is promised."""
+
+    payer: Payer
+    used: Count
+    promised: Count
+
+
 class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     """One level below the device. Totals count blocks unless they say otherwise, and never fall.
 
@@ -506,7 +516,9 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     `damaged_total`: copies whose bytes were not those that were written. `dropped_total`: copies
     given up for room; `expired_total`: at their limit. `regret_s_total`: time lost by loads that
     took longer than computing would have. `bytes_per_s`: the measured rate at which it is read.
-    `written_bytes_today`: wear of a disk.
+    `written_bytes_today`: wear of a disk. `chosen_total`, `declined_total`: prompts with a prefix
+    on this level for which loading was chosen, or computing, since it was faster.
+    `pending_erasures`: erasures that the level has not confirmed. `payers`: bytes by payer.
     """
 
     name: LevelName
@@ -528,6 +540,11 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     regret_s_total: float = 0.0
     bytes_per_s: float = 0.0
     written_bytes_today: Count = 0
+    written_bytes_total: Count = 0
+    chosen_total: Count = 0
+    declined_total: Count = 0
+    pending_erasures: Count = 0
+    payers: tuple[PayerBytes, ...] = ()
 
 
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):

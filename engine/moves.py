@@ -21,6 +21,7 @@ from engine.api import Count, Namespace, Payer, Quota
 
 LevelName = api.LevelName
 Fidelity = api.Fidelity
+PayerBytes = api.PayerBytes
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
@@ -30,7 +31,8 @@ class Move(Struct, frozen=True, gc=False):
     """Copy the device's block `block` to host slot `slot` (`offload`), or back (`load`).
 
     The caller holds block and slot until the outcome. `check`: for a load, the digest that the
-    slot's bytes must have; empty where it need not be checked.
+    slot's bytes must have; empty where it need not be checked. `format`: the packed format of the
+    copy; empty: the block's own bytes.
     """
 
     move_id: int
@@ -38,6 +40,7 @@ class Move(Struct, frozen=True, gc=False):
     block: int
     slot: int
     check: bytes = b""
+    format: str = ""
 
 
 class Moved(Struct, frozen=True, gc=False):
@@ -207,14 +210,6 @@ class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
     """Floors, ceilings and weights of payers on disk, in blocks. No outcome."""
 
     quotas: tuple[Quota, ...]
-
-
-class PayerBytes(Struct, frozen=True):
-    """Bytes that a payer's records take on disk, and the part of them that is promised."""
-
-    payer: Payer
-    used: Count
-    promised: Count
 
 
 class StorageStats(Struct, frozen=True, tag="storage_stats"):

@@ -17,7 +17,8 @@ from contextlib import suppress
 from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
 from gateway.background.budget_alerts import BudgetAlerts
-from gateway.background.erasure import erase_removed
+from gateway.background.erasure import erase_removed, retry_pending
+from gateway.background.periodic_task import PeriodicTask
 from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
@@ -120,9 +121,20 @@ def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
 
 
 def update_churn(gateway: Context) -> None:
-    """Count inserted and evicted blocks since the last call. O(namespaces that changed)."""
-    moves, minute = gateway.engine.cache_events.take_moves(), gateway.wall() // 60_000
-    gateway.churn.update(moves, owner_of, minute)
+    """Count inserted and evicted blocks, and moves between levels, since the last call.
+
+    O(namespaces that changed).
+    """
+    moves, now_ms = gateway.models.take_moves(), gateway.wall()
+    gateway.churn.update(moves, owner_of, now_ms // 60_000)
+    gateway.level_history.update(gateway.models.stats(), now_ms)
+
+
+def update_holders(gateway: Context) -> None:
+    """Update the sums of what each tenant holds of each model. O(namespaces that changed)."""
+    for model in gateway.models:
+        table = None if model.engine.info is None else model.engine.namespaces
+        gateway.holders.update(table, owner_of, model.name)
 
 
 class StorageMetering:
@@ -130,54 +142,59 @@ class StorageMetering:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._meter = StorageMeter()
+        self._meters = {model.name: StorageMeter() for model in gateway.models}
         self._quotas = QuotaUpdates(gateway)
         self._budget_alerts = BudgetAlerts(gateway)
-        self._task: asyncio.Task[None] | None = None
+        self._written_s = self._churn_s = gateway.clock()
+        self._task = PeriodicTask(
+            "storage_metering",
+            self._meter_storage,
+            lambda: POLL_INTERVAL_S,
+            gateway.log,
+            gateway.clock,
+            begins_at_once=True,
+        )
 
     def start(self) -> None:
         """Start the task on the running event loop."""
-        self._task = asyncio.create_task(self._watch())
+        self._task.start()
 
     async def close(self) -> None:
         """Stop the task and write the last readings."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await self._task.close()
         self._update_meter()
         await self._write()
         await self.clear_expired()
 
-    async def _watch(self) -> None:
+    async def _meter_storage(self) -> None:
+        """Feed the meter, and do what is due of the upkeep."""
         clock = self._gateway.clock
-        written_s = churn_s = clock()
-        while True:
-            self._update_meter()
-            self._quotas.send_changes()
-            with suppress(StoreError):  # the next poll tries again
-                await self._quotas.record_floors_max()
-            if clock() - churn_s >= CHURN_INTERVAL_S:
-                churn_s = clock()
-                update_churn(self._gateway)
-            if clock() - written_s >= WRITE_INTERVAL_S:
-                written_s = clock()
-                await self._write()
-                with suppress(EngineError, StoreError):  # tried again in a minute
-                    await erase_removed(self._gateway)
-                await self.clear_expired()
-                self._quotas.resend_recent()
-                await self._budget_alerts.check()
-            await asyncio.sleep(POLL_INTERVAL_S)
+        self._update_meter()
+        self._quotas.send_changes()
+        with suppress(StoreError):  # the next poll tries again
+            await self._quotas.record_floors_max()
+        if clock() - self._churn_s >= CHURN_INTERVAL_S:
+            self._churn_s = clock()
+            update_churn(self._gateway)
+        if clock() - self._written_s >= WRITE_INTERVAL_S:
+            self._written_s = clock()
+            await self._write()
+            with suppress(EngineError, StoreError):  # tried again in a minute
+                await erase_removed(self._gateway)
+                await retry_pending(self._gateway)
+            await self.clear_expired()
+            self._quotas.resend_recent()
+            await self._budget_alerts.check()
 
     def _update_meter(self) -> None:
-        engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NS_PER_S)
-        if engine.info is None:
-            self._meter.update(None, 0, now_ns)
-            self._gateway.holders.update(None, owner_of)
-        else:
-            self._meter.update(engine.namespaces, engine.info.block_size, now_ns)
-            self._gateway.holders.update(engine.namespaces, owner_of)
+        now_ns = int(self._gateway.clock() * NS_PER_S)
+        update_holders(self._gateway)
+        for model in self._gateway.models:
+            info, meter = model.engine.info, self._meters[model.name]
+            if info is None:
+                meter.update(None, 0, now_ns)
+            else:
+                meter.update(model.engine.namespaces, info.block_size, now_ns)
 
     async def _write(self) -> None:
         """Write the readings; a reading whose write fails is part of the next one."""
@@ -187,19 +204,25 @@ class StorageMetering:
         except StoreError:
             return
         tiers = {tenant.tenant_id: tenant.tier for tenant, _ in tenants}
-        measured, at_ms = self._meter.take(), gateway.wall()
-        written = {
-            (tenant_id, name): gateway.ledger.write(
-                StorageReading(tenant_id, name, seconds, at_ms, gateway.model, tiers[tenant_id])
+        at_ms = gateway.wall()
+        written = [
+            (
+                meter,
+                (tenant_id, name),
+                seconds,
+                gateway.ledger.write(
+                    StorageReading(tenant_id, name, seconds, at_ms, model, tiers[tenant_id])
+                ),
             )
-            for (tenant_id, name), seconds in measured.items()
+            for model, meter in self._meters.items()
+            for (tenant_id, name), seconds in meter.take().items()
             if tenant_id in tiers
-        }
-        for key, future in written.items():
+        ]
+        for meter, key, seconds, future in written:
             try:
                 await future
             except LedgerUnavailable:
-                self._meter.put_back(key, measured[key])
+                meter.put_back(key, seconds)
 
     async def clear_expired(self) -> None:
         """Delete expired cached contents, stored responses and conversations, which no client may

@@ -7,8 +7,11 @@ admission encodes, erasure and analytics decode.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
+
+from msgspec import structs
 
 from engine.api import (
     EngineInfo,
@@ -18,16 +21,23 @@ from engine.api import (
     Quota,
 )
 from gateway.retention_classes import CachingConfig
-from tenancy.types import CachePolicy, Identity
+from tenancy.types import CachePolicy, Fidelity, Identity
 
 SHARED_SCOPE_PREFIX = "scope:"
 """Prefix of the second part of a shared scope's namespace; workspace names contain no colon."""
 
 
 def namespace_of(
-    identity: Identity, model_digest: str, template_digest: str, partition: str
+    identity: Identity,
+    model_digest: str,
+    template_digest: str,
+    partition: str,
+    fidelity: Fidelity = "exact",
 ) -> bytes:
     """Return the namespace of a request: its owner, model, template and partition.
+
+    Requests that allow copies which are not exact have a namespace of their own, so that an exact
+    request never meets what was computed over such a copy.
 
     Each part is prefixed with its length, so that different parts never give the same bytes.
     """
@@ -36,13 +46,25 @@ def namespace_of(
         whose = (str(identity.tenant.tenant_id), identity.workspace)
     else:
         whose = (str(scope.owner_id), f"{SHARED_SCOPE_PREFIX}{scope.scope_id}")
-    return _join_parts(*whose, model_digest, template_digest, partition)
+    parts = (*whose, model_digest, template_digest, partition)
+    return _join_parts(*parts) if fidelity == "exact" else _join_parts(*parts, fidelity)
 
 
 @lru_cache(maxsize=1_024)
 def _join_parts(*parts: str) -> bytes:
     encoded = [part.encode(errors="surrogatepass") for part in parts]
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
+
+
+def fidelity_of(identity: Identity, asked: Fidelity | None) -> Fidelity:
+    """Return the fidelity of a request's copies: what it asked for, or else its tenant's."""
+    return asked or identity.policy.fidelity
+
+
+def may_rest(identity: Identity) -> bool:
+    """Return whether a request's KV may rest on disk: neither its tenant nor the owner of its
+    shared scope forbids it."""
+    return "never" not in (identity.policy.at_rest, identity.blocks_policy.at_rest)
 
 
 def payer_of(identity: Identity) -> bytes:
@@ -53,14 +75,33 @@ def payer_of(identity: Identity) -> bytes:
 
 
 def quota_of(
-    policy: CachePolicy, payer: Payer, promised_blocks_default: int | None = None
+    policy: CachePolicy,
+    payer: Payer,
+    promised_blocks_default: int | None = None,
+    scale: float = 1.0,
 ) -> Quota:
     """Return the engine's quota of a payer. `promised_blocks_default`: bounds a policy that sets no
-    bound on promises; the payer's floor is its own and may be promised whole."""
+    bound on promises; the payer's floor is its own and may be promised whole. `scale`: factor of
+    the policy's blocks in this engine's pool."""
+    policy = scaled(policy, scale)
     promised = policy.promised_blocks_max
     if promised is None and promised_blocks_default is not None:
         promised = max(promised_blocks_default, policy.floor_blocks)
     return Quota(policy.floor_blocks, policy.ceiling_blocks, policy.weight, promised, payer)
+
+
+def scaled(policy: CachePolicy, scale: float) -> CachePolicy:
+    """Return a policy whose numbers of blocks are multiplied by `scale`, floors rounded down and
+    bounds up: a bound above 0 leaves room for a block."""
+    if scale == 1.0:
+        return policy
+    ceiling, promised = policy.ceiling_blocks, policy.promised_blocks_max
+    return structs.replace(
+        policy,
+        floor_blocks=int(policy.floor_blocks * scale),
+        ceiling_blocks=None if ceiling is None else math.ceil(ceiling * scale),
+        promised_blocks_max=None if promised is None else math.ceil(promised * scale),
+    )
 
 
 def promised_blocks_default(
@@ -79,7 +120,10 @@ _PARTS = 5
 
 
 def parts_of(namespace: Namespace) -> tuple[str, ...]:
-    """Return the parts that `namespace_of` joined; () for any other namespace."""
+    """Return the parts that `namespace_of` joined; () for any other namespace.
+
+    A sixth part is the fidelity of a namespace that is not exact.
+    """
     parts: list[str] = []
     at = 0
     while at + 4 <= len(namespace):

@@ -7,7 +7,7 @@ key's secret is shown once, in the response that creates it; later responses sho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from gateway.api.admin.audit import actor_of, author_of
 from gateway.api.tenant_state import key_body, tenant_state
 from gateway.background.config_reload import reload
 from gateway.background.erasure import erase_removed
+from gateway.background.webhooks import WebhookSender
 from gateway.caching.floors import check_floor, guaranteed_blocks
 from gateway.context import Context
 from gateway.dialects.validation import convert
@@ -78,9 +79,9 @@ class Rotation(Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: int = DAY_S
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the routes of tenants and keys."""
-    handlers = _TenantHandlers(gateway)
+def routes(gateway: Context, webhooks: WebhookSender) -> tuple[Route, ...]:
+    """Return the routes of tenants and keys, and of the reload, which applies `webhooks` too."""
+    handlers = _TenantHandlers(gateway, webhooks)
     one, tenant_keys = "/admin/v1/tenants/{name}", "/admin/v1/tenants/{name}/keys"
     key = "/admin/v1/keys/{key_id}"
     return (
@@ -113,8 +114,9 @@ class _TenantHandlers:
     Reads of a whole table run in the query pool, so authentication does not wait for them.
     """
 
-    def __init__(self, gateway: Context) -> None:
+    def __init__(self, gateway: Context, webhooks: WebhookSender) -> None:
         self._gateway = gateway
+        self._webhooks = webhooks
         self._store = gateway.store
 
     # -- tenants ------------------------------------------------------------------------------
@@ -189,14 +191,32 @@ class _TenantHandlers:
     def _floor_check(self, name: str, settings: TenantSettings) -> tenants.TenantCheck | None:
         """Return a check that runs in the transaction: of two concurrent changes the second is
         refused."""
-        floor, info = settings.floor_blocks, self._gateway.engine.info
-        return partial(check_floor, name=name, floor_blocks=floor, info=info) if floor else None
+        floor, models = settings.floor_blocks, self._gateway.models
+        if not floor:
+            return None
+        checks = [
+            partial(
+                check_floor,
+                name=name,
+                floor_blocks=floor,
+                info=model.engine.info,
+                scale=model.quota_scale,
+                model=model.name if models.are_several else "",
+            )
+            for model in models
+        ]
+
+        def check(found: Sequence[TenantRecord]) -> None:
+            for one in checks:
+                one(found)
+
+        return check
 
     def _body(self, one: TenantRecord) -> dict[str, Any]:
         """Return a tenant as responses show it, with the floor that this engine grants."""
-        info, asked = self._gateway.engine.info, self._gateway.registry.floor_blocks()
+        most, asked = self._gateway.models.floor_blocks_max(), self._gateway.registry.floor_blocks()
         floor = floor_blocks_of(one)
-        kept = None if info is None else guaranteed_blocks(floor, asked, info.floor_blocks_max)
+        kept = None if most is None else guaranteed_blocks(floor, asked, most)
         return {**tenant_body(one), "floor_blocks_kept": kept}
 
     # -- keys ---------------------------------------------------------------------------------
@@ -283,7 +303,8 @@ class _TenantHandlers:
     # -- the configuration file ---------------------------------------------------------------
 
     async def reload(self, request: web.BaseRequest) -> web.StreamResponse:
-        return json_api.answer(await reload(self._gateway, actor_of(self._gateway, request)))
+        by = actor_of(self._gateway, request)
+        return json_api.answer(await reload(self._gateway, self._webhooks, by))
 
     # -- shared --------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class World:
 
     def __init__(self, config: CachingConfig | None = None, *, has_past: bool = False) -> None:
         self.clock = FakeClock()
+        self.has_disk = False
         self.epoch = "first"
         self.losses: dict[str, int] = {}
         self.there: list[tuple[int, ...]] = []
@@ -43,9 +44,10 @@ class World:
             config or CachingConfig(),
             self.clock,
             lambda _: self.losses,
-            lambda: self.epoch,
+            lambda _: self.epoch,
             lambda epoch: epoch == self.epoch,
             has_past=has_past,
+            survives=lambda: self.has_disk,
         )
 
     def resolve(
