@@ -78,13 +78,17 @@ class Levels:
         config: LevelsConfig,
         transfer: TransferEngine,
         storage: Storage | None = None,
+        *,
+        close_memory: Callable[[], None] = lambda: None,
     ) -> None:
+        """`close_memory` is called when the transfer engine and the storage have been closed."""
         self.config = config
         self.cache = cache
         self.book = CopyBook(cache, transfer.slots)
         self.on_erased: Callable[[int, LevelErased], None] = lambda call_id, erased: None
         self._transfer = transfer
         self._storage = storage
+        self._close_memory = close_memory
         self._last_id = 0
         self.paces: dict[LevelName, LevelPace] = {
             "host": LevelPace("host", transfer.slot_bytes),
@@ -351,10 +355,11 @@ class Levels:
         self.book.check()
 
     def close(self) -> None:
-        """End the transfer engine, then the storage."""
+        """End the transfer engine, then the storage, then their memory."""
         self._transfer.close()
         if self._storage is not None:
             self._storage.close()
+        self._close_memory()
 
     # -- internals ----------------------------------------------------------------------------
 
