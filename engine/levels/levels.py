@@ -97,10 +97,16 @@ class Levels:
         self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, config.verify_host)
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
         self._fidelity: dict[Namespace, Fidelity] = {}
+        self._never_at_rest: set[Namespace] = set()
         self._storing: Storing | None = None
         if storage is not None:
             self._storing = Storing(
-                self.book, storage, self._next_id, self._fidelity_of, config.disk_tokens_min
+                self.book,
+                storage,
+                self._next_id,
+                self._fidelity_of,
+                self._never_at_rest,
+                config.disk_tokens_min,
             )
             self.offloading.is_storing = self._is_storing
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
@@ -376,6 +382,8 @@ class Levels:
     def _note_grant(self, grant: CacheGrant) -> None:
         if grant.fidelity != "exact":
             self._fidelity[grant.namespace] = grant.fidelity
+        if not grant.at_rest:
+            self._never_at_rest.add(grant.namespace)
         if self._storage is not None and self._quotas.get(grant.payer) != grant.quota:
             self._tell_quota(grant.quota, grant.payer)
 
