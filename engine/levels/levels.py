@@ -117,7 +117,7 @@ class Levels:
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
         self._collected = 0
         self._now_s = 0.0
-        cache.set_on_evict(self._evicting)
+        cache.watch(self._evicting, self._committed)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -217,21 +217,6 @@ class Levels:
             copy = self.book.nearest(node)
             if copy is not None and node is not None:
                 self._renew(copy, node, lease.lease_id, now_s)
-
-    def committed(self, table: BlockTable, before: int) -> None:
-        """Have a sequence's blocks copied that were committed since there were `before`, if they
-        are promised. O(these, leases).
-        """
-        if not table.requested_leases or table.committed == before:
-            return
-        node: Node | None = table.node
-        for _ in range(table.committed - before):
-            if node is None or node.promised:
-                break
-            node = node.parent
-        if node is not None and node.promised:
-            leases = tuple((lease.lease_id, lease.tokens) for lease, _ in table.requested_leases)
-            self.offloading.promised(node, leases)
 
     def set_quota(self, quota: Quota) -> None:
         """Apply a payer's changed quota on every level."""
@@ -456,6 +441,21 @@ class Levels:
     def _copied(self, copies: list[Copy]) -> None:
         if self._storing is not None:
             self._storing.copied(copies, self._now_s)
+
+    def _committed(self, table: BlockTable, before: int) -> None:
+        """Have a sequence's blocks copied that were committed since there were `before`, if they
+        are promised. O(these, leases).
+        """
+        if not table.requested_leases or table.committed == before:
+            return
+        node: Node | None = table.node
+        for _ in range(table.committed - before):
+            if node is None or node.promised:
+                break
+            node = node.parent
+        if node is not None and node.promised:
+            leases = tuple((lease.lease_id, lease.tokens) for lease, _ in table.requested_leases)
+            self.offloading.promised(node, leases)
 
     def _evicting(self, account: NamespaceAccount, node: Node) -> None:
         """The device is about to evict a leaf: its copy takes over what is known of it."""
