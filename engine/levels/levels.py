@@ -406,8 +406,10 @@ class Levels:
                 erased = LevelErased("disk", outcome.records, outcome.bytes, outcome.code)
                 self.on_erased(outcome.call_id, erased)
         else:
-            self._disk = outcome
+            was_open, self._disk = self._disk.state == "open", outcome
             if self._storing is not None:
+                if outcome.state == "open" and not was_open:
+                    self._storing.copied_all(self.book.prefixes, self._now_s)
                 per_day = self.config.disk_write_gib_per_day or self.config.disk_gib
                 self._storing.has_budget = (
                     outcome.state == "open" and outcome.written_bytes_today < per_day * 2**30
