@@ -20,6 +20,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { INT8C = 0, INT4C = 1, INT8T = 2 };
+enum { KEY_UNITS = 5, VALUE_UNITS = 4 }; /* bits of a span in units: see the reference */
 enum { PACKED = 0, NOT_FINITE = 1, TOO_LARGE = 2 };
 
 typedef struct {
@@ -256,18 +257,18 @@ INLINE vf exact_floats(vi halves) {
 
 /* Turn the ends of 16 ranges, as ordered integers, into multiples of a power of two: see `_snapped`
  * of the reference. Adds to `worst` the largest absolute value, to `widest` the largest end. */
-INLINE void snap(vi bottom, vi top, vf *minimum, vf *span, vi *worst, vi *widest) {
+INLINE void snap(vi bottom, vi top, int bits, vf *minimum, vf *span, vi *worst, vi *widest) {
     const vi low_bits = ordered(bottom), high_bits = ordered(top);
     const vf low = (vf)low_bits, high = (vf)high_bits;
     const vi largest = larger_of(low_bits & 0x7fffffff, high_bits & 0x7fffffff);
     *worst = larger_of(*worst, largest);
-    vi exponent = larger_of((((vi)(high - low) >> 23) - 4), (largest >> 23) - 10);
+    vi exponent = larger_of((((vi)(high - low) >> 23) - bits), (largest >> 23) - 10);
     exponent = larger_of(exponent, (vi){0} + 127 - 14); /* biased, as that of its inverse below */
     exponent = smaller_of(exponent, (vi){0} + 250);
     const vf fine = (vf)((254 - exponent) << 23);
     vi first = rounded(low * fine), last = rounded(high * fine);
     const vi far = larger_of(larger_of(first, -first), larger_of(last, -last));
-    exponent -= (last - first > 31) | (far > 2047); /* true is -1 */
+    exponent -= (last - first >= 2 << bits) | (far > 2047); /* true is -1 */
     const vf coarse = (vf)((254 - exponent) << 23), unit = (vf)(exponent << 23);
     first = rounded(low * coarse), last = rounded(high * coarse);
     *minimum = __builtin_convertvector(first, vf) * unit;
@@ -287,9 +288,9 @@ INLINE vi nibbles_of(const float *x, float minimum, float inverse, vi counts) {
     return smaller_of(larger_of(whole, (vi){0}), (vi){0} + 15) & counts;
 }
 
-/* Pack rows [rows][width] of a tile; of a row, the first `counted` values count. */
+/* Pack rows [rows][width] of a tile; of a row, the first `counted` values count. `bits` of a span. */
 static int pack_4(const float *tile, uint8_t *spans, uint8_t *minima, uint8_t *values,
-                  const int rows, const int width, const int counted) {
+                  const int rows, const int width, const int counted, const int bits) {
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const vi counts = width > LANES ? (vi){0} - 1 : lane < counted;
     vi worst = {0}, widest = {0};
@@ -307,7 +308,7 @@ static int pack_4(const float *tile, uint8_t *spans, uint8_t *minima, uint8_t *v
             }
         }
         vf minimum, span;
-        snap(~largest_lanes(least), largest_lanes(most), &minimum, &span, &worst, &widest);
+        snap(~largest_lanes(least), largest_lanes(most), bits, &minimum, &span, &worst, &widest);
         const vf inverse = 15.0f / span;
         store_halves(spans + 2 * group, exact_halves(span));
         store_halves(minima + 2 * group, exact_halves(minimum));
@@ -424,9 +425,9 @@ static int pack_unit(const KvShape *s, int is_value, const uint8_t *unit, uint8_
     if (s->format != INT4C)
         return by_channel ? pack_8(tile, scales, (int8_t *)values, dim, SLOTS)
                           : pack_8(tile, scales, (int8_t *)values, SLOTS, dim);
-    if (!is_value) return pack_4(tile, scales, minima, values, dim, SLOTS, tokens);
+    if (!is_value) return pack_4(tile, scales, minima, values, dim, SLOTS, tokens, KEY_UNITS);
     rotate_values(tile, s->signs, s->norm, 0, dim);
-    const int failed = pack_4(tile, scales, minima, values, SLOTS, dim, LANES);
+    const int failed = pack_4(tile, scales, minima, values, SLOTS, dim, LANES, VALUE_UNITS);
     memset(scales + tokens * 2, 0, (size_t)(SLOTS - tokens) * 2);
     memset(minima + tokens * 2, 0, (size_t)(SLOTS - tokens) * 2);
     memset(values + tokens * dim / 2, 0, (size_t)(SLOTS - tokens) * dim / 2);
