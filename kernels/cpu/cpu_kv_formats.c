@@ -34,7 +34,7 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef int8_t vb __attribute__((vector_size(16)));
-typedef uint8_t vbu __attribute__((vector_size(16)));
+typedef int16_t vs __attribute__((vector_size(32)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 #define LANES 16
 
@@ -83,6 +83,13 @@ INLINE vi ordered(vi bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
 /* Round to the nearest integer, halves to even; |x| < 2^22. */
 INLINE vi rounded(vf x) { return (vi)(x + 12582912.0f) - 0x4b400000; }
+
+/* Load 16 bytes. By way of 16 bits: gcc 12 would convert byte by byte. */
+INLINE vi wide_bytes(const int8_t *from) {
+    vb bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, vs), vi);
+}
 
 INLINE vu to_bf16(vf x) {
     vu bits = (vu)x;
@@ -232,9 +239,7 @@ static void unpack_8(float *tile, const uint8_t *scales, const int8_t *values, c
         store(scale, (vf)((wide_halves(scales + 2 * group) << 13) + (112 << 23)));
         for (int row = 0; row < LANES; row++)
             for (int i = 0; i < width; i += LANES) {
-                vb bytes;
-                memcpy(&bytes, values + (group + row) * width + i, sizeof bytes);
-                const vi whole = __builtin_convertvector(bytes, vi); /* gcc 12: fast in two steps */
+                const vi whole = wide_bytes(values + (group + row) * width + i);
                 store(tile + (group + row) * width + i,
                       __builtin_convertvector(whole, vf) * scale[row]);
             }
@@ -321,7 +326,7 @@ static int pack_4(const float *tile, uint8_t *spans, uint8_t *minima, uint8_t *v
                 const vi b = nibbles_of(x + i + LANES, least_of[row + last],
                                         inverse_of[row + last], counts);
                 const vi both = EVEN_ODD(a, b, 0) | EVEN_ODD(a, b, 1) << 4;
-                const vbu bytes = __builtin_convertvector((vu)both, vbu);
+                const vb bytes = __builtin_convertvector(both, vb);
                 memcpy(values + (group * width + i) / 2, &bytes, sizeof bytes);
             }
     }
@@ -341,9 +346,7 @@ static void unpack_4(float *tile, const uint8_t *spans, const uint8_t *minima,
         const int together = width > LANES ? 1 : 2; /* rows of one pair of vectors */
         for (int row = 0, last = together - 1; row < LANES; row += together)
             for (int i = row * width; i < (row + together) * width; i += 2 * LANES) {
-                vbu bytes;
-                memcpy(&bytes, values + (group * width + i) / 2, sizeof bytes);
-                const vi both = __builtin_convertvector(bytes, vi);
+                const vi both = wide_bytes((const int8_t *)values + (group * width + i) / 2) & 0xff;
                 const vi low = both & 15, high = both >> 4;
                 const vi a = __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
                                                      5, 21, 6, 22, 7, 23);
