@@ -56,10 +56,17 @@ INLINE vi smaller_of(vi a, vi b) {
     return (a & less) | (b & ~less);
 }
 
+/* Lanes of `a` (0 to 15) and `b` (16 to 31), by constant numbers. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
 /* Lane l of the result: of `a` where bit `half` of l is clear, else of `b`; from lane l ^ `across`. */
 #define PICK1(l, half, across) (((l) & (half) ? 16 : 0) + ((l) ^ (across)))
 #define PICK(a, b, half, across)                                                               \
-    __builtin_shufflevector(                                                                   \
+    SHUFFLE(                                                                   \
         a, b, PICK1(0, half, across), PICK1(1, half, across), PICK1(2, half, across),          \
         PICK1(3, half, across), PICK1(4, half, across), PICK1(5, half, across),                \
         PICK1(6, half, across), PICK1(7, half, across), PICK1(8, half, across),                \
@@ -282,7 +289,7 @@ INLINE void snap(vi bottom, vi top, int bits, vf *minimum, vf *span, vi *worst, 
 }
 
 #define EVEN_ODD(a, b, odd)                                                                    \
-    __builtin_shufflevector(a, b, 0 + (odd), 2 + (odd), 4 + (odd), 6 + (odd), 8 + (odd),       \
+    SHUFFLE(a, b, 0 + (odd), 2 + (odd), 4 + (odd), 6 + (odd), 8 + (odd),       \
                             10 + (odd), 12 + (odd), 14 + (odd), 16 + (odd), 18 + (odd),        \
                             20 + (odd), 22 + (odd), 24 + (odd), 26 + (odd), 28 + (odd),        \
                             30 + (odd))
@@ -348,9 +355,9 @@ static void unpack_4(float *tile, const uint8_t *spans, const uint8_t *minima,
             for (int i = row * width; i < (row + together) * width; i += 2 * LANES) {
                 const vi both = wide_bytes((const int8_t *)values + (group * width + i) / 2) & 0xff;
                 const vi low = both & 15, high = both >> 4;
-                const vi a = __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
+                const vi a = SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
                                                      5, 21, 6, 22, 7, 23);
-                const vi b = __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12,
+                const vi b = SHUFFLE(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12,
                                                      28, 13, 29, 14, 30, 15, 31);
                 store(x + i, __builtin_convertvector(a, vf) * step_of[row] + least_of[row]);
                 store(x + i + LANES, __builtin_convertvector(b, vf) * step_of[row + last] +
