@@ -14,6 +14,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #define SLOTS 16
 #define DIM_MAX 512
@@ -46,6 +49,11 @@ INLINE vf load(const void *p) {
 
 INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 
+#if defined(__AVX512F__)
+INLINE vi larger_of(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+
+INLINE vi smaller_of(vi a, vi b) { return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+#else
 INLINE vi larger_of(vi a, vi b) {
     vi more = a > b;
     return (a & more) | (b & ~more);
@@ -55,6 +63,7 @@ INLINE vi smaller_of(vi a, vi b) {
     vi less = a < b;
     return (a & less) | (b & ~less);
 }
+#endif
 
 /* Lanes of `a` (0 to 15) and `b` (16 to 31), by constant numbers. */
 #if defined(__clang__) || __GNUC__ >= 12
