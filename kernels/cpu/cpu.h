@@ -238,6 +238,11 @@ void to_pairs(const float *x, uint32_t *out, int count);
 size_t mxfp4_words(int depth);
 int pack_mxfp4(const uint16_t *weight, uint32_t *b, const int32_t *from, int count, int depth);
 void unpack_mxfp4(const uint32_t *panel, int depth, uint32_t *out);
+#define MXFP4_ROWS 4 /* up to so many rows are multiplied as the weights are unpacked, by DOT */
+/* Write to out [rows][64] the product of a [rows][lda] bf16 pairs and `width` columns (32 or 64) at
+ * b. Built where HAS_DOT. */
+void mxfp4_product(const float *a, size_t lda, const uint32_t *b, int rows, int depth, float *out,
+                   int width);
 
 /* -- AMX tiles (cpu_tiles.c); built where HAS_TILES ------------------------------------------- */
 

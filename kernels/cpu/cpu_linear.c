@@ -152,6 +152,14 @@ static void multiply_piece(const Pieces *s, int task) {
         const uint32_t *b = p->b + column / PANEL * panel_words(p);
         if (p->mxfp4) {
             const uint32_t *packed = p->b + column / PANEL * mxfp4_words(p->depth);
+#if HAS_DOT
+            if (p->kind == DOT && p->rows <= MXFP4_ROWS) {
+                width = column + 64 <= column_end ? 64 : WIDTH;
+                mxfp4_product(a, lda, packed, p->rows, p->depth, out, width);
+                finish(p, out, 0, p->rows, column, width);
+                continue;
+            }
+#endif
             unpack_mxfp4(packed, p->depth, unpacked);
             unpack_mxfp4(packed + mxfp4_words(p->depth), p->depth, unpacked + panel_words(p));
             b = unpacked;
