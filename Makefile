@@ -91,6 +91,7 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m pytest $(GPU_TESTS)
 	$(BIN)/python -m tests.bench.gpu_kernels
 	$(BIN)/python -m tests.bench.gpu_workloads
+	$(BIN)/python -m tests.bench.gpu_families
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.gpu_trees
 	$(BIN)/python -m tests.bench.gpu_mixed --only check,start,steps,traffic,cold
