@@ -24,6 +24,8 @@ import msgspec
 from engine.api import Clock
 from engine.client.client import Engine
 from engine.config import EngineConfig
+from engine.encoder.card import EncoderCard
+from engine.encoder.protocol import StartEncoder
 from engine.errors import EngineError
 from engine.model_store import ModelCard
 from engine.signals import handle_signals
@@ -48,6 +50,7 @@ from gateway.api.admin import (
     billing,
     findings,
     history,
+    levels,
     me,
     metrics,
     requests,
@@ -63,11 +66,18 @@ from gateway.background.history_sampling import HistorySampling
 from gateway.background.metrics_export import MetricsExport, MetricsExporter
 from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageMetering
-from gateway.background.webhooks import WebhookEndpoint, WebhookSender, read_endpoints
+from gateway.background.webhooks import (
+    ReadEndpoints,
+    WebhookEndpoint,
+    WebhookSender,
+    read_endpoints,
+)
 from gateway.caching import ContractManager
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
+from gateway.embeddings.embedder import Embedder
+from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.errors import Refusal
@@ -87,6 +97,8 @@ from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, P
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
+from gateway.levels.placement import engine_config
+from gateway.levels.report import holds_promises
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
@@ -132,9 +144,11 @@ class Gateway:
         ledger: LedgerClient | None = None,
         analytics: AnalyticsClient | None = None,
         endpoints: Sequence[WebhookEndpoint] = (),
+        read_webhooks: ReadEndpoints | None = None,
     ) -> None:
         """Build the parts. `ledger` uses the same store; `close` closes `ledger` and `analytics`.
-        `gateway_id`: names this gateway among those of one database. `endpoints`: of webhooks.
+        `gateway_id`: names this gateway among those of one database. `endpoints`: of webhooks;
+        `read_webhooks`: reads them again from a reloaded configuration, None to keep them.
         `models`: the served models, the default one first, in place of `engine` and `renderer`,
         which are a single model under its card's name.
 
@@ -148,6 +162,8 @@ class Gateway:
         contracts = _contracts(config, served, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
+        kept = contracts.entries, contracts.promises
+        books = PromiseBooks(store, gateway_id, *kept, clock, wall, log)
         telemetry = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
@@ -162,9 +178,7 @@ class Gateway:
             telemetry=telemetry,
             ended=EndedRequests(wall, telemetry),
             contracts=contracts,
-            books=PromiseBooks(
-                store, gateway_id, contracts.entries, contracts.promises, clock, wall, log
-            ),
+            books=books,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
             clock=clock,
             wall=wall,
@@ -177,7 +191,7 @@ class Gateway:
         self._metering = StorageMetering(self.context)
         self._finding_books = FindingBooks(self.context, gateway_id)
         self._sampling = HistorySampling(self.context, gateway_id)
-        self.webhooks = WebhookSender(self.context, endpoints)
+        self.webhooks = WebhookSender(self.context, endpoints, read=read_webhooks)
         self.listeners: list[Listener] = []
         telemetry.ledger_epoch.set(ledger_epoch(store).number)
         _log_found(self.ledger, log)
@@ -246,7 +260,7 @@ class Gateway:
         context = self.context
         routes = (
             *metrics.routes(context),
-            *tenants.routes(context),
+            *tenants.routes(context, self.webhooks),
             *shared_scopes.routes(context),
             *usage.routes(context),
             *billing.routes(context),
@@ -254,6 +268,7 @@ class Gateway:
             *analytics.routes(context),
             *findings.routes(context, self._finding_books),
             *history.routes(context),
+            *levels.routes(context),
             *requests.routes(context),
             *webhooks.routes(context, self.webhooks),
             *me.routes(context),
@@ -271,7 +286,7 @@ class Gateway:
 
         async def work() -> None:
             with suppress(Refusal):  # logged where it was raised
-                await reload(self.context)
+                await reload(self.context, self.webhooks)
 
         task = asyncio.create_task(work())
         self.context.background.add(task)
@@ -308,6 +323,8 @@ class Gateway:
             await listener.close()
         await self.context.finish_background()
         await self.context.preparations.close()
+        if self.context.embeddings is not None:
+            await self.context.embeddings.close()
         await self.context.responses.close()
         if self.context.user_notes is not None:
             await self.context.user_notes.close()
@@ -361,6 +378,7 @@ def _contracts(config: Config, models: ServedModels, store: Store, clock: Clock)
         models.is_alive,
         has_past=has_history(store),
         tells_leases=config.server.tolerance != "strict",
+        survives=lambda: holds_promises(models.stats()),
     )
 
 
@@ -373,6 +391,19 @@ async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
     """Start analytics in a child process."""
     begin = StartAnalytics(config.tenancy.tenants_followed_max, config.caching.kept())
     return await AnalyticsProcessClient.open(begin, time.monotonic, wall_ms, log)
+
+
+async def open_embedder(card: EncoderCard, config: Config, log: Log) -> Embedder:
+    """Start the encoder's process and return the embedding model; it serves some seconds later."""
+    settings = config.embeddings
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // 2)
+    encoder = EncoderProcess(StartEncoder(card.folder, threads), settings.waiting_tokens_max, log)
+    encoder.open()
+    try:
+        return await asyncio.to_thread(Embedder, card, settings, encoder)
+    except BaseException:
+        await encoder.close()
+        raise
 
 
 def open_tracer(config: Config, log: Log) -> Tracer | None:
@@ -439,8 +470,10 @@ async def serve(
     store: Store,
     announce: Callable[[list[str]], None],
     read_config: Callable[[], Config],
+    encoder: EncoderCard | None = None,
 ) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit status. `cards`: of `config.served_models()`.
+    `encoder`: the embedding model.
 
     The first signal drains: the gateway is not ready from then on, and running requests may finish.
     A second signal exits at once. SIGHUP reloads the configuration.
@@ -471,6 +504,10 @@ async def serve(
                 opened.push_async_callback(ledger.close)
                 analytics = await open_analytics(config, log)
                 opened.push_async_callback(analytics.close)
+                embedder = None
+                if encoder is not None:
+                    embedder = await open_embedder(encoder, config, log)
+                    opened.push_async_callback(embedder.close)
                 models = await asyncio.to_thread(_served_models, config, cards, supervisors)
                 gateway = Gateway(
                     config,
@@ -484,7 +521,9 @@ async def serve(
                     ledger=ledger,
                     analytics=analytics,
                     endpoints=endpoints,
+                    read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
                 )
+                gateway.context.embeddings = embedder
                 opened.push_async_callback(gateway.close)
                 await _serve(gateway, supervisors, announce, stop)
         finally:
@@ -497,8 +536,11 @@ def _supervisors(config: Config, cards: Sequence[ModelCard], log: Log) -> list[E
     """Return a supervisor for each model; its reports name the model, if there are several."""
     found = []
     for settings, card in zip(config.served_models(), cards, strict=True):
-        report = partial(_report, log, settings.name) if len(cards) > 1 else log
-        found.append(EngineSupervisor(Path(card.folder), config.engine_of(settings), report))
+        is_alone = len(cards) == 1
+        report = log if is_alone else partial(_report, log, settings.name)
+        own = config.engine_of(settings)
+        engine = engine_config(config, own, "" if is_alone else settings.name)
+        found.append(EngineSupervisor(Path(card.folder), engine, report))
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.declared_keys import DeclaredKey
@@ -143,6 +144,23 @@ class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     def source(self) -> str:
         """The model to serve, as `model.name` names one."""
         return self.path or self.name
+
+
+class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The model of `/v1/embeddings`, in a process of its own; an empty `model` turns it off.
+
+    `model`: a built-in embedding model, or a folder. `aliases`: further names that clients may
+    request. `truncate`: texts that are too long are cut, which a header tells; else refused.
+    `threads`: of the process; 0: half of the processors. `cache_mib`: of vectors, by tenant; 0: no
+    cache. `waiting_tokens_max`: of texts that wait; a tenant may hold half of what others leave.
+    """
+
+    model: str = ""
+    aliases: tuple[str, ...] = ()
+    truncate: bool = True
+    threads: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    cache_mib: Annotated[int, Meta(ge=0, le=2**20)] = 64
+    waiting_tokens_max: Annotated[int, Meta(ge=2_048, le=2**40)] = 1_000_000
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -284,6 +302,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     admin: AdminConfig = AdminConfig()
     model: ModelSettings = ModelSettings()
     models: tuple[ServedModelSettings, ...] = ()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()
     limits: LimitsConfig = LimitsConfig()
     caching: CachingConfig = CachingConfig()
     tenancy: TenancyConfig = TenancyConfig()
@@ -331,7 +350,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         Raises BadPrice for an unknown class, and for a model's alias.
         """
         self.caching.check_card(card)
-        if any(card.model in one.aliases for one in self.served_models()):
+        aliases = [alias for one in self.served_models() for alias in one.aliases]
+        if card.model in (*aliases, *self.embeddings.aliases):
             message = f"model: {card.model!r} is an alias; expected the model's own name"
             raise BadPrice("bad_rate_card", message)
 
@@ -543,6 +563,12 @@ def _check_values(config: Config, origin: Origin) -> Config:
             raise ConfigError(
                 f"{at(path)}: invalid name {text!r}: expected a non-empty string without NUL"
             )
+    chat = (config.model.name, *config.model.aliases)
+    if shared := {*chat} & {config.embeddings.model, *config.embeddings.aliases}:
+        raise ConfigError(
+            f"{at('embeddings.model')}: {min(shared)!r} names the chat model too; expected another"
+            " name"
+        )
     try:
         check_place(config.tenancy.database)
     except StoreError as error:
@@ -574,8 +600,19 @@ def _check_values(config: Config, origin: Origin) -> Config:
             f" {BODIES_IN_FLIGHT_MIN * server.body_bytes_max}"
         )
     _check_engine(config.engine, at)
+    _check_levels(config.engine.levels, at)
     _check_models(config, at("models"))
     return config
+
+
+def _check_levels(levels: LevelsConfig, at: Callable[[str], str]) -> None:
+    """Check the levels below the device; what this machine can have is checked at the start."""
+    if "\x00" in levels.dir:
+        raise ConfigError(f"{at('engine.levels.dir')}: {levels.dir!r}; expected a path without NUL")
+    for name in ("disk_gib", "disk_write_gib_per_day", "look_ms"):
+        value = getattr(levels, name)
+        if not math.isfinite(value):
+            raise ConfigError(f"{at(f'engine.levels.{name}')}: {value}; expected a finite number")
 
 
 def check_web_address(text: str, what: str) -> None:

@@ -23,12 +23,14 @@ from gateway.caching import ContractManager
 from gateway.caching.namespaces import promised_blocks_default
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config
+from gateway.embeddings.embedder import Embedder
 from gateway.engines.served_models import ServedModels
 from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
+from gateway.levels.level_history import LevelHistory
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
@@ -87,6 +89,7 @@ class Context:
     `books`: the promises in the database. `responses`: writes the stored responses.
     `journal`: progress of the running streams.
     `ended`: requests that have ended, until the database has their counts.
+    `embeddings`: set if an embedding model is configured; closed with the gateway.
     `tracer`: set if tracing is on. `user_notes`: set if usage is attributed to users.
     `background`: tasks that must finish even if their caller is cancelled.
     """
@@ -111,12 +114,14 @@ class Context:
     log: Log
     read_config: Callable[[], Config]
     user_notes: UserNotes | None = None
+    embeddings: Embedder | None = None
     tracer: Tracer | None = None
     is_draining: bool = False
     preparations: PreparationPool = field(default_factory=PreparationPool)
     running: Counter[int] = field(default_factory=Counter)
     limited: Counter[int] = field(default_factory=Counter)
     churn: BlockChurn = field(default_factory=BlockChurn)
+    level_history: LevelHistory = field(default_factory=LevelHistory)
     holders: TenantCacheUsage = field(default_factory=TenantCacheUsage)
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)

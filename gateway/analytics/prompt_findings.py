@@ -120,7 +120,7 @@ class PromptFindings:
             epoch=context.epoch,
             losses=context.losses,
         )
-        reuse = changes.note(context.namespace, observed)
+        reuse = changes.note(context.namespace, observed, _siblings(context.namespace))
         for waste in self._wastes(context, record, reuse, missed, missed_tokens, ended_ms):
             self._add(context, waste, ended_ms)
 
@@ -159,6 +159,7 @@ class PromptFindings:
             waste = self._contract_waste(
                 context, cause, missed, missed_tokens, record, reuse, at_ms
             )
+        waste = waste or _other_key(record, reuse)
         if waste is not None:
             return [waste, *_first_use(context, record, reuse, is_counted=True)]
         found = [_Waste(NEW_CONVERSATION, "", 0)] if reuse.is_new_conversation else []
@@ -251,6 +252,19 @@ def _change(record: UsageRecord, reuse: PromptReuse) -> _Waste | None:
         "behind": int(change.is_repetition),
     }
     return _Waste(change.cause, fold_indexes(change.path), tokens, facts)
+
+
+def _other_key(record: UsageRecord, reuse: PromptReuse) -> _Waste | None:
+    """Return the tokens that were computed again because the request's key for its cache is another
+    one than that of earlier prompts with the same beginning."""
+    unread = min(reuse.known_elsewhere, record.total_in - 1)
+    tokens = unread - max(reuse.known, record.physical_cached)
+    return _Waste("cache_key_changes", "", tokens) if tokens >= LOST_TOKENS_MIN else None
+
+
+def _siblings(namespace: bytes) -> bytes:
+    """Return what namespaces share that differ in nothing but the partition."""
+    return "/".join(namespace_parts(namespace)[:-1]).encode()
 
 
 def _first_use(

@@ -3,8 +3,7 @@
     suspended ─ over_budget ─ limited ─ ok        the first that holds
 
 The status comes from the tenant's settings, its budgets and the refusals of the last hour: a raised
-budget shows at once, a raised limit within five minutes. The admin API and self-service show it;
-the module knows no route.
+budget or limit shows at once. The admin API and self-service show it; the module knows no route.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from gateway.api.usage_report import budget_body, budget_share
 from gateway.background.history_sampling import count_ended
 from gateway.context import Context
 from gateway.http import json_api
-from tenancy.accounting.request_records import last_request_ms
-from tenancy.accounting.samples import MINUTE_MS, read_samples
 from tenancy.accounts.keys import Key, list_keys
 from tenancy.accounts.tenants import TenantRecord
+from tenancy.history.request_records import last_request_ms
+from tenancy.history.samples import MINUTE_MS, read_samples
 from tenancy.pricing.budgets import BudgetState, budget_states
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.audit_log import AuditFilter, list_changes
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, Limits
 
 TenantStatus = Literal["ok", "limited", "over_budget", "suspended"]
 LIMITED_MS = 5 * MINUTE_MS
@@ -39,6 +38,9 @@ HOUR_MS = 60 * MINUTE_MS
 BUDGET_CODES = ("budget_exceeded",)
 LIMIT_CODES = ("rate_limit_exceeded", "request_exceeds_limit")
 """Codes of refusals by a tenant's or a key's own limits."""
+LIMIT_FIELDS = frozenset({*Limits.__struct_fields__, "limits", "what"})
+"""Values of the audit log that are limits: a tenant's, a key's, or both as the file declares."""
+CHANGES_READ_MAX = 1_000
 
 
 class Refusals(Struct, frozen=True):
@@ -65,14 +67,15 @@ class Refusals(Struct, frozen=True):
 
 
 class _Facts(Struct, frozen=True):
-    """What the database knows of a tenant's state. `budget_set_ms`, `suspended_ms`: when that was
-    changed last; None if the audit log does not tell."""
+    """What the database knows of a tenant's state. `budget_set_ms`, `limits_set_ms`,
+    `suspended_ms`: when that was changed last; 0 or None if the audit log does not tell."""
 
     budgets: list[BudgetState]
     keys: list[Key]
     written: list[tuple[int, Mapping[str, int]]]
     last_request_ms: int | None
     budget_set_ms: int
+    limits_set_ms: int
     suspended_ms: int | None
 
 
@@ -134,7 +137,22 @@ def _read(store: Store, tenant_id: int, name: str, now_ms: int) -> _Facts:
         written=[(one.at_ms, one.details.refusals) for one in samples if one.refused],
         last_request_ms=last_request_ms(store, tenant_id),
         budget_set_ms=budget_set[0].at_ms if budget_set else 0,
+        limits_set_ms=_limits_set_ms(store, tenant_id, now_ms),
         suspended_ms=suspended_ms,
+    )
+
+
+def _limits_set_ms(store: Store, tenant_id: int, now_ms: int) -> int:
+    """Return when a limit of the tenant or its keys was changed last; 0 if not in the last hour."""
+    recent = AuditFilter(tenant_id=tenant_id, since_ms=now_ms - HOUR_MS)
+    return next(
+        (
+            change.at_ms
+            for change in list_changes(store, recent, limit=CHANGES_READ_MAX)
+            if change.action.startswith(("tenant.", "key."))
+            and not LIMIT_FIELDS.isdisjoint((*(change.before or ()), *(change.after or ())))
+        ),
+        0,
     )
 
 
@@ -158,7 +176,7 @@ def _status(
         states.append(("over_budget", min(refused, default=None)))
         reasons += [_budget_sentence(one) for one in spent or hard]
         reasons += _counted(last_hour, BUDGET_CODES, "did not fit a budget")
-    limited = refusals.times(LIMIT_CODES, now_ms - HOUR_MS)
+    limited = refusals.times(LIMIT_CODES, max(facts.limits_set_ms, now_ms - HOUR_MS))
     if limited and max(limited) > now_ms - LIMITED_MS - MINUTE_MS:
         states.append(("limited", _streak_began_ms(limited)))
         reasons += _counted(last_hour, LIMIT_CODES, "exceeded a limit")

@@ -1,7 +1,8 @@
 """Reload of the configuration while the server runs: on SIGHUP, or by the admin API.
 
-A reload applies declared tenants, their keys and shared scopes. Other settings need a restart; the
-result lists those that differ. An unreadable or wrong file changes nothing. This module knows no
+A reload applies declared tenants, their keys and shared scopes, and webhooks with their secrets.
+Other settings need a restart; the result lists those that differ. An unreadable or wrong file
+changes nothing. This module knows no
 HTTP; `gateway.app` and `gateway.api.admin.tenants` call it.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct, structs
 
+from gateway.background.webhooks import WebhookSender
 from gateway.config import Config, ConfigError, effective
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
@@ -29,7 +31,8 @@ from tenancy.storage.audit_log import Actor
 class ReloadResult(Struct, frozen=True):
     """Changes to tenants, shared scopes and keys, and settings that need a restart.
 
-    `left`: tenants that an earlier file declared, if this file declares none.
+    `left`: tenants that an earlier file declared, if this file declares none. `webhooks`: names of
+    those that were added, changed or removed.
     """
 
     tenants: tuple[TenantChange, ...]
@@ -37,13 +40,17 @@ class ReloadResult(Struct, frozen=True):
     shared_scopes: tuple[ScopeChange, ...] = ()
     keys: tuple[KeyChange, ...] = ()
     left: tuple[str, ...] = ()
+    webhooks: tuple[str, ...] = ()
 
 
-async def reload(gateway: Context, by: Actor | None = None) -> ReloadResult:
+async def reload(
+    gateway: Context, webhooks: WebhookSender, by: Actor | None = None
+) -> ReloadResult:
     """Read the configuration and apply it. `by`: the administrator that asked, for the audit log.
     Raises Refusal, and changes nothing then."""
     try:
         config = await asyncio.to_thread(gateway.read_config)
+        endpoints = await asyncio.to_thread(webhooks.read, config)
         changes = await declare(gateway, config, by)
     except (ConfigError, TenancyError) as error:
         gateway.log("reload_refused", {"reason": str(error)})
@@ -54,8 +61,13 @@ async def reload(gateway: Context, by: Actor | None = None) -> ReloadResult:
         tuple(change for change in changes if isinstance(change, ScopeChange)),
         tuple(change for change in changes if isinstance(change, KeyChange)),
         await asyncio.to_thread(_undeclared_tenants, gateway, config),
+        await webhooks.apply(endpoints),
     )
-    facts = {"tenants": len(found.tenants), "keys": len(found.keys)}
+    facts = {
+        "tenants": len(found.tenants),
+        "keys": len(found.keys),
+        "webhooks": len(found.webhooks),
+    }
     gateway.log("reloaded", {**facts, "needs_restart": found.needs_restart})
     return found
 
@@ -108,7 +120,7 @@ def changed_settings(running: Config, read: Config) -> list[str]:
         {
             path: value
             for path, value, _ in effective(one, {})
-            if path not in ("tenants", "tenancy.shared_scopes")
+            if path not in ("tenants", "tenancy.shared_scopes", "webhooks")
         }
         for one in (running, read)
     )

@@ -17,11 +17,13 @@ from msgspec.structs import replace
 
 from engine.api import Stats
 from gateway.background.money_metrics import MoneyMetrics
+from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_holders
 from gateway.context import Context
 from gateway.observability.ended_requests import HOUR_MS, Minute, MinuteCounts
-from tenancy.accounting.request_records import delete_old_records, write_records
-from tenancy.accounting.samples import (
+from tenancy.errors import StoreError
+from tenancy.history.request_records import delete_old_records, write_records
+from tenancy.history.samples import (
     ALL_TENANTS,
     MINUTE_MS,
     Sample,
@@ -30,7 +32,6 @@ from tenancy.accounting.samples import (
     refused_since,
     write_samples,
 )
-from tenancy.errors import StoreError
 
 POLL_INTERVAL_S = 1.0
 """Interval of counting."""
@@ -123,41 +124,48 @@ class HistorySampling:
         self._money = MoneyMetrics(gateway)
         self._rates = [TokenRates() for _ in gateway.models]
         self._has_told_labels = False
-        self._task: asyncio.Task[None] | None = None
+        self._recorded_s, self._money_s = gateway.clock(), -math.inf
+        self._has_begun = False
+        self._task = PeriodicTask(
+            "history_sampling",
+            self._sample,
+            lambda: POLL_INTERVAL_S,
+            gateway.log,
+            gateway.clock,
+            begins_at_once=True,
+        )
 
     def start(self) -> None:
         """Start the task on the running event loop."""
-        self._task = asyncio.create_task(self._watch())
+        self._task.start()
 
     async def close(self) -> None:
         """Stop the task and write the last counts, those of the running minute too."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await self._task.close()
         await flush_requests(self._gateway)
         self._gateway.ended.end_minute()
         await self._write_minutes()
 
-    async def _watch(self) -> None:
+    async def _sample(self) -> None:
+        """Do what is due of counting, writing and clearing; the first round reads the past."""
         gateway = self._gateway
-        with suppress(StoreError):
-            gateway.ended.last_hour = await self._read_last_hour()
-        recorded_s, money_s = gateway.clock(), -math.inf
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            await count_ended(gateway)
-            self._update_rates()
-            self._tell_labels()
-            if gateway.clock() - recorded_s >= RECORDS_INTERVAL_S:
-                recorded_s = gateway.clock()
-                await flush_requests(gateway)
-            if gateway.ended.ended_minutes:
-                await self._write_minutes()
-                await self._clear_old()
-            if gateway.clock() - money_s >= MONEY_INTERVAL_S:
-                money_s = gateway.clock()
-                await self._money.update()
+        if not self._has_begun:
+            self._has_begun = True
+            with suppress(StoreError):
+                gateway.ended.last_hour = await self._read_last_hour()
+            return
+        await count_ended(gateway)
+        self._update_rates()
+        self._tell_labels()
+        if gateway.clock() - self._recorded_s >= RECORDS_INTERVAL_S:
+            self._recorded_s = gateway.clock()
+            await flush_requests(gateway)
+        if gateway.ended.ended_minutes:
+            await self._write_minutes()
+            await self._clear_old()
+        if gateway.clock() - self._money_s >= MONEY_INTERVAL_S:
+            self._money_s = gateway.clock()
+            await self._money.update()
 
     async def _write_minutes(self) -> None:
         """Write the minutes that have ended; a failed write is tried again."""

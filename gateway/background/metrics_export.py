@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from prometheus_client.core import Metric
 
+from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_churn
 from gateway.context import Context
-from gateway.observability.metrics import EngineState
+from gateway.observability.metrics import EncoderCounts, EngineState
 
 
 class MetricsExporter(Protocol):
@@ -44,6 +44,17 @@ async def refresh_metrics(gateway: Context) -> None:
         ],
     )
     telemetry.set_ledger_restarts(gateway.ledger.restarts)
+    if (embedder := gateway.embeddings) is not None:
+        encoder = embedder.encoder
+        telemetry.set_encoder(
+            EncoderCounts(
+                is_ready=encoder.is_ready,
+                waiting_tokens=encoder.waiting_tokens,
+                cached_bytes=embedder.cached_bytes,
+                restarts=encoder.restarts,
+                batches=encoder.batches,
+            )
+        )
     update_churn(gateway)
     promises = gateway.contracts.promises.by_class(gateway.clock())
     telemetry.set_cache_stats(promises, gateway.churn.all.total[0])
@@ -55,18 +66,22 @@ class MetricsExport:
     def __init__(self, gateway: Context, exporter: MetricsExporter) -> None:
         self._gateway = gateway
         self._exporter = exporter
-        self._task: asyncio.Task[None] | None = None
+        interval_s = gateway.config.metrics.interval_s
+        self._task = PeriodicTask(
+            "metrics_export", self.send, lambda: interval_s, gateway.log, gateway.clock
+        )
 
     def start(self) -> None:
         """Start the task on the running event loop."""
-        self._task = asyncio.create_task(self._watch())
+        self._task.start()
 
     async def close(self) -> None:
-        """Stop the task, send the last counts and close the connections."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        """Stop the task, send the last counts and close the connections.
+
+        An export under way ends first: its thread cannot be cancelled, and would take a connection
+        that nothing closes any more.
+        """
+        await self._task.close()
         await self.send()
         await asyncio.to_thread(self._exporter.close)
 
@@ -75,9 +90,3 @@ class MetricsExport:
         await refresh_metrics(self._gateway)
         families = list(self._gateway.telemetry.registry.collect())
         await asyncio.to_thread(self._exporter.send, families, self._gateway.wall())
-
-    async def _watch(self) -> None:
-        interval_s = self._gateway.config.metrics.interval_s
-        while True:
-            await asyncio.sleep(interval_s)
-            await self.send()

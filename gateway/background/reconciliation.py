@@ -13,6 +13,7 @@ from contextlib import suppress
 from engine.api import EngineInfo, Stats
 from engine.client.client import Engine
 from engine.errors import EngineError
+from gateway.background.periodic_task import PeriodicTask
 from gateway.context import Context
 from tenancy.accounting.reconcile import Counts, reconcile_living
 from tenancy.errors import LedgerUnavailable, StoreError
@@ -34,19 +35,18 @@ class Reconciler:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._task: asyncio.Task[None] | None = None
+        self._known_epochs, self._noted_s = set[str](), gateway.clock()
+        self._task = PeriodicTask(
+            "reconciliation", self._watch, lambda: POLL_INTERVAL_S, gateway.log, gateway.clock
+        )
 
     def start(self) -> None:
         """Start the task on the running event loop."""
-        self._task = asyncio.create_task(self._watch())
+        self._task.start()
 
     async def close(self) -> None:
         """Stop the task, after a last record if the engine still answers. Safe to call twice."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await self._task.close()
         await self.note(is_last=True)
 
     async def note(self, *, is_last: bool = False) -> None:
@@ -114,16 +114,14 @@ class Reconciler:
         return False
 
     async def _watch(self) -> None:
-        clock, known, noted_s = self._gateway.clock, set[str](), self._gateway.clock()
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            epochs = self._gateway.models.epochs()
-            if not epochs <= known:
-                known = epochs
-                await self.note()
-            elif not self._gateway.ledger.is_well:
-                await self.note()
-            if clock() - noted_s >= NOTE_INTERVAL_S:
-                noted_s = clock()
-                await self.note()
-                await self.check()
+        """Record the counts if they are due, and compare them."""
+        clock, epochs = self._gateway.clock, self._gateway.models.epochs()
+        if not epochs <= self._known_epochs:
+            self._known_epochs = epochs
+            await self.note()
+        elif not self._gateway.ledger.is_well:
+            await self.note()
+        if clock() - self._noted_s >= NOTE_INTERVAL_S:
+            self._noted_s = clock()
+            await self.note()
+            await self.check()

@@ -17,7 +17,8 @@ from contextlib import suppress
 from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
 from gateway.background.budget_alerts import BudgetAlerts
-from gateway.background.erasure import erase_removed
+from gateway.background.erasure import erase_removed, retry_pending
+from gateway.background.periodic_task import PeriodicTask
 from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
@@ -120,9 +121,13 @@ def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
 
 
 def update_churn(gateway: Context) -> None:
-    """Count inserted and evicted blocks since the last call. O(namespaces that changed)."""
-    moves, minute = gateway.models.take_moves(), gateway.wall() // 60_000
-    gateway.churn.update(moves, owner_of, minute)
+    """Count inserted and evicted blocks, and moves between levels, since the last call.
+
+    O(namespaces that changed).
+    """
+    moves, now_ms = gateway.models.take_moves(), gateway.wall()
+    gateway.churn.update(moves, owner_of, now_ms // 60_000)
+    gateway.level_history.update(gateway.models.stats(), now_ms)
 
 
 def update_holders(gateway: Context) -> None:
@@ -140,42 +145,46 @@ class StorageMetering:
         self._meters = {model.name: StorageMeter() for model in gateway.models}
         self._quotas = QuotaUpdates(gateway)
         self._budget_alerts = BudgetAlerts(gateway)
-        self._task: asyncio.Task[None] | None = None
+        self._written_s = self._churn_s = gateway.clock()
+        self._task = PeriodicTask(
+            "storage_metering",
+            self._meter_storage,
+            lambda: POLL_INTERVAL_S,
+            gateway.log,
+            gateway.clock,
+            begins_at_once=True,
+        )
 
     def start(self) -> None:
         """Start the task on the running event loop."""
-        self._task = asyncio.create_task(self._watch())
+        self._task.start()
 
     async def close(self) -> None:
         """Stop the task and write the last readings."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await self._task.close()
         self._update_meter()
         await self._write()
         await self.clear_expired()
 
-    async def _watch(self) -> None:
+    async def _meter_storage(self) -> None:
+        """Feed the meter, and do what is due of the upkeep."""
         clock = self._gateway.clock
-        written_s = churn_s = clock()
-        while True:
-            self._update_meter()
-            self._quotas.send_changes()
-            with suppress(StoreError):  # the next poll tries again
-                await self._quotas.record_floors_max()
-            if clock() - churn_s >= CHURN_INTERVAL_S:
-                churn_s = clock()
-                update_churn(self._gateway)
-            if clock() - written_s >= WRITE_INTERVAL_S:
-                written_s = clock()
-                await self._write()
-                with suppress(EngineError, StoreError):  # tried again in a minute
-                    await erase_removed(self._gateway)
-                await self.clear_expired()
-                self._quotas.resend_recent()
-                await self._budget_alerts.check()
-            await asyncio.sleep(POLL_INTERVAL_S)
+        self._update_meter()
+        self._quotas.send_changes()
+        with suppress(StoreError):  # the next poll tries again
+            await self._quotas.record_floors_max()
+        if clock() - self._churn_s >= CHURN_INTERVAL_S:
+            self._churn_s = clock()
+            update_churn(self._gateway)
+        if clock() - self._written_s >= WRITE_INTERVAL_S:
+            self._written_s = clock()
+            await self._write()
+            with suppress(EngineError, StoreError):  # tried again in a minute
+                await erase_removed(self._gateway)
+                await retry_pending(self._gateway)
+            await self.clear_expired()
+            self._quotas.resend_recent()
+            await self._budget_alerts.check()
 
     def _update_meter(self) -> None:
         now_ns = int(self._gateway.clock() * NS_PER_S)

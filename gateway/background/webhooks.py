@@ -14,7 +14,7 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,15 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from gateway.background.periodic_task import PeriodicTask
 from gateway.background.webhook_events import (
     FindFindings,
     WebhookEvents,
     findings_of_day,
     message_of,
 )
-from gateway.config import ConfigError, WebhookConfig, WebhookFormat, check_web_address
+from gateway.config import Config, ConfigError, WebhookConfig, WebhookFormat, check_web_address
 from gateway.context import Context
-from gateway.http.error_mapping import error_location
 from tenancy.accounting.webhook_outbox import (
     TEST_KIND,
     Delivery,
@@ -68,6 +68,9 @@ class WebhookEndpoint(Struct, frozen=True):
     events: frozenset[str]
     form: WebhookFormat
     secret: bytes = b""
+
+
+ReadEndpoints = Callable[[Config], Sequence[WebhookEndpoint]]
 
 
 def read_endpoints(
@@ -134,21 +137,52 @@ class WebhookSender:
         gateway: Context,
         endpoints: Sequence[WebhookEndpoint],
         findings: FindFindings = findings_of_day,
+        read: ReadEndpoints | None = None,
     ) -> None:
+        """`read`: returns the endpoints of a configuration with their secrets, for a reload; raises
+        ConfigError. Without it a reload changes none."""
         self.endpoints = tuple(endpoints)
+        self.read: ReadEndpoints = read or (lambda config: self.endpoints)
         self._gateway = gateway
         self._events = WebhookEvents(gateway, findings)
-        self._wakes = {one.name: asyncio.Event() for one in self.endpoints}
         self._session: aiohttp.ClientSession | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._search = self._task("webhooks", lambda: self.check(), lambda: CHECK_INTERVAL_S)
+        self._sending = {one.name: self._sending_of(one) for one in self.endpoints}
+        self._turn = asyncio.Lock()
+        self._is_started = False
 
     def start(self) -> None:
         """Start the tasks on the running event loop."""
-        if not self.endpoints:
-            return
-        self.open()
-        work = [self._watch(), *(self._serve(one) for one in self.endpoints)]
-        self._tasks = [asyncio.create_task(one) for one in work]
+        self._is_started = True
+        if self.endpoints:
+            self._begin(*self._sending.values())
+
+    async def apply(self, endpoints: Sequence[WebhookEndpoint]) -> tuple[str, ...]:
+        """Send to these endpoints from now on. Returns the names of those that were added, changed
+        or removed.
+
+        An attempt to a changed or removed endpoint is given up; what was not sent is sent to the
+        endpoint of that name, if there is one, now or after a later reload.
+        """
+        async with self._turn:
+            before = {one.name: one for one in self.endpoints}
+            after = {one.name: one for one in endpoints}
+            names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
+            await asyncio.gather(*(self._sending.pop(n).close(0) for n in names if n in before))
+            self.endpoints = tuple(endpoints)
+            added = {name: self._sending_of(after[name]) for name in names if name in after}
+            self._sending |= added
+            if self._is_started and added:
+                self._begin(*added.values())
+            return tuple(sorted(names))
+
+    def _begin(self, *tasks: PeriodicTask) -> None:
+        """Start tasks, before the first ones the HTTP client and the search."""
+        if self._session is None:
+            self.open()
+            self._search.start()
+        for task in tasks:
+            task.start()
 
     def open(self) -> None:
         """Open the HTTP client on the running event loop."""
@@ -159,11 +193,8 @@ class WebhookSender:
 
     async def close(self) -> None:
         """Stop the tasks; what was not sent is sent after the next start."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        self._is_started = False
+        await asyncio.gather(*(one.close(0) for one in (self._search, *self._sending.values())))
         if self._session is not None:
             await self._session.close()
 
@@ -234,7 +265,7 @@ class WebhookSender:
         put = partial(put_event, gateway.store, event, names, gateway.wall(), by)
         is_new = await asyncio.to_thread(put)
         for name in names:
-            self._wakes[name].set()
+            self._sending[name].wake()
         return is_new
 
     async def _post(
@@ -257,24 +288,20 @@ class WebhookSender:
             return None, type(error).__name__
         return status, None if 200 <= status < 300 else f"status {status}"
 
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self.check()
-            except Exception as error:  # a fault of one search must not end all later ones
-                self._gateway.log("webhook_search_failed", error_location(error))
-            await asyncio.sleep(CHECK_INTERVAL_S)
+    def _task(
+        self, name: str, work: Callable[[], Awaitable[None]], interval_s: Callable[[], float]
+    ) -> PeriodicTask:
+        log, clock = self._gateway.log, self._gateway.clock
+        return PeriodicTask(name, work, interval_s, log, clock, begins_at_once=True)
 
-    async def _serve(self, endpoint: WebhookEndpoint) -> None:
-        wake = self._wakes[endpoint.name]
-        while True:
-            with suppress(StoreError):  # tried again at the next poll
-                while await self.send_due(endpoint):
-                    pass
-            with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await wake.wait()
-            wake.clear()
+    def _sending_of(self, one: WebhookEndpoint) -> PeriodicTask:
+        return self._task(f"webhook {one.name}", partial(self._send_all, one), lambda: POLL_S)
+
+    async def _send_all(self, endpoint: WebhookEndpoint) -> None:
+        """Send what is due; a failed read or write of the store is tried again."""
+        with suppress(StoreError):
+            while await self.send_due(endpoint):
+                pass
 
 
 def request_of(

@@ -21,9 +21,10 @@ import apsw
 from msgspec import Struct, structs
 
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, resolve
+from engine.model_store import CATALOGUE, DEFAULT_ENCODER, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
+from gateway.cli.level_checks import check_levels
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
 from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, parse_address
@@ -65,7 +66,8 @@ def _run(call: CommandCall) -> CommandResult:
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(_addresses, _hosts, _encryption, _descriptors, _model, _memory, _keys, _webhooks),
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, _levels),
+        *(_keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.origin)
@@ -280,6 +282,23 @@ def _one_model(config: Config, name: str, source: str) -> Check:
         return Check(what, False, error.message, fix)
 
 
+def _embeddings(config: Config) -> list[Check]:
+    """Check that the embedding model is one, and that it is here or can be fetched."""
+    name, check = config.embeddings.model, "embedding model"
+    if not name:
+        return []
+    is_builtin = name in CATALOGUE
+    fix = f"set embeddings.model to {DEFAULT_ENCODER}, or to a folder of an encoder"
+    if is_builtin and not CATALOGUE[name].is_encoder:
+        return [Check(check, False, f"{name} generates text and embeds none", fix)]
+    try:
+        return [Check(check, True, str(resolve(name, config.models_dir)))]
+    except ModelError as error:
+        if is_builtin:
+            return [Check(check, True, f"{name}, fetched at the first start")]
+        return [Check(check, False, error.message, fix)]
+
+
 def _memory(config: Config) -> list[Check]:
     """Compare the machine's free memory with the models, the KV blocks and the processes."""
     try:
@@ -292,6 +311,11 @@ def _memory(config: Config) -> list[Check]:
         fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"
         return [Check("memory", False, plan.describe(), fix)]
     return [Check("memory", True, plan.describe())]
+
+
+def _levels(config: Config) -> list[Check]:
+    """Check the levels below the device, where they are configured."""
+    return [Check(one.check, one.ok, one.found, one.fix) for one in check_levels(config)]
 
 
 def _keys(config: Config) -> list[Check]:

@@ -6,9 +6,11 @@ import argparse
 import asyncio
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
 from gateway import app
@@ -16,6 +18,7 @@ from gateway.cli.database import ADMIN_KEY_FILE, KEY_FILE, open_store, prepare_d
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, parse_address
 from gateway.engines.memory import lacking_memory
+from gateway.levels.placement import ServerLock, check_levels, levels_dir
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -25,8 +28,8 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
     """Serve until a signal, and return the exit status. Fetches missing built-in models first.
 
     `read_config` returns the settings as they are now, for a reload. Raises CommandError for an
-    address or a data directory that cannot be used, before a model is fetched or loaded, and for
-    several models that do not fit into memory together.
+    address or a data directory that cannot be used, for several models that do not fit into memory
+    together, and ConfigError for levels that this machine cannot have, before a model is loaded.
     """
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
@@ -36,7 +39,17 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
         raise CommandError(
             f"cannot use the data directory {config.data}: {error.strerror}"
         ) from error
+    check_levels(config)
+    with ExitStack() as held:
+        if config.engine.levels.disk_gib:
+            held.callback(ServerLock(levels_dir(config)).close)
+        return _run(config, say, progress, read_config)
+
+
+def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
+    """Serve in a checked data directory; see `run`."""
     cards = prepared_models(config, say, progress)
+    encoder = prepared_encoder(config, say, progress)
     if lack := lacking_memory(config):
         raise CommandError(lack)
     names = ", ".join(one.name for one in config.served_models()) or cards[0].name
@@ -47,7 +60,7 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
             say(line)
 
     try:
-        return asyncio.run(app.serve(config, cards, store, announce, read_config))
+        return asyncio.run(app.serve(config, cards, store, announce, read_config, encoder))
     finally:
         store.close()
 
@@ -78,15 +91,40 @@ def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelC
 
 def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> ModelCard:
     """Resolve a model, fetch a missing built-in one, and prepare it. Raises ModelError."""
+    if name in CATALOGUE and CATALOGUE[name].is_encoder:
+        message = f"{name} embeds texts and generates none; expected it as embeddings.model"
+        raise ModelError("unsupported", message)
+    source = _found_model(name, models, say, progress)
+    return prepare(_short_name(name, source), source, models)
+
+
+def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCard | None:
+    """Do the same for the embedding model; None if there is none. Raises ModelError."""
+    name, models = config.embeddings.model, config.models_dir
+    if not name:
+        return None
+    if name in CATALOGUE and not CATALOGUE[name].is_encoder:
+        message = f"{name} generates text; expected an embedding model as embeddings.model"
+        raise ModelError("unsupported", message)
+    source = _found_model(name, models, say, progress)
+    return prepare_encoder(_short_name(name, source), source, models)
+
+
+def _short_name(name: str, source: Path) -> str:
+    if name in CATALOGUE:
+        return name
+    return source.stem if source.is_file() else source.name
+
+
+def _found_model(name: str, models: Path, say: Say, progress: Progress) -> Path:
+    """Return the file or folder of a model; fetches a missing built-in one."""
     try:
-        source = resolve(name, models)
+        return resolve(name, models)
     except ModelError as error:
         if error.code != "not_found" or name not in CATALOGUE:
             raise
         say(f"fetching {name}")
-        source = pull(name, models, progress)
-    short = name if name in CATALOGUE else source.stem if source.is_file() else source.name
-    return prepare(short, source, models)
+        return pull(name, models, progress)
 
 
 def check_address(address: str, what: str) -> None:

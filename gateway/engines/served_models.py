@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.api import EngineInfo, Namespace, NamespaceStats, Stats
+from engine.api import EngineInfo, Erased, Namespace, NamespaceStats, Stats
 from engine.client.cache_event_totals import BlockMoves
 from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
@@ -25,7 +25,9 @@ RETRY_AFTER_S = 2.0
 """Seconds that a client should wait for an engine that is being started."""
 _MODEL_PART = 2
 """Where the model stands among the parts of a namespace."""
-_COUNTS = tuple(name for name in Stats.__struct_fields__ if name not in ("call_id", "changed"))
+_COUNTS = tuple(
+    name for name in Stats.__struct_fields__ if name not in ("call_id", "changed", "levels")
+)
 
 
 def _no_restarts() -> int:
@@ -165,7 +167,10 @@ class ServedModels:
         return found
 
     def stats(self) -> Stats:
-        """Return the sums of all engines' latest heartbeats, rates too: they run side by side."""
+        """Return the sums of all engines' latest heartbeats, rates too: they run side by side.
+
+        The levels are those of the first model that has any.
+        """
         return _sum([model.engine.stats for model in self._models])
 
     def floor_blocks_max(self) -> int | None:
@@ -197,13 +202,13 @@ class ServedModels:
         what it held cannot be told."""
         await asyncio.gather(*(model.engine.get_stats() for model in self._models))
 
-    async def erase(self, namespace: Namespace, lease_id: str | None = None) -> int:
-        """Erase a namespace, or a lease in it; return the erased blocks. 0 for a model that is not
-        served: no engine can read its blocks. Raises EngineError."""
+    async def erase(self, namespace: Namespace, lease_id: str | None = None) -> Erased:
+        """Erase a namespace, or a lease in it; return what was erased. Nothing for a model that is
+        not served: no engine can read its blocks. Raises EngineError."""
         model = self._only_or_of(namespace)
         if model is None:
-            return 0
-        return (await model.engine.erase(namespace, lease_id=lease_id)).blocks
+            return Erased(0, 0)
+        return await model.engine.erase(namespace, lease_id=lease_id)
 
     def restarts(self) -> int:
         """Return the restarts of all engines together."""
@@ -216,4 +221,7 @@ class ServedModels:
 def _sum(each: Sequence[Stats]) -> Stats:
     if len(each) == 1:
         return each[0]
-    return Stats(**{name: sum(getattr(one, name) for one in each) for name in _COUNTS})
+    levels = next((one.levels for one in each if one.levels), ())
+    return Stats(
+        **{name: sum(getattr(one, name) for one in each) for name in _COUNTS}, levels=levels
+    )

@@ -9,6 +9,7 @@ only here. `gateway.generation.generation` and the quote handler call it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from msgspec import Struct
 
@@ -22,13 +23,14 @@ from engine.api import (
     all_in_vocabulary,
     tokens_within,
 )
-from gateway.caching.namespaces import payer_of, quota_of, scaled
+from gateway.caching.namespaces import fidelity_of, may_rest, payer_of, quota_of, scaled
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
 from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.waiting_requests import WaitingRequests
 from tenancy.types import Identity
 
+_token_ids = attrgetter("token_ids")
 ECHO_ENTRIES_MAX = 1_000_000
 """Most logprobs of prompts that one answer repeats: some 15 MB, which take 45 ms to encode."""
 SEQUENCES_PER_CALL_MAX = 128
@@ -76,12 +78,15 @@ def admit(
     kept = leases or [()] * len(rendered)
     default, scale = now.promised_blocks_default, now.quota_scale
     quota = quota_of(identity.blocks_policy, payer_of(identity), default, scale)
+    fidelity = fidelity_of(identity, call.fidelity)
     requests = [
         Request(
             request_id=request_id if len(rendered) == 1 else f"{request_id}-{number}",
             tokens=prompt.token_ids,
             max_tokens=budget,
-            grant=CacheGrant(namespace, quota, kept[number]),
+            grant=CacheGrant(
+                namespace, quota, kept[number], fidelity=fidelity, at_rest=may_rest(identity)
+            ),
             sampling=generation.sampling,
             samples=generation.samples,
             stop_token_ids=_stops(generation, now),
@@ -234,7 +239,7 @@ def _check_queue(rendered: Sequence[Rendered], identity: Identity, now: Admissio
     it only by their share.
     """
     tenant_id, wait_s = identity.tenant.tenant_id, _wait_s(identity, now)
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
+    prompt_tokens = sum(map(len, map(_token_ids, rendered)))
     reason = ""
     if wait_s > now.limits.queue_timeout_s:
         reason = (

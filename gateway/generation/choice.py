@@ -97,8 +97,8 @@ class Choice:
         """Split tokens into single ones if the token that ends a call or a thought must be
         known."""
         output = self.output
-        is_parsed = output.reads_calls or output.is_thinking
-        if is_parsed and (self._wants_logprobs or not output.parallel or output.is_thinking):
+        is_parsed = output.reads_calls or output.may_think
+        if is_parsed and (self._wants_logprobs or not output.parallel or output.may_think):
             return ([token] for token in tokens)
         return (tokens,)
 
@@ -107,7 +107,8 @@ class Choice:
         piece = ""
         if self._last_stop is not None and reason != "stop":
             piece = self._decode(self._last_stop)
-        return self._delta(piece + self._text.finish(), is_last=True)
+        piece += self._text.finish()
+        return self._delta(piece, is_last=True) if piece or self._waiting else None
 
     @property
     def decoded_tokens(self) -> int:
@@ -201,7 +202,7 @@ class OutputParser:
 
     `reads_calls`: tools may be called. `parallel`: more than once. `thought`: whether the prompt
     opened a thought, or the answer may begin with one (`Rendered`). `is_thinking`: the output so
-    far ends inside a thought.
+    far ends inside a thought; `may_think`: there, or where one may begin.
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class OutputParser:
     ) -> None:
         self._index = index
         self._format = prompt.output_format
+        self._is_checked = self._format != _ANY_FORMAT
         self._texts: list[str] = []
         self._tokens: list[TokenText] = []
         self.parallel = prompt.tool_choice.parallel
@@ -227,6 +229,7 @@ class OutputParser:
             self._thoughts = ThinkingSplitter(renderer.thinking, is_open=thought == "open")
         self.reads_thoughts = bool(thought)
         self.is_thinking = self._thoughts is not None and self._thoughts.is_thinking
+        self.may_think = self._thoughts is not None
         self._shows_thoughts = prompt.thinking.is_shown
         self._undecided: tuple[TokenText, ...] = ()
         """Tokens whose text may yet become a thought or text."""
@@ -252,7 +255,7 @@ class OutputParser:
     @property
     def has_calls(self) -> bool:
         """Whether any tool was called."""
-        return self.calls > 0
+        return self._parser is not None and self._parser.calls > 0
 
     @property
     def is_holding(self) -> bool:
@@ -265,13 +268,14 @@ class OutputParser:
         """Return the deltas that are certain after more text."""
         if self._thoughts is None:
             return self._push_text(text)
+        was_answering = self._thoughts.is_answering
         thought, rest = self._thoughts.push(text.text)
-        self.is_thinking = self._thoughts.is_thinking
+        self.is_thinking, self.may_think = self._thoughts.is_thinking, self._thoughts.may_think
         deltas = self._thought(thought)
         tokens, self._undecided = (*self._undecided, *text.tokens), ()
-        if rest or (tokens and self._thoughts.is_answering):
+        if rest or (tokens and was_answering and self._thoughts.is_answering):
             deltas += self._push_text(Text(self._index, rest, tokens))
-        elif self._thoughts.is_holding and not self.is_thinking:
+        elif self._thoughts.is_undecided:
             self._undecided = tokens
         return deltas
 
@@ -280,7 +284,8 @@ class OutputParser:
 
     def _push_text(self, text: Text) -> list[Delta]:
         if self._parser is None:
-            self._remember_text(text.text)
+            if self._is_checked:
+                self._texts.append(text.text)
             return [text]
         self._tokens.extend(text.tokens)
         return self._deltas(self._parser.push(text.text))
@@ -306,7 +311,8 @@ class OutputParser:
         deltas: list[Delta] = []
         for piece in found:
             if isinstance(piece, ParsedText):
-                self._remember_text(piece.text)
+                if self._is_checked:
+                    self._texts.append(piece.text)
                 deltas.append(Text(self._index, piece.text, self._take_tokens()))
             else:
                 self._tokens.clear()  # these tokens are part of a call, not of text
@@ -314,10 +320,6 @@ class OutputParser:
                     CallText(self._index, piece.call, piece.call_id, piece.name, piece.arguments)
                 )
         return deltas
-
-    def _remember_text(self, text: str) -> None:
-        if self._format != _ANY_FORMAT:
-            self._texts.append(text)
 
     def _take_tokens(self) -> tuple[TokenText, ...]:
         tokens, self._tokens = tuple(self._tokens), []

@@ -19,7 +19,7 @@ from gateway.dialects.tolerance import label_of
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
 from gateway.generation.rate_limits import actual_usage
-from gateway.generation.usage import sum_usage
+from gateway.generation.usage import sum_loaded, sum_usage
 from gateway.http.request_context import RequestState
 from tenancy.limits import NO_DEMAND, Reservation
 from tenancy.pricing.charges import is_charged
@@ -42,6 +42,7 @@ class Outcome:
         self._prepared = prepared
         self._limit_reservation = limit_reservation
         self._records: Sequence[UsageRecord] | None = None
+        self._missed: list[str] = []
         identity = state.identity
         assert identity is not None, "answers have an owner"
         self._tenant, self._tenant_id = identity.tenant.name, identity.tenant.tenant_id
@@ -58,8 +59,9 @@ class Outcome:
         self._limit_reservation.settle(actual_usage(usage) if is_charged(ending) else NO_DEMAND)
         state.prompt_tokens = usage.total_in
         state.cached_tokens = usage.physical_cached
-        state.cache_read_tokens = usage.read_tokens()
-        state.cache_write_tokens = usage.write_tokens()
+        state.loaded_tokens = sum_loaded(self._prepared.contracts)
+        state.cache_read_tokens = read = usage.read_tokens()
+        state.cache_write_tokens = written = usage.write_tokens()
         state.output_tokens = usage.out
         state.first_token_s = output.first_token_s
         if len(self._prepared.rendered) == 1:
@@ -73,13 +75,13 @@ class Outcome:
         telemetry.output_format_violations.add(output.format_violations)
         for label in self._ignored:
             telemetry.ignored_fields.add(1, label)
+        telemetry.contract_tokens.add(tenant, read, written, usage.breached_tokens)
         for contract in self._prepared.contracts:
             contract.finish(state.response_id)
-        for contract, record in zip(self._prepared.contracts, records, strict=False):
-            telemetry.contract_tokens.add(
-                tenant, record.read_tokens(), record.write_tokens(), record.breached_tokens
-            )
-            if missed := contract.why_missed():
+        for contract in self._prepared.contracts[: len(records)]:
+            missed = contract.why_missed()
+            self._missed.append(missed)
+            if missed:
                 telemetry.misses.add(1, missed)
                 if not state.missed:
                     state.missed, state.missed_tokens = missed, contract.missed_tokens
@@ -100,7 +102,7 @@ class Outcome:
                     record=record,
                     prompt=prompt,
                     first_token_s=output.first_token_s,
-                    missed=contract.why_missed(),
+                    missed=self._missed[number],
                     missed_tokens=contract.missed_tokens,
                     ending=ending,
                     is_further=number > 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
+from operator import attrgetter
 from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec import Struct
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from engine.api import Retention
 from gateway.caching import CacheScope, Contract, PrefixOrigin
-from gateway.caching.namespaces import namespace_of
+from gateway.caching.namespaces import fidelity_of, namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.engines.served_models import ServedModel
@@ -54,6 +55,7 @@ JOINED_CHARS_MAX = 4
 combining marks)."""
 
 
+_token_ids = attrgetter("token_ids")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -72,13 +74,16 @@ class Prepared(Struct, frozen=True):
     @property
     def tokens(self) -> int:
         """Tokens of all prompts together."""
-        return sum(len(prompt.token_ids) for prompt in self.rendered)
+        return sum(map(len, map(_token_ids, self.rendered)))
 
 
 def check_model(gateway: Context, call: Call) -> ServedModel:
     """Return the model that a call names. Raises Refusal if it is not served."""
     model = gateway.models.by_name.get(call.model)
     if model is None:
+        if gateway.embeddings is not None and call.model in gateway.embeddings.names:
+            message = f"model: {call.model[:80]!r} embeds texts; expected it at /v1/embeddings."
+            raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
         names = ", ".join(gateway.models.names)
         name = call.model[:80]
         message = f"Model not found: the model `{name}` does not exist; expected one of: {names}."
@@ -125,14 +130,18 @@ async def prepare(
 
 def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScope:
     """Return the scope whose prefixes a call may read and write."""
-    namespace = namespace_of(identity, now.model_key, now.template_digest, call.partition)
+    fidelity = fidelity_of(identity, call.fidelity)
+    key, template = now.model_key, now.template_digest
+    namespace = namespace_of(identity, key, template, call.partition, fidelity)
     tenant_id = identity.tenant.tenant_id
     # Written prefixes belong to the shared scope's owner; a tenant's earlier prompts stay its own.
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
     origin = PrefixOrigin(tenant_id, now.model_key, now.template_digest)
     policy = identity.policy
-    return CacheScope(namespace, owner_id, name, policy.classes, origin, policy.default_class)
+    return CacheScope(
+        namespace, owner_id, name, policy.classes, origin, policy.default_class, fidelity
+    )
 
 
 def admission_context(gateway: Context, model: ServedModel, tenant_id: int) -> AdmissionContext:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
-from tenancy.accounting.request_users import UserNote, user_ref, write_users
 from tenancy.errors import StoreError
+from tenancy.history.request_users import UserNote, user_ref, write_users
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, WallClock
 

@@ -17,8 +17,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from gateway.observability.metrics import Metrics, cache_outcome
-from tenancy.accounting.request_records import RequestRecord, received_ms
-from tenancy.accounting.samples import ALL_TENANTS, MINUTE_MS, Sample, SampleDetails, add_details
+from tenancy.history.request_records import RequestRecord, received_ms
+from tenancy.history.samples import ALL_TENANTS, MINUTE_MS, Sample, SampleDetails, add_details
 from tenancy.reuse.miss_ratio_curve import bucket_of
 from tenancy.types import WallClock
 

@@ -55,6 +55,7 @@ from gateway.prompt.template import ChatTemplate
 from gateway.prompt.token_budget import TokenBudget
 from gateway.prompt.tokenizer import PieceTokenizer
 from gateway.structured_output.grammars import behind_thought, build_grammar
+from gateway.structured_output.harmony_grammar import harmony_grammar
 from gateway.structured_output.json_text import collect_strings, parse_json
 from gateway.structured_output.thinking import ThinkingFormat, detect_thinking
 from gateway.structured_output.tool_styles import ToolStyle, detect_style
@@ -180,7 +181,10 @@ class Renderer:
             rendered = self._render_full(prompt, owner, encode)
         else:
             rendered = _render_shape(prompt, shape, encode)
-        if rendered.thought:
+        if rendered.thought and self.thinking.kind == "harmony":
+            tokens_max = self.thinking.budget(prompt.thinking)
+            grammar = harmony_grammar(prompt, self._marker_ids, tokens_max)
+        elif rendered.thought:
             grammar = behind_thought(
                 grammar, self.thinking, rendered.thought, self._marker_ids, prompt.thinking
             )

@@ -37,7 +37,11 @@ _LENIENT_OPTIONS = {**_OPTIONS, "lenient": True, "coerce_one_of": True}
 """Options for callable tools and formats that are not strict: keywords that
 cannot be enforced during decoding are ignored."""
 
-_OBJECT = '{"type": "object"}'
+_SPACE = r"/[ \t\r\n]{0,8}/"
+"""White space around a thought: what the splitter drops, and no more than templates write."""
+
+ANY_OBJECT = '{"type": "object"}'
+"""The schema of arguments that no schema holds."""
 
 
 def build_grammar(
@@ -49,7 +53,7 @@ def build_grammar(
     that is too big, too deep or not an object, and for a tool choice that names an unknown tool.
     """
     wanted = prompt.output_format
-    answer = _output_grammar(wanted)
+    answer = answer_grammar(wanted)
     choice = prompt.tool_choice
     if not prompt.tools or choice.mode == "none":
         return answer
@@ -77,14 +81,14 @@ def behind_thought(
     if not thought or style.kind != "tags" or (grammar is None and not budget):
         return grammar
     is_token = style.closing in marker_ids
-    closing = f"<[{marker_ids[style.closing]}]>" if is_token else _literal(style.closing)
-    options = [] if is_token else [f"stop={_literal(style.closing)}"]
+    closing = f"<[{marker_ids[style.closing]}]>" if is_token else literal(style.closing)
+    options = [] if is_token else [f"stop={literal(style.closing)}"]
     options += [f"max_tokens={budget}"] if budget else []
     attributes = f"[{', '.join(options)}]" if options else ""
     rules = [
         f"thought{attributes}: /(?s:.*)/",
-        r"answer: /\s*/ wanted",
-        f"wanted: {_nested(grammar)}",
+        f"answer: {_SPACE} wanted",
+        f"wanted: {nested(grammar)}",
     ]
     start = f"thought {closing} answer"
     if thought == "possible":
@@ -95,10 +99,12 @@ def behind_thought(
 
 def _opened(style: ThinkingFormat, marker_ids: Mapping[str, int]) -> str:
     token_id = marker_ids.get(style.opening)
-    return rf"/\s*{_regex(style.opening)}/" if token_id is None else f"<[{token_id}]>"
+    if token_id is None:
+        return f"{_SPACE} {literal(style.opening)}"
+    return f"<[{token_id}]>"
 
 
-def _nested(grammar: Grammar | None) -> str:
+def nested(grammar: Grammar | None) -> str:
     """Return a grammar as the right side of a rule."""
     if grammar is None:
         return "/(?s:.*)/"
@@ -108,7 +114,7 @@ def _nested(grammar: Grammar | None) -> str:
         case "regex":
             return f"/{_between_slashes(grammar.text)}/"
         case "json_object":
-            return f"%json {_OBJECT}"
+            return f"%json {nested_schema(ANY_OBJECT, 'schema', strict=True)}"
         case _:
             options = _OPTIONS if grammar.kind == "json_schema" else _LENIENT_OPTIONS
             return f"%json {_schema_text({**json.loads(grammar.text), 'x-guidance': options})}"
@@ -145,7 +151,8 @@ def callable_tools(prompt: Prompt) -> tuple[Tool, ...]:
     return tuple(tool for tool in prompt.tools if not names or tool.name in names)
 
 
-def _output_grammar(wanted: OutputFormat) -> Grammar | None:
+def answer_grammar(wanted: OutputFormat) -> Grammar | None:
+    """Return the grammar of an output format alone; None for text. Raises Refusal."""
     if wanted.kind == "json_schema":
         schema = parse_schema(wanted.schema, wanted.path)
         supported = _supported_schema(schema, wanted.path, strict=wanted.strict)
@@ -188,18 +195,18 @@ class _LarkGrammar:
         objects = []
         for number, tool in enumerate(tools):
             head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{style.arguments}": '
-            objects.append(f'{_literal(head)} arguments_{number} "}}"')
-            text = tool.parameters if tool.strict or is_forced else _OBJECT
-            schema = _schema(text, tool.path, strict=tool.strict)
+            objects.append(f'{literal(head)} arguments_{number} "}}"')
+            text = tool.parameters if tool.strict or is_forced else ANY_OBJECT
+            schema = nested_schema(text, tool.path, strict=tool.strict)
             self._rules.append(f"arguments_{number}: %json {schema}")
         self._rules.append("object: " + " | ".join(f"({text})" for text in objects))
         self._is_forced = is_forced
 
     def text(self, answer: Grammar | None, *, parallel: bool) -> str:
         """Return the grammar's text. `answer`: the grammar of text without a call."""
-        more = f" ({_literal(self._style.between)} call)*" if parallel else ""
+        more = f" ({literal(self._style.between)} call)*" if parallel else ""
         if self._style.listed:
-            more = f" ({_literal(self._style.between)} object)*" if parallel else ""
+            more = f" ({literal(self._style.between)} object)*" if parallel else ""
             self._rule("call", f'{self._marker(self._opening)} "[" object{more} "]"')
             calls = "call"
         else:
@@ -208,10 +215,7 @@ class _LarkGrammar:
         if self._is_forced:
             start = calls
         elif answer is not None:
-            strict = answer.kind != "lenient_json_schema"
-            self._rule(
-                "answer", f"%json {_schema(answer.text or _OBJECT, 'schema', strict=strict)}"
-            )
+            self._rule("answer", nested(answer))
             start = f"({calls}) | answer"
         else:
             start = self._free(calls, parallel=parallel)
@@ -223,8 +227,8 @@ class _LarkGrammar:
             return f"({self._marker(self._opening)})? object"
         before, after = style.opening.partition(self._opening)[2], style.closing
         closing = after.strip()
-        end = f"{_literal(after[: len(after) - len(closing)])} {self._marker(closing)}"
-        return f"{self._marker(self._opening)} {_literal(before)} object {end}"
+        end = f"{literal(after[: len(after) - len(closing)])} {self._marker(closing)}"
+        return f"{self._marker(self._opening)} {literal(before)} object {end}"
 
     def _free(self, calls: str, *, parallel: bool) -> str:
         """Return a rule for free text with calls; text that begins a call must be a call."""
@@ -241,20 +245,21 @@ class _LarkGrammar:
         self._rule("upto[lazy]", f"/(?s:.*){opening}/")
         self._rule("TEXT", f"/(?s:.*)/ & ~/(?s:.*){opening}(?s:.*)/")
         self._rules = [
-            rule.replace(f"call: {_literal(self._opening)} ", "call: upto ", 1)
+            rule.replace(f"call: {literal(self._opening)} ", "call: upto ", 1)
             for rule in self._rules
         ]
         return f"call{times} TEXT"
 
     def _marker(self, text: str) -> str:
         token_id = self._marker_ids.get(text)
-        return _literal(text) if token_id is None else f"<[{token_id}]>"
+        return literal(text) if token_id is None else f"<[{token_id}]>"
 
     def _rule(self, name: str, text: str) -> None:
         self._rules.append(f"{name}: {text}")
 
 
-def _schema(text: str, path: str, *, strict: bool) -> str:
+def nested_schema(text: str, path: str, *, strict: bool) -> str:
+    """Return a JSON schema with its options, as it stands behind `%json`. Raises Refusal."""
     schema = parse_schema(text, path)
     options = _OPTIONS if strict else _LENIENT_OPTIONS
     return _schema_text({**_supported_schema(schema, path, strict=strict), "x-guidance": options})
@@ -275,7 +280,8 @@ def _schema_text(schema: Mapping[str, object]) -> str:
     return json.dumps(schema, ensure_ascii=True)
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """Return a text as Lark writes it."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -123,6 +123,16 @@ class ThinkingSplitter:
         return self._place == "thought"
 
     @property
+    def may_think(self) -> bool:
+        """Whether a thought may still begin or go on."""
+        return self._place in ("start", "thought")
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the text so far may yet be a thought or text."""
+        return self._place == "start"
+
+    @property
     def is_answering(self) -> bool:
         """Whether the text so far ends inside the answer."""
         return self._place == "text"
@@ -198,6 +208,8 @@ def _held_back(text: str, marker: str) -> int:
     return 0
 
 
+_HEADERS = ("<|channel|>", "<|start|>", "to=functions.")
+"""How the first message may begin: the prompt wrote its role, or a recipient follows the role."""
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 
 
@@ -216,8 +228,18 @@ class HarmonySplitter:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the text so far ends inside a thought, or before the first message."""
+        """Whether the text so far ends inside a thought or before a message."""
+        return self._place in ("header", "thought")
+
+    @property
+    def may_think(self) -> bool:
+        """Whether a thought may begin or go on before more text."""
         return self._place in ("start", "header", "thought")
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the text so far may yet be a message's header or text."""
+        return self._place == "start"
 
     @property
     def is_answering(self) -> bool:
@@ -252,10 +274,9 @@ class HarmonySplitter:
         """Take one piece; False if more text is needed."""
         if self._place == "start":
             begun = self._held.lstrip(_SPACE)
-            markers = ("<|channel|>", "<|start|>")
-            if any(marker.startswith(begun) for marker in markers):
+            if any(head.startswith(begun) for head in _HEADERS):
                 return False  # also for no text so far
-            self._place = "header" if begun.startswith(markers) else "text"
+            self._place = "header" if begun.startswith(_HEADERS) else "text"
             return True
         if self._place == "header":
             return self._read_header(texts)

@@ -19,6 +19,7 @@ from tenancy.accounts.tenants import create_tenant
 from tests.e2e.browser import CHROMIUM, DRIVER, Page, open_browser
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
+from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
 
 pytestmark = [
     pytest.mark.skipif(
@@ -33,6 +34,7 @@ WORDS = {
     "requests": "Ended requests, newest first",
     "findings": "Could be saved",
     "cache": "The pool",
+    "memory": "Nothing is kept below the device",
     "money": "Rate cards",
     "access": "this one",
     "audit": "Audit log",
@@ -96,7 +98,7 @@ async def test_refuses_a_wrong_key_and_shows_no_data(gateway: GatewayFixture, br
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, 1440, 1920])
 async def test_pages_are_accessible(
     signed_in: tuple[Page, AdminClient], scheme: str, width: int
 ) -> None:
@@ -113,6 +115,25 @@ async def test_pages_are_accessible(
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     assert {name: faults for name, faults in found.items() if faults} == {}
+
+
+async def test_memory_shows_levels_their_owners_and_why_one_is_off(
+    signed_in: tuple[Page, AdminClient], gateway: GatewayFixture
+) -> None:
+    """Each level with its bytes, and the reason of one that is off; without a fault."""
+    page, _ = signed_in
+    context = gateway.gateway.context
+    engine = ReportedEngine(context.engine, STATS)
+    engine.set_level("disk", state="off", reason="read-only file system")
+    setattr(context, "engine", engine)  # noqa: B010 (another class than the declared one)
+    text = await asyncio.to_thread(page.open, "memory", "Load or compute")
+    text = await asyncio.to_thread(page.see, "ada")
+
+    assert "The disk level is off: read-only file system, since" in text
+    assert "Nothing is kept below the device" not in text
+    assert "88 cached tokens" in text
+    assert "not measured yet" in text
+    assert await asyncio.to_thread(page.faults) == []
 
 
 async def test_makes_a_tenant_and_a_key_that_works(

@@ -20,9 +20,9 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_context import STATE
-from tenancy.accounting.samples import ALL_TENANTS
 from tenancy.accounts import tenants
 from tenancy.errors import BadName
+from tenancy.history.samples import ALL_TENANTS
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Store
@@ -175,7 +175,7 @@ class _AnalyticsHandlers:
                 {
                     **one.shown(scopes),
                     **({"model": model.name} if gateway.models.are_several else {}),
-                    "partition": bool(parts_of(one.stats.namespace)[4:] not in ((), ("",))),
+                    "partition": bool(parts_of(one.stats.namespace)[4:5] not in ((), ("",))),
                     "blocks": one.stats.blocks,
                     "branches": [asdict(branch) for branch in surveyed.branches],
                 }

@@ -21,8 +21,10 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Route
-from tenancy.accounting.history import LedgerBucket, ledger_history
-from tenancy.accounting.samples import (
+from tenancy.accounting.usage import usage
+from tenancy.accounts.tenants import find_tenant_record
+from tenancy.history.ledger_history import LedgerBucket, ledger_history
+from tenancy.history.samples import (
     ALL_TENANTS,
     HOUR_MS,
     MINUTE_MS,
@@ -31,8 +33,6 @@ from tenancy.accounting.samples import (
     read_samples,
     sampled_times,
 )
-from tenancy.accounting.usage import usage
-from tenancy.accounts.tenants import find_tenant_record
 from tenancy.pricing.budgets import BudgetState, budget_states, window_of
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
 from tenancy.reuse.miss_ratio_curve import LogHistogram
@@ -50,6 +50,7 @@ STEPS_MS = (
 FINE_MS = 2 * DAY_MS
 """Samples of minutes exist for so long; longer or older periods have buckets of hours."""
 _QUANTILES = (("p50", 0.5), ("p95", 0.95))
+_RANGE_QUANTILES = (*_QUANTILES, ("p99", 0.99))
 T = TypeVar("T")
 
 
@@ -172,6 +173,7 @@ def csv_rows(body: Mapping[str, Any]) -> list[dict[str, object]]:
 
 def _report(store: Store, wanted: HistoryFilter, period: HistoryPeriod) -> dict[str, Any]:
     budget = _budget(store, wanted)
+    now = _Chart(store, wanted, period, budget)
     before = _Chart(store, wanted, period.before, budget)
     return {
         "since_ms": period.since_ms,
@@ -180,9 +182,11 @@ def _report(store: Store, wanted: HistoryFilter, period: HistoryPeriod) -> dict[
         "tenant": None if wanted.tenant is None else wanted.tenant.name,
         "model": wanted.model,
         "at_ms": list(period.at_ms),
-        "series": _Chart(store, wanted, period, budget).series(),
+        "series": now.series(),
+        "first_token_ms": now.first_token_ms(),
         "budget": None if budget is None else _budget_body(budget),
         "previous": before.series() if before.is_known else None,
+        "previous_first_token_ms": before.first_token_ms() if before.is_known else None,
     }
 
 
@@ -244,15 +248,34 @@ class _Chart:
             "budget_spent_usd": self._spent(),
         }
 
+    def first_token_ms(self) -> dict[str, dict[str, float | None]] | None:
+        """Return quantiles over the whole period, of its summed buckets; None with a model.
+
+        Quantiles of each bucket cannot be averaged: a quiet minute would count as a busy one.
+        """
+        if self._wanted.model is not None:
+            return None
+        samples = [one for at_ms in self._period.at_ms for one in self._samples.get(at_ms, ())]
+        found: dict[str, dict[str, float | None]] = {}
+        for name, field in (("hit", "hits"), ("miss", "misses")):
+            times = _histogram(getattr(one.details, field) for one in samples)
+            found[name] = {
+                "count": round(times.total()),
+                **{label: _rounded(times.quantile(part)) for label, part in _RANGE_QUANTILES},
+            }
+        return found
+
     def _booked(self, value: Callable[[LedgerBucket], T]) -> list[T | None]:
         """Return a series of the ledger: zeros where the gateway ran and nothing was booked."""
         nothing = LedgerBucket(0, 0, 0, 0, 0, 0, 0, 0)
         return [
-            value(self._ledger.get(at_ms, nothing))
-            if at_ms in self._ledger or at_ms in self._sampled
-            else None
+            value(self._ledger.get(at_ms, nothing)) if self._has_run(at_ms) else None
             for at_ms in self._period.at_ms
         ]
+
+    def _has_run(self, at_ms: int) -> bool:
+        """Whether a gateway ran in a bucket, or something was booked in it."""
+        return at_ms in self._ledger or at_ms in self._sampled
 
     def _counted(self, value: Callable[[list[Sample]], T]) -> list[T | None]:
         """Return a series of samples; null where there are none, and with a model."""
@@ -285,7 +308,7 @@ class _Chart:
         }
 
     def _spent(self) -> list[str | None]:
-        """Return what was spent in the budget's window at the end of each bucket."""
+        """Return what was spent in the budget's window at the end of each bucket; None in a gap."""
         if self._budget is None:
             return [None] * len(self._period.at_ms)
         spent, series = self._spent_before, list[str | None]()
@@ -296,7 +319,8 @@ class _Chart:
                 starts_ms, spent = window_ms, 0
             if (bucket := self._ledger.get(at_ms)) is not None:
                 spent += bucket.charge_pico
-            series.append(format_dollars(spent) if at_ms <= self._wanted.now_ms else None)
+            is_shown = at_ms <= self._wanted.now_ms and self._has_run(at_ms)
+            series.append(format_dollars(spent) if is_shown else None)
         return series
 
 

@@ -19,14 +19,14 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
-from tenancy.accounting.request_records import (
+from tenancy.accounts.tenants import find_tenant_record, list_tenants
+from tenancy.history.request_records import (
     EndedRequest,
     RequestFilter,
     find_request,
     list_requests,
     received_ms,
 )
-from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tenancy.ledger.entries import ChargingRules
 from tenancy.pricing.charges import format_dollars, itemize
 from tenancy.pricing.rate_cards import RateCards, load_cards
@@ -99,6 +99,7 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
         **row,
         "times": _times(found, row["received_ms"], row["ended_ms"]),
         "cached_tokens": _either(found, "physical_cached_tokens", "cached_tokens"),
+        "loaded_tokens": {} if record is None else record.loaded_tokens,
         "segments": _segments(found),
         "missed_tokens": None if record is None else record.missed_tokens,
         "recomputed_promised_tokens": None if entry is None else entry.recomputed_promised_tokens,

@@ -20,6 +20,7 @@ from gateway.api.admin.audit import actor_of, author_of
 from gateway.api.tenant_state import key_body, tenant_state
 from gateway.background.config_reload import reload
 from gateway.background.erasure import erase_removed
+from gateway.background.webhooks import WebhookSender
 from gateway.caching.floors import check_floor, guaranteed_blocks
 from gateway.context import Context
 from gateway.dialects.validation import convert
@@ -78,9 +79,9 @@ class Rotation(Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: int = DAY_S
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the routes of tenants and keys."""
-    handlers = _TenantHandlers(gateway)
+def routes(gateway: Context, webhooks: WebhookSender) -> tuple[Route, ...]:
+    """Return the routes of tenants and keys, and of the reload, which applies `webhooks` too."""
+    handlers = _TenantHandlers(gateway, webhooks)
     one, tenant_keys = "/admin/v1/tenants/{name}", "/admin/v1/tenants/{name}/keys"
     key = "/admin/v1/keys/{key_id}"
     return (
@@ -113,8 +114,9 @@ class _TenantHandlers:
     Reads of a whole table run in the query pool, so authentication does not wait for them.
     """
 
-    def __init__(self, gateway: Context) -> None:
+    def __init__(self, gateway: Context, webhooks: WebhookSender) -> None:
         self._gateway = gateway
+        self._webhooks = webhooks
         self._store = gateway.store
 
     # -- tenants ------------------------------------------------------------------------------
@@ -301,7 +303,8 @@ class _TenantHandlers:
     # -- the configuration file ---------------------------------------------------------------
 
     async def reload(self, request: web.BaseRequest) -> web.StreamResponse:
-        return json_api.answer(await reload(self._gateway, actor_of(self._gateway, request)))
+        by = actor_of(self._gateway, request)
+        return json_api.answer(await reload(self._gateway, self._webhooks, by))
 
     # -- shared --------------------------------------------------------------------------------
 

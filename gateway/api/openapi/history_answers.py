@@ -20,6 +20,22 @@ class QuantileSeries(Struct, frozen=True):
     p95: list[float | None]
 
 
+class FirstTokenQuantiles(Struct, frozen=True):
+    """Times to first token over a whole period, in milliseconds, accurate to a fifth."""
+
+    count: int
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class FirstTokenTimes(Struct, frozen=True):
+    """`hit`: half of the prompt or more was cached; `miss`: less."""
+
+    hit: FirstTokenQuantiles
+    miss: FirstTokenQuantiles
+
+
 class HistorySeries(Struct, frozen=True):
     """Charts: one value per bucket, null in a gap. Money is exact decimal dollars."""
 
@@ -60,8 +76,10 @@ class HistoryAnswer(Struct, frozen=True):
     model: str | None
     at_ms: list[int]
     series: HistorySeries
+    first_token_ms: FirstTokenTimes | None
     budget: HistoryBudget | None
     previous: HistorySeries | None
+    previous_first_token_ms: FirstTokenTimes | None
 
 
 class RequestRow(Struct, frozen=True):
@@ -137,10 +155,12 @@ class RequestPrice(Struct, frozen=True):
 
 
 class RequestAnswer(RequestRow, frozen=True):
-    """Everything known of an ended request. `entry`: its ledger entry."""
+    """Everything known of an ended request. `loaded_tokens`: of the cached ones, by the level below
+    the device that had them. `entry`: its ledger entry."""
 
     times: RequestTimes
     cached_tokens: int
+    loaded_tokens: dict[str, int]
     segments: list[RequestSegment] | None
     missed_tokens: int | None
     recomputed_promised_tokens: int | None

@@ -5,7 +5,7 @@ import { useData } from "../parts/api.js";
 import { enginesOf } from "../parts/engines.js";
 import { FindingList, costly, savingOf, useFindings } from "../parts/findings.js";
 import { count, dollars, ms, share, words } from "../parts/format.js";
-import { HistoryCharts, numbers, ratios, saved, typical, useHistory } from "../parts/history.js";
+import { HistoryCharts, numbers, ratios, saved, useHistory } from "../parts/history.js";
 import { ChangeOf, Empty, Notice, Panel, Status, TenantLink, Tile, Tiles,
   instead } from "../parts/pieces.js";
 import { href } from "../parts/route.js";
@@ -25,13 +25,13 @@ export function warnings(engines) {
   });
 }
 
-const pair = (p50, p95) => `${ms(p50)} / ${ms(p95)}`;
+const pair = (p50, p99) => `${ms(p50)} / ${ms(p99)}`;
 
 // The four figures of a history; `refusedHour`: refusals of the last hour, if they are known.
 export function HistoryTiles({ found, refusedHour }) {
   const { sums, before, data } = found;
   if (!data) return null;
-  const { series } = data, hit = series.first_token_ms_hit, miss = series.first_token_ms_miss;
+  const { series } = data, { hit, miss } = data.first_token_ms ?? {};
   const part = sums.uncached ? sums.saved / sums.uncached : null;
   const asked = (sums.requests ?? 0) + (sums.refused ?? 0);
   return html`<${Tiles}>
@@ -44,10 +44,9 @@ export function HistoryTiles({ found, refusedHour }) {
       note=${part === null ? "no prices: nothing is charged"
         : `${share(part)} of ${dollars(sums.uncached)} without caching`}
       values=${saved(series)} />
-    <${Tile} label="First token, p50 / p95" value=${pair(typical(hit?.p50), typical(hit?.p95))}
-      unit="hit"
-      note=${`${pair(typical(miss?.p50), typical(miss?.p95))} on a miss; typical of the range`}
-      values=${numbers(hit?.p50)} colour="out" />
+    <${Tile} label="First token, p50 / p99" value=${pair(hit?.p50, hit?.p99)} unit="hit"
+      note=${`${pair(miss?.p50, miss?.p99)} on a miss; over the whole range`}
+      values=${numbers(series.first_token_ms_hit?.p50)} colour="out" />
     <${Tile} label="Refused, last hour" value=${count(refusedHour)} unit="requests"
       tone=${refusedHour > 0 ? "alarm" : ""} colour="bad" values=${numbers(series.refused)}
       note=${`${count(sums.refused)} of ${count(asked)} requests in the range`} />

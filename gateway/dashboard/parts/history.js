@@ -22,12 +22,6 @@ const overall = (parts, wholes) => {
 export const saved = (series) => numbers(series.uncached_cost_usd).map((whole, at) =>
   (isKnown(whole) && isKnown(series.cost_usd[at]) ? whole - Number(series.cost_usd[at]) : null));
 
-// The middle of a list's known values: what a typical bucket was like.
-export function typical(list) {
-  const known = numbers(list).filter(isKnown).sort((a, b) => a - b);
-  return known.length ? known[Math.floor((known.length - 1) / 2)] : null;
-}
-
 export function sums(series) {
   if (!series) return null;
   return {

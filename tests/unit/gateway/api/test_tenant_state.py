@@ -8,9 +8,9 @@ import pytest
 
 from gateway.background.history_sampling import HistorySampling
 from gateway.ledger.metering import wall_ms
-from tenancy.accounting.samples import MINUTE_MS, Sample, SampleDetails, write_samples
 from tenancy.accounts.keys import revoke_key
 from tenancy.accounts.tenants import change_tenant, set_status
+from tenancy.history.samples import MINUTE_MS, Sample, SampleDetails, write_samples
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
@@ -75,6 +75,33 @@ async def test_a_refusal_by_a_limit_shows_at_once(admin: AdminClient) -> None:
         "requests_at_once": {"limit": 5, "used_last_minute": 0},
     }
     assert (await state(admin, "bob"))["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/v1/tenants/ada", {"requests_per_minute": 100}),
+        ("/admin/v1/keys/1", {"limits": {"requests_per_minute": 100}}),
+    ],
+)
+async def test_a_changed_limit_ends_the_state(
+    admin: AdminClient, path: str, body: dict[str, Any]
+) -> None:
+    """At once, by the tenant's limit or a key's; another change does not, a new refusal does."""
+    limit(admin.gateway)
+    for _ in range(2):
+        await admin.gateway.ask(body=admin.gateway.chat())
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"weight": 2.0})
+    before = await state(admin)
+    status, _ = await admin.ask("PATCH", path, body)
+    after = await state(admin)
+    limit(admin.gateway)
+    await admin.gateway.ask(body=admin.gateway.chat())
+    again = await state(admin)
+
+    assert (before["status"], status) == ("limited", 200)
+    assert (after["status"], after["refusals_last_hour"]) == ("ok", {"rate_limit_exceeded": 1})
+    assert again["status"] == "limited"
 
 
 async def test_refusals_are_known_after_their_minute_and_a_restart(

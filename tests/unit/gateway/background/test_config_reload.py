@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.background.config_reload import ReloadResult, changed_settings, declare, reload
+from gateway.background.webhooks import WebhookSender, read_endpoints
 from gateway.config import Config, load_config
 from gateway.errors import Refusal
 from tenancy.accounts.declared_keys import KeyChange
@@ -32,7 +33,13 @@ class Reloader:
     def __init__(self, gateway: GatewayFixture, file: Path) -> None:
         self.gateway = gateway
         self.file = file
-        gateway.gateway.context.read_config = lambda: load_config(file, {}, {})[0]
+        context = gateway.gateway.context
+        context.read_config = lambda: load_config(file, {}, {})[0]
+        self.webhooks = WebhookSender(
+            context,
+            [],
+            read=lambda config: read_endpoints(config.webhooks, {"OPS": f"whsec_{'A' * 40}"}),
+        )
 
     async def write(self, text: str) -> None:
         """Replace the file, as an editor does."""
@@ -41,7 +48,7 @@ class Reloader:
     async def __call__(self, text: str) -> ReloadResult:
         """Write the file and reload."""
         await self.write(text)
-        return await reload(self.gateway.gateway.context)
+        return await reload(self.gateway.gateway.context, self.webhooks)
 
 
 @pytest.fixture
@@ -154,13 +161,36 @@ async def test_wrong_file_changes_nothing(reloader: Reloader, text: str, what: s
 async def test_missing_file_changes_nothing(reloader: Reloader) -> None:
     """Some editors delete a file before they write it."""
     with pytest.raises(Refusal, match="cannot be read"):
-        await reload(reloader.gateway.gateway.context)
+        await reload(reloader.gateway.gateway.context, reloader.webhooks)
 
 
 async def test_reports_settings_that_need_a_restart(reloader: Reloader) -> None:
     found = await reloader("[engine]\nthreads = 7\n[log]\nrequests = false\n")
 
     assert found.needs_restart == ("engine.threads", "log.requests")
+
+
+WEBHOOK = '[[webhooks]]\nname = "ops"\nurl = "http://127.0.0.1:9/"\nsecret_env = "OPS"\n'
+
+
+async def test_applies_webhooks_without_a_restart(reloader: Reloader) -> None:
+    """Added, changed and removed ones; a file that repeats them changes none."""
+    other = WEBHOOK.replace(":9/", ":9/other")
+    found = [await reloader(text) for text in (WEBHOOK, WEBHOOK, other, "")]
+
+    assert [one.webhooks for one in found] == [("ops",), (), ("ops",), ("ops",)]
+    assert [one.needs_restart for one in found] == [(), (), (), ()]
+    assert reloader.webhooks.endpoints == ()
+
+
+async def test_a_webhook_without_its_secret_changes_nothing(reloader: Reloader) -> None:
+    """Nor do the tenants of the same file."""
+    with pytest.raises(Refusal, match="secret_env"):
+        await reloader(ADA + WEBHOOK.replace("OPS", "MISSING"))
+
+    registered = list_tenants(reloader.gateway.store)
+    assert [tenant.is_declared for tenant, _ in registered] == [False, False]
+    assert reloader.webhooks.endpoints == ()
 
 
 async def test_reloads_by_the_admin_api(reloader: Reloader) -> None:

@@ -8,10 +8,10 @@ from gateway.background import history_sampling
 from gateway.background.history_sampling import HistorySampling, flush_requests
 from gateway.background.money_metrics import MoneyMetrics
 from gateway.ledger.metering import wall_ms
-from tenancy.accounting.request_records import RequestFilter, find_request, list_requests
-from tenancy.accounting.samples import ALL_TENANTS, MINUTE_MS, read_samples, refused_since
 from tenancy.accounts.tenants import change_tenant
 from tenancy.errors import StoreError
+from tenancy.history.request_records import RequestFilter, find_request, list_requests
+from tenancy.history.samples import ALL_TENANTS, MINUTE_MS, read_samples, refused_since
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card

@@ -259,8 +259,29 @@ async def test_a_fault_of_the_search_is_logged(
     await failed.wait()
     await sender.close()
 
-    assert told(gateway, "webhook_search_failed")[0]["error"] == "ZeroDivisionError"
+    assert told(gateway, "background_failed")[0]["error"] == "ZeroDivisionError"
     assert "planted" not in json.dumps(gateway.lines)
+
+
+async def test_endpoints_change_while_the_sender_runs(gateway: GatewayFixture) -> None:
+    """A new one is sent to at once, a changed one at its new address, a removed one no more."""
+    sender = WebhookSender(gateway.gateway.context, [])
+    sender.start()
+    async with Receiver().listening() as old, Receiver().listening() as new:
+        added = await sender.apply([endpoint(old.url)])
+        await sender.publish(WebhookEvent("1", "engine.restarted", {"restarts": 1, "model": "m"}))
+        await gateway.until(lambda: len(old.received) == 1)
+        changed = await sender.apply([endpoint(new.url)])
+        await sender.publish(WebhookEvent("2", "engine.restarted", {"restarts": 2, "model": "m"}))
+        await gateway.until(lambda: len(new.received) == 1)
+        removed = await sender.apply([])
+        is_sent = await sender.publish(
+            WebhookEvent("3", "engine.restarted", {"restarts": 3, "model": "m"})
+        )
+        await sender.close()
+
+    assert (added, changed, removed) == (("ops",), ("ops",), ("ops",))
+    assert (len(old.received), len(new.received), is_sent) == (1, 1, False)
 
 
 async def test_administrators_see_and_test_webhooks(unopened_gateway: GatewayFixture) -> None:

@@ -132,9 +132,36 @@ def test_logprobs_follow_the_text_of_an_answer_that_may_think(
     texts: list[str], reported: list[str]
 ) -> None:
     """Also while it is not decided whether the text is a thought."""
-    renderer = SimpleNamespace(
-        thinking=ThinkingFormat("tags", "<think>", "</think>"), tool_style=HERMES
-    )
+    thinking = ThinkingFormat("tags", "<think>", "</think>")
+    assert tokens_reported(thinking, texts) == reported
+
+
+@pytest.mark.parametrize(
+    ("texts", "reported"),
+    [
+        (["<", "|b", "!"], ["<", "|b", "!"]),
+        (["<|"], ["<|"]),
+        (["<|channel|>", "final", "<|message|>", "Yes", "!"], ["Yes", "!"]),
+        (
+            [
+                *("<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|start|>"),
+                *("assistant", "<|channel|>", "final", "<|message|>", "Yes"),
+            ],
+            ["Yes"],
+        ),
+        (["Yes", "", "!"], ["Yes", "", "!"]),
+    ],
+)
+def test_logprobs_follow_the_text_of_an_answer_in_harmony(
+    texts: list[str], reported: list[str]
+) -> None:
+    """Tokens of text that might have become a header are reported, those of headers are not."""
+    assert tokens_reported(ThinkingFormat("harmony"), texts) == reported
+
+
+def tokens_reported(thinking: ThinkingFormat, texts: list[str]) -> list[str]:
+    """Return the tokens whose logprobs an answer reports, one token per text."""
+    renderer = SimpleNamespace(thinking=thinking, tool_style=HERMES)
     parser = OutputParser(0, Prompt(), cast("Renderer", renderer), lambda: "", "possible")
     found = [
         delta
@@ -144,4 +171,4 @@ def test_logprobs_follow_the_text_of_an_answer_that_may_think(
     found += parser.finish()
     tokens = [token for delta in found if isinstance(delta, Text) for token in delta.tokens]
 
-    assert [token.data.decode() for token in tokens] == reported
+    return [token.data.decode() for token in tokens]

@@ -8,8 +8,8 @@ from gateway.dialects.canonical import Boundary
 from gateway.observability import ended_requests
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.metrics import Metrics
-from tenancy.accounting.request_records import RequestRecord
-from tenancy.accounting.samples import ALL_TENANTS, MINUTE_MS, Sample, SampleDetails
+from tenancy.history.request_records import RequestRecord
+from tenancy.history.samples import ALL_TENANTS, MINUTE_MS, Sample, SampleDetails
 from tenancy.reuse.miss_ratio_curve import bucket_of
 
 START_MS = 30_000_000 * MINUTE_MS

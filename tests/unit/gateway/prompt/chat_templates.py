@@ -137,3 +137,31 @@ THINKING = """
 {%- endif %}
 """
 """Drops the thoughts of all answers but a last one, and has a switch for new ones."""
+
+HARMONY = """
+{%- if tools is not none %}
+{{- '<|start|>developer<|message|>' }}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|end|>' }}
+{%- endif %}
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- if message.thinking is string and loop.last %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+{%- endif %}
+{%- if message.tool_calls %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- else %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- endif %}
+{%- elif message.role == 'tool' %}
+{{- '<|start|>functions<|channel|>commentary<|message|>' + message.content + '<|end|>' }}
+{%- else %}
+{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+"""Writes channels and the effort, and drops the thoughts of earlier answers."""

@@ -144,6 +144,7 @@ TOKENIZER = LLTokenizer(json.dumps(tokenizer_document()))
         ('{"a":1}', False, True),
         ('hm</think>{"b":1}', False, False),
         ("hm</think>no", False, False),
+        ('hm</think>\u1680{"a":1}', False, False),
     ],
 )
 def test_format_begins_behind_the_thought(text: str, open_ok: bool, possible_ok: bool) -> None:
@@ -220,6 +221,11 @@ HARMONY = (
             "\n</tool_call>",
         ),
         ("<|start|>assistant<|channel|>final<|message|>a < b <| c", "", "a < b <| c"),
+        (
+            " to=functions.get_weather<|channel|>commentary json<|message|>{}<|call|>",
+            "",
+            '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>',
+        ),
         ("Yes, without a channel.", "", "Yes, without a channel."),
         ("<|channel|>analysis<|message|>cut off <|e", "cut off <|e", ""),
         ("<|channel|>ana", "", ""),

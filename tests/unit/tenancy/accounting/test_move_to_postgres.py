@@ -13,8 +13,6 @@ from msgspec.structs import replace
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days
 from tenancy.accounting.move_to_postgres import COUNTED, TABLES, Stage, move
-from tenancy.accounting.request_records import RequestRecord, write_records
-from tenancy.accounting.samples import Sample, SampleDetails, write_samples
 from tenancy.accounting.usage import usage
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.cached_contents import (
@@ -28,6 +26,8 @@ from tenancy.accounts.keys import create_admin_key, create_key, rotate_key
 from tenancy.accounts.shared_scopes import ScopeTerms, set_scope
 from tenancy.accounts.tenants import create_tenant, write_floor_blocks_max
 from tenancy.errors import StoreError
+from tenancy.history.request_records import RequestRecord, write_records
+from tenancy.history.samples import Sample, SampleDetails, write_samples
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.epochs import begin_ledger_epoch, list_ledger_epochs
 from tenancy.ledger.holds import Progress

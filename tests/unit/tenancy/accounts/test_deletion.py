@@ -6,8 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from tenancy.accounting.audit import check_books
-from tenancy.accounting.request_records import RequestRecord, write_records
-from tenancy.accounting.samples import Sample, write_samples
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.cached_contents import (
     CachedContentQuota,
@@ -26,6 +24,8 @@ from tenancy.accounts.tenants import (
     set_status,
 )
 from tenancy.errors import BadName, KeyRefused
+from tenancy.history.request_records import RequestRecord, write_records
+from tenancy.history.samples import Sample, write_samples
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import NamedEntry

@@ -12,7 +12,8 @@ from gateway.api.admin.history import FINE_MS, POINTS_MAX, STEPS_MS, read_period
 from gateway.errors import Refusal
 from gateway.http import json_api
 from gateway.ledger.metering import wall_ms
-from tenancy.accounting.samples import (
+from tenancy.accounts.tenants import change_tenant
+from tenancy.history.samples import (
     ALL_TENANTS,
     HOUR_MS,
     MINUTE_MS,
@@ -20,7 +21,6 @@ from tenancy.accounting.samples import (
     SampleDetails,
     write_samples,
 )
-from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
@@ -155,6 +155,26 @@ async def test_a_minute_without_a_gateway_is_a_gap(admin: AdminClient) -> None:
     assert [body["series"]["first_token_ms_hit"]["p50"][place] for place in places] == [None, None]
 
 
+async def test_quantiles_of_a_range_come_from_its_summed_buckets(admin: AdminClient) -> None:
+    """A busy minute weighs more than a quiet one, and the tail of one minute is seen."""
+    store, now_ms = admin.gateway.store, wall_ms() // MINUTE_MS * MINUTE_MS
+    busy, quiet = SampleDetails({}, {13: 98}, {21: 4}), SampleDetails({}, {25: 1, 33: 1})
+    write_samples(store, [Sample(ALL_TENANTS, now_ms - 10 * MINUTE_MS, busy)])
+    write_samples(store, [Sample(ALL_TENANTS, now_ms - 20 * MINUTE_MS, quiet)])
+    write_samples(store, [Sample(ALL_TENANTS, now_ms - 90 * MINUTE_MS, quiet)])
+    body = await history(admin)
+    modelled = await history(admin, "model=m")
+
+    edge = {place: round(2 ** (place / 4), 1) for place in (13, 21, 25, 33)}
+    assert body["first_token_ms"] == {
+        "hit": {"count": 100, "p50": edge[13], "p95": edge[13], "p99": edge[25]},
+        "miss": {"count": 4, "p50": edge[21], "p95": edge[21], "p99": edge[21]},
+    }
+    assert body["previous_first_token_ms"]["hit"]["p99"] == edge[33]
+    assert body["previous_first_token_ms"]["miss"]["p50"] is None
+    assert modelled["first_token_ms"] is None
+
+
 async def test_shows_the_period_before(admin: AdminClient) -> None:
     at_ms = wall_ms() // MINUTE_MS * MINUTE_MS - 90 * MINUTE_MS
     details = SampleDetails({"overloaded": 3}, {24: 1})
@@ -186,7 +206,8 @@ async def test_one_tenant_and_one_model(admin: AdminClient) -> None:
 
 
 async def test_a_budget_burns_down(admin: AdminClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was spent in the window before the chart begins counts; a new window begins at 0."""
+    """What was spent in the window before the chart begins counts; a new window begins at 0. An
+    hour without a gateway is a gap."""
     gateway = admin.gateway
     day_ms = (wall_ms() // DAY_MS + 2) * DAY_MS
     monkeypatch.setattr(gateway.gateway.context, "wall", lambda: day_ms + HOUR_MS)
@@ -203,7 +224,7 @@ async def test_a_budget_burns_down(admin: AdminClient, monkeypatch: pytest.Monke
     body = await history(admin, f"tenant=ada&since={since}&until={until}&step_ms=3600000")
     spent = body["series"]["budget_spent_usd"]
 
-    assert [one and float(one) for one in spent] == [1e-5, 2e-5, 2e-5, 1e-5, 1e-5]
+    assert [one and float(one) for one in spent] == [None, 2e-5, None, 1e-5, None]
     assert (body["budget"]["window"], body["budget"]["share"]) == ("day", 0.1)
 
 

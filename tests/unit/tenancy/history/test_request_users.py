@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tenancy.accounting.request_users import UserNote, user_ref, write_users
 from tenancy.accounting.usage import sum_tenants, usage
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
+from tenancy.history.request_users import UserNote, user_ref, write_users
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.interface import Store

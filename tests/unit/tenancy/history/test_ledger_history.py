@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenancy.accounting.history import LedgerBucket, ledger_history
+from tenancy.history.ledger_history import LedgerBucket, ledger_history
 from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tenancy.accounting.samples import (
+from tenancy.history.samples import (
     ALL_TENANTS,
     HOUR_MS,
     KEPT_MS,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from tenancy.accounting import request_records
-from tenancy.accounting.request_records import (
+from tenancy.accounts.tenants import create_tenant
+from tenancy.history import request_records
+from tenancy.history.request_records import (
     KEPT_MS,
     RequestFilter,
     RequestRecord,
@@ -17,7 +18,6 @@ from tenancy.accounting.request_records import (
     received_ms,
     write_records,
 )
-from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall, used

@@ -1,0 +1,293 @@
+"""A storage of either kind with its slots and its clock, and the commands of a test in one line."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+import xxhash
+
+from engine.moves import (
+    ROOT,
+    EraseStored,
+    Fetch,
+    Fetched,
+    Fidelity,
+    Look,
+    Looked,
+    RecordId,
+    Renew,
+    RunToStore,
+    Storage,
+    StorageOutcome,
+    StorageStats,
+    Stored,
+    StoredErased,
+    StoredRun,
+    StoreRuns,
+)
+from engine.storage.arena import HostArena
+from engine.storage.client import StorageClient
+from engine.storage.messages import DiskSettings
+from engine.storage.process import serve
+from engine.storage.slabs import DiskCalls
+from tests.fakes import FakeClock
+
+RUN = 4
+"""Tokens of a run in these tests."""
+SLOT_BYTES = 8_192
+SLOTS = 32
+A, B = b"namespace a", b"namespace b"
+
+
+def content_of(namespace: bytes, tokens: Sequence[int], slot_bytes: int = SLOT_BYTES) -> bytes:
+    """Return the bytes that the last run of these tokens must have: they depend on all before."""
+    return random.Random(repr((namespace, tuple(tokens)))).randbytes(slot_bytes)
+
+
+class StorageRig:
+    """`settle` brings outcomes: a poll for a storage in memory, a wait for one in a process."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        arena: HostArena,
+        clock: FakeClock,
+        settle: Callable[[], list[StorageOutcome]],
+    ) -> None:
+        self.storage, self.arena, self.clock = storage, arena, clock
+        self._settle = settle
+        self._call_ids = count(1)
+        self.stats: StorageStats | None = None
+        self.unclaimed: list[StorageOutcome] = []
+
+    def call_id(self) -> int:
+        """Return a fresh number."""
+        return next(self._call_ids)
+
+    def answers(self, call_id: int, wanted: int = 1) -> list[StorageOutcome]:
+        """Return the outcomes of a call; those of other calls stay `unclaimed`."""
+        found: list[StorageOutcome] = []
+        while True:
+            rest: list[StorageOutcome] = []
+            for one in self.unclaimed:
+                is_mine = not isinstance(one, StorageStats) and one.call_id == call_id
+                (found if is_mine else rest).append(one)
+            self.unclaimed = rest
+            if len(found) >= wanted:
+                return found
+            self.unclaimed += self._settle()
+
+    def store_command(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        *,
+        parent: RecordId = ROOT,
+        above: Sequence[int] = (),
+        limit_s: float | None = None,
+        promise_s: float = 0.0,
+        lease_ids: tuple[str, ...] = (),
+        payer: bytes = b"payer",
+        fidelity: Fidelity = "exact",
+    ) -> StoreRuns:
+        """Fill slots from 0 on, and return the command that stores them below `above`."""
+        runs = []
+        for number, at in enumerate(range(0, len(tokens), RUN)):
+            data = content_of(namespace, [*above, *tokens[: at + RUN]], self.arena.slot_bytes)
+            self.arena.view(number)[:] = data
+            run = tuple(tokens[at : at + RUN])
+            check = xxhash.xxh3_128_digest(data)
+            runs.append(RunToStore(run, number, check, limit_s, promise_s))
+        return StoreRuns(self.call_id(), namespace, payer, parent, tuple(runs), lease_ids, fidelity)
+
+    def send_store(self, command: StoreRuns) -> Stored:
+        """Send a store and return its outcome."""
+        self.storage.send(command)
+        (outcome,) = self.answers(command.call_id)
+        assert isinstance(outcome, Stored)
+        return outcome
+
+    def store(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        *,
+        parent: RecordId = ROOT,
+        above: Sequence[int] = (),
+        limit_s: float | None = None,
+        promise_s: float = 0.0,
+        lease_ids: tuple[str, ...] = (),
+        payer: bytes = b"payer",
+    ) -> tuple[RecordId, ...]:
+        """StoreRuns runs, all of which must succeed."""
+        outcome = self.send_store(
+            self.store_command(
+                namespace,
+                tokens,
+                parent=parent,
+                above=above,
+                limit_s=limit_s,
+                promise_s=promise_s,
+                lease_ids=lease_ids,
+                payer=payer,
+            )
+        )
+        assert outcome.code == ""
+        assert len(outcome.record_ids) == len(tokens) // RUN
+        return outcome.record_ids
+
+    def look(self, namespace: bytes, tokens: Sequence[int], skip: int = 0) -> tuple[StoredRun, ...]:
+        """Return what a look finds."""
+        command = Look(self.call_id(), namespace, tuple(tokens), skip)
+        self.storage.send(command)
+        (outcome,) = self.answers(command.call_id)
+        assert isinstance(outcome, Looked)
+        return outcome.runs
+
+    def found(self, namespace: bytes, tokens: Sequence[int]) -> list[RecordId]:
+        """Return the ids of the records that a look finds."""
+        return [run.record_id for run in self.look(namespace, tokens)]
+
+    def fetch(self, namespace: bytes, record_ids: Sequence[RecordId]) -> list[bytes | None]:
+        """Return the bytes of records, None for each that failed."""
+        slots = tuple(range(SLOTS - len(record_ids), SLOTS))
+        for slot in slots:
+            self.arena.view(slot)[:] = bytes(self.arena.slot_bytes)
+        command = Fetch(self.call_id(), namespace, tuple(record_ids), slots)
+        self.storage.send(command)
+        done = {
+            one.record_id: one.is_done
+            for one in self.answers(command.call_id, len(record_ids))
+            if isinstance(one, Fetched)
+        }
+        assert done.keys() == set(record_ids)
+        return [
+            bytes(self.arena.view(slot)) if done[record_id] else None
+            for record_id, slot in zip(record_ids, slots, strict=True)
+        ]
+
+    def renew(
+        self,
+        namespace: bytes,
+        record_ids: Sequence[RecordId],
+        limit_s: float | None = None,
+        promise_s: float = 0.0,
+        lease_ids: tuple[str, ...] = (),
+    ) -> None:
+        """Renew records."""
+        self.storage.send(Renew(namespace, tuple(record_ids), limit_s, promise_s, lease_ids))
+
+    def erase(
+        self, namespace: bytes, lease_id: str | None = None, tokens: Sequence[int] | None = None
+    ) -> StoredErased:
+        """Erase, and return the receipt."""
+        prefix = None if tokens is None else tuple(tokens)
+        command = EraseStored(self.call_id(), namespace, lease_id, prefix)
+        self.storage.send(command)
+        (outcome,) = self.answers(command.call_id)
+        assert isinstance(outcome, StoredErased)
+        return outcome
+
+
+class ProcessInThread:
+    """A storage process as a thread of this one, with the test's clock as its wall clock."""
+
+    def __init__(self, arena: HostArena, clock: FakeClock, calls: DiskCalls) -> None:
+        self.wire, self._theirs = socket.socketpair()
+        self._arena, self._clock, self._calls = arena, clock, calls
+        self.log: list[tuple[str, dict[str, object]]] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._theirs:
+            serve(
+                self._theirs,
+                wall_ms=lambda: int(self._clock() * 1_000),
+                uptime_s=self._clock,
+                monotonic_s=time.monotonic,
+                attach=self._attach,
+                calls=self._calls,
+                log=lambda event, **facts: self.log.append((event, facts)),
+            )
+
+    def _attach(self, settings: DiskSettings) -> HostArena:
+        return HostArena.attach(os.dup(self._arena.fd), settings.slots, settings.slot_bytes)
+
+    def kill(self) -> None:
+        """End it as if its engine had gone; a thread cannot be killed."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; return whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+class DiskRig(StorageRig):
+    """A `StorageClient` and its process, as a thread, over a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: FakeClock,
+        *,
+        calls: DiskCalls | None = None,
+        disk_bytes: int = 64 * 2**20,
+        slab_bytes: int = 2**20,
+        write_bytes_per_day: int = 0,
+        spare_bytes: int = 0,
+    ) -> None:
+        arena = HostArena.create(SLOTS, SLOT_BYTES)
+        settings = DiskSettings(
+            str(folder),
+            disk_bytes,
+            arena.fd,
+            SLOTS,
+            SLOT_BYTES,
+            slab_bytes,
+            io_threads=2,
+            write_bytes_per_day=write_bytes_per_day,
+            run_tokens=RUN,
+            heartbeat_s=0.05,
+            spare_bytes=spare_bytes,
+        )
+        disk = calls or DiskCalls()
+        self.processes: list[ProcessInThread] = []
+
+        def start(settings: DiskSettings) -> ProcessInThread:
+            self.processes.append(ProcessInThread(arena, clock, disk))
+            return self.processes[-1]
+
+        self.client = StorageClient(settings, start=start, silence_s=30.0)
+        super().__init__(self.client, arena, clock, self.next_outcomes)
+        self.await_stats()
+
+    def next_outcomes(self) -> list[StorageOutcome]:
+        """Wait for outcomes; heartbeats go to `stats`."""
+        assert self.client.wait(20.0), "no outcome in 20 s"
+        outcomes = self.client.poll()
+        for one in outcomes:
+            if isinstance(one, StorageStats):
+                self.stats = one
+        return [one for one in outcomes if not isinstance(one, StorageStats)]
+
+    def await_stats(self) -> StorageStats:
+        """Wait for the next heartbeat."""
+        before = self.stats
+        while self.stats is before or self.stats is None:
+            self.unclaimed += self.next_outcomes()
+        return self.stats
+
+    def close(self) -> None:
+        """Close the client, and wait for the process."""
+        self.client.close()
+        for process in self.processes:
+            assert process.wait(20.0), "the process has not ended"
+        self.arena.close()
