@@ -129,6 +129,19 @@ def test_memory_is_the_containers_if_that_is_less(
     assert available_memory_mib(tmp_path / "none", tmp_path) is None
 
 
+def test_each_of_several_models_is_checked(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = "".join(f"[[models]]\nname = '{name}'\npath = '/none/{name}'\n" for name in "ab")
+    config.write_text(config.read_text() + tables)
+    status = main(["doctor", "--config", str(config)])
+    text = capsys.readouterr().out
+
+    assert status == 1
+    assert [name for name in "ab" if f"FAIL  model {name}" in text] == ["a", "b"]
+    assert "set the model's path to a file or folder that exists" in text
+
+
 def test_measures_the_disk_of_the_levels_and_says_its_worth(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
