@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -35,6 +35,11 @@ Payer = bytes
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+LevelName = Literal["device", "host", "disk"]
+"""Where copies of blocks lie."""
+Fidelity = Literal["exact", "near", "rough"]
+"""How far a copy is from what the model computed: not at all, by 8 bits, by 4 bits."""
+
 LOGIT_BIAS_MAX = 1024
 """Most tokens that one request may bias."""
 
@@ -129,13 +134,20 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
-    """A request's rights in the cache. `read`/`write` false: neither match nor commit."""
+    """A request's rights in the cache. `read`/`write` false: neither match nor commit.
+
+    `fidelity`: of the copies that the namespace's blocks get below the device. It belongs to the
+    namespace: all its requests name the same one. `at_rest` false: no copy of what this request
+    commits may go to disk.
+    """
 
     namespace: Namespace
     quota: Quota = Quota()
     leases: tuple[LeaseRequest, ...] = ()
     read: bool = True
     write: bool = True
+    fidelity: Fidelity = "exact"
+    at_rest: bool = True
 
     @property
     def payer(self) -> Payer:
@@ -350,7 +362,8 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
 class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     """The request was first scheduled. Sent once, before any token, and not again after
     preemption. `window_gone_tokens`: further tokens that were cached but for the blocks of a
-    window, so they are computed again.
+    window, so they are computed again. `loaded_tokens`: the part of the cached tokens that was
+    loaded for this request, by the level it was on.
     """
 
     request_id: str
@@ -358,6 +371,7 @@ class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     cached_tokens: Count
     leases: tuple[LeaseGrant, ...] = ()
     window_gone_tokens: Count = 0
+    loaded_tokens: tuple[tuple[LevelName, Count], ...] = ()
 
 
 class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):
@@ -407,7 +421,8 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
 
 class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     """The answer to `Peek`. `expires_in_s`: until the match ends by itself; None without a
-    limit. `window_gone_tokens`: as in `Started`.
+    limit. `window_gone_tokens`: as in `Started`. `stored_tokens`: further tokens that levels below
+    the device are known to have; a disk may have more.
     """
 
     call_id: Count
@@ -415,13 +430,29 @@ class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     promised_tokens: Count = 0
     expires_in_s: float | None = None
     window_gone_tokens: Count = 0
+    stored_tokens: tuple[tuple[LevelName, Count], ...] = ()
+
+
+class LevelErased(Struct, frozen=True, forbid_unknown_fields=True):
+    """The copies that an erasure took from one level. `code`: why that failed; empty if it did
+    not.
+    """
+
+    level: LevelName
+    blocks: Count
+    bytes: Count
+    code: str = ""
 
 
 class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):
-    """The answer to `Erase`: how many blocks left the tree."""
+    """The answer to `Erase`: how many blocks left the tree, and copies the levels below it.
+
+    It is sent when no level can serve what was named, nor can any later start.
+    """
 
     call_id: Count
     blocks: Count
+    levels: tuple[LevelErased, ...] = ()
 
 
 class Branch(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -466,6 +497,54 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
         return sum(self.promised_by_class.values())
 
 
+class PayerBytes(Struct, frozen=True):
+    """Bytes that a payer's copies take on a level, and the part of them that is promised."""
+
+    payer: Payer
+    used: Count
+    promised: Count
+
+
+class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
+    """One level below the device. Totals count blocks unless they say otherwise, and never fall.
+
+    `state`: `open`, `full` (it takes nothing new) or `off`; `reason` says why it is not open.
+    `offloaded_total`: device -> host; `loaded_total`: to the device, from this level;
+    `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves that failed;
+    `damaged_total`: copies whose bytes were not those that were written. `dropped_total`: copies
+    given up for room; `expired_total`: at their limit. `regret_s_total`: time lost by loads that
+    took longer than computing would have. `bytes_per_s`: the measured rate at which it is read.
+    `written_bytes_today`: wear of a disk. `chosen_total`, `declined_total`: prompts with a prefix
+    on this level for which loading was chosen, or computing, since it was faster.
+    `pending_erasures`: erasures that the level has not confirmed. `payers`: bytes by payer.
+    """
+
+    name: LevelName
+    state: Literal["open", "full", "off"]
+    reason: str = ""
+    capacity_bytes: Count = 0
+    used_bytes: Count = 0
+    promised_bytes: Count = 0
+    blocks: Count = 0
+    offloaded_total: Count = 0
+    loaded_total: Count = 0
+    stored_total: Count = 0
+    fetched_total: Count = 0
+    failed_total: Count = 0
+    damaged_total: Count = 0
+    dropped_total: Count = 0
+    expired_total: Count = 0
+    loaded_tokens_total: Count = 0
+    regret_s_total: float = 0.0
+    bytes_per_s: float = 0.0
+    written_bytes_today: Count = 0
+    written_bytes_total: Count = 0
+    chosen_total: Count = 0
+    declined_total: Count = 0
+    pending_erasures: Count = 0
+    payers: tuple[PayerBytes, ...] = ()
+
+
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     """The heartbeat, and the answer to `GetStats`. Counters never fall within an epoch.
 
@@ -474,8 +553,10 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     since the last `Stats` on this connection; in the first, all of them. A heartbeat with many
     changes reports a part, later ones the rest. `compiling`: requests among the waiting ones whose
     grammar is not compiled; they are no work for a step. blocks = free + cached (only the tree
-    refers to them) + pinned (a block table does). `window_blocks`: the blocks of window groups that
-    trees hold; `window_gone_tokens_total`: prompt tokens computed again for want of such blocks.
+    refers to them) + pinned (a block table does, or a move). `window_blocks`: the blocks of window
+    groups that trees hold; `window_gone_tokens_total`: prompt tokens computed again for want of
+    such blocks. `levels`: host memory and disk, where they are configured; `loading`: requests
+    among the waiting and running ones that wait for a level.
     """
 
     call_id: Count = 0
@@ -501,6 +582,8 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     preemptions_total: Count = 0
     steps_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    levels: tuple[LevelStats, ...] = ()
+    loading: Count = 0
     changed: tuple[NamespaceStats, ...] = ()
 
 

@@ -16,11 +16,12 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from engine import api
 from engine.api import Count, Namespace, Payer, Quota
 
-LevelName = Literal["device", "host", "disk"]
-Fidelity = Literal["exact", "near", "rough"]
-"""How far a copy is from what the model computed: not at all, by 8 bits, by 4 bits."""
+LevelName = api.LevelName
+Fidelity = api.Fidelity
+PayerBytes = api.PayerBytes
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
@@ -30,7 +31,8 @@ class Move(Struct, frozen=True, gc=False):
     """Copy the device's block `block` to host slot `slot` (`offload`), or back (`load`).
 
     The caller holds block and slot until the outcome. `check`: for a load, the digest that the
-    slot's bytes must have; empty where it need not be checked.
+    slot's bytes must have; empty where it need not be checked. `format`: the packed format of the
+    copy; empty: the block's own bytes.
     """
 
     move_id: int
@@ -38,6 +40,7 @@ class Move(Struct, frozen=True, gc=False):
     block: int
     slot: int
     check: bytes = b""
+    format: str = ""
 
 
 class Moved(Struct, frozen=True, gc=False):
@@ -90,7 +93,7 @@ class RunToStore(Struct, frozen=True):
     promise_s: float = 0.0
 
 
-class Store(Struct, frozen=True, tag="store"):
+class StoreRuns(Struct, frozen=True, tag="store"):
     """Store consecutive runs below the record `parent`. The outcome is one `Stored`.
 
     `lease_ids`: the leases that cover them, so that the erasure of a lease finds them. The caller
@@ -106,11 +109,15 @@ class Store(Struct, frozen=True, tag="store"):
     fidelity: Fidelity = "exact"
 
 
+Store = StoreRuns
+
+
 class Stored(Struct, frozen=True, tag="stored"):
-    """The records of a `Store`, durable, one a run from the first; fewer where it failed.
+    """The records of a `StoreRuns`, durable, one a run from the first; fewer where it failed.
 
     A run that was stored before keeps its record. `code` says why runs are missing: `full`,
-    `over_quota`, `no_parent`, `write_failed`, `damaged`, `closed`.
+    `over_quota`, `write_budget` (the day's is spent), `no_parent`, `write_failed`, `damaged`,
+    `erased` (the namespace was erased meanwhile), `closed`.
     """
 
     call_id: Count
@@ -168,7 +175,10 @@ class Fetched(Struct, frozen=True, tag="fetched"):
 
 
 class Renew(Struct, frozen=True, tag="renew"):
-    """Note a use of records, and lengthen their limits and promises. No outcome."""
+    """Note a use of records, and lengthen their limits and promises. No outcome.
+
+    `limit_s` None: limits stay as they are. `lease_ids`: leases that cover these records, too.
+    """
 
     namespace: Namespace
     record_ids: tuple[RecordId, ...]
@@ -202,14 +212,6 @@ class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
     quotas: tuple[Quota, ...]
 
 
-class PayerBytes(Struct, frozen=True):
-    """Bytes that a payer's records take on disk, and the part of them that is promised."""
-
-    payer: Payer
-    used: Count
-    promised: Count
-
-
 class StorageStats(Struct, frozen=True, tag="storage_stats"):
     """The storage's heartbeat. `state`: `open`, `full` (it stores nothing new) or `off`; `reason`
     says why it is not open. Totals count from the start of the process."""
@@ -232,7 +234,7 @@ class StorageStats(Struct, frozen=True, tag="storage_stats"):
     payers: tuple[PayerBytes, ...] = ()
 
 
-StorageCommand = Store | Look | Fetch | Renew | EraseStored | SetStoredQuotas
+StorageCommand = StoreRuns | Look | Fetch | Renew | EraseStored | SetStoredQuotas
 StorageOutcome = Stored | Looked | Fetched | StoredErased | StorageStats
 
 

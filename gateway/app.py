@@ -46,6 +46,7 @@ from gateway.api.admin import (
     billing,
     findings,
     history,
+    levels,
     me,
     metrics,
     requests,
@@ -89,6 +90,8 @@ from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, P
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
+from gateway.levels.placement import engine_config
+from gateway.levels.report import holds_promises
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
@@ -139,7 +142,6 @@ class Gateway:
         """Build the parts. `ledger` uses the same store; `close` closes `ledger` and `analytics`.
         `gateway_id`: names this gateway among those of one database. `endpoints`: of webhooks;
         `read_webhooks`: reads them again from a reloaded configuration, None to keep them.
-
         Without `ledger` or `analytics`, they run in this process. Raises StoreError.
         """
         self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))
@@ -149,6 +151,8 @@ class Gateway:
         contracts = _contracts(config, engine, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
+        entries, promises = contracts.entries, contracts.promises
+        books = PromiseBooks(store, gateway_id, entries, promises, clock, wall, log)
         telemetry = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
@@ -164,9 +168,7 @@ class Gateway:
             ended=EndedRequests(wall, telemetry),
             renderer=renderer,
             contracts=contracts,
-            books=PromiseBooks(
-                store, gateway_id, contracts.entries, contracts.promises, clock, wall, log
-            ),
+            books=books,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
             model=renderer.card.name,
             clock=clock,
@@ -262,6 +264,7 @@ class Gateway:
             *analytics.routes(context),
             *findings.routes(context, self._finding_books),
             *history.routes(context),
+            *levels.routes(context),
             *requests.routes(context),
             *webhooks.routes(context, self.webhooks),
             *me.routes(context),
@@ -358,6 +361,7 @@ def _contracts(config: Config, engine: Engine, store: Store, clock: Clock) -> Co
         engine.is_alive,
         has_past=has_history(store),
         tells_leases=config.server.tolerance != "strict",
+        survives=lambda: holds_promises(engine.stats),
     )
 
 
@@ -446,7 +450,7 @@ async def serve(
     raise_descriptor_limit()
     log_accept_errors(asyncio.get_running_loop(), log)
     endpoints = read_endpoints(config.webhooks, os.environ)
-    supervisor = EngineSupervisor(Path(card.folder), config.engine, log)
+    supervisor = EngineSupervisor(Path(card.folder), engine_config(config), log)
     gateway: Gateway | None = None
 
     def end() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.declared_keys import DeclaredKey
@@ -465,7 +466,18 @@ def _check_values(config: Config, origin: Origin) -> Config:
             f"{at('engine.prefill_chunk_tokens_max')} ({engine.prefill_chunk_tokens_max}) exceeds"
             f" engine.step_tokens_max ({engine.step_tokens_max}); expected at most that many"
         )
+    _check_levels(engine.levels, at)
     return config
+
+
+def _check_levels(levels: LevelsConfig, at: Callable[[str], str]) -> None:
+    """Check the levels below the device; what this machine can have is checked at the start."""
+    if "\x00" in levels.dir:
+        raise ConfigError(f"{at('engine.levels.dir')}: {levels.dir!r}; expected a path without NUL")
+    for name in ("disk_gib", "disk_write_gib_per_day", "look_ms"):
+        value = getattr(levels, name)
+        if not math.isfinite(value):
+            raise ConfigError(f"{at(f'engine.levels.{name}')}: {value}; expected a finite number")
 
 
 def check_web_address(text: str, what: str) -> None:

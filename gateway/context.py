@@ -28,6 +28,7 @@ from gateway.ledger.progress import ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
+from gateway.levels.level_history import LevelHistory
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
@@ -124,6 +125,7 @@ class Context:
     running: Counter[int] = field(default_factory=Counter)
     limited: Counter[int] = field(default_factory=Counter)
     churn: BlockChurn = field(default_factory=BlockChurn)
+    level_history: LevelHistory = field(default_factory=LevelHistory)
     holders: TenantCacheUsage = field(default_factory=TenantCacheUsage)
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)

@@ -39,6 +39,16 @@ ToleranceMode = Literal["standard", "strict", "lenient"]
 
 TOLERANCE_MODES: tuple[ToleranceMode, ...] = get_args(ToleranceMode)
 
+Fidelity = Literal["exact", "near", "rough"]
+"""How far a copy of a tenant's KV may be from what the model computed; strictest first."""
+
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+
+AtRest = Literal["local", "never"]
+"""Whether a tenant's KV may rest on the server's disk."""
+
+AT_REST: tuple[AtRest, ...] = get_args(AtRest)
+
 
 class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant: the paying party. `name` is unique and has 1 to 64 characters of [a-z0-9-_.].
@@ -61,7 +71,8 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
     `classes`: the retention classes that the tenant may use; None allows all. `default_class`: the
     class of requests that name none; None leaves it to their API.
     `promised_blocks_max`: how many blocks may be promised to the tenant at a time; None leaves the
-    bound to the engine.
+    bound to the engine. `fidelity`: the least strict that the tenant's requests may ask for, and
+    what they get if they ask for none. `at_rest`: "never" keeps the tenant's KV off the disk.
     """
 
     floor_blocks: int = 0
@@ -71,6 +82,8 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
     classes: tuple[str, ...] | None = None
     promised_blocks_max: int | None = None
     default_class: str | None = None
+    fidelity: Fidelity = "exact"
+    at_rest: AtRest = "local"
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -102,6 +115,8 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     classes: tuple[str, ...] | None = None
     promised_blocks_max: int | None = None
     default_class: str | None = None
+    fidelity: Fidelity = "exact"
+    at_rest: AtRest = "local"
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     input_tokens_per_minute: int | None = None
@@ -119,6 +134,8 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             classes=self.classes,
             promised_blocks_max=self.promised_blocks_max,
             default_class=self.default_class,
+            fidelity=self.fidelity,
+            at_rest=self.at_rest,
         )
 
     @property

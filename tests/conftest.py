@@ -6,6 +6,7 @@ set), `deep` (for a night). HYPOTHESIS_PROFILE names one.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -66,6 +67,20 @@ def noon(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--sim-seed N` replays one simulation."""
     parser.addoption("--sim-seed", type=int, default=None, help="replay this simulation alone")
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests, which stay, out of the collections below: 10 ms each, not 300."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Collect garbage after each file: what it left open fails its own last test, and not one of
+    another file, long after."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

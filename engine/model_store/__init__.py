@@ -1,16 +1,24 @@
 """Finding, fetching and preparing models, without torch: the gateway reads prepared folders too."""
 
-from engine.model_store.architecture import Architecture, Layer, Rope
+from engine.model_store.architecture import Architecture, Layer, Moe, Rope
 from engine.model_store.card import ModelCard, load_card
-from engine.model_store.catalogue import CATALOGUE, DEFAULT_MODEL, pull, resolve
+from engine.model_store.catalogue import (
+    CATALOGUE,
+    DEFAULT_ENCODER,
+    DEFAULT_MODEL,
+    pull,
+    resolve,
+)
 from engine.model_store.prepare import prepare
 
 __all__ = [
     "CATALOGUE",
+    "DEFAULT_ENCODER",
     "DEFAULT_MODEL",
     "Architecture",
     "Layer",
     "ModelCard",
+    "Moe",
     "Rope",
     "load_card",
     "prepare",

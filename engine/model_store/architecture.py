@@ -163,22 +163,25 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def fits_c_kernels(self) -> bool:
-        """Whether the C kernels compute the whole model: Llama's and Gemma 3's layers, with biases
-        of queries, keys and values too, a window and a rotary table for each layer."""
+        """Whether the C kernels compute the whole model: everything but latents."""
         known = {name: getattr(self, name) for name in _KNOWN_TO_C}
         known["layers"] = tuple(
-            Layer(window=layer.window, rope=layer.rope) for layer in self.layers
+            Layer(window=layer.window, rope=layer.rope, ffn=layer.ffn) for layer in self.layers
         )
         # A field that is not known to C, also a later one, must have its default.
-        is_placed = self.place in ("pre", "sandwich") and self.qk_norm != "whole"
-        return is_placed and self == Architecture(**known)
+        # The C path folds the residual's factor into the stream, which a block must norm then.
+        is_foldable = self.place != "post" or self.residual_scale == 1.0
+        # Biases of an MLP are known to C but those of one beside experts.
+        has_biased_share = self.mlp_bias and self.moe is not None and self.moe.shared != ""
+        return is_foldable and not has_biased_share and self == Architecture(**known)
 
 
 _KNOWN_TO_C = (
     "family", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
     "context", "ropes", "norm_eps", "tie_embeddings", "qk_norm", "qkv_bias", "score_scale",
     "interleaved", "norms_less_one", "place", "activation", "embed_scale", "logit_scale",
-    "logit_cap",
+    "logit_cap", "norm", "output_bias", "mlp_bias", "score_cap", "sinks", "query_growth",
+    "residual_scale", "moe",
 )  # fmt: skip
 
 

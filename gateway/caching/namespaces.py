@@ -18,16 +18,23 @@ from engine.api import (
     Quota,
 )
 from gateway.retention_classes import CachingConfig
-from tenancy.types import CachePolicy, Identity
+from tenancy.types import CachePolicy, Fidelity, Identity
 
 SHARED_SCOPE_PREFIX = "scope:"
 """Prefix of the second part of a shared scope's namespace; workspace names contain no colon."""
 
 
 def namespace_of(
-    identity: Identity, model_digest: str, template_digest: str, partition: str
+    identity: Identity,
+    model_digest: str,
+    template_digest: str,
+    partition: str,
+    fidelity: Fidelity = "exact",
 ) -> bytes:
     """Return the namespace of a request: its owner, model, template and partition.
+
+    Requests that allow copies which are not exact have a namespace of their own, so that an exact
+    request never meets what was computed over such a copy.
 
     Each part is prefixed with its length, so that different parts never give the same bytes.
     """
@@ -36,13 +43,25 @@ def namespace_of(
         whose = (str(identity.tenant.tenant_id), identity.workspace)
     else:
         whose = (str(scope.owner_id), f"{SHARED_SCOPE_PREFIX}{scope.scope_id}")
-    return _join_parts(*whose, model_digest, template_digest, partition)
+    parts = (*whose, model_digest, template_digest, partition)
+    return _join_parts(*parts) if fidelity == "exact" else _join_parts(*parts, fidelity)
 
 
 @lru_cache(maxsize=1_024)
 def _join_parts(*parts: str) -> bytes:
     encoded = [part.encode(errors="surrogatepass") for part in parts]
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
+
+
+def fidelity_of(identity: Identity, asked: Fidelity | None) -> Fidelity:
+    """Return the fidelity of a request's copies: what it asked for, or else its tenant's."""
+    return asked or identity.policy.fidelity
+
+
+def may_rest(identity: Identity) -> bool:
+    """Return whether a request's KV may rest on disk: neither its tenant nor the owner of its
+    shared scope forbids it."""
+    return "never" not in (identity.policy.at_rest, identity.blocks_policy.at_rest)
 
 
 def payer_of(identity: Identity) -> bytes:
@@ -79,7 +98,10 @@ _PARTS = 5
 
 
 def parts_of(namespace: Namespace) -> tuple[str, ...]:
-    """Return the parts that `namespace_of` joined; () for any other namespace."""
+    """Return the parts that `namespace_of` joined; () for any other namespace.
+
+    A sixth part is the fidelity of a namespace that is not exact.
+    """
     parts: list[str] = []
     at = 0
     while at + 4 <= len(namespace):

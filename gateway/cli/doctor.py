@@ -24,6 +24,7 @@ from engine.errors import ModelError
 from engine.model_store import CATALOGUE, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
+from gateway.cli.level_checks import check_levels
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
 from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, parse_address
@@ -66,7 +67,8 @@ def _run(call: CommandCall) -> CommandResult:
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(_addresses, _hosts, _encryption, _descriptors, _model, _memory, _keys, _webhooks),
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _memory, _levels, _keys),
+        _webhooks,
     ):
         checks += check(config)
     checks += _config_file(call.origin)
@@ -312,6 +314,11 @@ def available_memory_mib(meminfo: Path, cgroup: Path) -> int | None:
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return free_mib
     return min(free_mib, max(0, limit - used) // 2**20)
+
+
+def _levels(config: Config) -> list[Check]:
+    """Check the levels below the device, where they are configured."""
+    return [Check(one.check, one.ok, one.found, one.fix) for one in check_levels(config)]
 
 
 def _keys(config: Config) -> list[Check]:

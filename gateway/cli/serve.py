@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 
 from engine.errors import ModelError
@@ -14,6 +15,7 @@ from gateway import app
 from gateway.cli.database import ADMIN_KEY_FILE, KEY_FILE, open_store, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, parse_address
+from gateway.levels.placement import FolderLock, check_levels, levels_dir
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -23,7 +25,8 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
     """Serve until a signal, and return the exit status. Fetches a missing built-in model first.
 
     `read_config` returns the settings as they are now, for a reload. Raises CommandError for an
-    address or a data directory that cannot be used, before a model is fetched or loaded.
+    address or a data directory that cannot be used, and ConfigError for levels that this machine
+    cannot have, before a model is fetched or loaded.
     """
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
@@ -33,6 +36,15 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
         raise CommandError(
             f"cannot use the data directory {config.data}: {error.strerror}"
         ) from error
+    check_levels(config)
+    with ExitStack() as held:
+        if config.engine.levels.disk_gib:
+            held.callback(FolderLock(levels_dir(config)).close)
+        return _run(config, say, progress, read_config)
+
+
+def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
+    """Serve in a checked data directory; see `run`."""
     card = prepared_model(config, say, progress)
     store, key = open_store(config)
 

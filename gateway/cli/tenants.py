@@ -35,7 +35,7 @@ from tenancy.accounts.tenants import (
 from tenancy.errors import BadName
 from tenancy.pricing.rate_cards import is_tier_free
 from tenancy.storage.interface import Store
-from tenancy.types import Status, TenantSettings, wall_ms
+from tenancy.types import AT_REST, FIDELITIES, Status, TenantSettings, wall_ms
 
 
 def _add_actions(command: argparse.ArgumentParser) -> None:
@@ -70,6 +70,10 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--classes", type=_classes, metavar="NAMES", help=text)
     text = "retention class of requests that name none, or `none`"
     parser.add_argument("--default-class", metavar="NAME", help=text)
+    text = "how far copies below the device may be from what the model computed"
+    parser.add_argument("--fidelity", choices=FIDELITIES, help=text)
+    text = "whether KV may rest on the server's disk"
+    parser.add_argument("--at-rest", choices=AT_REST, help=text)
     text = "most promised blocks, or `none`"
     parser.add_argument("--promised", type=_blocks, metavar="BLOCKS", help=text)
 
@@ -93,6 +97,8 @@ SETTINGS = {
     "priority": "priority",
     "classes": "classes",
     "default_class": "default_class",
+    "fidelity": "fidelity",
+    "at_rest": "at_rest",
     "promised": "promised_blocks_max",
     **LIMITS,
 }

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from engine.api import Grammar, Sampling
 from gateway.dialects.tolerance import Mode
+from tenancy.types import Fidelity
 
 TOOLS_MAX = 512
 """Most functions of one request, in any dialect: each costs a rendering and a schema, and agents
@@ -284,6 +285,7 @@ class Call(Struct, frozen=True):
     narrows the namespace. `digests`: settings (name, digest) that a miss diagnosis compares beside
     the prompt; they have no other effect. `ignored`: names of fields that were taken and have no
     effect (`gateway.dialects.tolerance`). `continuous_usage`: every chunk of a stream has usage.
+    `fidelity`: that the request asks of copies of its KV; None leaves it to the tenant.
     """
 
     model: str
@@ -300,6 +302,7 @@ class Call(Struct, frozen=True):
     digests: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     thread: ThreadDirectives = NO_THREAD
+    fidelity: Fidelity | None = None
 
 
 class StoredItem(Struct, frozen=True):

@@ -23,7 +23,7 @@ from engine.api import (
     all_in_vocabulary,
     tokens_within,
 )
-from gateway.caching.namespaces import payer_of, quota_of
+from gateway.caching.namespaces import fidelity_of, may_rest, payer_of, quota_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
 from gateway.errors import TOO_LONG, Kind, Refusal
@@ -75,12 +75,15 @@ def admit(
     _check_queue(rendered, identity, now)
     kept = leases or [()] * len(rendered)
     quota = quota_of(identity.blocks_policy, payer_of(identity), now.promised_blocks_default)
+    fidelity = fidelity_of(identity, call.fidelity)
     requests = [
         Request(
             request_id=request_id if len(rendered) == 1 else f"{request_id}-{number}",
             tokens=prompt.token_ids,
             max_tokens=budget,
-            grant=CacheGrant(namespace, quota, kept[number]),
+            grant=CacheGrant(
+                namespace, quota, kept[number], fidelity=fidelity, at_rest=may_rest(identity)
+            ),
             sampling=generation.sampling,
             samples=generation.samples,
             stop_token_ids=_stops(generation, now),

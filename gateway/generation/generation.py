@@ -28,6 +28,7 @@ from gateway.dialects.tolerance import without_thinking
 from gateway.errors import Kind, Refusal
 from gateway.generation import rate_limits
 from gateway.generation.admission import AdmissionContext, admit
+from gateway.generation.fidelity import FIDELITY_HEADER, parse_fidelity
 from gateway.generation.idempotency import (
     KEY_HEADER,
     IdempotentRequest,
@@ -100,6 +101,9 @@ class Generation:
         assert identity is not None, "this route asks for a key"
         if gateway.is_draining:
             raise _shutting_down()
+        fidelity = None
+        if FIDELITY_HEADER in self._request.headers:
+            fidelity = parse_fidelity(self._request, identity)
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = await parse_body(
@@ -119,6 +123,7 @@ class Generation:
             call = await parse_with_history(gateway, self._dialect, body, metadata, call, identity)
             call = self._without_honoured(call)
         del body
+        call = call if fidelity is None else replace(call, fidelity=fidelity)
         prepared = await prepare(gateway, call, identity)
         share = self._request[BODY_SHARE]
         share.budget.release(share)

@@ -289,7 +289,9 @@ class OutputStream:
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
         self._started[prompt] = event
         self._on_started(prompt)
-        self._contracts[prompt].begin(event.cached_tokens, event.leases, event.window_gone_tokens)
+        self._contracts[prompt].begin(
+            event.cached_tokens, event.leases, event.window_gone_tokens, event.loaded_tokens
+        )
         found: list[Delta] = []
         if None not in self._started:
             records = [

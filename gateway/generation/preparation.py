@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from engine.api import Retention
 from engine.errors import EngineUnavailable
 from gateway.caching import CacheScope, Contract, PrefixOrigin
-from gateway.caching.namespaces import namespace_of
+from gateway.caching.namespaces import fidelity_of, namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.errors import TOO_LONG, Kind, Refusal
@@ -123,14 +123,18 @@ async def prepare(
 
 def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScope:
     """Return the scope whose prefixes a call may read and write."""
-    namespace = namespace_of(identity, now.info.model_digest, now.template_digest, call.partition)
+    fidelity = fidelity_of(identity, call.fidelity)
+    model, template = now.info.model_digest, now.template_digest
+    namespace = namespace_of(identity, model, template, call.partition, fidelity)
     tenant_id = identity.tenant.tenant_id
     # Written prefixes belong to the shared scope's owner; a tenant's earlier prompts stay its own.
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
     origin = PrefixOrigin(tenant_id, now.info.model_digest, now.template_digest)
     policy = identity.policy
-    return CacheScope(namespace, owner_id, name, policy.classes, origin, policy.default_class)
+    return CacheScope(
+        namespace, owner_id, name, policy.classes, origin, policy.default_class, fidelity
+    )
 
 
 def admission_context(gateway: Context, tenant_id: int) -> AdmissionContext:

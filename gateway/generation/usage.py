@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.api import LeaseGrant, Usage
+from engine.api import LeaseGrant, LevelName, Usage
 from gateway.caching import Contract
 from gateway.dialects.canonical import Diagnosis, UsageRecord
 
@@ -23,10 +23,15 @@ class UsageAccounting(Protocol):
         """Where the prompt diverges from an earlier one."""
 
     def begin(
-        self, cached_tokens: int, grants: Sequence[LeaseGrant], window_gone_tokens: int = 0
+        self,
+        cached_tokens: int,
+        grants: Sequence[LeaseGrant],
+        window_gone_tokens: int = 0,
+        loaded_tokens: Sequence[tuple[LevelName, int]] = (),
     ) -> object:
-        """The engine started: it found `cached_tokens`, granted `grants`, and would have found
-        `window_gone_tokens` more but for the blocks of a window."""
+        """The engine started: it found `cached_tokens`, of which `loaded_tokens` came from levels
+        below the device, granted `grants`, and would have found `window_gone_tokens` more but for
+        the blocks of a window."""
 
     def written(self) -> None:
         """The prompt is computed: its first token is out, or the request is over."""
@@ -41,7 +46,11 @@ class _PhysicalAccounting:
     diagnosis = None
 
     def begin(
-        self, cached_tokens: int, grants: Sequence[LeaseGrant], window_gone_tokens: int = 0
+        self,
+        cached_tokens: int,
+        grants: Sequence[LeaseGrant],
+        window_gone_tokens: int = 0,
+        loaded_tokens: Sequence[tuple[LevelName, int]] = (),
     ) -> None:
         pass
 
@@ -63,9 +72,9 @@ PHYSICAL_ACCOUNTING = _PhysicalAccounting()
 
 _NO_OUTPUT = Usage()
 CACHE_HEADER = "X-Trunkline-Cache"
+"""Header with the tokens read and written by contract, computed and found, and a miss cause."""
 IGNORED_HEADER = "X-Trunkline-Ignored"
 """Names the request's fields that had no effect."""
-"""Header with the tokens read and written by contract, computed and found, and a miss cause."""
 
 
 def sum_usage(records: Sequence[UsageRecord]) -> UsageRecord:
@@ -90,12 +99,21 @@ def sum_usage(records: Sequence[UsageRecord]) -> UsageRecord:
     )
 
 
+def sum_loaded(contracts: Sequence[Contract]) -> dict[str, int]:
+    """Return the cached tokens of a call that were loaded, by level; empty if none were."""
+    found: Counter[str] = Counter()
+    for contract in contracts:
+        found.update(contract.loaded_tokens)
+    return dict(sorted(found.items(), reverse=True))  # host before disk
+
+
 def cache_header(contracts: Sequence[Contract]) -> str:
     """Return the value of the cache header.
 
-    It has the tokens read and written by contract, computed and found; the first lease that was not
-    fully granted, with its bound; and the cause of a miss with the segment of the first token that
-    was not found.
+    It has the tokens read and written by contract, computed and found; of the found ones those on
+    each level, if any were loaded; the fidelity of copies, if it is not exact; the first lease that
+    was not fully granted, with its bound; and the cause of a miss with the segment of the first
+    token that was not found.
     """
     records: list[UsageRecord] = []
     short: LeaseGrant | None = None
@@ -109,6 +127,11 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
         f" physical={record.physical_cached}"
     )
+    if loaded := sum_loaded(contracts):
+        device = record.physical_cached - sum(loaded.values())
+        text += f"; device={device}" + "".join(f"; {name}={n}" for name, n in loaded.items())
+    if contracts[0].fidelity != "exact":
+        text += f"; fidelity={contracts[0].fidelity}"
     if short is not None:
         text += f"; lease={short.outcome}" + (f"; bound={short.bound}" if short.bound else "")
     for contract in contracts:

@@ -78,6 +78,7 @@ class RequestState(Struct):
     decoded path parameters. `headers`: added to any response. `operation`: the
     span's name; empty for a request without a span. `epoch`: the engine's epoch. `submitted_s`: the
     time the engine accepted the request. `queue_s`: how long it waited there for its first step.
+    `loaded_tokens`: of the cached ones, by the level below the device that had them.
     `missed`: the cause of the first miss. `segments`: the parts of a single prompt. `first_token_s`
     is relative to `submitted_s`; the other times are readings of the gateway's monotonic clock, in
     seconds.
@@ -98,6 +99,7 @@ class RequestState(Struct):
     is_stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = {}
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     output_tokens: int = 0
@@ -194,6 +196,7 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         output_tokens=state.output_tokens,
         missed=state.missed,
         missed_tokens=state.missed_tokens,
+        loaded_tokens=state.loaded_tokens,
     )
 
 

@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.api import Stats
+from gateway.observability.level_metrics import LevelMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHERS = "other"
@@ -47,6 +48,7 @@ _GAUGES = {
     "waiting": ("waiting_requests", "Requests waiting for their first step."),
     "running": ("running_requests", "Running requests."),
     "compiling": ("compiling_requests", "Requests that wait for their grammar to be compiled."),
+    "loading": ("loading_requests", "Requests that wait for host memory or disk."),
     "waiting_tokens": ("waiting_tokens", "Prompt tokens of waiting requests."),
     "steps_per_s": ("engine_steps_per_second", "Engine steps per second, recently."),
     "prefill_tokens_per_s": ("engine_prefill_tokens_per_second", "Prompt tokens per second."),
@@ -291,9 +293,9 @@ class Metrics:
         self._engine = _EngineMetrics()
         self._cache = _CacheMetrics()
         self._ledger = _LedgerMetrics()
-        registry.register(self._engine)
-        registry.register(self._cache)
-        registry.register(self._ledger)
+        self._levels = LevelMetrics()
+        for own in (self._levels, self._engine, self._cache, self._ledger):
+            registry.register(own)
 
     def count_epoch(
         self, epoch: str, prompt: int, cached: int, output: int, unneeded: int = 0
@@ -357,6 +359,7 @@ class Metrics:
         """Store the engine's latest heartbeat."""
         self.ready.set(1 if is_ready else 0)
         self._engine.stats, self._engine.restarts = stats, restarts
+        self._levels.stats = stats
 
     def set_ledger_restarts(self, restarts: int) -> None:
         """Store the number of restarts of the ledger process."""

@@ -23,7 +23,10 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_llama.c")
+SOURCES = (
+    "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_experts.c",
+    "cpu_llama.c",
+)  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 60
@@ -35,11 +38,14 @@ log = logging.getLogger("trunkline.engine")
 WIDE, PAIRS, DOT, TILES = 0, 1, 2, 3
 """Kinds of storage and multiplication; see `cpu.h`."""
 
-STORE, ADD, SILU, GELU = 0, 1, 2, 3
+STORE, ADD, SILU, GELU, CLAMPED = 0, 1, 2, 3, 4
 """Epilogues of a product; see `cpu.h`."""
 
 PANEL = 16
 """Columns of a weight panel."""
+
+COLUMNS_STEP = 32
+"""The number to whose multiples packed columns are padded: products compute two panels at once."""
 
 TILE_DEPTH = 32
 """The number of which the depth of a product of the kind TILES must be a multiple."""
@@ -51,8 +57,21 @@ class CProduct(ctypes.Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("pairs", c_void_p),
         ("rows", c_int32), ("depth", c_int32), ("columns", c_int32), ("kind", c_int32),
-        ("epilogue", c_int32),
+        ("epilogue", c_int32), ("bias", c_void_p),
     )  # fmt: skip
+
+
+SCORES = ("softmax", "sigmoid", "chosen_softmax")
+"""Scores of a router's logits, in the order of `cpu.h`."""
+
+
+class CExperts(ctypes.Structure):
+    """`Experts` of `cpu.h`."""
+
+    _fields_ = tuple((name, c_void_p) for name in (
+        "router", "router_bias", "choice_bias", "gate_up", "down", "gate_up_bias", "down_bias",
+        "shared_gate_up", "shared_down", "shared_gate",
+    ))  # fmt: skip
 
 
 class CLayer(ctypes.Structure):
@@ -60,10 +79,12 @@ class CLayer(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in (
-            "attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down", "qkv_bias", "q_norm",
-            "k_norm", "cos", "sin", "attention_output_norm", "mlp_output_norm",
+            "attention_norm", "mlp_norm", "qkv", "output", "gate_up", "down", "qkv_bias",
+            "output_bias", "gate_up_bias", "down_bias", "q_norm", "k_norm", "sinks", "cos", "sin",
+            "attention_output_norm", "mlp_output_norm",
         )),
         ("window", c_int32), ("group", c_int32), ("kv_row", c_int32),
+        ("experts", POINTER(CExperts)),
     )  # fmt: skip
 
 
@@ -73,10 +94,19 @@ class CModel(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in (
             "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
-            "kind", "kv_kind", "gated", "kv_rows",
+            "kind", "kv_kind", "gated", "kv_rows", "q_norm_width", "k_norm_width", "centred",
+            "parallel", "growth_context",
         )),
-        ("eps", c_float), ("scale", c_float), ("embed_scale", c_float), ("layer", POINTER(CLayer)),
-        ("embeddings", c_void_p), ("norm", c_void_p), ("head", c_void_p), ("kv", c_void_p),
+        *((name, c_float) for name in (
+            "eps", "stream_eps", "scale", "cap", "growth", "embed_scale",
+        )),
+        *((name, c_int32) for name in (
+            "experts", "top_k", "expert_width", "shared_width", "expert_gated", "expert_score",
+            "renormalise", "expert_groups", "expert_groups_kept",
+        )),
+        ("expert_scale", c_float),
+        ("layer", POINTER(CLayer)),
+        *((name, c_void_p) for name in ("embeddings", "norm", "head", "kv")),
     )  # fmt: skip
 
 
@@ -94,6 +124,12 @@ class CWork(ctypes.Structure):
         ("positions", c_void_p), ("place", POINTER(CPlace)),
         *((name, c_void_p) for name in (
             "hidden", "normed", "qkv", "attended", "activated", "pairs",
+        )),
+        ("expert_tokens", c_int32),
+        *((name, c_void_p) for name in (
+            "expert_of", "expert_row", "expert_token", "expert_weight", "expert_logits",
+            "expert_rows", "expert_activated", "expert_pairs", "mixed", "shared",
+            "shared_activated",
         )),
     )  # fmt: skip
 
@@ -145,7 +181,7 @@ class Kernels:
         """
         rows, depth = weight.shape
         if columns is None:
-            padded = -(-rows // 32) * 32
+            padded = -(-rows // COLUMNS_STEP) * COLUMNS_STEP
             columns = torch.arange(padded, dtype=torch.int32)
             columns[rows:] = -1
         weight = weight.contiguous()

@@ -207,22 +207,27 @@ void pool_run(Pool *pool, Task task, void *arg, int tasks);
 
 /* -- matrices (cpu_linear.c) ---------------------------------------------------------------- */
 
-enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3 };
+enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3, CLAMPED = 4 };
 
-/* STORE: c [rows, columns] = a [rows, depth] x b. ADD: += instead of =. SILU: b's panels are gate
- * and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up. b is in the layout of `pack`. `pairs`:
- * scratch of rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of
- * 32. */
+/* STORE: c [rows, columns] = a [rows, depth] x b + bias. ADD: += instead of =. SILU: b's panels are
+ * gate and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up; CLAMPED:
+ * gpt-oss's, of clamped gate and up. b is in the layout of `pack`; `bias` has a value for each of its columns, or is NULL. `pairs`: scratch of
+ * rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of 32. */
 typedef struct {
     const float *a;
     const uint32_t *b;
     float *c;
     uint32_t *pairs;
     int rows, depth, columns, kind, epilogue;
+    const float *bias;
 } Product;
 
 void product(Pool *pool, Product *p);
+/* Compute products of at least one row each in one phase; `pairs` has their left-hand sides already
+ * where their kind takes them. */
+void grouped_products(Pool *pool, const Product *products, int count);
 void rms_norm(const float *x, const float *weight, float *out, int channels, float eps);
+void mean_norm(const float *x, const float *weight, float *out, int channels, float eps);
 void to_pairs(const float *x, uint32_t *out, int count);
 
 /* -- AMX tiles (cpu_tiles.c); built where HAS_TILES ------------------------------------------- */
@@ -240,15 +245,30 @@ void tiles_values(const uint32_t *p, const uint32_t *const *v, int blocks, int r
 
 /* -- the step ------------------------------------------------------------------------------- */
 
+enum { SOFTMAX = 0, SIGMOID = 1, CHOSEN_SOFTMAX = 2 };
+
+/* The experts of a layer. A matrix of all experts is one expert's panels behind another's. */
 typedef struct {
-    const float *attention_norm, *mlp_norm;
+    const uint32_t *router;    /* [experts, hidden], WIDE whatever the model's kind */
+    const float *router_bias;  /* or NULL */
+    const float *choice_bias;  /* [experts]: added to the scores for the choice alone; or NULL */
+    const uint32_t *gate_up, *down;
+    const float *gate_up_bias, *down_bias;        /* a value for each packed column, or NULL */
+    const uint32_t *shared_gate_up, *shared_down; /* the MLP that all tokens take, or NULL */
+    const float *shared_gate; /* [hidden]: that MLP counts times the sigmoid of this gate; or NULL */
+} Experts;
+
+typedef struct {
+    const float *attention_norm, *mlp_norm; /* of what a block reads, or NULL */
     const uint32_t *qkv, *output, *gate_up, *down;
-    const float *qkv_bias;         /* [heads + 2 * kv_heads, head_dim], or NULL */
-    const float *q_norm, *k_norm;  /* [head_dim], of each head's channels, or NULL */
+    const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias; /* see Product, or NULL */
+    const float *q_norm, *k_norm;  /* [q_norm_width], [k_norm_width], or NULL */
+    const float *sinks; /* [heads]: a logit that takes part in the softmax, without a value; or NULL */
     const float *cos, *sin;        /* [context, head_dim / 2] */
     const float *attention_output_norm, *mlp_output_norm; /* of what is added, or NULL */
     int32_t window; /* a token sees so many keys, its own the last; 0: all */
     int32_t group, kv_row; /* the layer's KV group, and its place in the group's blocks */
+    const Experts *experts; /* instead of the MLP, or NULL */
 } Layer;
 
 typedef struct {
@@ -257,7 +277,19 @@ typedef struct {
     int32_t kv_kind; /* of the KV */
     int32_t gated;   /* SILU or GELU */
     int32_t kv_rows; /* layers of a KV block */
-    float eps, scale, embed_scale; /* `scale`: factor of the scores */
+    int32_t q_norm_width, k_norm_width; /* channels that a norm of queries, of keys takes together */
+    int32_t centred;  /* norms of the hidden states take the mean off first */
+    int32_t parallel; /* the MLP reads what attention reads */
+    int32_t growth_context; /* queries grow by 1 + growth * ln(1 + position / growth_context) */
+    float eps, stream_eps;  /* of norms; of those that read the hidden states */
+    float scale, cap;       /* of the scores s: scale * s, and if cap > 0 cap * tanh(s / cap) */
+    float growth, embed_scale;
+    int32_t experts, top_k, expert_width, shared_width; /* channels of an expert; of the shared MLP */
+    int32_t expert_gated; /* SILU, GELU or CLAMPED */
+    int32_t expert_score; /* SOFTMAX, SIGMOID, or CHOSEN_SOFTMAX: over the chosen logits alone */
+    int32_t renormalise;  /* weights of a token's experts sum to expert_scale */
+    int32_t expert_groups, expert_groups_kept; /* experts are chosen in the best groups only */
+    float expert_scale;
     const Layer *layer;
     const void *embeddings; /* [vocab, hidden], fp32 when WIDE, else bf16; NULL: the head's panels */
     const float *norm;
@@ -291,8 +323,18 @@ typedef struct {
     const Place *place; /* by KV group */
     float *hidden, *normed, *qkv, *attended, *activated; /* [tokens, ...]; scratch */
     uint32_t *pairs;
+    /* Scratch of experts, for `expert_tokens` tokens at a time; rows are tokens times top_k. */
+    int32_t expert_tokens;
+    int32_t *expert_of, *expert_row, *expert_token; /* [rows] */
+    float *expert_weight, *expert_logits;           /* [rows], [tokens, experts] */
+    float *expert_rows, *expert_activated;          /* [rows, hidden], [rows, expert_width] */
+    uint32_t *expert_pairs;                         /* [rows, the wider of both / 2] */
+    float *mixed, *shared, *shared_activated; /* [tokens, hidden], the same, [tokens, shared_width] */
 } Work;
 
+/* Write to w->mixed what the experts make of x [tokens, hidden], at most w->expert_tokens. */
+void mix_experts(Pool *pool, const Model *m, const Work *w, const Experts *e, const float *x,
+                 int tokens);
 /* Rotate q and k of tokens [first, end) in place and write their k and v into their slots. */
 void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end);
 /* Compute attention of one bundle's tokens on one KV head, from w->qkv to w->attended. */

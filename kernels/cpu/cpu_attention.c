@@ -39,15 +39,13 @@ static void rotate(float *x, const float *cos, const float *sin, int half) {
     }
 }
 
-/* Add the biases to a token's queries, keys and values, and norm its query and key heads. */
-static void finish_qkv(const Model *m, const Layer *l, float *qkv) {
-    const int dim = m->head_dim, heads = m->heads + m->kv_heads;
-    if (l->qkv_bias)
-        for (int i = 0; i < (heads + m->kv_heads) * dim; i++) qkv[i] += l->qkv_bias[i];
-    if (l->q_norm)
-        for (int head = 0; head < heads; head++)
-            rms_norm(qkv + head * dim, head < m->heads ? l->q_norm : l->k_norm, qkv + head * dim,
-                     dim, m->eps);
+/* Norm a token's queries and keys. */
+static void norm_queries_and_keys(const Model *m, const Layer *l, float *qkv) {
+    const int queries = m->heads * m->head_dim, keys = m->kv_heads * m->head_dim;
+    for (int at = 0; at < queries; at += m->q_norm_width)
+        rms_norm(qkv + at, l->q_norm, qkv + at, m->q_norm_width, m->eps);
+    for (int at = queries; at < queries + keys; at += m->k_norm_width)
+        rms_norm(qkv + at, l->k_norm, qkv + at, m->k_norm_width, m->eps);
 }
 
 void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end) {
@@ -57,7 +55,7 @@ void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end)
     for (int token = first; token < end; token++) {
         float *qkv = w->qkv + (size_t)token * width;
         const size_t at = (size_t)w->positions[token] * (dim / 2);
-        finish_qkv(m, l, qkv);
+        if (l->q_norm) norm_queries_and_keys(m, l, qkv);
         for (int head = 0; head < m->heads + m->kv_heads; head++)
             rotate(qkv + head * dim, l->cos + at, l->sin + at, dim / 2);
         const int64_t block = slots[token] / BLOCK;
@@ -213,12 +211,21 @@ static void softmax_tile(float *scores, int hidden, int visible, float *row_max,
     store(sum, total);
 }
 
+/* Replace scores s by cap * tanh(s / cap). */
+static void cap_scores(float *scores, int count, float cap) {
+    for (int i = 0; i < count; i += LANES) {
+        const vf e = exp_of(load(scores + i) * (2.0f / cap));
+        store(scores + i, cap - 2.0f * cap / (e + 1.0f));
+    }
+}
+
 /* Attend to the keys of one tile with t->rows rows of the bundle. */
 static void attend_tile(const Model *m, const Work *w, TileArgs *t, int tile, int first_token,
                         int window, float *row_max, float *sum, uint32_t *pairs) {
     const int group = m->heads / m->kv_heads;
     const int kind = m->kv_kind;
     compute_all_scores(t, kind);
+    if (m->cap > 0) cap_scores(t->scores, t->rows * TILE, m->cap);
     for (int row = 0; row < t->rows; row++) {
         int visible = w->positions[first_token + row / group] + 1 - tile * TILE;
         int hidden = window && visible > window ? visible - window : 0;
@@ -244,6 +251,12 @@ static int first_tile(const Work *w, const Segment *s, int window) {
     return tile > s->tile_first ? tile : s->tile_first;
 }
 
+/* Return the factor of a query's scores. */
+static float scale_of(const Model *m, int position) {
+    if (!m->growth_context) return m->scale;
+    return m->scale * (1.0f + m->growth * log1pf((float)(position / m->growth_context)));
+}
+
 void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
     const Place *place = w->place + m->layer[layer].group;
     const Bundle *b = place->bundle + bundle;
@@ -255,15 +268,18 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
     float row_max[rows], sum[rows * LANES] ALIGNED;
     uint32_t pairs[rows * TILE / 2] ALIGNED;
     uint32_t q_pairs[takes_pairs(m->kv_kind) ? rows * dim / 2 : 1] ALIGNED;
-    for (int row = 0; row < rows; row++) {
-        const float *from = w->qkv + (size_t)(b->first + row / group) * width;
-        from += (kv_head * group + row % group) * dim;
-        for (int d = 0; d < dim; d++) q[row * dim + d] = from[d] * m->scale;
-        row_max[row] = -1e30f;
-    }
-    if (takes_pairs(m->kv_kind)) to_pairs(q, q_pairs, rows * dim);
+    const float *sinks = m->layer[layer].sinks;
     memset(out, 0, (size_t)rows * dim * 4);
     memset(sum, 0, (size_t)rows * LANES * 4);
+    for (int row = 0; row < rows; row++) {
+        const int token = b->first + row / group, head = kv_head * group + row % group;
+        const float *from = w->qkv + (size_t)token * width + head * dim;
+        const float scale = scale_of(m, w->positions[token]);
+        for (int d = 0; d < dim; d++) q[row * dim + d] = from[d] * scale;
+        row_max[row] = sinks ? sinks[head] : -1e30f;
+        if (sinks) sum[row * LANES] = 1.0f;
+    }
+    if (takes_pairs(m->kv_kind)) to_pairs(q, q_pairs, rows * dim);
     for (int at = b->segment; at < b->segment_end; at++) {
         const Segment *s = place->segment + at;
         const int row = (s->first - b->first) * group;

@@ -86,20 +86,35 @@ static const Tile OF_ROWS[] = {
 #endif
 };
 
+INLINE vf smaller_of(vf a, vf b) { return -larger_of(-a, -b); }
+
+/* Return activation(gate) * up of an epilogue. */
+INLINE vf gated(int epilogue, vf gate, vf up) {
+    vf at_gate = gate;
+    if (epilogue == GELU) /* by tanh: gate * sigmoid(2 * sqrt(2 / pi) * (gate + ...)) */
+        at_gate = 1.59576912160573f * (gate + 0.044715f * gate * gate * gate);
+    if (epilogue == CLAMPED) {
+        const vf limit = (vf){0} + 7.0f;
+        gate = smaller_of(limit, gate);
+        up = smaller_of(limit, larger_of(-limit, up)) + 1.0f;
+        at_gate = 1.702f * gate;
+    }
+    return gate / (1.0f + exp_of(-at_gate)) * up;
+}
+
 /* Write `out` [rows][64], of which `width` columns are computed, to c by the epilogue. */
-static void finish(const Product *p, const float *out, int row, int rows, int column, int width) {
+static void finish(const Product *p, float *out, int row, int rows, int column, int width) {
     for (int r = 0; r < rows; r++, out += 64) {
         float *c = p->c + (size_t)(row + r) * p->columns;
+        if (p->bias)
+            for (int i = 0; i < width; i += LANES)
+                store(out + i, load(out + i) + load(p->bias + column + i));
         if (p->epilogue >= SILU) {
             for (int at = 0; at < width; at += WIDTH) {
                 int first = (column + at) / 2;
                 for (int i = 0; i < PANEL && first < p->columns; i += LANES) {
                     vf gate = load(out + at + i), up = load(out + at + PANEL + i);
-                    /* gelu by tanh is gate * sigmoid(2 * sqrt(2 / pi) * (gate + ...)). */
-                    vf at_gate = p->epilogue == SILU
-                        ? gate
-                        : 1.59576912160573f * (gate + 0.044715f * gate * gate * gate);
-                    vf value = gate / (1.0f + exp_of(-at_gate)) * up;
+                    vf value = gated(p->epilogue, gate, up);
                     int count = p->columns - first - i;
                     if (count > 0)
                         memcpy(c + first + i, &value, (count < LANES ? count : LANES) * 4);
@@ -116,14 +131,13 @@ static void finish(const Product *p, const float *out, int row, int rows, int co
 }
 
 typedef struct {
-    Product *p;
+    const Product *p;
     int rows, columns;             /* per task */
     int row_pieces, column_pieces; /* tasks are column pieces of row pieces */
     int padded;                    /* columns in b */
 } Pieces;
 
-static void product_task(void *arg, int task) {
-    const Pieces *s = arg;
+static void multiply_piece(const Pieces *s, int task) {
     const Product *p = s->p;
     const size_t lda = takes_pairs(p->kind) ? p->depth / 2 : p->depth;
     const float *a = takes_pairs(p->kind) ? (const float *)p->pairs : p->a;
@@ -158,6 +172,8 @@ static void product_task(void *arg, int task) {
     }
 }
 
+static void product_task(void *arg, int task) { multiply_piece(arg, task); }
+
 static void pairs_task(void *arg, int task) {
     Product *p = arg;
     const int row = task * CHUNK, left = p->rows - row, rows = left < CHUNK ? left : CHUNK;
@@ -165,15 +181,8 @@ static void pairs_task(void *arg, int task) {
              rows * p->depth);
 }
 
-void product(Pool *pool, Product *p) {
-    if (!p->rows) return;
+static Pieces cut(const Product *p) {
     Pieces s = {p, 0, 64, 1, 1, 0};
-    if (takes_pairs(p->kind)) {
-        if (p->rows > CHUNK)
-            pool_run(pool, pairs_task, p, (p->rows + CHUNK - 1) / CHUNK);
-        else
-            pairs_task(p, 0);
-    }
     int columns = p->epilogue >= SILU ? 2 * ((p->columns + PANEL - 1) / PANEL * PANEL) : p->columns;
     s.padded = (columns + WIDTH - 1) / WIDTH * WIDTH;
     const int step = p->kind == TILES ? ROWS_MAX : TILE_ROWS;
@@ -183,7 +192,50 @@ void product(Pool *pool, Product *p) {
     if (s.row_pieces == 1) s.rows = p->rows;
     if (s.padded > 64 * 64) s.columns = (s.padded / 64 + 63) / 64 * 64;
     s.column_pieces = (s.padded + s.columns - 1) / s.columns;
+    return s;
+}
+
+void product(Pool *pool, Product *p) {
+    if (!p->rows) return;
+    if (takes_pairs(p->kind)) {
+        if (p->rows > CHUNK)
+            pool_run(pool, pairs_task, p, (p->rows + CHUNK - 1) / CHUNK);
+        else
+            pairs_task(p, 0);
+    }
+    Pieces s = cut(p);
     pool_run(pool, product_task, &s, s.row_pieces * s.column_pieces);
+}
+
+typedef struct {
+    const Pieces *pieces;
+    const int *first; /* a product's first task; behind the last the number of tasks */
+    int count;
+} Group;
+
+static void grouped_task(void *arg, int task) {
+    const Group *g = arg;
+    int low = 0, high = g->count; /* the product is in [low, high) */
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (g->first[middle] <= task)
+            low = middle;
+        else
+            high = middle;
+    }
+    multiply_piece(g->pieces + low, task - g->first[low]);
+}
+
+void grouped_products(Pool *pool, const Product *products, int count) {
+    Pieces pieces[count + 1];
+    int first[count + 1];
+    first[0] = 0;
+    for (int i = 0; i < count; i++) {
+        pieces[i] = cut(products + i);
+        first[i + 1] = first[i] + pieces[i].row_pieces * pieces[i].column_pieces;
+    }
+    Group g = {pieces, first, count};
+    pool_run(pool, grouped_task, &g, first[count]);
 }
 
 /* Write x / rms(x) * weight of one row. `channels` is a multiple of 16. */
@@ -196,6 +248,20 @@ void rms_norm(const float *x, const float *weight, float *out, int channels, flo
     float scale = 1.0f / sqrtf(sum_of(total) / (float)channels + eps);
     for (int i = 0; i < channels; i += LANES)
         store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+/* Write (x - mean(x)) / deviation(x) * weight of one row. `channels` is a multiple of 16. */
+void mean_norm(const float *x, const float *weight, float *out, int channels, float eps) {
+    vf total = {0}, squares = {0};
+    for (int i = 0; i < channels; i += LANES) total += load(x + i);
+    const float mean = sum_of(total) / (float)channels;
+    for (int i = 0; i < channels; i += LANES) {
+        vf v = load(x + i) - mean;
+        squares += v * v;
+    }
+    float scale = 1.0f / sqrtf(sum_of(squares) / (float)channels + eps);
+    for (int i = 0; i < channels; i += LANES)
+        store(out + i, (load(x + i) - mean) * scale * load(weight + i));
 }
 
 /* Convert fp32 to words of two bf16. */

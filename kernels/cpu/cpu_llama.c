@@ -1,4 +1,4 @@
-/* One step of a Llama or a Gemma: all layers in one call, with a pool_run per phase of a layer.
+/* One step of a decoder: all layers in one call, with a pool_run per phase of a layer.
  *
  * The order is that of engine/models/decoder.py. The calling thread alone does what takes less time
  * than waking a thread: norms and rotation of a few tokens.
@@ -20,12 +20,19 @@ static int chunk_end(const Phase *p, int task) {
     return (task + 1) * CHUNK < p->tokens ? (task + 1) * CHUNK : p->tokens;
 }
 
+static void norm_row(const Model *m, const float *x, const float *weight, float *out, float eps) {
+    if (m->centred)
+        mean_norm(x, weight, out, m->hidden, eps);
+    else
+        rms_norm(x, weight, out, m->hidden, eps);
+}
+
 static void norm_task(void *arg, int task) {
     const Phase *p = arg;
     const int channels = p->m->hidden;
     for (int token = task * CHUNK; token < chunk_end(p, task); token++)
-        rms_norm(p->x + (size_t)token * channels, p->weight, p->out + (size_t)token * channels,
-                 channels, p->m->eps);
+        norm_row(p->m, p->x + (size_t)token * channels, p->weight,
+                 p->out + (size_t)token * channels, p->m->stream_eps);
 }
 
 /* Norm rows of `normed` in place and add them to `hidden`. */
@@ -35,7 +42,7 @@ static void norm_and_add_task(void *arg, int task) {
     for (int token = task * CHUNK; token < chunk_end(p, task); token++) {
         float *from = p->w->normed + (size_t)token * channels;
         float *to = p->w->hidden + (size_t)token * channels;
-        rms_norm(from, p->weight, from, channels, p->m->eps);
+        norm_row(p->m, from, p->weight, from, p->m->eps);
         for (int i = 0; i < channels; i++) to[i] += from[i];
     }
 }
@@ -91,15 +98,41 @@ static void embed(const Model *m, const Work *w) {
     }
 }
 
-/* Add a x b to `hidden`, with a norm of the product where `norm` is its weight. */
-static void add_product(Pool *pool, Phase *p, const float *a, const uint32_t *b, int depth,
-                        const float *norm) {
+/* Norm `hidden` into `normed` by `weight`; return the rows that the block reads: those, or without
+ * a norm `hidden` itself. */
+static const float *norm_hidden(Pool *pool, Phase *p, const float *weight) {
+    if (!weight) return p->w->hidden;
+    p->weight = weight;
+    over_tokens(pool, norm_task, p);
+    return p->w->normed;
+}
+
+/* Add a x b + bias to `hidden`, with a norm of the product where `norm` is its weight. */
+static void add_product(Pool *pool, Phase *p, const float *a, const uint32_t *b, const float *bias,
+                        int depth, const float *norm) {
     const Work *w = p->w;
     product(pool, &(Product){a, b, norm ? w->normed : w->hidden, w->pairs, p->tokens, depth,
-                             p->m->hidden, p->m->kind, norm ? STORE : ADD});
+                             p->m->hidden, p->m->kind, norm ? STORE : ADD, bias});
     if (!norm) return;
     p->weight = norm;
     over_tokens(pool, norm_and_add_task, p);
+}
+
+/* Add what the experts make of x [tokens, hidden] to `hidden`, normed where the layer norms it. */
+static void add_experts(Pool *pool, const Phase *p, const Layer *layer, const float *x) {
+    const Work *w = p->w;
+    const int channels = p->m->hidden;
+    for (int first = 0, count; first < p->tokens; first += count) {
+        count = p->tokens - first < w->expert_tokens ? p->tokens - first : w->expert_tokens;
+        mix_experts(pool, p->m, w, layer->experts, x + (size_t)first * channels, count);
+        for (int token = 0; token < count; token++) {
+            float *from = w->mixed + (size_t)token * channels;
+            float *to = w->hidden + (size_t)(first + token) * channels;
+            if (layer->mlp_output_norm)
+                norm_row(p->m, from, layer->mlp_output_norm, from, p->m->eps);
+            for (int i = 0; i < channels; i++) to[i] += from[i];
+        }
+    }
 }
 
 /* Write hidden states after the last norm, [tokens, hidden], to w->normed, and the tokens' KV. */
@@ -110,21 +143,24 @@ void llama_forward(Pool *pool, const Model *m, const Work *w) {
     embed(m, w);
     for (p.layer = 0; p.layer < m->layers; p.layer++) {
         const Layer *layer = m->layer + p.layer;
-        p.weight = layer->attention_norm;
-        over_tokens(pool, norm_task, &p);
-        product(pool, &(Product){w->normed, layer->qkv, w->qkv, w->pairs, tokens, channels, wider,
-                                 m->kind, STORE});
+        const float *x = norm_hidden(pool, &p, layer->attention_norm);
+        product(pool, &(Product){x, layer->qkv, w->qkv, w->pairs, tokens, channels, wider,
+                                 m->kind, STORE, layer->qkv_bias});
         over_tokens(pool, rope_task, &p);
         pool_run(pool, attend_task, &p, w->bundles * m->kv_heads);
-        add_product(pool, &p, w->attended, layer->output, width, layer->attention_output_norm);
-        p.weight = layer->mlp_norm;
-        over_tokens(pool, norm_task, &p);
-        product(pool, &(Product){w->normed, layer->gate_up, w->activated, w->pairs, tokens,
-                                 channels, m->intermediate, m->kind, m->gated});
-        add_product(pool, &p, w->activated, layer->down, m->intermediate, layer->mlp_output_norm);
+        add_product(pool, &p, w->attended, layer->output, layer->output_bias, width,
+                    layer->attention_output_norm);
+        if (!m->parallel) x = norm_hidden(pool, &p, layer->mlp_norm);
+        if (layer->experts) {
+            add_experts(pool, &p, layer, x);
+            continue;
+        }
+        product(pool, &(Product){x, layer->gate_up, w->activated, w->pairs, tokens, channels,
+                                 m->intermediate, m->kind, m->gated, layer->gate_up_bias});
+        add_product(pool, &p, w->activated, layer->down, layer->down_bias, m->intermediate,
+                    layer->mlp_output_norm);
     }
-    p.weight = m->norm;
-    over_tokens(pool, norm_task, &p);
+    norm_hidden(pool, &p, m->norm);
 }
 
 /* Write logits [rows, vocab] of hidden states rows_in [rows, hidden]. `pairs`: scratch of

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Literal
 
-from msgspec import Struct, structs
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tenancy.errors import BadName
 from tenancy.storage.audit_log import Actor, record
@@ -23,11 +26,23 @@ _DROPPED_AT_ONCE = 10
 """Receipts that one write drops at most: a database from before the bound shrinks step by step."""
 
 
+class ErasedLevel(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an erasure took from one level of the cache.
+
+    `state`: `gone`, no later start finds it; `pending`, the level could not confirm it yet.
+    """
+
+    blocks: int
+    bytes: int
+    state: Literal["gone", "pending"] = "gone"
+
+
 class ErasureReceipt(Struct, frozen=True):
     """The receipt of one erasure.
 
     `key_id`: the tenant's or administrator's key that requested it. `what`: `all`, `workspace NAME`
-    or `lease ID`. `blocks`: how many blocks left the cache.
+    or `lease ID`. `blocks`: how many blocks left the cache. `levels`: the same by level; None for a
+    receipt from before there were levels.
     """
 
     receipt_id: str
@@ -38,6 +53,12 @@ class ErasureReceipt(Struct, frozen=True):
     namespaces: int
     namespace_digest: str
     blocks: int
+    levels: dict[str, ErasedLevel] | None = None
+
+
+_COLUMNS = (
+    "receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks, levels"
+)
 
 
 def digest_namespaces(namespaces: Sequence[bytes]) -> str:
@@ -55,10 +76,14 @@ def write_receipt(store: Store, receipt: ErasureReceipt, by: Actor | None = None
     """Store a receipt; it is durable when this returns. Drops the tenant's oldest ones beyond
     `RECEIPTS_MAX`. `by`: the administrator that asked, for the audit log. O(RECEIPTS_MAX) steps of
     an index. Raises StoreError."""
-    values = structs.astuple(receipt)
+    levels = None if receipt.levels is None else msgspec.json.encode(receipt.levels).decode()
+    values = (
+        *(receipt.receipt_id, receipt.tenant_id, receipt.key_id, receipt.at_ms, receipt.what),
+        *(receipt.namespaces, receipt.namespace_digest, receipt.blocks, levels),
+    )
     beyond = receipt.tenant_id, _DROPPED_AT_ONCE, RECEIPTS_MAX
     with store.change() as db:
-        db.execute("insert into erasures values (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        db.execute(f"insert into erasures ({_COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         db.execute(
             "delete from erasures where receipt_id in (select receipt_id from erasures"
             " where tenant_id = ? order by at_ms desc, receipt_id desc limit ? offset ?)",
@@ -81,8 +106,12 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Erasur
     if not 1 <= limit <= RECEIPTS_MAX:
         raise BadName("bad_setting", f"limit out of range: {limit}; expected 1 to {RECEIPTS_MAX}")
     rows = store.query(
-        "select receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks"
-        " from erasures where tenant_id = ? order by at_ms desc, receipt_id desc limit ?",
+        f"select {_COLUMNS} from erasures where tenant_id = ?"
+        " order by at_ms desc, receipt_id desc limit ?",
         (tenant_id, limit),
     )
-    return [ErasureReceipt(*row) for row in rows]
+    return [replace(ErasureReceipt(*row[:8]), levels=_levels(row[8])) for row in rows]
+
+
+def _levels(text: str | None) -> dict[str, ErasedLevel] | None:
+    return None if text is None else msgspec.json.decode(text, type=dict[str, ErasedLevel])

@@ -26,6 +26,8 @@ from tenancy.pseudonyms import PSEUDONYM_PREFIX, check_not_deleted, is_pseudonym
 from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import (
+    AT_REST,
+    FIDELITIES,
     CachePolicy,
     Limits,
     Status,
@@ -63,7 +65,8 @@ class TenantRecord(Struct, frozen=True):
 
 _TENANTS = (
     "select tenant_id, name, status, created_ms, tier, is_declared, floor_blocks, ceiling_blocks,"
-    " weight, priority, classes, promised_blocks_max, default_class, limits from tenants"
+    " weight, priority, classes, promised_blocks_max, default_class, fidelity, at_rest, limits"
+    " from tenants"
 )
 
 
@@ -226,6 +229,11 @@ def bootstrap_admin(store: Store, clock: WallClock) -> str | None:
 
 def with_changes(settings: TenantSettings, changes: Mapping[str, object]) -> TenantSettings:
     """Return the settings with changes. Raises BadName for an unknown field or an invalid value."""
+    for name, words in (("fidelity", FIDELITIES), ("at_rest", AT_REST)):
+        word = changes.get(name, words[0])
+        if isinstance(word, str) and word not in words:
+            expected = ", ".join(map(repr, words))
+            raise BadName("bad_setting", f"{name}: {word[:80]!r}; expected one of {expected}")
     try:
         return msgspec.convert({**structs.asdict(settings), **changes}, TenantSettings)
     except msgspec.ValidationError as error:
@@ -262,8 +270,8 @@ def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) ->
     check_settings(settings)
     db.execute(
         "update tenants set tier = ?, floor_blocks = ?, ceiling_blocks = ?, weight = ?,"
-        " priority = ?, classes = ?, promised_blocks_max = ?, default_class = ?, limits = ?"
-        " where tenant_id = ?",
+        " priority = ?, classes = ?, promised_blocks_max = ?, default_class = ?, fidelity = ?,"
+        " at_rest = ?, limits = ? where tenant_id = ?",
         (
             settings.tier,
             settings.floor_blocks,
@@ -273,6 +281,8 @@ def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) ->
             None if settings.classes is None else " ".join(settings.classes),
             settings.promised_blocks_max,
             settings.default_class,
+            settings.fidelity,
+            settings.at_rest,
             encode_limits(settings.limits),
             tenant_id,
         ),
@@ -340,8 +350,8 @@ def _record_of(row: Row) -> TenantRecord:
     classes = None if row[10] is None else tuple(row[10].split())
     return TenantRecord(
         Tenant(*(*row[:5], bool(row[5]))),
-        CachePolicy(*(*row[6:10], classes, row[11], row[12])),
-        decode_limits(row[13]),
+        CachePolicy(*(*row[6:10], classes, *row[11:15])),
+        decode_limits(row[15]),
     )
 
 

@@ -34,7 +34,8 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     the request; `started_s`: its first step began; `settled_s`: the ledger entry was durable.
     `missed`: the cause of the first miss; `missed_tokens`: prompt tokens written before and not
     read. `segments`: parts of the prompt as (path in the request, token at which it ends), in order
-    of their ends; of many, the first and the last.
+    of their ends; of many, the first and the last. `loaded_tokens`: of the cached tokens, those
+    that were loaded for the request, by level.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     missed: str = ""
     missed_tokens: int = 0
     segments: tuple[tuple[str, int], ...] = ()
+    loaded_tokens: dict[str, int] = {}
 
 
 class RequestFilter(Struct, frozen=True):

@@ -65,7 +65,9 @@ class _AnalyticsHandlers:
         await count_ended(gateway)
         gateway.holders.update(gateway.engine.namespaces, owner_of)
         engine: dict[str, Any] = {
-            name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
+            name: getattr(stats, name)
+            for name in stats.__struct_fields__
+            if name not in ("changed", "levels")
         }
         if info is not None:
             engine |= {
@@ -141,7 +143,7 @@ class _AnalyticsHandlers:
             shown.append(
                 {
                     **one.shown(scopes),
-                    "partition": bool(parts_of(one.stats.namespace)[4:] not in ((), ("",))),
+                    "partition": bool(parts_of(one.stats.namespace)[4:5] not in ((), ("",))),
                     "blocks": one.stats.blocks,
                     "branches": [asdict(branch) for branch in surveyed.branches],
                 }

@@ -13,6 +13,7 @@ from gateway.api.openapi.history_answers import (
     RequestPage,
     TenantStateAnswer,
 )
+from gateway.api.openapi.level_answers import LevelsAnswer, LevelTenants
 from gateway.api.openapi.operation import JSON, Operation
 from gateway.api.openapi.public_operations import open_operations
 from gateway.http.middleware import Role
@@ -116,6 +117,16 @@ def _views() -> tuple[Operation, ...]:
         Operation("GET", f"{API}/audit", READ, "List changes.", None, page, changes, content=TABLE),
         Operation("GET", f"{API}/me", "admin", "Show the asking administrator.", None, me),
         Operation("GET", f"{API}/analytics", READ, "Show analytics since the start."),
+        Operation("GET", f"{API}/levels", READ, "Show the cache's levels.", None, LevelsAnswer),
+        Operation(
+            "GET",
+            f"{API}/levels/tenants",
+            READ,
+            "Show bytes by tenant and level.",
+            answer=LevelTenants,
+            query=("format",),
+            content=TABLE,
+        ),
         Operation("GET", API + "/analytics/{name}", READ, "Show a tenant's analytics."),
         Operation("GET", API + "/tree/{name}", READ, "Show the shape of a tenant's prefix trees."),
         Operation(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from tenancy.types import Limits
+from tenancy.types import AtRest, Fidelity, Limits
 
 
 class ApiError(Struct, frozen=True):
@@ -90,6 +90,8 @@ class TenantAnswer(Struct, frozen=True):
     priority: int
     classes: tuple[str, ...] | None
     default_class: str | None
+    fidelity: Fidelity
+    at_rest: AtRest
     promised_blocks_max: int | None
     requests_per_minute: int | None
     tokens_per_minute: int | None
@@ -347,7 +349,11 @@ class QuoteAnswer(Struct, frozen=True):
 
 
 class CacheAnswer(Struct, frozen=True):
-    """A workspace's blocks, tokens, bytes and leases, and the tenant's usage."""
+    """A workspace's blocks, tokens, bytes and leases, and the tenant's usage and bytes by level.
+
+    `levels`: `used_bytes` and `promised_bytes` of all the tenant's workspaces, by level below the
+    device; empty where there is none.
+    """
 
     tenant: str
     workspace: str
@@ -357,6 +363,7 @@ class CacheAnswer(Struct, frozen=True):
     promised_blocks: int
     tokens: int
     bytes: int
+    levels: dict[str, dict[str, int]]
     policy: dict[str, Any]
     leases: list[dict[str, Any]]
     has_more_leases: bool

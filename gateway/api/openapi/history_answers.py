@@ -155,10 +155,12 @@ class RequestPrice(Struct, frozen=True):
 
 
 class RequestAnswer(RequestRow, frozen=True):
-    """Everything known of an ended request. `entry`: its ledger entry."""
+    """Everything known of an ended request. `loaded_tokens`: of the cached ones, by the level below
+    the device that had them. `entry`: its ledger entry."""
 
     times: RequestTimes
     cached_tokens: int
+    loaded_tokens: dict[str, int]
     segments: list[RequestSegment] | None
     missed_tokens: int | None
     recomputed_promised_tokens: int | None

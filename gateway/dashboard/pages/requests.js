@@ -132,6 +132,8 @@ function Prefix({ one }) {
       class=${colour}></i>${text} <b>${about(n)}</b></li>`)}</ul>
     <${Facts} caption="Tokens" rows=${[["prompt", count(one.prompt_tokens)], ["output",
       count(one.output_tokens)], ["found in the cache", count(one.cached_tokens)],
+      ...Object.entries(one.loaded_tokens ?? {}).map(([name, n]) => [`of them from ${name}`,
+        count(n)]),
       ["missed", one.missed_tokens ? count(one.missed_tokens) : null], ["promised, but recomputed",
         one.recomputed_promised_tokens ? count(one.recomputed_promised_tokens) : null],
       ...Object.entries(one.read_by_class ?? {}).map(([name, n]) => [`read, ${name}`, count(n)]),

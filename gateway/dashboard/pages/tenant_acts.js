@@ -17,6 +17,8 @@ const NUMBERS = [
   ["ceiling_blocks", "Ceiling", "most blocks that the tenant may hold"],
   ["promised_blocks_max", "Promised blocks, at most"],
 ];
+const FIDELITIES = [["exact", "exact"], ["near", "near: 8 bits a value"],
+  ["rough", "rough: 4 bits a value"]];
 export const pathOf = (name) => `/admin/v1/tenants/${encodeURIComponent(name)}`;
 
 // The fields of a tenant's settings; an empty number is no limit.
@@ -38,6 +40,11 @@ export function SETTINGS(tenant, classes) {
       hint: "share of the rest, beside other tenants" },
     { name: "default_class", label: "Retention class by default", kind: "select",
       value: tenant?.default_class ?? "", options: [["", "the dialect's"], ...classes] },
+    { name: "fidelity", label: "Fidelity of copies", kind: "select",
+      value: tenant?.fidelity ?? "exact", options: FIDELITIES,
+      hint: "how far copies below the device may be from what the model computed" },
+    { name: "at_rest", label: "On the server's disk", kind: "select",
+      value: tenant?.at_rest ?? "local", options: [["local", "allowed"], ["never", "never"]] },
     { name: "classes", label: "Retention classes allowed (none chosen: all)", kind: "checks",
       value: tenant?.classes ?? [],
       options: classes },
@@ -48,7 +55,8 @@ export function settingsOf(values) {
   return { tier: values.tier, floor_blocks: Number(values.floor_blocks || 0),
     weight: Number(values.weight || 1), ...numbers,
     classes: values.classes.length ? values.classes : null,
-    default_class: values.default_class || null };
+    default_class: values.default_class || null,
+    fidelity: values.fidelity, at_rest: values.at_rest };
 }
 
 export function EditTenant({ tenant, classes, close, done }) {

@@ -15,7 +15,7 @@ from engine.attention.interface import AttentionBackend, attention_spec
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import Architecture, Layer, Rope
+from engine.model_store import Architecture, Layer, Moe, Rope
 from engine.models.cpu_llama import Kernels, load_kernels
 from engine.models.gpu_layers import SPLIT_ROWS, columns_in_full_waves, split_linear
 from engine.models.interface import Model
@@ -165,7 +165,7 @@ def test_slices_change_no_bit_in_c(shape: str, kernels: Kernels) -> None:
             assert torch.equal(logits_of(config, dict(weights), kernels, slices, dtype), whole)
 
 
-EXTENDED = {
+EXTENDED: dict[str, dict[str, Any]] = {
     "biases": {"qkv_bias": True},
     "norms of heads": {"qk_norm": "head"},
     "partial rotation": {"ropes": {"full": Rope(10_000.0, 16)}},
@@ -181,9 +181,63 @@ EXTENDED = {
         "qk_norm": "head", "activation": "gelu_tanh", "embed_scale": 19.6, "score_scale": 0.1,
         "ropes": {"full": Rope(1e6, 64), "local": Rope(1e4, 64)},
     },
+    "biases of outputs": {"output_bias": True},
+    "biases of the MLP": {"mlp_bias": True, "intermediate": 48},
+    "norms of whole projections": {"qk_norm": "whole"},
+    "norms after blocks": {"place": "post"},
+    "a norm beside both blocks": {"place": "parallel"},
+    "norms that take the mean off": {"norm": "mean"},
+    "a scaled residual": {"residual_scale": 0.3},
+    "caps of scores": {"score_cap": 2.0},
+    "sinks": {"sinks": True},
+    "queries that grow": {"query_growth": (0.4, 20)},
+    "OLMo 3": {
+        "place": "post", "qk_norm": "whole",
+        "layers": (Layer(window=40, rope="local"), Layer()),
+        "ropes": {"full": Rope(1e6, 64), "local": Rope(1e4, 64)},
+    },
+    "Granite": {
+        "embed_scale": 12.0, "residual_scale": 0.22, "logit_scale": 0.125, "score_scale": 0.0156,
+        "output_bias": True, "mlp_bias": True,
+    },
+    "Cohere 2": {
+        "place": "parallel", "norm": "mean", "logit_scale": 0.25,
+        "layers": (Layer(window=40), Layer(rope="")),
+    },
+    "Gemma 2": {
+        "layers": (Layer(window=40), Layer()), "place": "sandwich", "activation": "gelu_tanh",
+        "embed_scale": 19.6, "score_cap": 5.0, "logit_cap": 3.0,
+    },
+    "attention of gpt-oss": {
+        "layers": (Layer(window=40), Layer()), "sinks": True, "qkv_bias": True,
+        "output_bias": True,
+    },
+    "experts": {
+        "layers": (Layer(ffn="moe"), Layer()), "moe": Moe(experts=6, top_k=2, intermediate=48)},
+    "Qwen 2 MoE": {
+        "layers": (Layer(ffn="moe"),) * 2, "qkv_bias": True,
+        "moe": Moe(experts=8, top_k=4, intermediate=32, renormalise=False, shared="gated",
+                   shared_intermediate=48)},
+    "Qwen 3 MoE": {
+        "layers": (Layer(ffn="moe"),) * 2, "qk_norm": "head",
+        "moe": Moe(experts=33, top_k=8, intermediate=32)},
+    "GLM-4 MoE": {
+        "layers": (Layer(), Layer(ffn="moe")), "qk_norm": "head", "qkv_bias": True,
+        "moe": Moe(experts=12, top_k=3, intermediate=32, score="sigmoid", choose_by_bias=True,
+                   scale=2.5, groups=4, groups_kept=2, shared="add", shared_intermediate=32)},
+    "gpt-oss": {
+        "layers": (Layer(window=40, ffn="moe"), Layer(ffn="moe")), "sinks": True,
+        "qkv_bias": True, "output_bias": True,
+        "moe": Moe(experts=5, top_k=2, intermediate=48, score="chosen_softmax",
+                   expert="clamped")},
+    "experts after norms on both sides": {
+        "layers": (Layer(ffn="moe"),) * 2, "place": "sandwich", "activation": "gelu_tanh",
+        "residual_scale": 0.5,
+        "moe": Moe(experts=8, top_k=2, intermediate=32, groups=2, groups_kept=1)},
     "all": {
-        "qkv_bias": True, "qk_norm": "head", "score_scale": 0.2,
-        "layers": (Layer(rope=""), Layer()),
+        "qkv_bias": True, "qk_norm": "whole", "score_scale": 0.2, "sinks": True, "score_cap": 4.0,
+        "layers": (Layer(rope="", window=30), Layer()), "place": "sandwich", "norm": "mean",
+        "residual_scale": 0.5, "output_bias": True, "mlp_bias": True, "query_growth": (0.1, 50),
     },
 }  # fmt: skip
 
@@ -196,7 +250,7 @@ def test_c_computes_what_torch_computes_beyond_llama(
     config = msgspec.structs.replace(SHAPES["GQA"], **change)
     weights = tiny_weights(config)
     for name, tensor in weights.items():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             tensor.normal_(generator=torch.Generator().manual_seed(len(name)))
     expected = logits_of(config, dict(weights), None, SLICES[0])
 
@@ -206,6 +260,70 @@ def test_c_computes_what_torch_computes_beyond_llama(
     assert error(whole, expected) < 2e-5
     for slices in SLICES[1:]:
         assert torch.equal(logits_of(config, dict(weights), kernels, slices), whole)
+
+
+OVERLOOKED: dict[str, Any] = {
+    "score_cap": 0.0, "sinks": False, "query_growth": None, "residual_scale": 1.0, "norm": "rms",
+    "output_bias": False, "mlp_bias": False,
+}  # fmt: skip
+"""Features of the case "all", and their values in a model that lacks them."""
+
+
+@pytest.mark.parametrize("field", OVERLOOKED)
+def test_an_overlooked_feature_is_seen(field: str, kernels: Kernels) -> None:
+    """The comparison above can fail: without any one of these the logits are others."""
+    config = msgspec.structs.replace(SHAPES["GQA"], **EXTENDED["all"])
+    weights = tiny_weights(config)
+    for name, tensor in weights.items():
+        if name.endswith(("bias", "sinks")):
+            tensor.normal_(generator=torch.Generator().manual_seed(len(name)))
+    expected = logits_of(config, dict(weights), None, SLICES[0])
+    lacking = msgspec.structs.replace(config, **{field: OVERLOOKED[field]})
+    kept = {
+        name: tensor
+        for name, tensor in weights.items()
+        if not (field == "output_bias" and name.endswith("o_proj.bias"))
+        and not (field == "mlp_bias" and ".mlp." in name and name.endswith("bias"))
+    }
+
+    assert error(logits_of(lacking, kept, kernels, SLICES[0]), expected) > 1e-3
+
+
+WRONG_EXPERTS: dict[str, dict[str, Any]] = {
+    "groups": {"groups": 1, "groups_kept": 1}, "scale": {"scale": 1.0},
+    "renormalised": {"renormalise": False}, "softmax": {"score": "softmax"},
+    "one expert fewer": {"top_k": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG_EXPERTS.values(), ids=WRONG_EXPERTS.keys())
+def test_wrong_experts_are_seen(change: dict[str, Any], kernels: Kernels) -> None:
+    """Each of these rules of the choice shows in the logits."""
+    config = msgspec.structs.replace(SHAPES["GQA"], **EXTENDED["GLM-4 MoE"])
+    assert config.moe is not None
+    weights = tiny_weights(config)
+    expected = logits_of(config, dict(weights), None, SLICES[0])
+    wrong = msgspec.structs.replace(config, moe=msgspec.structs.replace(config.moe, **change))
+
+    assert error(logits_of(wrong, dict(weights), kernels, SLICES[0]), expected) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "GLM-4 MoE", "Cohere 2", "all"])
+def test_bf16_logits_beyond_llama_are_the_same_in_slices(name: str, kernels: Kernels) -> None:
+    """A token takes another expert where bf16 turns the order of two scores, so that single rows
+    may be far from fp32; the middle row is near."""
+    config = msgspec.structs.replace(SHAPES["GQA"], **EXTENDED[name])
+    weights = {n: t.bfloat16() for n, t in tiny_weights(config).items()}
+    wide = {n: t.float() for n, t in weights.items()}
+    expected = logits_of(config, wide, kernels, SLICES[0])
+
+    whole = logits_of(config, dict(weights), kernels, SLICES[0], torch.bfloat16)
+
+    distance = (whole - expected).abs().amax(-1).median() / expected.std()
+    assert float(distance) < 0.2
+    for slices in SLICES[1:]:
+        in_slices = logits_of(config, dict(weights), kernels, slices, torch.bfloat16)
+        assert torch.equal(in_slices, whole)
 
 
 def test_bf16_weights_and_kv_stay_near_dense_computation(kernels: Kernels) -> None:

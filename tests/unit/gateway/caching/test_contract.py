@@ -36,6 +36,7 @@ class World:
 
     def __init__(self, config: CachingConfig | None = None, *, has_past: bool = False) -> None:
         self.clock = FakeClock()
+        self.has_disk = False
         self.epoch = "first"
         self.losses: dict[str, int] = {}
         self.there: list[tuple[int, ...]] = []
@@ -46,6 +47,7 @@ class World:
             lambda: self.epoch,
             lambda epoch: epoch == self.epoch,
             has_past=has_past,
+            survives=lambda: self.has_disk,
         )
 
     def resolve(

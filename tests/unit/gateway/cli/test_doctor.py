@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig, LevelsConfig
 from gateway.__main__ import main
 from gateway.cli.doctor import Check, available_memory_mib, checks_text
+from gateway.cli.level_checks import check_levels
+from gateway.config import Config, ModelSettings
+from tests.models import prepared
 
 ASKED = {"disk speed", "clock", "host names", "encryption", "descriptors", "configuration"}
 
@@ -122,3 +126,49 @@ def test_memory_is_the_containers_if_that_is_less(
 
     assert available_memory_mib(tmp_path / "meminfo", tmp_path) == free
     assert available_memory_mib(tmp_path / "none", tmp_path) is None
+
+
+def test_measures_the_disk_of_the_levels_and_says_its_worth(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a prepared model there is nothing to compare with yet; nothing is left behind."""
+    assert "disk level" not in checks(capsys)
+    before = config.read_text()
+    config.write_text(before + "[engine.levels]\nhost_mib = 1\ndisk_gib = 1\n")
+    found = checks(capsys)
+
+    assert found["host level"]["found"] == "1 MiB of host memory"
+    assert str(config.parent / "data" / "levels") in found["disk level"]["found"]
+    assert "MB/s read" in found["disk level speed"]["found"]
+    assert found["disk level worth"]["ok"]
+    assert not (config.parent / "data").exists()
+
+
+def test_levels_that_the_machine_cannot_have_are_errors(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same words with which a server does not start, and the way out."""
+    config.write_text(config.read_text() + "[engine.levels]\ndisk_gib = 1e9\n")
+    found = checks(capsys)["levels"]
+
+    assert not found["ok"]
+    assert found["found"].startswith("engine.levels.disk_gib: 1e+09 GiB, and the file system")
+    assert "engine.levels.disk_gib" in found["fix"]
+    assert main(["serve"]) == 2
+    assert "engine.levels.disk_gib" in capsys.readouterr().err
+
+
+def test_worth_compares_loading_with_computing(tmp_path: Path) -> None:
+    """On a prepared model: room, seconds a token, and from how many tokens on it wins."""
+    card = prepared(tmp_path / "models")
+    levels = LevelsConfig(disk_gib=1.0)
+    config = Config(
+        data_dir=str(tmp_path),
+        model=ModelSettings(name=card.source),
+        engine=EngineConfig(levels=levels, device="cpu"),
+    )
+    worth = check_levels(config)[-1]
+
+    assert worth.check == "disk level worth"
+    assert f"room for {2**30 // 256:,} tokens of 256 B" in worth.found, "a tiny model"
+    assert "computed in " in worth.found

@@ -16,7 +16,7 @@ from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rende
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import AdmissionContext, admit, retry_after_s
 from gateway.waiting_requests import WaitingBounds, WaitingRequests
-from tenancy.types import CachePolicy, Identity, SharedScope, Tenant
+from tenancy.types import CachePolicy, Fidelity, Identity, SharedScope, Tenant
 
 INFO = EngineInfo(
     epoch="1",
@@ -101,6 +101,24 @@ def test_each_request_has_its_prompts_grammar() -> None:
     first, second = admit(call, rendered, identity(), "id", NOW, b"namespace")
 
     assert (first.grammar, second.grammar) == (grammar, None)
+
+
+def test_grant_has_the_requests_fidelity_and_whether_its_kv_may_rest() -> None:
+    """Of a shared scope, its owner or the member may forbid the disk."""
+    call = Call("m", (Prompt(),), GenerationParameters())
+    owner = SharedScope(1, "docs", 2, CachePolicy(at_rest="never"))
+    member = msgspec.structs.replace(identity(fidelity="near"), scope=owner)
+
+    def grant(who: Identity, asked: Fidelity | None = None) -> tuple[str, bool]:
+        one = msgspec.structs.replace(call, fidelity=asked)
+        (request,) = admit(one, [Rendered((1,))], who, "id", NOW, b"namespace")
+        return request.grant.fidelity, request.grant.at_rest
+
+    assert grant(identity()) == ("exact", True)
+    assert grant(identity(fidelity="rough")) == ("rough", True)
+    assert grant(identity(fidelity="rough"), "near") == ("near", True)
+    assert grant(identity(at_rest="never")) == ("exact", False)
+    assert grant(member) == ("near", False)
 
 
 def refused(**asked: object) -> Refusal:

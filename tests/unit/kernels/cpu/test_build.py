@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.cpu_llama import interleaved_columns
+from engine.models.packing import interleaved_columns
 from kernels import reference
 from kernels.cpu import build as cpu
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tenancy.accounts import erasure_receipts
 from tenancy.accounts.erasure_receipts import (
+    ErasedLevel,
     ErasureReceipt,
     digest_namespaces,
     list_receipts,
@@ -32,6 +34,16 @@ def test_lists_own_receipts_newest_first(store: Store, wall: Wall) -> None:
     assert [one.receipt_id for one in list_receipts(store, ada)] == ["r2", "r0"]
     assert list_receipts(store, bob) == [receipt(1, bob, 1)]
     assert len(list_receipts(store, ada, limit=1)) == 1
+
+
+def test_a_receipt_keeps_what_each_level_lost(store: Store, wall: Wall) -> None:
+    """Receipts from before there were levels tell none."""
+    ada = create_tenant(store, wall, "ada").tenant_id
+    levels = {"device": ErasedLevel(17, 68), "disk": ErasedLevel(3, 12, "pending")}
+    write_receipt(store, replace(receipt(1, ada, 1), levels=levels))
+    write_receipt(store, receipt(0, ada))
+
+    assert [one.levels for one in list_receipts(store, ada)] == [levels, None]
 
 
 def test_only_the_newest_receipts_of_a_tenant_are_kept(

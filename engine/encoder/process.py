@@ -1,0 +1,120 @@
+"""The encoder process: `python -m engine.encoder.process`, started by a gateway.
+
+Its standard input is a socket (`engine.encoder.protocol`). The first message names the prepared
+folder; then batches come in and vectors leave, in order. One thread, and those of torch. It exits
+when the gateway closes its end, and stores nothing; its log line has no text.
+`gateway.embeddings.encoder_client` is the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.encoder.bert import BertEncoder, load_tensors
+from engine.encoder.card import load_encoder_card
+from engine.encoder.protocol import (
+    EncodeBatch,
+    EncodedBatch,
+    EncoderReady,
+    EncoderRejected,
+    FromEncoder,
+    StartEncoder,
+    ToEncoder,
+    encode_message,
+    read_to_encoder,
+    unpack_ids,
+)
+from engine.errors import ModelError
+from engine.protocol import Decoder
+
+READ_BYTES = 2**16
+"""Bytes per read."""
+
+
+def load(start: StartEncoder) -> BertEncoder:
+    """Load the model and encode one text, so that the first request finds warm kernels.
+
+    Raises ModelError.
+    """
+    if start.threads:
+        torch.set_num_threads(start.threads)
+    card = load_encoder_card(Path(start.folder))
+    encoder = BertEncoder(card, load_tensors(card))
+    encoder.encode([[card.first_token_id, card.last_token_id]])
+    return encoder
+
+
+def encode_batch(encoder: BertEncoder, batch: EncodeBatch) -> EncodedBatch:
+    """Return the vectors of a batch. Raises IndexError for an id outside the vocabulary."""
+    vectors = encoder.encode([unpack_ids(text).tolist() for text in batch.texts])
+    packed = vectors.numpy().astype("<f4", copy=False)
+    return EncodedBatch(batch.number, [row.tobytes() for row in packed])
+
+
+def serve(wire: socket.socket) -> int:
+    """Serve until the gateway closes its end. Returns the exit status."""
+    encoder: BertEncoder | None = None
+    for message in _receive(wire):
+        if isinstance(message, StartEncoder):
+            try:
+                encoder = load(message)
+            except ModelError as error:
+                _send(wire, EncoderRejected(error.code, error.message))
+                return 1
+            _send(wire, EncoderReady(encoder.card.dimensions))
+            continue
+        assert encoder is not None, "the first message is StartEncoder"
+        _send(wire, encode_batch(encoder, message))
+    return 0
+
+
+def _receive(wire: socket.socket) -> Iterator[ToEncoder]:
+    decoder = Decoder(read_to_encoder)
+    while True:
+        try:
+            data = wire.recv(READ_BYTES)
+        except ConnectionError:
+            return
+        if not data:
+            return
+        yield from decoder.feed(data)
+
+
+def _send(wire: socket.socket, message: FromEncoder) -> None:
+    with suppress(OSError):  # the gateway has gone; the next read says so
+        wire.sendall(encode_message(message))
+
+
+def main() -> int:
+    """Serve the gateway that started this process. An error is one line, without its message."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with socket.socket(fileno=sys.stdin.fileno()) as wire:
+            return serve(wire)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[-6:]
+        facts = {
+            "at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "event": "encoder_failed",
+            "error": type(error).__name__,
+            "frames": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
+        }
+        with suppress(OSError):
+            os.write(2, msgspec.json.encode(facts) + b"\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

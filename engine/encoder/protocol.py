@@ -1,0 +1,99 @@
+"""Messages between a gateway and its encoder process. Pure: bytes in, messages out.
+
+    gateway                              encoder process
+      StartEncoder ────────────────────▶
+                             ◀─────────── EncoderReady, or EncoderRejected and the end
+      EncodeBatch ─────────────────────▶
+                             ◀─────────── EncodedBatch    one per batch, in order
+
+Each message is one msgpack body behind four bytes of length, little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+_LENGTH = struct.Struct("<I")
+_SWAPS = sys.byteorder == "big"
+_ID = "I"
+assert array(_ID).itemsize == 4, "token ids take four bytes"
+
+
+class StartEncoder(Struct, frozen=True, array_like=True, tag="start"):
+    """The gateway's first message: the prepared folder, and threads (0: torch's own number)."""
+
+    folder: str
+    threads: int
+
+
+class EncodeBatch(Struct, frozen=True, array_like=True, tag="batch"):
+    """Texts to encode. `texts`: the packed token ids of each, with [CLS] and [SEP]."""
+
+    number: int
+    texts: list[bytes]
+
+
+class EncoderReady(Struct, frozen=True, array_like=True, tag="ready"):
+    """The model is loaded and has encoded a text. `dimensions`: of a vector."""
+
+    dimensions: int
+
+
+class EncoderRejected(Struct, frozen=True, array_like=True, tag="rejected"):
+    """The model cannot be loaded; the process exits. A `ModelError`'s code and message."""
+
+    code: str
+    message: str
+
+
+class EncodedBatch(Struct, frozen=True, array_like=True, tag="encoded"):
+    """The vectors of a batch, in its order. `vectors`: of each text, float32, little-endian."""
+
+    number: int
+    vectors: list[bytes]
+
+
+ToEncoder = StartEncoder | EncodeBatch
+FromEncoder = EncoderReady | EncoderRejected | EncodedBatch
+
+_TO_ENCODER: msgspec.msgpack.Decoder[ToEncoder] = msgspec.msgpack.Decoder(ToEncoder)
+_FROM_ENCODER: msgspec.msgpack.Decoder[FromEncoder] = msgspec.msgpack.Decoder(FromEncoder)
+
+
+def encode_message(message: ToEncoder | FromEncoder) -> bytes:
+    """Encode one frame."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_to_encoder(data: bytes) -> ToEncoder:
+    """Decode a frame's body. Raises msgspec's errors, as all readers of this module do."""
+    return _TO_ENCODER.decode(data)
+
+
+def read_from_encoder(data: bytes) -> FromEncoder:
+    """Decode a frame's body."""
+    return _FROM_ENCODER.decode(data)
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Return token ids in four bytes each. Equal for equal ids alone. Raises OverflowError."""
+    packed = array(_ID, token_ids)
+    if _SWAPS:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> array[int]:
+    """Return packed token ids. Raises ValueError for a broken length."""
+    packed = array(_ID)
+    packed.frombytes(data)
+    if _SWAPS:
+        packed.byteswap()
+    return packed

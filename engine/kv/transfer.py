@@ -1,0 +1,218 @@
+"""Copies blocks between a CPU's KV storage and slots of host memory, on a thread of its own.
+
+It decides nothing: `engine.levels` says which block goes to which slot, and holds both until the
+outcome. Copies, packing and digests let the interpreter go, so that steps run beside them. Only
+this module of the folder owns a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from msgspec import Struct
+
+from engine.kv.storage import KvStorage
+from engine.moves import Move, Moved
+
+Bytes = npt.NDArray[np.uint8]
+
+QUEUE_BYTES_MAX = 256 * 2**20
+"""Most bytes of blocks in moves without an outcome; what is submitted beyond it fails at once."""
+
+
+class SlotMemory(Protocol):
+    """Slots of host memory: `engine.storage.arena.HostArena`, or a fake."""
+
+    slots: int
+    slot_bytes: int
+
+    def view(self, slot: int) -> memoryview:
+        """Return the slot's bytes, writable. Raises IndexError."""
+
+
+class BlockPacker(Protocol):
+    """Packs the blocks of one storage into a smaller format, and back."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a packed block."""
+
+    def pack(self, block: int, out: Bytes) -> None:
+        """Write the block to `out` [block_bytes]. Raises ValueError for what is no number."""
+
+    def unpack(self, packed: Bytes, block: int) -> None:
+        """Fill the block from `packed` [block_bytes]."""
+
+
+class _Outcome(Struct, frozen=True):
+    """What the worker has done with one move, and the bytes that it takes off the queue."""
+
+    moved: Moved
+    queued_bytes: int
+
+
+class DamagedSlotError(ValueError):
+    """A slot's bytes are not those that were written to it."""
+
+
+class CpuTransferEngine:
+    """`engine.moves.TransferEngine` for KV in host memory: one worker thread, moves in order.
+
+    A move that fails in any way is not done, and fails alone; a load that fails has not touched
+    its block. A slot has `slot_bytes`; a copy that is shorter leaves zeros behind it, and the
+    digest is that of all of the slot. One thread submits, polls and closes.
+    """
+
+    def __init__(
+        self,
+        storage: KvStorage,
+        memory: SlotMemory,
+        *,
+        packers: Mapping[str, BlockPacker] | None = None,
+        queue_bytes_max: int = QUEUE_BYTES_MAX,
+        clock: Callable[[], float] = time.perf_counter,
+        on_moved: Callable[[], None] = lambda: None,
+        on_error: Callable[[Move, Exception], None] = lambda _move, _error: None,
+    ) -> None:
+        """`packers`: by the name that `Move.format` gives; without a format a block is copied as it
+        is. `on_moved` runs after each outcome, `on_error` before that of a move that failed, both
+        on the worker: they may wake or log, and must not raise. Raises ValueError if the storage
+        is on a device, or if a slot is smaller than a copy.
+        """
+        if storage.data.device.type != "cpu":
+            raise ValueError(f"KV on {storage.data.device}; this transfer engine expects the CPU's")
+        self.slots = memory.slots
+        self.slot_bytes = memory.slot_bytes
+        self._blocks: Bytes = storage.data.flatten(1).view(torch.uint8).numpy()
+        self._memory = memory
+        self._packers = dict(packers or {})
+        plain_bytes = storage.format.block_bytes
+        sizes = {name: packer.block_bytes for name, packer in self._packers.items()}
+        for name, size in (sizes or {"a block": plain_bytes}).items():
+            if size > self.slot_bytes:
+                raise ValueError(f"slots of {self.slot_bytes} bytes; {name} takes {size}")
+        self._queue_bytes_max = queue_bytes_max
+        self._queue_bytes = 0
+        self._clock = clock
+        self._on_moved = on_moved
+        self._on_error = on_error
+        self._wanted: deque[Move] = deque()
+        self._outcomes: deque[_Outcome] = deque()
+        self._is_closing = False
+        self._turn = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        """See `TransferEngine`. Moves that the queue has no room for have failed."""
+        size = self._blocks.shape[1]
+        with self._turn:
+            for move in moves:
+                if self._is_closing or self._queue_bytes + size > self._queue_bytes_max:
+                    self._outcomes.append(_Outcome(Moved(move.move_id, is_done=False), 0))
+                    continue
+                self._queue_bytes += size
+                self._wanted.append(move)
+            self._turn.notify()
+
+    def poll(self) -> list[Moved]:
+        """See `TransferEngine`."""
+        with self._turn:
+            found = list(self._outcomes)
+            self._outcomes.clear()
+            self._queue_bytes -= sum(outcome.queued_bytes for outcome in found)
+        return [outcome.moved for outcome in found]
+
+    def close(self) -> None:
+        """Wait for the move under way, fail those that have not begun, and end the thread.
+
+        Their outcomes can still be polled. The slots belong to whoever made them. Safe to repeat.
+        """
+        with self._turn:
+            self._is_closing = True
+            for move in self._wanted:
+                self._outcomes.append(_Outcome(Moved(move.move_id, is_done=False), 0))
+            self._wanted.clear()
+            self._turn.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        """Run moves until the engine is closed."""
+        while True:
+            with self._turn:
+                while not self._wanted and not self._is_closing:
+                    self._turn.wait()
+                if not self._wanted:
+                    return
+                move = self._wanted.popleft()
+            moved = self._run(move)
+            with self._turn:
+                self._outcomes.append(_Outcome(moved, self._blocks.shape[1]))
+            self._on_moved()
+
+    def _run(self, move: Move) -> Moved:
+        """Make one move; an exception is its failure, whatever raised it."""
+        started_s = self._clock()
+        try:
+            check = self._offload(move) if move.kind == "offload" else self._load(move)
+        except Exception as error:
+            self._on_error(move, error)
+            return Moved(move.move_id, is_done=False, seconds=self._clock() - started_s)
+        return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
+
+    def _offload(self, move: Move) -> bytes:
+        """Copy or pack the block into the slot. Returns the digest of the slot."""
+        slot = self._slot(move.slot)
+        packer = self._packer(move)
+        block = self._block(move.block)
+        size = packer.block_bytes if packer is not None else len(block)
+        if packer is not None:
+            packer.pack(move.block, slot[:size])
+        else:
+            np.copyto(slot[:size], block)
+        slot[size:] = 0
+        return xxhash.xxh3_128_digest(slot.data)
+
+    def _load(self, move: Move) -> bytes:
+        """Check the slot's bytes, then copy or unpack them into the block."""
+        slot = self._slot(move.slot)
+        packer = self._packer(move)
+        block = self._block(move.block)
+        if move.check and (found := xxhash.xxh3_128_digest(slot.data)) != move.check:
+            raise DamagedSlotError(
+                f"slot {move.slot} has digest {found.hex()}; expected {move.check.hex()}"
+            )
+        if packer is not None:
+            packer.unpack(slot[: packer.block_bytes], move.block)
+        else:
+            np.copyto(block, slot[: len(block)])
+        return move.check
+
+    def _slot(self, slot: int) -> Bytes:
+        return np.frombuffer(self._memory.view(slot), np.uint8)
+
+    def _block(self, block: int) -> Bytes:
+        if not 0 <= block < len(self._blocks):
+            raise IndexError(f"block {block}; expected 0 to {len(self._blocks) - 1}")
+        found: Bytes = self._blocks[block]
+        return found
+
+    def _packer(self, move: Move) -> BlockPacker | None:
+        if not move.format:
+            if len(self._blocks[0]) > self.slot_bytes:
+                raise ValueError(
+                    f"slots of {self.slot_bytes} bytes; a block has {len(self._blocks[0])}"
+                )
+            return None
+        if move.format not in self._packers:
+            known = ", ".join(sorted(self._packers)) or "none"
+            raise ValueError(f"no packed format {move.format!r}; expected one of: {known}")
+        return self._packers[move.format]

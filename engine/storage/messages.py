@@ -1,0 +1,85 @@
+"""What the engine and the storage process say to each other: frames over the process's socket.
+
+A frame is four bytes of length, little-endian, then one msgpack message of `engine.moves` or of
+this module. The first frame is `DiskSettings`. Pure: bytes in, messages out.
+
+    engine                               storage process
+      DiskSettings ──────────────────▶
+                             ◀─────────── HeldNamespaces   what a `Look` may find, in pieces
+                             ◀─────────── StorageStats     at once, then each `heartbeat_s`
+      Store, Look, Fetch … ─────────────▶
+                             ◀─────────── Stored, Looked, Fetched …
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+from msgspec import Struct
+
+from engine.api import Count, Namespace
+from engine.errors import EngineError
+from engine.moves import StorageCommand, StorageOutcome
+from engine.protocol import Decoder
+
+FRAME_BYTES_MAX = 64 * 2**20
+NAMESPACES_PER_FRAME = 4_096
+STORAGE_VERSION = 1
+"""Version of these messages: both ends come from one installation."""
+_LENGTH = struct.Struct("<I")
+
+
+class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fields=True):
+    """The first frame: the folder, and the arena whose descriptor the process inherits.
+
+    `disk_bytes`: room for slabs and index. `write_bytes_per_day`: 0 for as much as `disk_bytes`.
+    `run_tokens`: tokens of a run. `wait_s`: how long to wait for the lock of a storage process that
+    is about to end.
+    """
+
+    dir: str
+    disk_bytes: Count
+    arena_fd: int
+    slots: Count
+    slot_bytes: Count
+    slab_bytes: Count = 2**30
+    io_threads: Count = 4
+    write_bytes_per_day: Count = 0
+    run_tokens: Count = 16
+    heartbeat_s: float = 0.5
+    wait_s: float = 10.0
+    version: int = STORAGE_VERSION
+
+
+class HeldNamespaces(Struct, frozen=True, tag="held_namespaces", forbid_unknown_fields=True):
+    """Namespaces that have got their first record, and those that have lost their last one."""
+
+    gained: tuple[Namespace, ...] = ()
+    lost: tuple[Namespace, ...] = ()
+
+
+Downward = DiskSettings | StorageCommand
+Upward = HeldNamespaces | StorageOutcome
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_downward = msgspec.msgpack.Decoder(Downward).decode
+_decode_upward = msgspec.msgpack.Decoder(Upward).decode
+
+
+def encode_frame(message: Downward | Upward) -> bytes:
+    """Encode one frame. Raises EngineError if it exceeds FRAME_BYTES_MAX."""
+    body = _encoder.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise EngineError("unsupported", f"message of {len(body)} bytes; limit {FRAME_BYTES_MAX}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def command_decoder() -> Decoder[Downward]:
+    """Return a decoder of the engine's messages, for the storage process."""
+    return Decoder(_decode_downward)
+
+
+def outcome_decoder() -> Decoder[Upward]:
+    """Return a decoder of the storage process's messages, for the engine."""
+    return Decoder(_decode_upward)

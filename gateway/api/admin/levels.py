@@ -1,0 +1,50 @@
+"""`/admin/v1/levels` and `/admin/v1/levels/tenants`: the levels of the cache, as JSON."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from gateway.background.storage_metering import update_churn
+from gateway.caching.namespaces import owner_of
+from gateway.context import Context
+from gateway.http import json_api
+from gateway.http.middleware import Route
+from gateway.levels.placement import configured_dir
+from gateway.levels.report import levels_report, tenants_report
+
+
+def routes(gateway: Context) -> tuple[Route, ...]:
+    """Return the read-only routes of levels."""
+
+    async def levels(request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
+        engine = gateway.engine
+        update_churn(gateway)
+        report = levels_report(
+            gateway.config.engine.levels,
+            str(configured_dir(gateway.config)),
+            engine.info,
+            engine.stats,
+            sum(one.promised_blocks for one in engine.namespaces),
+            gateway.level_history.since_ms,
+        )
+        minutes = gateway.level_history.minutes()
+        return json_api.answer({**report, "minutes": minutes, "at_ms": gateway.wall()})
+
+    async def tenants(request: web.BaseRequest) -> web.StreamResponse:
+        is_csv = json_api.wants_csv(json_api.query(request, "format"))
+        engine = gateway.engine
+
+        def name_of(tenant_id: int) -> str:
+            found = gateway.registry.tenant(tenant_id)
+            return str(tenant_id) if found is None else found.tenant.name
+
+        rows = tenants_report(engine.stats, engine.info, engine.namespaces, owner_of, name_of)
+        if is_csv:
+            return json_api.csv_answer(rows, "levels")
+        return json_api.answer({"tenants": rows})
+
+    return (
+        Route("GET", "/admin/v1/levels", levels, "admin:read", json_api.SHAPE),
+        Route("GET", "/admin/v1/levels/tenants", tenants, "admin:read", json_api.SHAPE),
+    )

@@ -1,0 +1,72 @@
+"""What moved between the levels and was found on each, by minute, and since when a level is so.
+
+`background.storage_metering` feeds the engine's heartbeats; totals of a new engine process begin at
+0. Memory is bounded by the latest minutes. This module reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+from engine.api import Stats
+
+MINUTES = 120
+FLOWS = ("device_host", "host_device", "host_disk", "disk_host")
+"""Blocks copied between two levels; the names of both."""
+HITS = ("device", "host", "disk")
+"""Cached tokens by the level on which they were found."""
+
+
+class LevelHistory:
+    """The history of one gateway's levels. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES)
+        self._totals: Counter[str] = Counter()
+        self._states: dict[str, tuple[str, int]] = {}
+
+    def update(self, stats: Stats, now_ms: int) -> None:
+        """Count what happened since the last call, for the minute of `now_ms`. O(levels)."""
+        for level in stats.levels:
+            state, since_ms = self._states.get(level.name, ("", now_ms))
+            if level.state != state:
+                since_ms = now_ms
+            self._states[level.name] = level.state, since_ms
+        totals = _totals(stats)
+        before, self._totals = self._totals, totals
+        if any(totals[name] < before[name] for name in before):
+            before = Counter()  # another engine process counts
+        new = Counter({name: totals[name] - before[name] for name in totals})
+        minute = now_ms // 60_000
+        if self._minutes and self._minutes[-1][0] == minute:
+            self._minutes[-1][1].update(new)
+        elif stats.levels:
+            self._minutes.append((minute, new))
+
+    def since_ms(self, level: str) -> int | None:
+        """Return when a level got its present state; None for an unknown level."""
+        found = self._states.get(level)
+        return None if found is None else found[1]
+
+    def minutes(self) -> dict[str, list[int]]:
+        """Return the minutes since the epoch, and in each the tokens found by level and the blocks
+        moved by flow."""
+        found: dict[str, Any] = {"minute": [minute for minute, _ in self._minutes]}
+        for name in (*HITS, *FLOWS):
+            found[name] = [counts[name] for _, counts in self._minutes]
+        return found
+
+
+def _totals(stats: Stats) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for level in stats.levels:
+        totals[level.name] += level.loaded_tokens_total
+        if level.name == "host":
+            totals["device_host"] += level.offloaded_total
+            totals["host_device"] += level.loaded_total
+        if level.name == "disk":
+            totals["host_disk"] += level.stored_total
+            totals["disk_host"] += level.fetched_total
+    totals["device"] = stats.cached_tokens_total - sum(totals[name] for name in HITS[1:])
+    return totals

@@ -1,0 +1,61 @@
+"""What a model's tokens cost without running it: bytes of KV, and the time to compute them.
+
+Both follow from the shape in the model's prepared card. The time is a lower bound: the arithmetic
+of the weights at the rate of this machine's matrix products. `trunkline doctor` asks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from engine.api import Clock
+from engine.errors import ModelError
+from engine.model_store import Architecture, load_card
+
+VALUE_BYTES = {"auto": 2, "bf16": 2, "fp32": 4}
+"""Bytes of a value of KV by `engine.kv_dtype`."""
+PRODUCT_SIDE = 768
+PRODUCTS_MAX, SECONDS_MAX = 50, 0.2
+
+
+def find_architecture(source: Path, models_dir: Path) -> Architecture | None:
+    """Return the shape of a model that a server has prepared; None before its first start."""
+    for path in sorted((models_dir / "prepared").glob("*/model_card.json")):
+        try:
+            card = load_card(path.parent)
+        except ModelError:  # of another version, or damaged
+            continue
+        if card.source == str(source):
+            return card.config
+    return None
+
+
+def has_windows(shape: Architecture) -> bool:
+    """Return whether a layer reads only a window: such models are served without levels."""
+    return any(layer.window for layer in shape.layers)
+
+
+def kv_bytes_per_token(shape: Architecture, kv_dtype: str) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
+    return 2 * len(shape.layers) * shape.kv_heads * shape.head_dim * VALUE_BYTES[kv_dtype]
+
+
+def flops_per_token(shape: Architecture) -> int | None:
+    """Return the products and sums of a prompt's token with the weights; None for experts."""
+    if shape.moe is not None or shape.latent is not None:
+        return None
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    return 2 * len(shape.layers) * (attention + 3 * shape.hidden * shape.intermediate)
+
+
+def measure_flops_per_s(clock: Clock) -> float:
+    """Return the rate of this machine's matrix products in fp32. Takes about 0.2 s."""
+    left = np.ones((PRODUCT_SIDE, PRODUCT_SIDE), dtype=np.float32)
+    left @ left  # the first product starts threads
+    began_s, products, seconds = clock(), 0, 0.0
+    while products < PRODUCTS_MAX and seconds < SECONDS_MAX:
+        left @ left
+        products, seconds = products + 1, clock() - began_s
+    return 2 * PRODUCT_SIDE**3 * products / max(seconds, 1e-9)

@@ -1,0 +1,139 @@
+"""Where the disk level has its folder, and whether this machine can hold the configured levels.
+
+`gateway.cli.serve` checks before a model is loaded, `trunkline doctor` at any time. The module
+changes nothing but what `FolderLock` makes: the folder itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from engine.config import EngineConfig, LevelsConfig
+from gateway.config import Config, ConfigError
+from gateway.levels.folder import check_folder, existing_parent
+
+GIB, MIB = 2**30, 2**20
+FOLDER = "levels"
+"""The folder on disk, in the data directory, unless `engine.levels.dir` names another."""
+
+
+class LevelProblem(Struct, frozen=True):
+    """A setting that this machine cannot have: its key, and its value with what would be right."""
+
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
+
+
+def levels_dir(config: Config) -> Path:
+    """Return the absolute folder of the disk level. Asks the system for the working directory."""
+    return configured_dir(config).absolute()
+
+
+def configured_dir(config: Config) -> Path:
+    """Return the folder of the disk level as it is configured; it may be relative to the working
+    directory, as the data directory may."""
+    return config.data / (config.engine.levels.dir or FOLDER)
+
+
+def engine_config(config: Config) -> EngineConfig:
+    """Return the engine's settings with an absolute folder of the disk level."""
+    levels = config.engine.levels
+    if not levels.disk_gib:
+        return config.engine
+    return replace(config.engine, levels=replace(levels, dir=str(levels_dir(config))))
+
+
+def total_memory_mib(meminfo: Path, cgroup: Path) -> int | None:
+    """Return the memory of the machine, or of its container if that is less; None if not told."""
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        total_mib = int(fields["MemTotal"].split()[0]) // 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        return min(total_mib, int((cgroup / "memory.max").read_text()) // MIB)
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return total_mib
+
+
+def find_problems(config: Config, memory_mib: int | None) -> list[LevelProblem]:
+    """Return what this machine cannot have of the configured levels.
+
+    `memory_mib`: of the machine; None if that is not known.
+    """
+    levels, found = config.engine.levels, []
+    host_mib = _host_mib(levels)
+    if levels.is_on and memory_mib is not None and host_mib >= memory_mib:
+        key = "engine.levels.host_mib" if levels.host_mib else "engine.levels.stage_mib"
+        text = (
+            f"{host_mib} MiB, and this machine has {memory_mib} MiB of memory; expected less than"
+            f" {memory_mib}"
+        )
+        found.append(LevelProblem(key, text))
+    if not levels.disk_gib:
+        return found
+    folder = levels_dir(config)
+    if problem := check_folder(folder):
+        found.append(LevelProblem("engine.levels.dir", f"{str(folder)!r}: {problem}"))
+        return found
+    size_gib = shutil.disk_usage(existing_parent(folder)).total / GIB
+    if levels.disk_gib > size_gib:
+        text = (
+            f"{levels.disk_gib:g} GiB, and the file system of {folder} has {size_gib:.1f} GiB;"
+            f" expected at most {size_gib:.1f}"
+        )
+        found.append(LevelProblem("engine.levels.disk_gib", text))
+    elif levels.disk_gib * GIB < levels.slab_mib * MIB:
+        text = (
+            f"{levels.disk_gib:g} GiB is less than one slab of {levels.slab_mib} MiB; expected at"
+            f" least {levels.slab_mib / 1024:g}"
+        )
+        found.append(LevelProblem("engine.levels.disk_gib", text))
+    return found
+
+
+def check_levels(config: Config) -> None:
+    """Raise ConfigError if this machine cannot have the configured levels."""
+    memory_mib = total_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
+    for problem in find_problems(config, memory_mib):
+        raise ConfigError(str(problem))
+
+
+def _host_mib(levels: LevelsConfig) -> int:
+    """Return the host memory that the levels take, with the disk's stage."""
+    return levels.host_mib or (levels.stage_mib if levels.disk_gib else 0)
+
+
+class FolderLock:
+    """The lock of one server on the folder of its disk level, until it is closed.
+
+    It is the server's own: the storage process has another, so that it can be replaced.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder with mode 0700 if it is missing, and lock it. Raises ConfigError if
+        another server has it, and OSError."""
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True)
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"engine.levels.dir: {str(folder)!r} is used by another server; expected a folder"
+                " of its own for each server"
+            ) from None
+
+    def close(self) -> None:
+        """Let another server have the folder."""
+        os.close(self._descriptor)

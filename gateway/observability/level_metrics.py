@@ -1,0 +1,114 @@
+"""Metrics of the levels of the cache, from the engine's last heartbeat.
+
+Without levels below the device only the device's series exist. Counters start again with each
+engine process, as those of `gateway.observability.metrics` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.api import LevelStats, Stats
+
+_BYTES = {
+    "bytes": ("capacity_bytes", "Room of a level: free and used."),
+    "used_bytes": ("used_bytes", "Bytes that copies take on a level."),
+    "promised_bytes": ("promised_bytes", "Bytes on a level that are promised."),
+}
+_COUNTERS = {
+    "cached_tokens_by_level": ("loaded_tokens_total", "Cached prompt tokens, by where they were."),
+    "load_regret_seconds": (
+        "regret_s_total",
+        "Time lost by loads that took longer than computing would have.",
+    ),
+    "damaged": ("damaged_total", "Copies whose bytes were not those that were written."),
+    "failed_moves": ("failed_total", "Moves of copies that failed."),
+    "level_dropped_blocks": ("dropped_total", "Copies given up for room."),
+    "level_expired_blocks": ("expired_total", "Copies that ended with their retention."),
+}
+
+
+class LevelMetrics(Collector):
+    """The metrics of all levels; `stats`: the latest heartbeat."""
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        stats, below = self.stats, self.stats.levels
+        for name, (field, text) in _BYTES.items():
+            family = GaugeMetricFamily(f"trunkline_level_{name}", text, labels=("level",))
+            for one in below:
+                family.add_metric((one.name,), getattr(one, field))
+            yield family
+        free = GaugeMetricFamily(
+            "trunkline_level_free_bytes", "Bytes without a copy on a level.", labels=("level",)
+        )
+        up = GaugeMetricFamily(
+            "trunkline_level_up", "1 if a level serves, 0 if it is off.", labels=("level",)
+        )
+        blocks = GaugeMetricFamily(
+            "trunkline_level_blocks", "Blocks with a copy on a level.", labels=("level",)
+        )
+        blocks.add_metric(("device",), stats.blocks - stats.free_blocks)
+        for one in below:
+            free.add_metric((one.name,), max(0, one.capacity_bytes - one.used_bytes))
+            up.add_metric((one.name,), 0 if one.state == "off" else 1)
+            blocks.add_metric((one.name,), one.blocks)
+        yield from (free, up, blocks)
+        for name, (field, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(f"trunkline_{name}", text, labels=("level",))
+            if name == "cached_tokens_by_level":
+                counter.add_metric(("device",), device_tokens(stats))
+            for one in below:
+                counter.add_metric((one.name,), getattr(one, field))
+            yield counter
+        yield from _flows(below)
+
+
+def device_tokens(stats: Stats) -> int:
+    """Return the cached tokens that were on the device, not loaded from below."""
+    loaded = sum(one.loaded_tokens_total for one in stats.levels)
+    return max(0, stats.cached_tokens_total - loaded)
+
+
+def moves_of(level: LevelStats) -> Iterator[tuple[str, str, int]]:
+    """Yield (from, to, blocks) of the moves that a level has ended."""
+    if level.name == "host":
+        yield "device", "host", level.offloaded_total
+        yield "host", "device", level.loaded_total
+    if level.name == "disk":
+        yield "host", "disk", level.stored_total
+        yield "disk", "host", level.fetched_total
+
+
+def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
+    moves = CounterMetricFamily(
+        "trunkline_moves",
+        "Blocks copied between levels.",
+        labels=("from", "to", "outcome"),
+    )
+    loads = CounterMetricFamily(
+        "trunkline_loads",
+        "Prompts with a prefix on a level, by what the cost model chose.",
+        labels=("level", "choice"),
+    )
+    written = CounterMetricFamily("trunkline_disk_written_bytes", "Bytes written to disk.")
+    today = GaugeMetricFamily("trunkline_disk_written_today_bytes", "The same, of this day.")
+    pending = GaugeMetricFamily(
+        "trunkline_pending_erasures", "Erasures that a level has not confirmed."
+    )
+    for one in below:
+        for origin, target, count in moves_of(one):
+            moves.add_metric((origin, target, "done"), count)
+        loads.add_metric((one.name, "load"), one.chosen_total)
+        loads.add_metric((one.name, "compute"), one.declined_total)
+        if one.name == "disk":
+            written.add_metric((), one.written_bytes_total)
+            today.add_metric((), one.written_bytes_today)
+    pending.add_metric((), sum(one.pending_erasures for one in below))
+    yield from (moves, loads, written, today, pending)

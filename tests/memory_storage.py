@@ -1,0 +1,293 @@
+"""A storage in memory: what `engine.storage` does with a disk, without disk, process or threads.
+
+The simplest right implementation of `engine.moves.Storage`: the same conformance suite runs over it
+and over the real one (`tests/unit/engine/storage/test_conformance.py`). Outcomes are there at the
+next `poll`, in the order of the commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import xxhash
+
+from engine.api import Clock, Namespace, Payer
+from engine.moves import (
+    ROOT,
+    EraseStored,
+    Fetch,
+    Fetched,
+    Fidelity,
+    Look,
+    Looked,
+    PayerBytes,
+    RecordId,
+    Renew,
+    SetStoredQuotas,
+    StorageCommand,
+    StorageOutcome,
+    StorageStats,
+    Stored,
+    StoredErased,
+    StoredRun,
+    StoreRuns,
+)
+
+NEVER = float("inf")
+
+
+class SlotMemory(Protocol):
+    """Slots of host memory."""
+
+    def view(self, slot: int) -> memoryview:
+        """Return the slot's bytes, writable."""
+
+
+@dataclass
+class MemoryRecord:
+    """A stored run: its place in the tree of runs, its bytes and its times on the clock."""
+
+    record_id: RecordId
+    namespace: Namespace
+    payer: Payer
+    parent: RecordId
+    tokens: tuple[int, ...]
+    data: bytes
+    check: bytes
+    fidelity: Fidelity
+    limit_at_s: float
+    promise_at_s: float
+    leases: set[str] = field(default_factory=set)
+
+
+class MemoryStorage:
+    """Implements `engine.moves.Storage` over a dict of records.
+
+    `records_max`: further runs are refused as `full`. `records` is open to tests, for damage.
+    """
+
+    def __init__(
+        self, memory: SlotMemory, clock: Clock, *, run_tokens: int = 16, records_max: int = 10**9
+    ) -> None:
+        self._memory = memory
+        self._clock = clock
+        self._run_tokens = run_tokens
+        self._records_max = records_max
+        self._outcomes: list[StorageOutcome] = []
+        self._next_id = ROOT + 1
+        self._is_closed = False
+        self.records: dict[RecordId, MemoryRecord] = {}
+        self.quotas: SetStoredQuotas | None = None
+
+    def send(self, command: StorageCommand) -> None:
+        """See `Storage`."""
+        match command:
+            case StoreRuns():
+                self._outcomes.append(self._store(command))
+            case Look():
+                self._outcomes.append(self._look(command))
+            case Fetch():
+                self._outcomes += self._fetch(command)
+            case Renew():
+                self._renew(command)
+            case EraseStored():
+                self._outcomes.append(self._erase(command))
+            case SetStoredQuotas():
+                self.quotas = command
+
+    def poll(self) -> list[StorageOutcome]:
+        """See `Storage`."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def has_records(self, namespace: Namespace) -> bool:
+        """See `Storage`."""
+        return any(record.namespace == namespace for record in self.records.values())
+
+    def close(self) -> None:
+        """See `Storage`: later commands fail."""
+        self._is_closed = True
+        self.records.clear()
+
+    def expire(self) -> None:
+        """Delete what has reached its limit, with everything under it."""
+        now_s = self._clock()
+        for record in list(self.records.values()):
+            if record.limit_at_s <= now_s:
+                self._delete(record.record_id)
+
+    def stats(self) -> StorageStats:
+        """Return what a heartbeat would say."""
+        used: dict[Payer, int] = {}
+        promised: dict[Payer, int] = {}
+        for record in self.records.values():
+            size = len(record.data)
+            used[record.payer] = used.get(record.payer, 0) + size
+            if record.promise_at_s > self._clock():
+                promised[record.payer] = promised.get(record.payer, 0) + size
+        return StorageStats(
+            "off" if self._is_closed else "open",
+            used_bytes=sum(used.values()),
+            promised_bytes=sum(promised.values()),
+            records=len(self.records),
+            namespaces=len({record.namespace for record in self.records.values()}),
+            payers=tuple(
+                PayerBytes(payer, size, promised.get(payer, 0)) for payer, size in used.items()
+            ),
+        )
+
+    # -- commands -------------------------------------------------------------------------------
+
+    def _store(self, command: StoreRuns) -> Stored:
+        stored: list[RecordId] = []
+        code = "closed" if self._is_closed else ""
+        parent = command.parent
+        if not code and parent != ROOT and not self._is_found(command.namespace, parent):
+            code = "no_parent"
+        for run in () if code else command.runs:
+            record = self._child(command.namespace, parent, run.tokens)
+            if record is None:
+                data = bytes(self._memory.view(run.slot))
+                if xxhash.xxh3_128_digest(data) != run.check:
+                    code = "damaged"
+                elif len(self.records) >= self._records_max:
+                    code = "full"
+                if code:
+                    break
+                record = MemoryRecord(
+                    self._next_id,
+                    command.namespace,
+                    command.payer or command.namespace,
+                    parent,
+                    run.tokens,
+                    data,
+                    run.check,
+                    command.fidelity,
+                    NEVER if run.limit_s is None else self._clock() + run.limit_s,
+                    self._clock() + run.promise_s,
+                )
+                self._next_id += 1
+                self.records[record.record_id] = record
+            limit_s = NEVER if run.limit_s is None else run.limit_s
+            self._lengthen(record, limit_s, run.promise_s, command.lease_ids)
+            parent = record.record_id
+            stored.append(parent)
+        return Stored(command.call_id, tuple(stored), code)
+
+    def _look(self, command: Look) -> Looked:
+        found: list[StoredRun] = []
+        parent, now_s = ROOT, self._clock()
+        for number, tokens in enumerate(self._runs_of(command.tokens)):
+            record = self._child(command.namespace, parent, tokens)
+            if record is None or self._is_closed:
+                break
+            parent = record.record_id
+            if number >= command.skip:
+                limit_s = None if record.limit_at_s == NEVER else record.limit_at_s - now_s
+                promise_s = max(0.0, record.promise_at_s - now_s)
+                found.append(StoredRun(parent, record.fidelity, limit_s, promise_s))
+        return Looked(command.call_id, tuple(found))
+
+    def _fetch(self, command: Fetch) -> Iterator[Fetched]:
+        for record_id, slot in zip(command.record_ids, command.slots, strict=True):
+            is_done = not self._is_closed and self._is_found(command.namespace, record_id)
+            if is_done:
+                record = self.records[record_id]
+                is_done = xxhash.xxh3_128_digest(record.data) == record.check
+                if is_done:
+                    self._memory.view(slot)[:] = record.data
+                else:
+                    self._delete(record_id)
+            yield Fetched(command.call_id, record_id, is_done)
+
+    def _renew(self, command: Renew) -> None:
+        for record_id in command.record_ids:
+            if self._is_found(command.namespace, record_id):
+                limit_s = 0.0 if command.limit_s is None else command.limit_s
+                self._lengthen(
+                    self.records[record_id], limit_s, command.promise_s, command.lease_ids
+                )
+
+    def _erase(self, command: EraseStored) -> StoredErased:
+        if self._is_closed:
+            return StoredErased(command.call_id, code="closed")
+        sizes = [self._delete(top) for top in self._tops_to_erase(command)]
+        return StoredErased(command.call_id, sum(map(len, sizes)), sum(map(sum, sizes)))
+
+    # -- the tree of runs -----------------------------------------------------------------------
+
+    def _runs_of(self, tokens: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        size = self._run_tokens
+        for at in range(0, len(tokens) - size + 1, size):
+            yield tokens[at : at + size]
+
+    def _child(
+        self, namespace: Namespace, parent: RecordId, tokens: tuple[int, ...]
+    ) -> MemoryRecord | None:
+        for record in self.records.values():
+            if (record.namespace, record.parent, record.tokens) == (namespace, parent, tokens):
+                if record.limit_at_s > self._clock():
+                    return record
+                self._delete(record.record_id)
+                break
+        return None
+
+    def _is_found(self, namespace: Namespace, record_id: RecordId) -> bool:
+        record = self.records.get(record_id)
+        return (
+            record is not None
+            and record.namespace == namespace
+            and record.limit_at_s > self._clock()
+        )
+
+    def _lengthen(
+        self,
+        record: MemoryRecord,
+        limit_s: float,
+        promise_s: float,
+        lease_ids: tuple[str, ...],
+    ) -> None:
+        record.limit_at_s = max(record.limit_at_s, self._clock() + limit_s)
+        record.promise_at_s = max(record.promise_at_s, self._clock() + promise_s)
+        record.leases.update(lease_ids)
+
+    def _delete(self, record_id: RecordId) -> list[int]:
+        """Delete a record and everything under it; return the sizes."""
+        record = self.records.pop(record_id, None)
+        if record is None:
+            return []
+        below = [child.record_id for child in self.records.values() if child.parent == record_id]
+        return [len(record.data), *(size for child in below for size in self._delete(child))]
+
+    def _tops_to_erase(self, command: EraseStored) -> list[RecordId]:
+        mine = [one for one in self.records.values() if one.namespace == command.namespace]
+        if command.lease_id is not None:
+            kept: set[RecordId] = set()
+            for record in mine:
+                if record.leases - {command.lease_id}:
+                    above: MemoryRecord | None = record
+                    while above is not None:
+                        kept.add(above.record_id)
+                        above = self.records.get(above.parent)
+            covered = [one.record_id for one in mine if command.lease_id in one.leases]
+            for record in mine:
+                record.leases.discard(command.lease_id)
+            return [record_id for record_id in covered if record_id not in kept]
+        if not command.tokens:
+            return [one.record_id for one in mine if one.parent == ROOT]
+        return self._under(mine, ROOT, command.tokens)
+
+    def _under(
+        self, mine: list[MemoryRecord], parent: RecordId, tokens: tuple[int, ...]
+    ) -> list[RecordId]:
+        """Return the first records whose path begins with all of `tokens`."""
+        size = self._run_tokens
+        children = [one for one in mine if one.parent == parent]
+        if len(tokens) <= size:
+            return [one.record_id for one in children if one.tokens[: len(tokens)] == tokens]
+        for child in children:
+            if child.tokens == tokens[:size]:
+                return self._under(mine, child.record_id, tokens[size:])
+        return []

@@ -1,0 +1,272 @@
+"""The transfer engine of the CPU: order, failures, damage, bounds and close."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
+from engine.kv.transfer import Bytes, CpuTransferEngine
+from engine.moves import Move, Moved, TransferEngine
+from tests.models import tiny_config
+
+BLOCKS, SLOTS = 6, 4
+WAIT_S = 20.0
+"""Longest wait for the worker; a test that reaches it has failed."""
+
+
+def storage(blocks: int = 2) -> KvStorage:
+    """Return the KV storage of a tiny model."""
+    return KvStorage(kv_format(tiny_config(), torch.float32, 16), blocks, torch.device("cpu"))
+
+
+class Slots:
+    """Host memory of a test. `gate`: a view waits for it, so that a move can be caught midway."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slots = SLOTS
+        self.slot_bytes = slot_bytes
+        self.memory = bytearray(b"\xff" * (SLOTS * slot_bytes))
+        self.viewed = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def view(self, slot: int) -> memoryview:
+        """Return a slot's bytes; slot 3 is broken."""
+        self.viewed.set()
+        assert self.gate.wait(WAIT_S)
+        if slot == 3:
+            raise IndexError("slot 3 is broken")
+        return memoryview(self.memory)[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+
+class HalfPacker:
+    """A packed format of a test: every second byte."""
+
+    def __init__(self, kv: KvStorage) -> None:
+        self.bytes = kv.data.flatten(1).view(torch.uint8).numpy()
+        self.block_bytes = self.bytes.shape[1] // 2
+
+    def pack(self, block: int, out: Bytes) -> None:
+        out[:] = self.bytes[block, ::2]
+
+    def unpack(self, packed: Bytes, block: int) -> None:
+        self.bytes[block, ::2] = packed
+        self.bytes[block, 1::2] = 0
+
+
+class Rig:
+    """A transfer engine over six blocks and four slots, and what it said."""
+
+    def __init__(self, *, spare_bytes: int = 0, queue_blocks: int = 100) -> None:
+        self.kv = KvStorage(
+            kv_format(tiny_config(), torch.float32, 16), BLOCKS, torch.device("cpu")
+        )
+        generator = torch.Generator().manual_seed(1)
+        self.kv.data.copy_(torch.randn(self.kv.data.shape, generator=generator))
+        size = self.kv.format.block_bytes
+        self.slots = Slots(size + spare_bytes)
+        self.ended = threading.Semaphore(0)
+        self.errors: list[tuple[int, str]] = []
+        self.engine = CpuTransferEngine(
+            self.kv,
+            self.slots,
+            packers={"half": HalfPacker(self.kv)},
+            queue_bytes_max=queue_blocks * size,
+            on_moved=self.ended.release,
+            on_error=lambda move, error: self.errors.append((move.move_id, str(error))),
+        )
+
+    def run(self, *moves: Move) -> list[Moved]:
+        """Submit moves and return their outcomes when all have ended."""
+        self.engine.submit(moves)
+        for _ in moves:
+            assert self.ended.acquire(timeout=WAIT_S)
+        return self.engine.poll()
+
+    def slot(self, slot: int) -> bytes:
+        """Return a slot's bytes."""
+        size = self.slots.slot_bytes
+        return bytes(self.slots.memory[slot * size : (slot + 1) * size])
+
+    def block(self, block: int) -> bytes:
+        """Return a block's bytes."""
+        return bytes(self.kv.data[block].flatten().view(torch.uint8).numpy().tobytes())
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig(spare_bytes=8)
+    yield rig
+    rig.slots.gate.set()
+    rig.engine.close()
+
+
+def test_a_block_comes_back_as_it_left(rig: Rig) -> None:
+    """A copy in the pool's own format is bit for bit what was offloaded, in any block."""
+    before = rig.block(2)
+
+    out = rig.run(Move(1, "offload", block=2, slot=1))
+    back = rig.run(Move(2, "load", block=5, slot=1, check=out[0].check))
+
+    assert [moved.is_done for moved in (*out, *back)] == [True, True]
+    assert rig.block(5) == rig.block(2) == before
+
+
+def test_the_digest_is_that_of_the_whole_slot(rig: Rig) -> None:
+    """The disk stores whole slots, so what a shorter copy leaves behind it must be zeros and
+    must be checked."""
+    moved = rig.run(Move(1, "offload", block=0, slot=2))[0]
+
+    assert rig.slot(2) == rig.block(0) + bytes(8)
+    assert moved.check == xxhash.xxh3_128_digest(rig.slot(2))
+
+
+def test_moves_run_in_order(rig: Rig) -> None:
+    """A slot is given back and taken again in one batch: the load must see the first copy."""
+    first, second = rig.block(0), rig.block(1)
+
+    outcomes = rig.run(
+        Move(1, "offload", block=0, slot=0),
+        Move(2, "load", block=3, slot=0),
+        Move(3, "offload", block=1, slot=0),
+        Move(4, "load", block=4, slot=0),
+    )
+
+    assert [moved.move_id for moved in outcomes] == [1, 2, 3, 4]
+    assert rig.block(3) == first
+    assert rig.block(4) == second
+
+
+def test_one_move_fails_alone(rig: Rig) -> None:
+    """Bad memory, a bad block and an unknown format cost that copy, not the engine."""
+    outcomes = rig.run(
+        Move(1, "offload", block=0, slot=3),
+        Move(2, "offload", block=BLOCKS, slot=0),
+        Move(3, "offload", block=-1, slot=0),
+        Move(4, "offload", block=0, slot=0, format="quarter"),
+        Move(5, "offload", block=0, slot=0),
+    )
+
+    assert [moved.is_done for moved in outcomes] == [False, False, False, False, True]
+    assert [move_id for move_id, _ in rig.errors] == [1, 2, 3, 4]
+    assert rig.errors[3][1] == "no packed format 'quarter'; expected one of: half"
+
+
+@pytest.mark.parametrize("byte", [0, 1000, -1])
+def test_damaged_bytes_are_found_before_they_reach_a_block(rig: Rig, byte: int) -> None:
+    """One changed bit anywhere in the slot fails the load, and the block keeps its bytes."""
+    check = rig.run(Move(1, "offload", block=0, slot=0))[0].check
+    rig.slots.memory[byte % rig.slots.slot_bytes] ^= 4
+    before = rig.block(1)
+
+    checked = rig.run(Move(2, "load", block=1, slot=0, check=check))
+
+    assert [moved.is_done for moved in checked] == [False]
+    assert rig.block(1) == before
+    assert "expected " + check.hex() in rig.errors[0][1]
+    assert rig.run(Move(3, "load", block=1, slot=0))[0].is_done  # unchecked, as it was asked
+
+
+def test_a_packed_copy_takes_its_own_bytes(rig: Rig) -> None:
+    """The rest of the slot is zeros: what lay there before belongs to someone else."""
+    moved = rig.run(Move(1, "offload", block=0, slot=0, format="half"))[0]
+    rig.run(Move(2, "load", block=1, slot=0, check=moved.check, format="half"))
+
+    packed = rig.block(0)[::2]
+    assert rig.slot(0) == packed + bytes(len(packed) + 8)
+    assert rig.block(1)[::2] == packed
+
+
+def test_what_the_queue_has_no_room_for_fails_at_once() -> None:
+    """A caller that submits too much gets outcomes, never a wait; polling makes room again."""
+    rig = Rig(queue_blocks=2)
+    rig.slots.gate.clear()
+
+    rig.engine.submit([Move(index, "offload", block=0, slot=0) for index in range(4)])
+    refused = rig.engine.poll()
+    rig.slots.gate.set()
+    for _ in range(2):
+        assert rig.ended.acquire(timeout=WAIT_S)
+    done = rig.engine.poll()
+    again = rig.run(Move(9, "offload", block=0, slot=0))
+    rig.engine.close()
+
+    assert refused == [Moved(2, is_done=False), Moved(3, is_done=False)]
+    assert [(moved.move_id, moved.is_done) for moved in done] == [(0, True), (1, True)]
+    assert again[0].is_done
+
+
+def test_close_ends_the_move_under_way_and_fails_the_rest() -> None:
+    """Each move has exactly one outcome, whenever the engine is closed."""
+    rig = Rig()
+    rig.slots.gate.clear()
+    rig.engine.submit([Move(index, "offload", block=0, slot=index) for index in range(3)])
+    assert rig.slots.viewed.wait(WAIT_S)
+    closing = threading.Thread(target=rig.engine.close)
+    closing.start()
+    refused: list[Moved] = []
+    while len(refused) < 2:  # the two that had not begun are refused while the first one runs
+        refused += rig.engine.poll()
+    rig.slots.gate.set()
+    closing.join(WAIT_S)
+    rig.engine.submit([Move(7, "offload", block=0, slot=0)])
+
+    outcomes = [*refused, *rig.engine.poll()]
+
+    assert sorted((moved.move_id, moved.is_done) for moved in outcomes) == [
+        (0, True), (1, False), (2, False), (7, False),
+    ]  # fmt: skip
+    rig.engine.close()
+
+
+def test_copies_that_do_not_fit_a_slot_are_refused_at_the_start() -> None:
+    """The engine must not start and then fail every move."""
+    kv = storage()
+    size = kv.format.block_bytes
+
+    with pytest.raises(ValueError, match=f"slots of {size - 1} bytes; a block takes {size}"):
+        CpuTransferEngine(kv, Slots(size - 1))
+    with pytest.raises(ValueError, match=f"half takes {size // 2}"):
+        CpuTransferEngine(kv, Slots(64), packers={"half": HalfPacker(kv)})
+
+
+def test_slots_of_packed_size_take_packed_copies_alone() -> None:
+    """A plain block would not fit: the move fails, and nothing is written past the slot."""
+    kv = storage()
+    kv.data.fill_(1.5)
+    ended = threading.Semaphore(0)
+    packer = HalfPacker(kv)
+    engine: TransferEngine = CpuTransferEngine(
+        kv, Slots(packer.block_bytes), packers={"half": packer}, on_moved=ended.release
+    )
+
+    engine.submit([Move(1, "offload", 0, 0), Move(2, "offload", 0, 0, format="half")])
+    for _ in range(2):
+        assert ended.acquire(timeout=WAIT_S)
+
+    assert [moved.is_done for moved in engine.poll()] == [False, True]
+    engine.close()
+
+
+def test_moves_are_timed_by_the_clock_given() -> None:
+    """The brain's estimate of a level's speed comes from these seconds."""
+    kv = storage()
+    ticks = iter(np.arange(0.0, 10.0, 0.5).tolist())
+    ended = threading.Semaphore(0)
+    engine = CpuTransferEngine(
+        kv, Slots(kv.format.block_bytes), clock=lambda: next(ticks), on_moved=ended.release
+    )
+
+    engine.submit([Move(1, "offload", 0, 0), Move(2, "offload", 0, 3)])
+    for _ in range(2):
+        assert ended.acquire(timeout=WAIT_S)
+
+    assert [moved.seconds for moved in engine.poll()] == [0.5, 0.5]
+    engine.close()

@@ -1,0 +1,128 @@
+"""What operators see of the levels: sizes, owners, flows, and whether they are worth it."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from engine.api import EngineInfo, LevelStats, NamespaceStats, Stats
+from engine.config import LevelsConfig
+from gateway.levels.level_history import MINUTES, LevelHistory
+from gateway.levels.report import SWITCH_ON, levels_report, tenants_report
+from tests.unit.gateway.levels.reported_levels import DISK, HOST, STATS
+
+INFO = EngineInfo(
+    epoch="1",
+    model="m",
+    model_digest="d",
+    model_dir="",
+    vocab_size=100,
+    context_tokens=64,
+    block_size=16,
+    blocks=8,
+    floor_blocks_max=4,
+    kv_bytes_per_block=160,
+    kv_format="f",
+    device="cpu",
+    pid=1,
+)
+ON = LevelsConfig(host_mib=1, disk_gib=2.0)
+MINUTE_MS = 60_000
+
+
+def test_the_device_is_a_level_too() -> None:
+    """Then all bytes of the cache are in one table, and tokens found add up."""
+    found = levels_report(ON, "/kv", INFO, STATS, 3, lambda name: 7)
+    device, host, disk = found["levels"]
+
+    assert (device["capacity_bytes"], device["free_bytes"]) == (8 * 160, 2 * 160)
+    assert device["promised_bytes"] == 3 * 160
+    assert [one["loaded_tokens_total"] for one in found["levels"]] == [88, 80, 32]
+    assert (host["free_bytes"], host["since_ms"]) == (600, 7)
+    assert (disk["state"], disk["reason"]) == ("full", "less than 2 GiB free")
+    assert "payers" not in disk
+    assert (found["is_on"], found["switch_on"], found["folder"]) == (True, None, "/kv")
+    assert found["write_bytes_per_day_max"] == 2 * 2**30
+
+
+def test_off_says_the_two_lines_that_switch_a_disk_on() -> None:
+    found = levels_report(LevelsConfig(), "/kv", INFO, Stats(blocks=8), 0, lambda name: None)
+
+    assert (found["is_on"], found["switch_on"], found["folder"]) == (False, SWITCH_ON, None)
+    assert [one["name"] for one in found["levels"]] == ["device"]
+    assert levels_report(ON, "", None, Stats(), 0, lambda name: None)["levels"] == []
+
+
+def test_worth_is_told_by_measured_rates() -> None:
+    """10 bytes a token at 1,000 a second against 50 tokens a second: twice as fast; and without a
+    rate there is nothing to tell."""
+    stats = replace(STATS, prefill_tokens_per_s=50.0)
+    _, host, disk = levels_report(ON, "", INFO, stats, 0, lambda name: None)["levels"]
+    _, unmeasured, _ = levels_report(ON, "", INFO, STATS, 0, lambda name: None)["levels"]
+
+    worth = host["worth"]
+    assert (worth["load_us_per_token"], worth["compute_us_per_token"]) == (10_000, 20_000)
+    assert worth["tokens_min"] == 1
+    assert disk["worth"] is None
+    assert unmeasured["worth"] is None
+
+
+def test_bytes_by_tenant_and_level_most_first() -> None:
+    """Blocks of a namespace belong to its tenant, copies to the payer; others are left out."""
+    spaces = [NamespaceStats(b"1a", 3, 0, 0, 0, {"5m": 1}), NamespaceStats(b"2", 1, 0, 0, 0)]
+    spaces += [NamespaceStats(b"1b", 2, 0, 0, 0), NamespaceStats(b"?", 9, 0, 0, 0)]
+    stats = replace(STATS, levels=(HOST, replace(DISK, payers=(*DISK.payers, DISK.payers[0]))))
+
+    def owner_of(namespace: bytes) -> int | None:
+        return int(namespace[:1]) if namespace[:1].isdigit() else None
+
+    rows = tenants_report(stats, INFO, spaces, owner_of, {1: "ada", 2: "bob"}.__getitem__)
+
+    assert [row["tenant"] for row in rows] == ["ada", "bob"]
+    assert rows[0]["levels"] == {
+        "device": {"used_bytes": 5 * 160, "promised_bytes": 160},
+        "disk": {"used_bytes": 16_000, "promised_bytes": 1_000},
+    }
+    assert rows[1]["bytes"] == 160 + 1_000
+
+
+def counts(**fields: int) -> Stats:
+    """Return a heartbeat with totals of the host level."""
+    host = replace(LevelStats("host", "open"), **fields)
+    return Stats(cached_tokens_total=100 * fields["loaded_tokens_total"], levels=(host,))
+
+
+def test_history_has_each_minutes_own_counts() -> None:
+    """Several heartbeats of a minute are one; a new engine's totals begin at 0."""
+    history = LevelHistory()
+    history.update(counts(loaded_tokens_total=5, offloaded_total=1), 0)
+    history.update(counts(loaded_tokens_total=7, offloaded_total=4), MINUTE_MS - 1)
+    history.update(counts(loaded_tokens_total=9, offloaded_total=4), MINUTE_MS)
+    history.update(counts(loaded_tokens_total=3, offloaded_total=2), 3 * MINUTE_MS)
+    found = history.minutes()
+
+    assert found["minute"] == [0, 1, 3]
+    assert found["host"] == [7, 2, 3]
+    assert found["device"] == [7 * 99, 2 * 99, 3 * 99]
+    assert found["device_host"] == [4, 0, 2]
+    assert found["disk"] == [0, 0, 0]
+
+
+def test_history_is_bounded_and_empty_without_levels() -> None:
+    history = LevelHistory()
+    history.update(Stats(cached_tokens_total=5), 0)
+    assert history.minutes()["minute"] == []
+    for minute in range(2 * MINUTES):
+        history.update(counts(loaded_tokens_total=minute), minute * MINUTE_MS)
+
+    assert history.minutes()["minute"] == list(range(MINUTES, 2 * MINUTES))
+
+
+def test_state_has_its_beginning() -> None:
+    """An operator wants to know since when a level is off."""
+    history = LevelHistory()
+    history.update(STATS, 5)
+    history.update(STATS, 6)
+    history.update(replace(STATS, levels=(replace(HOST, state="off"), DISK)), 7)
+
+    assert (history.since_ms("host"), history.since_ms("disk")) == (7, 5)
+    assert history.since_ms("remote") is None
