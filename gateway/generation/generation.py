@@ -29,7 +29,7 @@ from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation import rate_limits
 from gateway.generation.admission import AdmissionContext, admit
-from gateway.generation.fidelity import parse_fidelity
+from gateway.generation.fidelity import FIDELITY_HEADER, parse_fidelity
 from gateway.generation.idempotency import (
     KEY_HEADER,
     IdempotentRequest,
@@ -102,7 +102,9 @@ class Generation:
         assert identity is not None, "this route asks for a key"
         if gateway.is_draining:
             raise _shutting_down()
-        fidelity = parse_fidelity(self._request, identity)
+        fidelity = None
+        if FIDELITY_HEADER in self._request.headers:
+            fidelity = parse_fidelity(self._request, identity)
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = await parse_body(
