@@ -44,10 +44,13 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     created_s = gateway.wall() // 1000
 
     def list_all() -> list[ListedModel]:
-        info = gateway.engine.info
-        context = 0 if info is None else info.context_tokens
-        output = min(context, gateway.config.limits.output_tokens_default)
-        return [ListedModel(name, created_s, context, output) for name in gateway.model_names]
+        listed = []
+        for model in gateway.models:
+            info = model.engine.info
+            context = 0 if info is None else info.context_tokens
+            output = min(context, gateway.config.limits.output_tokens_default)
+            listed += [ListedModel(name, created_s, context, output) for name in model.names]
+        return listed
 
     async def list_models(request: web.BaseRequest) -> web.StreamResponse:
         return _json(_format_for(request).list(list_all(), request.query))

@@ -8,6 +8,7 @@ the minutely task of `storage_metering` call it.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import Namespace, NamespaceStats
+from engine.api import LevelErased, Namespace, NamespaceStats
 from gateway.caching.namespaces import SHARED_SCOPE_PREFIX, namespaces_of, tenant_and_workspace_of
 from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
 from gateway.context import Context
@@ -39,6 +40,7 @@ from tenancy.storage.audit_log import Actor
 
 LEASE_ID_CHARS_MAX = 200
 """Longest lease id of a request, in characters."""
+NOTHING_ERASED = ErasedLevel(0, 0)
 _CALLS_IN_FLIGHT_MAX = 32
 """Concurrent erase calls to the engine."""
 
@@ -130,9 +132,9 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
     without a lease id, cached contents, stored responses and conversations. Blocks in use by a
-    running request are unreachable for others at once, and freed when it ends. Raises Refusal for
-    an unknown lease, EngineUnavailable and StoreError: the caller may try again until it has a
-    receipt.
+    running request are unreachable for others at once, and freed when it ends. The receipt counts
+    the blocks of all models. Raises Refusal for an unknown lease, EngineUnavailable if the engine
+    of any model is away, and StoreError: the caller may try again until it has a receipt.
     """
     receipts: list[ErasureReceipt] = []
 
@@ -153,8 +155,8 @@ async def erase_removed(gateway: Context) -> None:
 
     No client can read these blocks any more. Raises EngineUnavailable and StoreError.
     """
-    await gateway.engine.get_stats()
-    everything = list_holdings(gateway.engine.namespaces)
+    await gateway.models.refresh()
+    everything = list_holdings(gateway.models.namespaces())
     found = [one for one in everything if one.stats.blocks]
     owners = {one.tenant_id for one in found}
     for tenant_id in await gateway.reports.ask(lambda store: filter_deleted(store, owners)):
@@ -167,7 +169,7 @@ async def erase_removed(gateway: Context) -> None:
     for one in held:
         if one.scope_id not in existing:
             gateway.contracts.entries.erase_namespace(one.stats.namespace)
-            await gateway.engine.erase(one.stats.namespace)
+            await gateway.models.erase(one.stats.namespace)
 
 
 async def retry_pending(gateway: Context) -> None:
@@ -277,8 +279,8 @@ def _forget_entries(index: PrefixIndex, names: Sequence[Namespace], lease_id: st
 
 async def _names_of(gateway: Context, target: ErasureTarget) -> list[Namespace]:
     """Return the namespaces of a target that have blocks or entries."""
-    await gateway.engine.get_stats()
-    held = {one.namespace for one in gateway.engine.namespaces}
+    await gateway.models.refresh_all()
+    held = {one.namespace for one in gateway.models.namespaces()}
     owned = gateway.contracts.entries.owned_by(target.tenant_id)
     return sorted(filter(target.covers, held | {entry.key[0] for entry in owned}))
 
@@ -287,22 +289,23 @@ async def _erase_all(
     gateway: Context, names: Sequence[Namespace], lease_id: str | None
 ) -> tuple[int, dict[str, ErasedLevel]]:
     """Erase in the engine. Returns the blocks of the device, and what each level lost."""
-    blocks, info = 0, gateway.engine.info
-    sums: dict[str, ErasedLevel] = {}
+    sums: defaultdict[str, ErasedLevel] = defaultdict(lambda: NOTHING_ERASED)
     for start in range(0, len(names), _CALLS_IN_FLIGHT_MAX):
         batch = names[start : start + _CALLS_IN_FLIGHT_MAX]
-        calls = (gateway.engine.erase(name, lease_id=lease_id) for name in batch)
-        for erased in await asyncio.gather(*calls):
-            blocks += erased.blocks
-            for one in erased.levels:
-                before = sums.get(one.level, ErasedLevel(0, 0))
+        calls = (gateway.models.erase(name, lease_id) for name in batch)
+        for name, erased in zip(batch, await asyncio.gather(*calls), strict=True):
+            info = gateway.models.info_of(name)
+            size = 0 if info is None else info.kv_bytes_per_block
+            device = LevelErased("device", erased.blocks, erased.blocks * size)
+            for one in (device, *erased.levels):
+                before = sums[one.level]
                 sums[one.level] = ErasedLevel(
                     before.blocks + one.blocks,
                     before.bytes + one.bytes,
                     "pending" if one.code else before.state,
                 )
-    size = 0 if info is None else info.kv_bytes_per_block
-    return blocks, {"device": ErasedLevel(blocks, blocks * size), **sums}
+    found = {"device": NOTHING_ERASED, **sums}
+    return found["device"].blocks, found
 
 
 def _lease_digest(lease_id: str) -> bytes:

@@ -146,7 +146,7 @@ class FindingBooks:
         write."""
         if not any("evicted_pressure" in one.facts for one in counts):
             return list(counts)
-        pairs = self._gateway.engine.cache_events.evictions_by_taker()
+        pairs = self._gateway.models.evictions_by_taker()
         sums: Counter[tuple[int, int]] = Counter()
         for (owner_space, taker_space), blocks in pairs.items():
             owner, taker = owner_of(owner_space), owner_of(taker_space)

@@ -44,12 +44,15 @@ def configured_dir(config: Config) -> Path:
     return config.data / (config.engine.levels.dir or FOLDER)
 
 
-def engine_config(config: Config) -> EngineConfig:
-    """Return the engine's settings with an absolute folder of the disk level."""
-    levels = config.engine.levels
-    if not levels.disk_gib:
-        return config.engine
-    return replace(config.engine, levels=replace(levels, dir=str(levels_dir(config))))
+def engine_config(config: Config, engine: EngineConfig, model: str = "") -> EngineConfig:
+    """Return an engine's settings with an absolute folder of its disk level.
+
+    `model`: one of several models, whose folder lies in the configured one.
+    """
+    if not engine.levels.disk_gib:
+        return engine
+    folder = config.data / (engine.levels.dir or FOLDER) / model
+    return replace(engine, levels=replace(engine.levels, dir=str(folder.absolute())))
 
 
 def existing_parent(path: Path) -> Path:

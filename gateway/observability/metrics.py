@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from platform import python_version
 
@@ -33,8 +33,8 @@ from gateway.observability.level_metrics import LevelMetrics
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHERS = "other"
 """The label of tenants beyond the configured number."""
-ENGINE_EPOCHS_MAX = 16
-"""Engine epochs whose tokens are counted separately: the latest."""
+ENGINE_EPOCHS_MAX = 64
+"""Engine epochs whose tokens are counted separately: those counted last."""
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
@@ -281,7 +281,6 @@ class Metrics:
         help_text = "{} tokens per second of the engine, over the last minute."
         self.prompt_tokens_per_s = gauge("prompt_tokens_per_second", help_text.format("Prompt"))
         self.output_tokens_per_s = gauge("output_tokens_per_second", help_text.format("Output"))
-        self.ready = gauge("engine_ready", "1 if the engine accepts requests.")
         help_text = "Epoch of the ledger; a restored backup begins the next one."
         self.ledger_epoch = gauge("ledger_epoch", help_text)
         help_text = "Soft budgets exceeded in their present windows."
@@ -305,8 +304,10 @@ class Metrics:
         `unneeded`: output tokens sampled after the end of their text that the engine does not count
         itself.
         """
-        counts = self._epochs.get(epoch)
-        if counts is None:
+        counts = self._epochs.pop(epoch, None)
+        if counts is not None:
+            self._epochs[epoch] = counts  # the latest: another model's engine may restart often
+        else:
             counts = self._epochs[epoch] = [0, 0, 0, 0]
             if len(self._epochs) > ENGINE_EPOCHS_MAX:
                 del self._epochs[next(iter(self._epochs))]
@@ -355,10 +356,12 @@ class Metrics:
         of the operating system."""
         self._process.read()
 
-    def set_engine_stats(self, stats: Stats, *, is_ready: bool, restarts: int) -> None:
-        """Store the engine's latest heartbeat."""
-        self.ready.set(1 if is_ready else 0)
-        self._engine.stats, self._engine.restarts = stats, restarts
+    def set_engine_stats(
+        self, stats: Stats, *, is_ready: bool, restarts: int, several: Sequence[EngineState] = ()
+    ) -> None:
+        """Store the engine's latest heartbeat; `several`: those of several models, which then have
+        the label `model`, in place of it."""
+        self._engine.states = several or (EngineState("", stats, is_ready, restarts),)
         self._levels.stats = stats
 
     def set_ledger_restarts(self, restarts: int) -> None:
@@ -376,27 +379,71 @@ class Metrics:
         return bytes(generate_latest(self.registry))
 
 
+class EngineState(Struct, frozen=True):
+    """One engine as metrics show it. `model`: the label; "" for none."""
+
+    model: str
+    stats: Stats
+    is_ready: bool
+    restarts: int
+
+
 class _EngineMetrics(Collector):
-    """The engine's own statistics, from its last heartbeat."""
+    """The engines' own statistics, from their last heartbeats."""
 
     def __init__(self) -> None:
-        self.stats, self.restarts = Stats(), 0
+        self.states: Sequence[EngineState] = (EngineState("", Stats(), False, 0),)
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.stats
+        ready = "1 if the engine accepts requests."
+        yield self._gauge("trunkline_engine_ready", ready, lambda one: int(one.is_ready))
         for field, (name, help_text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"trunkline_{name}", help_text, getattr(stats, field))
+            yield self._gauge(f"trunkline_{name}", help_text, _field(field))
         for field, (name, help_text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"trunkline_{name}", help_text, getattr(stats, field))
+            yield self._counter(f"trunkline_{name}", help_text, _field(field))
         restarts = "Restarts of the engine process."
-        yield CounterMetricFamily("trunkline_engine_restarts", restarts, self.restarts)
-        in_use = stats.pinned_blocks / stats.blocks if stats.blocks else 0.0
-        yield GaugeMetricFamily("vllm:num_requests_running", _ROUTER_HELP, stats.running)
-        yield GaugeMetricFamily("vllm:num_requests_waiting", _ROUTER_HELP, stats.waiting)
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", _ROUTER_HELP, in_use)
-        queried, hits = stats.prompt_tokens_total, stats.cached_tokens_total
-        yield CounterMetricFamily("vllm:prefix_cache_queries", _ROUTER_HELP, queried)
-        yield CounterMetricFamily("vllm:prefix_cache_hits", _ROUTER_HELP, hits)
+        yield self._counter("trunkline_engine_restarts", restarts, lambda one: one.restarts)
+        for name, field in (
+            ("num_requests_running", "running"),
+            ("num_requests_waiting", "waiting"),
+        ):
+            yield self._gauge(f"vllm:{name}", _ROUTER_HELP, _field(field))
+        yield self._gauge("vllm:kv_cache_usage_perc", _ROUTER_HELP, _share_in_use)
+        for name, field in (
+            ("prefix_cache_queries", "prompt_tokens_total"),
+            ("prefix_cache_hits", "cached_tokens_total"),
+        ):
+            yield self._counter(f"vllm:{name}", _ROUTER_HELP, _field(field))
+
+    def _gauge(self, name: str, help_text: str, value: _StateValue) -> Metric:
+        return self._filled(GaugeMetricFamily(name, help_text, labels=self._labels()), value)
+
+    def _counter(self, name: str, help_text: str, value: _StateValue) -> Metric:
+        return self._filled(CounterMetricFamily(name, help_text, labels=self._labels()), value)
+
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: _StateValue
+    ) -> Metric:
+        for one in self.states:
+            family.add_metric((one.model,) if one.model else (), value(one))
+        return family
+
+    def _labels(self) -> tuple[str, ...]:
+        return ("model",) if self.states[0].model else ()
+
+
+_StateValue = Callable[[EngineState], float]
+
+
+def _field(name: str) -> _StateValue:
+    def read(one: EngineState) -> float:
+        return float(getattr(one.stats, name))
+
+    return read
+
+
+def _share_in_use(one: EngineState) -> float:
+    return one.stats.pinned_blocks / one.stats.blocks if one.stats.blocks else 0.0
 
 
 class _ProcessMetrics(Collector):
