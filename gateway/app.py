@@ -24,6 +24,8 @@ import msgspec
 from engine.api import Clock
 from engine.client.client import Engine
 from engine.config import EngineConfig
+from engine.encoder.card import EncoderCard
+from engine.encoder.protocol import StartEncoder
 from engine.errors import EngineError
 from engine.model_store import ModelCard
 from engine.signals import handle_signals
@@ -74,6 +76,8 @@ from gateway.caching import ContractManager
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
+from gateway.embeddings.embedder import Embedder
+from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.errors import Refusal
@@ -319,6 +323,8 @@ class Gateway:
             await listener.close()
         await self.context.finish_background()
         await self.context.preparations.close()
+        if self.context.embeddings is not None:
+            await self.context.embeddings.close()
         await self.context.responses.close()
         if self.context.user_notes is not None:
             await self.context.user_notes.close()
@@ -387,6 +393,19 @@ async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
     return await AnalyticsProcessClient.open(begin, time.monotonic, wall_ms, log)
 
 
+async def open_embedder(card: EncoderCard, config: Config, log: Log) -> Embedder:
+    """Start the encoder's process and return the embedding model; it serves some seconds later."""
+    settings = config.embeddings
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // 2)
+    encoder = EncoderProcess(StartEncoder(card.folder, threads), settings.waiting_tokens_max, log)
+    encoder.open()
+    try:
+        return await asyncio.to_thread(Embedder, card, settings, encoder)
+    except BaseException:
+        await encoder.close()
+        raise
+
+
 def open_tracer(config: Config, log: Log) -> Tracer | None:
     """Return the tracer, or None without `tracing.endpoint`; then OpenTelemetry is not imported.
 
@@ -451,8 +470,10 @@ async def serve(
     store: Store,
     announce: Callable[[list[str]], None],
     read_config: Callable[[], Config],
+    encoder: EncoderCard | None = None,
 ) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit status. `cards`: of `config.served_models()`.
+    `encoder`: the embedding model.
 
     The first signal drains: the gateway is not ready from then on, and running requests may finish.
     A second signal exits at once. SIGHUP reloads the configuration.
@@ -483,6 +504,10 @@ async def serve(
                 opened.push_async_callback(ledger.close)
                 analytics = await open_analytics(config, log)
                 opened.push_async_callback(analytics.close)
+                embedder = None
+                if encoder is not None:
+                    embedder = await open_embedder(encoder, config, log)
+                    opened.push_async_callback(embedder.close)
                 models = await asyncio.to_thread(_served_models, config, cards, supervisors)
                 gateway = Gateway(
                     config,
@@ -498,6 +523,7 @@ async def serve(
                     endpoints=endpoints,
                     read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
                 )
+                gateway.context.embeddings = embedder
                 opened.push_async_callback(gateway.close)
                 await _serve(gateway, supervisors, announce, stop)
         finally:

@@ -146,6 +146,23 @@ class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
         return self.path or self.name
 
 
+class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The model of `/v1/embeddings`, in a process of its own; an empty `model` turns it off.
+
+    `model`: a built-in embedding model, or a folder. `aliases`: further names that clients may
+    request. `truncate`: texts that are too long are cut, which a header tells; else refused.
+    `threads`: of the process; 0: half of the processors. `cache_mib`: of vectors, by tenant; 0: no
+    cache. `waiting_tokens_max`: of texts that wait; a tenant may hold half of what others leave.
+    """
+
+    model: str = ""
+    aliases: tuple[str, ...] = ()
+    truncate: bool = True
+    threads: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    cache_mib: Annotated[int, Meta(ge=0, le=2**20)] = 64
+    waiting_tokens_max: Annotated[int, Meta(ge=2_048, le=2**40)] = 1_000_000
+
+
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of one request.
 
@@ -285,6 +302,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     admin: AdminConfig = AdminConfig()
     model: ModelSettings = ModelSettings()
     models: tuple[ServedModelSettings, ...] = ()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()
     limits: LimitsConfig = LimitsConfig()
     caching: CachingConfig = CachingConfig()
     tenancy: TenancyConfig = TenancyConfig()
@@ -332,7 +350,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         Raises BadPrice for an unknown class, and for a model's alias.
         """
         self.caching.check_card(card)
-        if any(card.model in one.aliases for one in self.served_models()):
+        aliases = [alias for one in self.served_models() for alias in one.aliases]
+        if card.model in (*aliases, *self.embeddings.aliases):
             message = f"model: {card.model!r} is an alias; expected the model's own name"
             raise BadPrice("bad_rate_card", message)
 
@@ -544,6 +563,12 @@ def _check_values(config: Config, origin: Origin) -> Config:
             raise ConfigError(
                 f"{at(path)}: invalid name {text!r}: expected a non-empty string without NUL"
             )
+    chat = (config.model.name, *config.model.aliases)
+    if shared := {*chat} & {config.embeddings.model, *config.embeddings.aliases}:
+        raise ConfigError(
+            f"{at('embeddings.model')}: {min(shared)!r} names the chat model too; expected another"
+            " name"
+        )
     try:
         check_place(config.tenancy.database)
     except StoreError as error:

@@ -23,6 +23,7 @@ from gateway.caching import ContractManager
 from gateway.caching.namespaces import promised_blocks_default
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config
+from gateway.embeddings.embedder import Embedder
 from gateway.engines.served_models import ServedModels
 from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
@@ -88,6 +89,7 @@ class Context:
     `books`: the promises in the database. `responses`: writes the stored responses.
     `journal`: progress of the running streams.
     `ended`: requests that have ended, until the database has their counts.
+    `embeddings`: set if an embedding model is configured; closed with the gateway.
     `tracer`: set if tracing is on. `user_notes`: set if usage is attributed to users.
     `background`: tasks that must finish even if their caller is cancelled.
     """
@@ -112,6 +114,7 @@ class Context:
     log: Log
     read_config: Callable[[], Config]
     user_notes: UserNotes | None = None
+    embeddings: Embedder | None = None
     tracer: Tracer | None = None
     is_draining: bool = False
     preparations: PreparationPool = field(default_factory=PreparationPool)

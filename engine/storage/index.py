@@ -22,7 +22,7 @@ from msgspec import Struct
 from engine.api import Namespace, Payer
 from engine.errors import EngineError
 from engine.moves import ROOT, RecordId
-from engine.storage.slabs import Place
+from engine.storage.slabs import Place, sync_folder
 
 INDEX_NAME = "index.db"
 APPLICATION_ID = 0x74726B76
@@ -153,6 +153,7 @@ class RecordIndex:
                 self._db.execute(f"pragma user_version={SCHEMA_VERSION}")
                 self._db.execute(f"pragma application_id={APPLICATION_ID}")
                 self.set_meta("store_id", os.urandom(16))
+            sync_folder(self.path.parent)
             return
         if application != APPLICATION_ID:
             raise IndexUnusable(f"{self.path} is the database of another program.")

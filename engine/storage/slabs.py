@@ -267,12 +267,16 @@ class SlabFiles:
         return dirty
 
     def wipe(self, places: Sequence[Place]) -> None:
-        """Make the bytes of places read as zeros. Raises OSError. Neighbours cost one call."""
+        """Make the bytes of places read as zeros, durably. Raises OSError.
+
+        Neighbours cost one call.
+        """
         for first, count in _ranges(places):
             slab = self._slabs.get(first.slab)
             if slab is not None:
                 size = slab.place_bytes
                 self._calls.erase(slab.fd, first.position * size, count * size)
+        self.sync(place.slab for place in places if place.slab in self._slabs)
 
     def put_wiped(self, places: Sequence[Place], *, is_wiped: bool) -> None:
         """Make places free again after `wipe`; they stay dirty if it failed."""

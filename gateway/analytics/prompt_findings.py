@@ -54,7 +54,7 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     """Where and when a prompt ran. `is_unmarked`: its dialect reads nothing without breakpoints,
     and it has none. `min_tokens`: shorter prefixes are not read. `losses`: blocks that the
     namespace has lost, by cause; None for a prompt that was cached. `started_s`: when the engine
-    took it, on the gateway's clock."""
+    took it, on the gateway's clock. `model`: the name that findings give its model."""
 
     tenant_id: int
     request_id: str
@@ -64,6 +64,7 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     is_unmarked: bool
     min_tokens: int
     losses: dict[str, int] | None
+    model: str = ""
 
 
 class _Waste(Struct, frozen=True):
@@ -86,7 +87,7 @@ class PromptFindings:
             (terms.seconds, name) for name, terms in classes.items() if terms.held_as == name
         ]
         self._tenants: OrderedDict[int, PromptChanges] = OrderedDict()
-        self._counts: dict[tuple[int, int, str, str], FindingCount] = {}
+        self._counts: dict[tuple[int, int, str, str, str], FindingCount] = {}
         self._lost_at, self._lost = 0, dict[int, set[int]]()
         """The hour, and the lost prefixes of each tenant in it."""
 
@@ -119,7 +120,7 @@ class PromptFindings:
             epoch=context.epoch,
             losses=context.losses,
         )
-        reuse = changes.note(context.namespace, observed)
+        reuse = changes.note(context.namespace, observed, _siblings(context.namespace))
         for waste in self._wastes(context, record, reuse, missed, missed_tokens, ended_ms):
             self._add(context, waste, ended_ms)
 
@@ -129,9 +130,10 @@ class PromptFindings:
         return list(counts.values())
 
     def _add(self, context: PromptContext, waste: _Waste, at_ms: int) -> None:
-        key = context.tenant_id, at_ms // HOUR_MS * HOUR_MS, waste.cause, waste.place
-        ids = (context.request_id,)
-        count = FindingCount(*key, 1, waste.tokens, at_ms, at_ms, ids, waste.facts)
+        hour_ms, ids = at_ms // HOUR_MS * HOUR_MS, (context.request_id,)
+        place = context.tenant_id, hour_ms, waste.cause, waste.place
+        count = FindingCount(*place, 1, waste.tokens, at_ms, at_ms, ids, waste.facts, context.model)
+        key = count.key
         before = self._counts.get(key)
         if before is not None:
             self._counts[key] = before.plus(count)
@@ -157,6 +159,7 @@ class PromptFindings:
             waste = self._contract_waste(
                 context, cause, missed, missed_tokens, record, reuse, at_ms
             )
+        waste = waste or _other_key(record, reuse)
         if waste is not None:
             return [waste, *_first_use(context, record, reuse, is_counted=True)]
         found = [_Waste(NEW_CONVERSATION, "", 0)] if reuse.is_new_conversation else []
@@ -249,6 +252,19 @@ def _change(record: UsageRecord, reuse: PromptReuse) -> _Waste | None:
         "behind": int(change.is_repetition),
     }
     return _Waste(change.cause, fold_indexes(change.path), tokens, facts)
+
+
+def _other_key(record: UsageRecord, reuse: PromptReuse) -> _Waste | None:
+    """Return the tokens that were computed again because the request's key for its cache is another
+    one than that of earlier prompts with the same beginning."""
+    unread = min(reuse.known_elsewhere, record.total_in - 1)
+    tokens = unread - max(reuse.known, record.physical_cached)
+    return _Waste("cache_key_changes", "", tokens) if tokens >= LOST_TOKENS_MIN else None
+
+
+def _siblings(namespace: bytes) -> bytes:
+    """Return what namespaces share that differ in nothing but the partition."""
+    return "/".join(namespace_parts(namespace)[:-1]).encode()
 
 
 def _first_use(

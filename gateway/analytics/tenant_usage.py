@@ -47,10 +47,12 @@ class TenantCacheUsage:
                 if stats is not None and (owner := owner_of(stats.namespace)) is not None:
                     _add(sums, owner, stats, sign)
 
-    def total(self, name: str) -> int:
-        """Return the sum of one of `FIELDS` over all tenants and models. O(tenants)."""
+    def total(self, name: str, model: str | None = None) -> int:
+        """Return the sum of one of `FIELDS` over all tenants, of all models or of one.
+        O(tenants)."""
         index = FIELDS.index(name)
-        return sum(row[index] for sums in self._sums.values() for row in sums.values())
+        wanted = self._sums.values() if model is None else [self._sums.get(model, {})]
+        return sum(row[index] for sums in wanted for row in sums.values())
 
     def of(self, tenant_id: int) -> dict[str, int]:
         """Return what a tenant uses, by `FIELDS`. O(models)."""

@@ -8,7 +8,6 @@ the minutely task of `storage_metering` call it.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import LevelErased, Namespace, NamespaceStats
+from engine.api import Namespace, NamespaceStats
 from gateway.caching.namespaces import SHARED_SCOPE_PREFIX, namespaces_of, tenant_and_workspace_of
 from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
 from gateway.context import Context
@@ -40,7 +39,6 @@ from tenancy.storage.audit_log import Actor
 
 LEASE_ID_CHARS_MAX = 200
 """Longest lease id of a request, in characters."""
-NOTHING_ERASED = ErasedLevel(0, 0)
 _CALLS_IN_FLIGHT_MAX = 32
 """Concurrent erase calls to the engine."""
 
@@ -131,10 +129,11 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
     `by`: the administrator that asked, for the audit log.
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
-    without a lease id, cached contents, stored responses and conversations. Blocks in use by a
-    running request are unreachable for others at once, and freed when it ends. The receipt counts
-    the blocks of all models. Raises Refusal for an unknown lease, EngineUnavailable if the engine
-    of any model is away, and StoreError: the caller may try again until it has a receipt.
+    without a lease id, vectors of texts, cached contents, stored responses and conversations.
+    Blocks in use by a running request are unreachable for others at once, and freed when it ends.
+    The receipt counts the blocks of all models. Raises Refusal for an unknown lease,
+    EngineUnavailable if the engine of any model is away, and StoreError: the caller may try again
+    until it has a receipt.
     """
     receipts: list[ErasureReceipt] = []
 
@@ -151,14 +150,16 @@ async def scope_names(gateway: Context) -> dict[int, str]:
 
 
 async def erase_removed(gateway: Context) -> None:
-    """Erase the blocks of deleted tenants, with a receipt, and of removed shared scopes.
+    """Erase what deleted tenants have in caches, with a receipt, and blocks of removed scopes.
 
-    No client can read these blocks any more. Raises EngineUnavailable and StoreError.
+    No client can read it any more. Raises EngineUnavailable and StoreError.
     """
     await gateway.models.refresh()
     everything = list_holdings(gateway.models.namespaces())
     found = [one for one in everything if one.stats.blocks]
     owners = {one.tenant_id for one in found}
+    if gateway.embeddings is not None:
+        owners |= gateway.embeddings.owners
     for tenant_id in await gateway.reports.ask(lambda store: filter_deleted(store, owners)):
         await erase(gateway, ErasureTarget(tenant_id, 0))
     held = [one for one in everything if one.scope_id is not None]
@@ -218,6 +219,7 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
         "what": receipt.what,
         "blocks": receipt.blocks,
         "levels": receipt.levels,
+        "embeddings": receipt.embeddings,
         "namespaces": receipt.namespaces,
         "namespace_digest": receipt.namespace_digest,
         "key_id": receipt.key_id,
@@ -234,6 +236,9 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         await asyncio.to_thread(forget_answers, *ended[:3])
         await asyncio.to_thread(erase_stored, *ended[:3])
         await asyncio.to_thread(erase_conversations, *ended[:3])
+    vectors = 0
+    if target.lease_id is None and gateway.embeddings is not None:
+        vectors = gateway.embeddings.erase(target.tenant_id, target.workspace)
     blocks, levels = await _erase_all(gateway, names, target.lease_id)
     # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
     _forget_entries(index, names, target.lease_id)
@@ -251,6 +256,7 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         namespace_digest=digest_namespaces(names),
         blocks=blocks,
         levels=levels,
+        embeddings=vectors,
     )
     await asyncio.to_thread(write_receipt, gateway.store, receipt, by)
     if target.lease_id is None:
@@ -289,23 +295,23 @@ async def _erase_all(
     gateway: Context, names: Sequence[Namespace], lease_id: str | None
 ) -> tuple[int, dict[str, ErasedLevel]]:
     """Erase in the engine. Returns the blocks of the device, and what each level lost."""
-    sums: defaultdict[str, ErasedLevel] = defaultdict(lambda: NOTHING_ERASED)
+    blocks = size = 0
+    sums: dict[str, ErasedLevel] = {}
     for start in range(0, len(names), _CALLS_IN_FLIGHT_MAX):
         batch = names[start : start + _CALLS_IN_FLIGHT_MAX]
         calls = (gateway.models.erase(name, lease_id) for name in batch)
         for name, erased in zip(batch, await asyncio.gather(*calls), strict=True):
+            blocks += erased.blocks
             info = gateway.models.info_of(name)
-            size = 0 if info is None else info.kv_bytes_per_block
-            device = LevelErased("device", erased.blocks, erased.blocks * size)
-            for one in (device, *erased.levels):
-                before = sums[one.level]
+            size += 0 if info is None else erased.blocks * info.kv_bytes_per_block
+            for one in erased.levels:
+                before = sums.get(one.level, ErasedLevel(0, 0))
                 sums[one.level] = ErasedLevel(
                     before.blocks + one.blocks,
                     before.bytes + one.bytes,
                     "pending" if one.code else before.state,
                 )
-    found = {"device": NOTHING_ERASED, **sums}
-    return found["device"].blocks, found
+    return blocks, {"device": ErasedLevel(blocks, size), **sums}
 
 
 def _lease_digest(lease_id: str) -> bytes:

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_churn
 from gateway.context import Context
-from gateway.observability.metrics import EngineState
+from gateway.observability.metrics import EncoderCounts, EngineState
 
 
 class MetricsExporter(Protocol):
@@ -44,6 +44,17 @@ async def refresh_metrics(gateway: Context) -> None:
         ],
     )
     telemetry.set_ledger_restarts(gateway.ledger.restarts)
+    if (embedder := gateway.embeddings) is not None:
+        encoder = embedder.encoder
+        telemetry.set_encoder(
+            EncoderCounts(
+                is_ready=encoder.is_ready,
+                waiting_tokens=encoder.waiting_tokens,
+                cached_bytes=embedder.cached_bytes,
+                restarts=encoder.restarts,
+                batches=encoder.batches,
+            )
+        )
     update_churn(gateway)
     promises = gateway.contracts.promises.by_class(gateway.clock())
     telemetry.set_cache_stats(promises, gateway.churn.all.total[0])

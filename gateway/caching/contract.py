@@ -293,7 +293,7 @@ class Contract:
                 self._granted[write.tokens] = grant.tokens
         self.grants = tuple(grants)
         self._record, self._read_entry = terms.split(cached_tokens, self._granted, now_s)
-        short = _short_lease(terms.writes, grants)
+        short = _short_lease(terms.writes, grants) if terms.writes else None
         if short is not None and self._manager.tells_leases:
             self._record = replace(self._record, short_lease=short)
         self._adopt(cached_tokens)
@@ -304,7 +304,8 @@ class Contract:
             self.missed_segment = self._digests.segment_behind(cached_tokens)
             if terms.candidates:
                 self.missed_tokens = max(0, terms.candidates[0][0] - read)
-        self._manager.promises.count_grants(self._scope.tenant_id, grants)
+        if grants:
+            self._manager.promises.count_grants(self._scope.tenant_id, grants)
         if self._read_entry is not None and self._record.breached_tokens:
             self._manager.promises.record_broken(self._read_entry, now_s)
         for tokens, entry in terms.candidates:
@@ -322,10 +323,12 @@ class Contract:
         self._is_written = True
         manager = self._manager
         namespace, writes = self._scope.namespace, self._terms.writes
-        keys = [(namespace, write.digest) for write in writes]
-        if keys and manager.entries.was_erased(self._erasures, namespace, keys):
+        if not writes:
             return
-        losses = manager.losses(self._scope.namespace) if writes else {}
+        keys = [(namespace, write.digest) for write in writes]
+        if manager.entries.was_erased(self._erasures, namespace, keys):
+            return
+        losses = manager.losses(self._scope.namespace)
         for write in writes:
             granted = self._granted.get(write.tokens, 0)
             key = (self._scope.namespace, write.digest)

@@ -21,7 +21,7 @@ import apsw
 from msgspec import Struct, structs
 
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, resolve
+from engine.model_store import CATALOGUE, DEFAULT_ENCODER, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
 from gateway.cli.level_checks import check_levels
@@ -66,8 +66,8 @@ def _run(call: CommandCall) -> CommandResult:
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(_addresses, _hosts, _encryption, _descriptors, _model, _memory, _levels, _keys),
-        _webhooks,
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, _levels),
+        *(_keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.origin)
@@ -280,6 +280,23 @@ def _one_model(config: Config, name: str, source: str) -> Check:
         setting = "the model's path" if name else "model.name"
         fix = f"trunkline pull NAME, or set {setting} to a file or folder that exists"
         return Check(what, False, error.message, fix)
+
+
+def _embeddings(config: Config) -> list[Check]:
+    """Check that the embedding model is one, and that it is here or can be fetched."""
+    name, check = config.embeddings.model, "embedding model"
+    if not name:
+        return []
+    is_builtin = name in CATALOGUE
+    fix = f"set embeddings.model to {DEFAULT_ENCODER}, or to a folder of an encoder"
+    if is_builtin and not CATALOGUE[name].is_encoder:
+        return [Check(check, False, f"{name} generates text and embeds none", fix)]
+    try:
+        return [Check(check, True, str(resolve(name, config.models_dir)))]
+    except ModelError as error:
+        if is_builtin:
+            return [Check(check, True, f"{name}, fetched at the first start")]
+        return [Check(check, False, error.message, fix)]
 
 
 def _memory(config: Config) -> list[Check]:

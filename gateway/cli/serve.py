@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
 from gateway import app
@@ -48,6 +49,7 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
 def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
     """Serve in a checked data directory; see `run`."""
     cards = prepared_models(config, say, progress)
+    encoder = prepared_encoder(config, say, progress)
     if lack := lacking_memory(config):
         raise CommandError(lack)
     names = ", ".join(one.name for one in config.served_models()) or cards[0].name
@@ -58,7 +60,7 @@ def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[],
             say(line)
 
     try:
-        return asyncio.run(app.serve(config, cards, store, announce, read_config))
+        return asyncio.run(app.serve(config, cards, store, announce, read_config, encoder))
     finally:
         store.close()
 
@@ -89,15 +91,40 @@ def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelC
 
 def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> ModelCard:
     """Resolve a model, fetch a missing built-in one, and prepare it. Raises ModelError."""
+    if name in CATALOGUE and CATALOGUE[name].is_encoder:
+        message = f"{name} embeds texts and generates none; expected it as embeddings.model"
+        raise ModelError("unsupported", message)
+    source = _found_model(name, models, say, progress)
+    return prepare(_short_name(name, source), source, models)
+
+
+def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCard | None:
+    """Do the same for the embedding model; None if there is none. Raises ModelError."""
+    name, models = config.embeddings.model, config.models_dir
+    if not name:
+        return None
+    if name in CATALOGUE and not CATALOGUE[name].is_encoder:
+        message = f"{name} generates text; expected an embedding model as embeddings.model"
+        raise ModelError("unsupported", message)
+    source = _found_model(name, models, say, progress)
+    return prepare_encoder(_short_name(name, source), source, models)
+
+
+def _short_name(name: str, source: Path) -> str:
+    if name in CATALOGUE:
+        return name
+    return source.stem if source.is_file() else source.name
+
+
+def _found_model(name: str, models: Path, say: Say, progress: Progress) -> Path:
+    """Return the file or folder of a model; fetches a missing built-in one."""
     try:
-        source = resolve(name, models)
+        return resolve(name, models)
     except ModelError as error:
         if error.code != "not_found" or name not in CATALOGUE:
             raise
         say(f"fetching {name}")
-        source = pull(name, models, progress)
-    short = name if name in CATALOGUE else source.stem if source.is_file() else source.name
-    return prepare(short, source, models)
+        return pull(name, models, progress)
 
 
 def check_address(address: str, what: str) -> None:

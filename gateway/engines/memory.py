@@ -16,6 +16,8 @@ from gateway.config import Config
 
 WORK_MIB = 500
 """Memory of the programs: gateway, ledger, analytics and an engine with its library."""
+ENCODER_MIB = 450
+"""Memory of the encoder's process with the built-in embedding model."""
 ENGINE_MIB = 300
 """Memory of each further engine's program."""
 NVIDIA_CONTROL = Path("/dev/nvidiactl")
@@ -34,6 +36,7 @@ class MemoryPlan(Struct, frozen=True):
 
     models: tuple[ModelMemory, ...]
     free_mib: int
+    embeddings_mib: int = 0
 
     @property
     def work_mib(self) -> int:
@@ -43,7 +46,8 @@ class MemoryPlan(Struct, frozen=True):
     @property
     def need_mib(self) -> int:
         """Memory of models, KV blocks and programs together."""
-        return self.work_mib + sum(one.model_mib + one.kv_mib for one in self.models)
+        models_mib = sum(one.model_mib + one.kv_mib for one in self.models)
+        return self.work_mib + models_mib + self.embeddings_mib
 
     @property
     def fits(self) -> bool:
@@ -58,6 +62,8 @@ class MemoryPlan(Struct, frozen=True):
             for one in self.models
         ]
         parts.append(f"{self.work_mib} for the processes")
+        if self.embeddings_mib:
+            parts.append(f"{self.embeddings_mib} for embeddings")
         return f"{self.free_mib} MiB free, about {self.need_mib} needed ({', '.join(parts)})"
 
 
@@ -76,7 +82,11 @@ def plan_memory(config: Config) -> MemoryPlan | None:
         model_mib = sum(file.stat().st_size for file in files) // 2**20
         kv_mib = 0 if engine.kv_blocks else engine.kv_memory_mib
         found.append(ModelMemory(one.name, model_mib, kv_mib))
-    return None if free_mib is None or not found else MemoryPlan(tuple(found), free_mib)
+    own = config.embeddings
+    embeddings_mib = ENCODER_MIB + own.cache_mib if own.model else 0
+    if free_mib is None or not found:
+        return None
+    return MemoryPlan(tuple(found), free_mib, embeddings_mib)
 
 
 def lacking_memory(config: Config) -> str:

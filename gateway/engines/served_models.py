@@ -61,6 +61,14 @@ class ServedModel:
         """All names under which clients may address the model, its own first."""
         return tuple(dict.fromkeys((self.name, *self.aliases)))
 
+    def origin(self) -> tuple[str, str] | None:
+        """Return the model as its namespaces name it, and the digest of its template; None without
+        an engine."""
+        info = self.engine.info
+        if info is None:
+            return None
+        return info.model_digest + self.suffix, self.renderer.template_digest
+
     def unavailable(self, *, is_alone: bool) -> EngineUnavailable:
         """Return the error of a request while there is no engine. `is_alone`: it is the only model
         and need not be named."""

@@ -161,6 +161,17 @@ def _template(facts: CauseFacts) -> CauseWords:
     )
 
 
+def _cache_key(facts: CauseFacts) -> CauseWords:
+    return CauseWords(
+        "The cache key changes",
+        f"prompt_cache_key (or cache_salt) is another one than before {facts.share}, though the"
+        " prompt begins as one sent before",
+        "Send one prompt_cache_key with all requests that begin alike, or none: requests with"
+        " different keys share nothing. Keep keys that separate users on purpose.",
+        0.95,
+    )
+
+
 def _restarted(facts: CauseFacts) -> CauseWords:
     return CauseWords(
         "The engine restarted",
@@ -250,6 +261,7 @@ _WORDS: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
     "history_edited": _history,
     "model_changed": _model,
     "template_changed": _template,
+    "cache_key_changes": _cache_key,
     "restarted": _restarted,
     "expired": _expired,
     "evicted": _evicted,

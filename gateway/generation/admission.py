@@ -9,6 +9,7 @@ only here. `gateway.generation.generation` and the quote handler call it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from msgspec import Struct
 
@@ -29,6 +30,7 @@ from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.waiting_requests import WaitingRequests
 from tenancy.types import Identity
 
+_token_ids = attrgetter("token_ids")
 ECHO_ENTRIES_MAX = 1_000_000
 """Most logprobs of prompts that one answer repeats: some 15 MB, which take 45 ms to encode."""
 SEQUENCES_PER_CALL_MAX = 128
@@ -235,7 +237,7 @@ def _check_queue(rendered: Sequence[Rendered], identity: Identity, now: Admissio
     it only by their share.
     """
     tenant_id, wait_s = identity.tenant.tenant_id, _wait_s(identity, now)
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
+    prompt_tokens = sum(map(len, map(_token_ids, rendered)))
     reason = ""
     if wait_s > now.limits.queue_timeout_s:
         reason = (

@@ -107,7 +107,8 @@ class Choice:
         piece = ""
         if self._last_stop is not None and reason != "stop":
             piece = self._decode(self._last_stop)
-        return self._delta(piece + self._text.finish(), is_last=True)
+        piece += self._text.finish()
+        return self._delta(piece, is_last=True) if piece or self._waiting else None
 
     @property
     def decoded_tokens(self) -> int:
@@ -214,6 +215,7 @@ class OutputParser:
     ) -> None:
         self._index = index
         self._format = prompt.output_format
+        self._is_checked = self._format != _ANY_FORMAT
         self._texts: list[str] = []
         self._tokens: list[TokenText] = []
         self.parallel = prompt.tool_choice.parallel
@@ -253,7 +255,7 @@ class OutputParser:
     @property
     def has_calls(self) -> bool:
         """Whether any tool was called."""
-        return self.calls > 0
+        return self._parser is not None and self._parser.calls > 0
 
     @property
     def is_holding(self) -> bool:
@@ -282,7 +284,8 @@ class OutputParser:
 
     def _push_text(self, text: Text) -> list[Delta]:
         if self._parser is None:
-            self._remember_text(text.text)
+            if self._is_checked:
+                self._texts.append(text.text)
             return [text]
         self._tokens.extend(text.tokens)
         return self._deltas(self._parser.push(text.text))
@@ -308,7 +311,8 @@ class OutputParser:
         deltas: list[Delta] = []
         for piece in found:
             if isinstance(piece, ParsedText):
-                self._remember_text(piece.text)
+                if self._is_checked:
+                    self._texts.append(piece.text)
                 deltas.append(Text(self._index, piece.text, self._take_tokens()))
             else:
                 self._tokens.clear()  # these tokens are part of a call, not of text
@@ -316,10 +320,6 @@ class OutputParser:
                     CallText(self._index, piece.call, piece.call_id, piece.name, piece.arguments)
                 )
         return deltas
-
-    def _remember_text(self, text: str) -> None:
-        if self._format != _ANY_FORMAT:
-            self._texts.append(text)
 
     def _take_tokens(self) -> tuple[TokenText, ...]:
         tokens, self._tokens = tuple(self._tokens), []

@@ -42,6 +42,7 @@ class Outcome:
         self._prepared = prepared
         self._limit_reservation = limit_reservation
         self._records: Sequence[UsageRecord] | None = None
+        self._missed: list[str] = []
         identity = state.identity
         assert identity is not None, "answers have an owner"
         self._tenant, self._tenant_id = identity.tenant.name, identity.tenant.tenant_id
@@ -59,8 +60,8 @@ class Outcome:
         state.prompt_tokens = usage.total_in
         state.cached_tokens = usage.physical_cached
         state.loaded_tokens = sum_loaded(self._prepared.contracts)
-        state.cache_read_tokens = usage.read_tokens()
-        state.cache_write_tokens = usage.write_tokens()
+        state.cache_read_tokens = read = usage.read_tokens()
+        state.cache_write_tokens = written = usage.write_tokens()
         state.output_tokens = usage.out
         state.first_token_s = output.first_token_s
         if len(self._prepared.rendered) == 1:
@@ -74,13 +75,13 @@ class Outcome:
         telemetry.output_format_violations.add(output.format_violations)
         for label in self._ignored:
             telemetry.ignored_fields.add(1, label)
+        telemetry.contract_tokens.add(tenant, read, written, usage.breached_tokens)
         for contract in self._prepared.contracts:
             contract.finish(state.response_id)
-        for contract, record in zip(self._prepared.contracts, records, strict=False):
-            telemetry.contract_tokens.add(
-                tenant, record.read_tokens(), record.write_tokens(), record.breached_tokens
-            )
-            if missed := contract.why_missed():
+        for contract in self._prepared.contracts[: len(records)]:
+            missed = contract.why_missed()
+            self._missed.append(missed)
+            if missed:
                 telemetry.misses.add(1, missed)
                 if not state.missed:
                     state.missed, state.missed_tokens = missed, contract.missed_tokens
@@ -101,7 +102,7 @@ class Outcome:
                     record=record,
                     prompt=prompt,
                     first_token_s=output.first_token_s,
-                    missed=contract.why_missed(),
+                    missed=self._missed[number],
                     missed_tokens=contract.missed_tokens,
                     ending=ending,
                     is_further=number > 0,
@@ -115,6 +116,7 @@ class Outcome:
                         is_unmarked=contract.is_unmarked,
                         min_tokens=contract.min_tokens,
                         losses=contract.losses() if computed >= LOST_TOKENS_MIN else None,
+                        model=prepared.model.name,
                     ),
                 )
             )

@@ -50,6 +50,7 @@ from gateway.prompt import Renderer
 from gateway.structured_output.grammars import schema_field
 
 _is_over = attrgetter("is_over")
+_tokens = attrgetter("tokens")
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class OutputStream:
                 for sample in range(samples)
             ]
             self._choices.append(row)
-            self._buffered.append([[] for _ in row])
+            self._buffered.append([[] for _ in row] if self._is_ranked else [])
             self._started.append(None)
             self.usages.append(Usage())
 
@@ -188,13 +189,13 @@ class OutputStream:
                 continue
             seen = sum(choice.tokens for choice in self._choices[number])
             known.append(_partial_usage(started, seen))
-        records = [c.record(u) for c, u in zip(self._contracts, known, strict=False)]
-        return [
-            replace(record, thinking=thoughts)
-            if (thoughts := sum([choice.thinking_tokens for choice in row]))
-            else record
-            for record, row in zip(records, self._choices, strict=False)
-        ]
+        records = []
+        for contract, usage, row in zip(self._contracts, known, self._choices, strict=False):
+            record, thoughts = contract.record(usage), 0
+            for choice in row:
+                thoughts += choice.thinking_tokens
+            records.append(replace(record, thinking=thoughts) if thoughts else record)
+        return records
 
     def delivered_usage(self) -> UsageRecord:
         """Return the usage of fully released tokens and of their prompts: what is delivered once
@@ -280,7 +281,7 @@ class OutputStream:
         self._contracts[prompt].written()
         # The engine may run past a stop string, even to the end, before it is told. The charge must
         # not depend on that race.
-        needed = sum([choice.tokens for choice in self._choices[prompt]])
+        needed = sum(map(_tokens, self._choices[prompt]))
         if needed < event.usage.output_tokens:
             self.unneeded_tokens += event.usage.output_tokens - needed
             self.usages[prompt] = replace(event.usage, output_tokens=needed)
@@ -347,12 +348,13 @@ class OutputStream:
         if rest is not None:
             deltas += choice.output.push(rest)
         deltas += choice.output.finish()
-        if choice.stopped_by is not None:
+        stopped_by = choice.stopped_by
+        if stopped_by is not None:
             reason = "stop"
         self.format_violations += reason == "stop" and not choice.output.satisfies_format()
-        called = choice.output.has_calls and reason == "stop" and choice.stopped_by is None
+        called = reason == "stop" and stopped_by is None and choice.output.has_calls
         why = "tool_calls" if called else reason
-        end = ChoiceEnd(choice.index, why, choice.stopped_by)
+        end = ChoiceEnd(choice.index, why, stopped_by)
         return self._emit(prompt, choice, [*deltas, end])
 
     def _choice(self, request_id: str, prompt: int, sample: int, index: int) -> Choice:
@@ -377,8 +379,10 @@ class OutputStream:
             for place, choice in enumerate(best[:choices]):
                 index = prompt * choices + place
                 deltas.extend(_renumber(d, index) for d in self._buffered[prompt][choice.sample])
-        firsts = [u.first_token_s for u in self.usages if u.first_token_s is not None]
-        self.first_token_s = min(firsts, default=None)
+        for usage in self.usages:
+            at_s = usage.first_token_s
+            if at_s is not None and (self.first_token_s is None or at_s < self.first_token_s):
+                self.first_token_s = at_s
         self._records = self.records_so_far()
         return [*deltas, End(sum_usage(self._records))]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
+from operator import attrgetter
 from typing import Concatenate, ParamSpec, TypeVar
 
 from msgspec import Struct
@@ -54,6 +55,7 @@ JOINED_CHARS_MAX = 4
 combining marks)."""
 
 
+_token_ids = attrgetter("token_ids")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -72,13 +74,16 @@ class Prepared(Struct, frozen=True):
     @property
     def tokens(self) -> int:
         """Tokens of all prompts together."""
-        return sum(len(prompt.token_ids) for prompt in self.rendered)
+        return sum(map(len, map(_token_ids, self.rendered)))
 
 
 def check_model(gateway: Context, call: Call) -> ServedModel:
     """Return the model that a call names. Raises Refusal if it is not served."""
     model = gateway.models.by_name.get(call.model)
     if model is None:
+        if gateway.embeddings is not None and call.model in gateway.embeddings.names:
+            message = f"model: {call.model[:80]!r} embeds texts; expected it at /v1/embeddings."
+            raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
         names = ", ".join(gateway.models.names)
         name = call.model[:80]
         message = f"Model not found: the model `{name}` does not exist; expected one of: {names}."

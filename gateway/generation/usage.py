@@ -115,7 +115,14 @@ def cache_header(contracts: Sequence[Contract]) -> str:
     was not fully granted, with its bound; and the cause of a miss with the segment of the first
     token that was not found.
     """
-    record = sum_usage([contract.record(_NO_OUTPUT) for contract in contracts])
+    records: list[UsageRecord] = []
+    short: LeaseGrant | None = None
+    for contract in contracts:
+        records.append(contract.record(_NO_OUTPUT))
+        for grant in contract.grants:
+            if short is None and grant.outcome != "granted":
+                short = grant
+    record = sum_usage(records)
     text = (
         f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
         f" physical={record.physical_cached}"
@@ -125,8 +132,7 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         text += f"; device={device}" + "".join(f"; {name}={n}" for name, n in loaded.items())
     if contracts[0].fidelity != "exact":
         text += f"; fidelity={contracts[0].fidelity}"
-    grants = (grant for contract in contracts for grant in contract.grants)
-    if short := next((grant for grant in grants if grant.outcome != "granted"), None):
+    if short is not None:
         text += f"; lease={short.outcome}" + (f"; bound={short.bound}" if short.bound else "")
     for contract in contracts:
         if missed := contract.why_missed():

@@ -122,7 +122,7 @@ class LedgerReservation:
             output_tokens=record.out,
             physical_cached_tokens=record.physical_cached,
             read=_nonzero(record.read),
-            write=_nonzero(record.write),
+            write=_nonzero(record.write) if record.write else {},
             workspace=hold.workspace,
             tier=hold.tier,
             dialect=hold.dialect,

@@ -201,6 +201,17 @@ class BudgetGauges(Struct, frozen=True):
     soft_usd: float | None
 
 
+class EncoderCounts(Struct, frozen=True):
+    """The embedding model: whether it encodes now, and the tokens that wait for it; the bytes of
+    its cache; restarts of its process, and batches since the gateway's start."""
+
+    is_ready: bool = False
+    waiting_tokens: int = 0
+    cached_bytes: int = 0
+    restarts: int = 0
+    batches: int = 0
+
+
 class _Maker:
     """Makes metrics of one registry, with the prefix of our names."""
 
@@ -246,6 +257,7 @@ class Metrics:
         self.refusals.add(0, "ledger_unavailable")
         help_text = "Refused requests of tenants, by error code."
         self.tenant_refusals = counter("tenant_refusals", help_text, "tenant", "code")
+        self.embeddings = _embedding_counts()
         self.tokens = CounterGroup(
             "tenant",
             prompt_tokens="Prompt tokens.",
@@ -258,8 +270,6 @@ class Metrics:
             cache_write_tokens="Prompt tokens charged as cache writes.",
             recomputed_promised_tokens="Tokens charged as cache reads that were computed again.",
         )
-        registry.register(self.tokens)
-        registry.register(self.contract_tokens)
         self.output_format_violations = counter(
             "output_format_violations", "Finished responses that violate their JSON format."
         )
@@ -285,15 +295,14 @@ class Metrics:
         self.ledger_epoch = gauge("ledger_epoch", help_text)
         help_text = "Soft budgets exceeded in their present windows."
         self._soft_budgets = gauge("soft_budgets_passed", help_text, "tenant")
-        self._process = _ProcessMetrics()
-        registry.register(self._process)
-        self._money = _MoneyMetrics()
-        registry.register(self._money)
-        self._engine = _EngineMetrics()
-        self._cache = _CacheMetrics()
-        self._ledger = _LedgerMetrics()
+        self._process, self._money = _ProcessMetrics(), _MoneyMetrics()
+        self._engine, self._cache = _EngineMetrics(), _CacheMetrics()
+        self._ledger, self._encoder = _LedgerMetrics(), _EncoderMetrics()
         self._levels = LevelMetrics()
-        for own in (self._levels, self._engine, self._cache, self._ledger):
+        for own in (
+            *(self.tokens, self.contract_tokens, self.embeddings, self._process, self._money),
+            *(self._levels, self._engine, self._cache, self._ledger, self._encoder),
+        ):
             registry.register(own)
 
     def count_epoch(
@@ -368,6 +377,10 @@ class Metrics:
         """Store the number of restarts of the ledger process."""
         self._ledger.restarts = restarts
 
+    def set_encoder(self, counts: EncoderCounts) -> None:
+        """Store the counts of the embedding model's process and cache."""
+        self._encoder.counts = counts
+
     def set_cache_stats(
         self, promises: Mapping[str, Mapping[str, int]], inserted_blocks: int
     ) -> None:
@@ -386,6 +399,15 @@ class EngineState(Struct, frozen=True):
     stats: Stats
     is_ready: bool
     restarts: int
+
+
+def _embedding_counts() -> CounterGroup:
+    return CounterGroup(
+        "tenant",
+        embedding_texts="Texts embedded for answers, cached ones too.",
+        embedding_tokens="Tokens of these texts.",
+        embedding_cached_tokens="Tokens of texts whose vectors were cached.",
+    )
 
 
 class _EngineMetrics(Collector):
@@ -504,6 +526,27 @@ class _LedgerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         help_text = "Restarts of the ledger process."
         yield CounterMetricFamily("trunkline_ledger_restarts", help_text, self.restarts)
+
+
+class _EncoderMetrics(Collector):
+    """Metrics of the embedding model; 0 without one."""
+
+    def __init__(self) -> None:
+        self.counts = EncoderCounts()
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self.counts
+        gauges = {
+            "encoder_ready": ("1 if texts are embedded now.", int(counts.is_ready)),
+            "encoder_waiting_tokens": ("Tokens that wait to be embedded.", counts.waiting_tokens),
+            "embedding_cache_bytes": ("Size of the cache of vectors.", counts.cached_bytes),
+        }
+        for name, (help_text, value) in gauges.items():
+            yield GaugeMetricFamily(f"trunkline_{name}", help_text, value)
+        help_text = "Restarts of the encoder process."
+        yield CounterMetricFamily("trunkline_encoder_restarts", help_text, counts.restarts)
+        help_text = "Batches of texts that were encoded."
+        yield CounterMetricFamily("trunkline_encoder_batches", help_text, counts.batches)
 
 
 class _CacheMetrics(Collector):

@@ -48,7 +48,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text that was held back; no more tokens follow."""
-        if self.stopped_by is not None:
+        if self.stopped_by is not None or not (self._rest or self._held):
             return ""
         text = self._advance(self._decode(b"", is_last=True))
         rest, self._held = self._held, ""

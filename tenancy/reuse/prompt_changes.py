@@ -16,7 +16,7 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nsmallest
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Literal, TypeVar
 
 from msgspec import Struct, structs
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 LANES_MAX = 256
 """Namespaces of one tenant whose prompts are kept, the latest ones."""
+SIBLINGS_MAX = 16
+"""Namespaces that a new prompt is looked up in beside its own, the latest ones."""
 LANES_BYTES_MAX = 3 * 2**20
 """About how large they are together; beyond it the oldest ones are dropped."""
 RECENT_MAX = 32
@@ -111,7 +113,8 @@ class PromptReuse(Struct, frozen=True):
     and `known_digest` its digest; it was last used `idle_s` seconds before. `lost`: those of its
     tokens that were not cached any more, because of `lost_by`: `restarted`, or the causes by which
     the namespace lost blocks since, with their number. `is_new_head`: no earlier prompt began with
-    the same tools and system text.
+    the same tools and system text. `known_elsewhere`: tokens of the longest prefix that an earlier
+    prompt of a sibling namespace had computed, if it is longer than `known`.
     `is_new_conversation`: the first message is new, and nothing that was computed again is to
     blame.
     """
@@ -124,6 +127,7 @@ class PromptReuse(Struct, frozen=True):
     divergence: Divergence | None = None
     is_new_head: bool = False
     is_new_conversation: bool = False
+    known_elsewhere: int = 0
 
 
 LOST_TOKENS_MIN = 64
@@ -192,9 +196,10 @@ class _Sketch(Struct, frozen=True):
 
 
 class _Lane:
-    """The prompts of one namespace."""
+    """The prompts of one namespace. `siblings`: see `PromptChanges.note`."""
 
-    def __init__(self) -> None:
+    def __init__(self, siblings: bytes) -> None:
+        self.siblings = siblings
         self.prefixes: OrderedDict[int, _Prefix] = OrderedDict()
         self.recent: deque[_Sketch] = deque(maxlen=RECENT_MAX)
         self.heads: OrderedDict[int, _Sketch] = OrderedDict()
@@ -218,20 +223,46 @@ class PromptChanges:
         self._lanes: OrderedDict[bytes, _Lane] = OrderedDict()
         self._bytes = 0
 
-    def note(self, namespace: bytes, prompt: ObservedPrompt) -> PromptReuse:
+    def note(self, namespace: bytes, prompt: ObservedPrompt, siblings: bytes = b"") -> PromptReuse:
         """Compare a prompt with the earlier ones of its namespace, and keep it.
 
-        O(tokens) at memory speed; of a new system text or first message about 0.2 us a token.
+        `siblings`: what namespaces share that differ only in the client's key; empty for one
+        without siblings. O(tokens) at memory speed; of a new system text or first message about 0.2
+        us a token.
         """
-        lane = self._lanes.setdefault(namespace, _Lane())
+        lane = self._lanes.get(namespace)
+        if lane is None:
+            lane = self._lanes[namespace] = _Lane(siblings)
         self._lanes.move_to_end(namespace)
         sketch = self._sketch(prompt)
         if not sketch.parts:
             return PromptReuse()
         found = self._compare(lane, sketch, prompt)
+        if siblings and found.known < sketch.parts[-1].end:
+            elsewhere = self._known_to_siblings(lane, sketch, found.known, prompt.started_s)
+            found = structs.replace(found, known_elsewhere=elsewhere)
         self._keep(lane, sketch, prompt)
         self._drop_oldest(lane)
         return found
+
+    def _known_to_siblings(self, lane: _Lane, sketch: _Sketch, known: int, started_s: float) -> int:
+        """Return the tokens of the longest prefix beyond `known` that a sibling had computed; 0
+        without one. O(namespaces of the tenant, and parts in `SIBLINGS_MAX` of them)."""
+        others = (
+            one
+            for one in reversed(self._lanes.values())
+            if one is not lane and one.siblings == lane.siblings
+        )
+        longest = 0
+        for other in islice(others, SIBLINGS_MAX):
+            for part, digest in zip(reversed(sketch.parts), reversed(sketch.upto), strict=True):
+                if part.end <= max(known, longest):
+                    break
+                prefix = other.prefixes.get(digest)
+                if prefix is not None and prefix.ended_s <= started_s:
+                    longest = part.end
+                    break
+        return longest
 
     # -- comparing ----------------------------------------------------------------------------
 

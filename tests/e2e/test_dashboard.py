@@ -18,7 +18,7 @@ from tenancy.accounts.keys import create_admin_key
 from tenancy.accounts.tenants import create_tenant
 from tests.e2e.browser import CHROMIUM, DRIVER, Page, open_browser
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
 from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
 
 pytestmark = [
@@ -98,7 +98,7 @@ async def test_refuses_a_wrong_key_and_shows_no_data(gateway: GatewayFixture, br
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, 1440, 1920])
 async def test_pages_are_accessible(
     signed_in: tuple[Page, AdminClient], scheme: str, width: int
 ) -> None:
@@ -396,3 +396,30 @@ async def test_opens_without_a_key_behind_a_trusted_proxy(
 
     assert "Sign out" not in text
     assert "Erase cache" not in text
+
+
+async def test_several_models_are_shown_apart(
+    unopened_gateway: GatewayFixture, browser: Any
+) -> None:
+    """The pool of each, its engine, and which of them is down."""
+    gateway = unopened_gateway
+    gateway.more = {"second": GatedRunner(gateway.card.config.vocab)}
+    await gateway.open()
+    admin = await used(gateway)
+    for name in (gateway.model, "second"):
+        await gateway.ask(body=gateway.chat("a question for the cache", model=name))
+    page = Page(browser, gateway.admin_url)
+    await asyncio.to_thread(page.sign_in, admin.key)
+    await asyncio.to_thread(page.see, WORDS["overview"])
+    browser.get_log("browser")
+    cache = await asyncio.to_thread(page.open, "cache", "The pool of second")
+    faults = await asyncio.to_thread(page.faults)
+    await gateway.engines["second"].close()
+    engine = await asyncio.to_thread(page.open, "engine", "The engine of second takes no requests")
+    errors = [line["message"] for line in browser.get_log("browser")]
+    await gateway.close()
+
+    assert f"The pool of {gateway.model}" in cache
+    assert "of 512 KV blocks" in cache
+    assert engine.count("steps per second") >= 2
+    assert (faults, errors) == ([], [])

@@ -293,3 +293,23 @@ async def test_turns_at_once_stay_together(gateway: GatewayFixture) -> None:
     found = await texts(gateway, path)
     assert sorted(found[::2]) == [str(number) for number in range(6)]
     assert found[1::2] == ["Yes."] * 6
+
+
+async def test_the_response_that_ends_first_is_appended_first(gateway: GatewayFixture) -> None:
+    """Though its request came last: the rule that docs/dialects.md states. Neither turn sees the
+    other, and the items of a turn stay together."""
+    path = await make(gateway)
+    gateway.say("word " * 30, ends=False)
+    gateway.runner.hold_after(8)
+    long = asyncio.create_task(respond(gateway, path, "first", max_output_tokens=120))
+    await gateway.until(lambda: gateway.runner.is_held)
+    short = asyncio.create_task(respond(gateway, path, "second", max_output_tokens=16))
+    await gateway.until(lambda: sum(gateway.gateway.context.running.values()) == 2)
+    gateway.runner.release()
+    answers = await asyncio.gather(long, short)
+    found = await texts(gateway, path)
+
+    assert [found[place] for place in (0, 2)] == ["second", "first"]
+    assert [len(text) for text in found[1::2]] == sorted(len(text) for text in found[1::2])
+    assert [one["usage"]["output_tokens"] for one in answers] == [120, 16]
+    await gateway.check_quiet()

@@ -286,6 +286,23 @@ def plain(count: int = 8, system: str = HANDBOOK, mark: str = "") -> list[Turns]
     return [Turns((question,), system, mark=mark) for question in (*QUESTIONS, *ANSWERS)[:count]]
 
 
+@pytest.mark.parametrize("is_one_key", [False, True])
+async def test_a_cache_key_that_changes_is_named(findings: Findings, *, is_one_key: bool) -> None:
+    """A key of each request's own shares nothing; one key for all is no finding."""
+    gateway = findings.gateway
+    for number, question in enumerate(QUESTIONS):
+        _, body = body_of("chat", gateway.model, Turns((question,)))
+        key = "one" if is_one_key else f"request {number}"
+        status, _, _ = await gateway.ask(body={**body, "prompt_cache_key": key})
+        assert status == 200
+    faults = [one for one in await findings.read() if not one["legitimate"]]
+
+    assert [one["cause"] for one in faults] == ([] if is_one_key else ["cache_key_changes"])
+    for one in faults:
+        assert (one["requests"], one["of_requests"]) == (7, 8)
+        assert "prompt_cache_key" in one["advice"]
+
+
 async def test_repeated_prompts_without_breakpoints_are_named(findings: Findings) -> None:
     """Anthropic's dialect reads nothing then, by its contract, though the tokens are cached."""
     await findings.send("anthropic", plain())

@@ -232,3 +232,18 @@ async def test_a_drain_ends_every_engine(gateway: GatewayFixture) -> None:
     assert [one.ready() for one in gateway.engines.values()] == [False, False]
     epochs = gateway.store.query("select epoch from engine_epochs order by epoch")
     assert [row[0] for row in epochs] == ["1", "1.2"]
+
+
+async def test_turning_between_models_is_no_finding(gateway: GatewayFixture) -> None:
+    """The tenant has changed nothing: both models are served. Its findings name their models."""
+    texts = [f"{letter} " * 90 for letter in "abcd"]
+    for number, text in enumerate(texts):
+        model = (gateway.model, SECOND)[number % 2]
+        status, _, _ = await gateway.ask(body=chat(gateway, model, text))
+        assert status == 200
+    _, found = await AdminClient(gateway).ask("GET", "/admin/v1/findings")
+    rows = gateway.store.query("select distinct cause, model from findings order by model")
+
+    assert [one for one in found["findings"] if one["cause"] == "model_changed"] == []
+    assert {model for _, model in rows} == {gateway.model, SECOND}
+    assert "model_changed" not in {cause for cause, _ in rows}

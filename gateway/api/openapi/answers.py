@@ -227,6 +227,7 @@ class ReceiptAnswer(Struct, frozen=True):
     what: str
     blocks: int
     levels: dict[str, ErasedLevelAnswer] | None
+    embeddings: int
     namespaces: int
     namespace_digest: str
     key_id: int | None

@@ -384,9 +384,10 @@ def _call(piece: CallText) -> dict[str, Any]:
 
 def _message(choice: wire.JoinedChoice) -> dict[str, Any]:
     """Return the message of a complete choice. Its content is null if it holds only calls."""
+    text = choice.text
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": choice.text if choice.text or not choice.calls else None,
+        "content": text if text or not choice.calls else None,
         "refusal": None,
         "annotations": [],
     }

@@ -36,6 +36,7 @@ from engine.server.embedded import LocalEngine
 from gateway.app import Gateway
 from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
+from gateway.embeddings.embedder import Embedder
 from gateway.engines.served_models import ServedModel
 from gateway.ledger.metering import wall_ms
 from gateway.prompt import Renderer
@@ -106,6 +107,8 @@ class GatewayFixture:
         """Set before opening: further models by name, each with a runner of its own."""
         self.engines: dict[str, LocalEngine] = {}
         """The engine of each model, once open."""
+        self.embeddings: Embedder | None = None
+        """Set before opening: the embedding model."""
         self.takes_grammars = False
         """Set before opening: answers can be held to schemas, by threads and processes."""
         self._constraints = Constraints()
@@ -142,6 +145,7 @@ class GatewayFixture:
             *(self.config, self.engine, self.renderer, self.store, self._log),
             models=models if self.more else (),
         )
+        self.gateway.context.embeddings = self.embeddings
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         self.session = ClientSession(timeout=ClientTimeout(total=PATIENCE_S))
 

@@ -119,6 +119,33 @@ def test_cause_is_that_of_the_contract_or_of_the_past(
     assert found[cause].examples == (f"r{prompts.now_s:g}",)
 
 
+def namespace(partition: str, workspace: str = "") -> bytes:
+    """Return a namespace of the tenant, its last part the client's key."""
+    parts = [part.encode() for part in ("1", workspace, "model", "template", partition)]
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def test_another_key_for_the_same_beginning_is_named() -> None:
+    """The key of each request's own; a key that returns finds its own prompts again."""
+    prompts = Prompts()
+    first = prompts.ask(namespace=namespace("a"))
+    second = prompts.ask(namespace=namespace("b"))
+    again = prompts.ask(namespace=namespace("a"), cached=208)
+
+    assert set(first) == {NEW_CONVERSATION, FIRST_USE}
+    assert set(second) == {"cache_key_changes", FIRST_USE}
+    assert second["cache_key_changes"].wasted_tokens == 219
+    assert again == {}
+
+
+def test_another_workspace_or_model_is_no_other_key() -> None:
+    """These are apart on purpose, and the model's change has a cause of its own."""
+    prompts = Prompts()
+    prompts.ask(namespace=namespace("a"))
+
+    assert set(prompts.ask(namespace=namespace("b", "w"))) == {NEW_CONVERSATION, FIRST_USE}
+
+
 def test_erased_content_is_no_loss(prompts: Prompts) -> None:
     assert prompts.ask(losses={"erased": 13}) == {}
 
