@@ -86,13 +86,11 @@ class Levels:
         self._transfer = transfer
         self._storage = storage
         self._last_id = 0
-        self._paces: dict[LevelName, LevelPace] = {
+        self.paces: dict[LevelName, LevelPace] = {
             "host": LevelPace("host", transfer.slot_bytes),
             "disk": LevelPace("disk", transfer.slot_bytes, config.io_threads),
         }
-        self.loads = Loads(
-            cache, self.book, storage, self._paces, self._next_id, config.verify_host
-        )
+        self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, config.verify_host)
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
         self._fidelity: dict[Namespace, Fidelity] = {}
         self._storing: Storing | None = None
@@ -157,8 +155,8 @@ class Levels:
             return None
         choice = choose_load(
             [copy.slot >= 0 for copy in copies],
-            self._paces["host"],
-            self._paces["disk"],
+            self.paces["host"],
+            self.paces["disk"],
             lambda blocks: compute_s(whole * size, blocks * size),
             self._blocks_min,
             now_s,
@@ -212,12 +210,18 @@ class Levels:
 
     def committed(self, table: BlockTable, before: int) -> None:
         """Have a sequence's blocks copied that were committed since there were `before`, if they
-        are promised. O(leases).
+        are promised. O(these, leases).
         """
-        if not table.requested_leases or table.committed == before or not table.node.promised:
+        if not table.requested_leases or table.committed == before:
             return
-        leases = tuple((lease.lease_id, lease.tokens) for lease, _ in table.requested_leases)
-        self.offloading.promised(table.node, leases)
+        node: Node | None = table.node
+        for _ in range(table.committed - before):
+            if node is None or node.promised:
+                break
+            node = node.parent
+        if node is not None and node.promised:
+            leases = tuple((lease.lease_id, lease.tokens) for lease, _ in table.requested_leases)
+            self.offloading.promised(node, leases)
 
     def set_quota(self, quota: Quota) -> None:
         """Apply a payer's changed quota on every level."""
@@ -324,7 +328,7 @@ class Levels:
 
     def stats(self) -> tuple[LevelStats, ...]:
         """Return the statistics of host memory, and of the disk if there is one. O(1)."""
-        loads, size, pace = self.loads, self._transfer.slot_bytes, self._paces["host"]
+        loads, size, pace = self.loads, self._transfer.slot_bytes, self.paces["host"]
         host = LevelStats(
             name="host",
             state="open",
@@ -481,10 +485,10 @@ class Levels:
         if load.loaded == len(load.pieces):
             names: list[LevelName] = [piece.level for piece in load.pieces]
             level: LevelName = "disk" if "disk" in names else "host"
-            self._paces[level].record_load(now_s - load.began_s, load.choice.compute_s, now_s)
+            self.paces[level].record_load(now_s - load.began_s, load.choice.compute_s, now_s)
 
     def _disk_stats(self, storing: Storing) -> LevelStats:
-        disk, pace = self._disk, self._paces["disk"]
+        disk, pace = self._disk, self.paces["disk"]
         return LevelStats(
             name="disk",
             state=disk.state,

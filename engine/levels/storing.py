@@ -69,9 +69,17 @@ class Storing:
     def next_stores(self, now_s: float) -> list[StoreRuns]:
         """Return the stores to send now."""
         commands: list[StoreRuns] = []
-        while self._waiting and len(self._stores) < STORES_MAX:
+        for _ in range(len(self._waiting)):
+            if len(self._stores) >= STORES_MAX:
+                break
             end = self._waiting.popleft()
-            if (command := self._store(end, now_s)) is not None:
+            if end.parent is None:
+                continue
+            path = end.path()
+            first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
+            if first < len(path) and path[first].is_storing:
+                self._waiting.append(end)  # what it hangs on is under way
+            elif (command := self._store(end, path, first, now_s)) is not None:
                 commands.append(command)
         return commands
 
@@ -115,12 +123,10 @@ class Storing:
             return False
         return len(copy.path()) * len(copy.run) >= self._tokens_min
 
-    def _store(self, end: Copy, now_s: float) -> StoreRuns | None:
-        """Return the store of the first runs without a record on the path to `end`."""
-        if end.parent is None:
-            return None
-        path = end.path()
-        first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
+    def _store(self, end: Copy, path: list[Copy], first: int, now_s: float) -> StoreRuns | None:
+        """Return the store of the runs from `first` on, the first without a record, on the path to
+        `end`; None if there is nothing to store.
+        """
         wanted = path[first : first + RUNS_MAX]
         count = next(
             (i for i, c in enumerate(wanted) if c.slot < 0 or not c.check or c.is_storing),
