@@ -8,6 +8,7 @@ it. The rules are in `engine/levels/README.md`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -19,6 +20,7 @@ from engine.api import (
     LevelName,
     LevelStats,
     Namespace,
+    PayerBytes,
     Quota,
 )
 from engine.cache import BlockTable, PrefixCache
@@ -98,6 +100,7 @@ class Levels:
             self._storing = Storing(
                 self.book, storage, self._next_id, self._fidelity_of, config.disk_tokens_min
             )
+            self._storing.may_rest = self._may_rest
             self.offloading.is_storing = self._is_storing
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
         self._looked: list[int] = []
@@ -105,6 +108,9 @@ class Levels:
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
+        self._chosen: Counter[LevelName] = Counter()
+        self._declined: Counter[LevelName] = Counter()
+        self._never_stored: set[Namespace] = set()
         self._collected = 0
         self._now_s = 0.0
         cache.set_on_evict(self._evicting)
@@ -161,6 +167,8 @@ class Levels:
             self._blocks_min,
             now_s,
         )
+        level: LevelName = "host" if copies[0].slot >= 0 else "disk"
+        (self._chosen if choice.blocks else self._declined)[level] += 1
         return LoadPlan(whole, copies[: choice.blocks], choice) if choice.blocks else None
 
     def begin(
@@ -314,13 +322,15 @@ class Levels:
         return tuple(pair for pair in counts if pair[1])
 
     def take_changed(self) -> set[Namespace]:
-        """Return the namespaces whose bytes have changed since the last call. O(changed)."""
+        """Return the namespaces whose bytes, or records, have changed since the last call.
+        O(changed)."""
         changed, self.book.changed = self.book.changed, set()
-        return changed
+        return changed if self._storage is None else changed | self._storage.take_changed()
 
     def namespaces(self) -> list[Namespace]:
-        """Return the namespaces with copies in host memory. O(these)."""
-        return list(self.book.host_blocks)
+        """Return the namespaces with copies in host memory or on disk. O(these)."""
+        stored = set() if self._storage is None else self._storage.namespaces()
+        return list(stored.union(self.book.host_blocks))
 
     def host_bytes(self, namespace: Namespace) -> int:
         """Return the bytes of a namespace's copies in host memory. O(1)."""
@@ -343,6 +353,13 @@ class Levels:
             loaded_tokens_total=self._loaded_tokens["host"],
             regret_s_total=pace.regret_s,
             bytes_per_s=pace.bytes_per_s,
+            chosen_total=self._chosen["host"],
+            declined_total=self._declined["host"],
+            payers=tuple(
+                PayerBytes(share.payer, share.used * size, 0)
+                for share in self.book.accounts.shares()
+                if share.used
+            ),
         )
         return (host,) if self._storing is None else (host, self._disk_stats(self._storing))
 
@@ -365,12 +382,18 @@ class Levels:
     def _fidelity_of(self, namespace: Namespace) -> Fidelity:
         return self._fidelity.get(namespace, "exact")
 
+    def _may_rest(self, namespace: Namespace) -> bool:
+        """Return whether no request of a namespace has forbidden the disk so far."""
+        return namespace not in self._never_stored
+
     def _is_storing(self) -> bool:
         return self._storing is not None and self._storing.has_work
 
     def _note_grant(self, grant: CacheGrant) -> None:
         if grant.fidelity != "exact":
             self._fidelity[grant.namespace] = grant.fidelity
+        if not grant.at_rest:
+            self._never_stored.add(grant.namespace)
         if self._storage is not None and self._quotas.get(grant.payer) != grant.quota:
             self._tell_quota(grant.quota, grant.payer)
 
@@ -508,6 +531,11 @@ class Levels:
             regret_s_total=pace.regret_s,
             bytes_per_s=disk.read_bytes_per_s or pace.bytes_per_s,
             written_bytes_today=disk.written_bytes_today,
+            written_bytes_total=disk.written_bytes_total,
+            chosen_total=self._chosen["disk"],
+            declined_total=self._declined["disk"],
+            pending_erasures=len(self._erasures),
+            payers=disk.payers,
         )
 
 

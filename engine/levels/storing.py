@@ -42,6 +42,7 @@ class Storing:
         self._tokens_min = tokens_min
         self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
         self._stores: dict[int, tuple[list[Copy], list[int], Copy]] = {}
+        self.may_rest: Callable[[bytes], bool] = lambda namespace: True
         self.has_budget = True
         self.failed = 0
         self.stored = 0
@@ -117,6 +118,8 @@ class Storing:
                 return
 
     def _is_wanted(self, copy: Copy, now_s: float) -> bool:
+        if not self.may_rest(copy.namespace):
+            return False
         if copy.promise_at_s > now_s:
             return True
         if not self.has_budget or not (copy.hits or (copy.node is not None and copy.node.hits)):

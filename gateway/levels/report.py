@@ -92,6 +92,13 @@ def holds_promises(stats: Stats) -> bool:
     return any(one.name == "disk" and one.state != "off" for one in stats.levels)
 
 
+def is_disk_away(stats: Stats) -> bool:
+    """Return whether there is a disk that does not serve now: what it has cannot be told."""
+    return any(
+        one.name == "disk" and one.state == "off" and one.capacity_bytes > 0 for one in stats.levels
+    )
+
+
 def tenants_report(
     levels: Iterable[LevelStats],
     namespaces: Iterable[tuple[NamespaceStats, int]],
