@@ -80,13 +80,17 @@ class Levels:
         config: LevelsConfig,
         transfer: TransferEngine,
         storage: Storage | None = None,
+        *,
+        close_memory: Callable[[], None] = lambda: None,
     ) -> None:
+        """`close_memory` is called when the transfer engine and the storage have been closed."""
         self.config = config
         self.cache = cache
         self.book = CopyBook(cache, transfer.slots)
         self.on_erased: Callable[[int, LevelErased], None] = lambda call_id, erased: None
         self._transfer = transfer
         self._storage = storage
+        self._close_memory = close_memory
         self._last_id = 0
         self.paces: dict[LevelName, LevelPace] = {
             "host": LevelPace("host", transfer.slot_bytes),
@@ -95,12 +99,17 @@ class Levels:
         self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, config.verify_host)
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
         self._fidelity: dict[Namespace, Fidelity] = {}
+        self._never_at_rest: set[Namespace] = set()
         self._storing: Storing | None = None
         if storage is not None:
             self._storing = Storing(
-                self.book, storage, self._next_id, self._fidelity_of, config.disk_tokens_min
+                self.book,
+                storage,
+                self._next_id,
+                self._fidelity_of,
+                self._never_at_rest,
+                config.disk_tokens_min,
             )
-            self._storing.may_rest = self._may_rest
             self.offloading.is_storing = self._is_storing
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
         self._looked: list[int] = []
@@ -110,7 +119,6 @@ class Levels:
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
         self._chosen: Counter[LevelName] = Counter()
         self._declined: Counter[LevelName] = Counter()
-        self._never_stored: set[Namespace] = set()
         self._collected = 0
         self._now_s = 0.0
         cache.set_on_evict(self._evicting)
@@ -368,10 +376,11 @@ class Levels:
         self.book.check()
 
     def close(self) -> None:
-        """End the transfer engine, then the storage."""
+        """End the transfer engine, then the storage, then their memory."""
         self._transfer.close()
         if self._storage is not None:
             self._storage.close()
+        self._close_memory()
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -382,10 +391,6 @@ class Levels:
     def _fidelity_of(self, namespace: Namespace) -> Fidelity:
         return self._fidelity.get(namespace, "exact")
 
-    def _may_rest(self, namespace: Namespace) -> bool:
-        """Return whether no request of a namespace has forbidden the disk so far."""
-        return namespace not in self._never_stored
-
     def _is_storing(self) -> bool:
         return self._storing is not None and self._storing.has_work
 
@@ -393,7 +398,7 @@ class Levels:
         if grant.fidelity != "exact":
             self._fidelity[grant.namespace] = grant.fidelity
         if not grant.at_rest:
-            self._never_stored.add(grant.namespace)
+            self._never_at_rest.add(grant.namespace)
         if self._storage is not None and self._quotas.get(grant.payer) != grant.quota:
             self._tell_quota(grant.quota, grant.payer)
 

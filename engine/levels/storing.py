@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Final
 
+from engine.api import Namespace
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
 from engine.moves import ROOT, Fidelity, RunToStore, Storage, Stored, StoreRuns
@@ -33,16 +34,18 @@ class Storing:
         storage: Storage,
         next_id: Callable[[], int],
         fidelity_of: Callable[[bytes], Fidelity],
+        never_at_rest: Container[Namespace],
         tokens_min: int,
     ) -> None:
+        """`never_at_rest`: the namespaces of which nothing may be written to disk."""
         self._book = book
         self._storage = storage
         self._next_id = next_id
         self._fidelity_of = fidelity_of
+        self._never_at_rest = never_at_rest
         self._tokens_min = tokens_min
         self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
         self._stores: dict[int, tuple[list[Copy], list[int], Copy]] = {}
-        self.may_rest: Callable[[bytes], bool] = lambda namespace: True
         self.has_budget = True
         self.failed = 0
         self.stored = 0
@@ -74,7 +77,7 @@ class Storing:
             if len(self._stores) >= STORES_MAX:
                 break
             end = self._waiting.popleft()
-            if end.parent is None:
+            if end.parent is None or end.namespace in self._never_at_rest:
                 continue
             path = end.path()
             first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
@@ -118,8 +121,6 @@ class Storing:
                 return
 
     def _is_wanted(self, copy: Copy, now_s: float) -> bool:
-        if not self.may_rest(copy.namespace):
-            return False
         if copy.promise_at_s > now_s:
             return True
         if not self.has_budget or not (copy.hits or (copy.node is not None and copy.node.hits)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import CacheGrant, Erase, Erased, Finished, Quota, Retention
 from engine.errors import InvariantViolation
@@ -239,6 +240,15 @@ def test_what_may_not_be_written_leaves_nothing(world: LeveledWorld) -> None:
     world.push_out()
 
     assert not world.levels.book.prefixes.has(b"n")
+
+
+def test_what_may_not_rest_on_disk_stays_in_host_memory() -> None:
+    """Not even a promise, and not what an earlier request had queued."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=replace(leased(13), at_rest=False)))
+
+    assert not world.stored()
+    assert world.levels.host_bytes(b"n") > 0
 
 
 def test_a_request_that_may_not_read_loads_nothing(world: LeveledWorld) -> None:
