@@ -16,7 +16,7 @@ def test_the_disks_namespaces_are_known_after_a_restart() -> None:
     world.restart()
     core = world.core
     table = NamespaceTable()
-    table.add(core.stats(names=core.namespaces()).changed)
+    table.add(core.stats(names=core.namespaces() | core.take_changed()).changed)
 
     (space,) = table
     assert (space.namespace, space.blocks, space.is_stored) == (b"n", 0, True)
