@@ -132,6 +132,7 @@ class FakeStorage:
         self._last: RecordId = 0
         self._outcomes: list[tuple[int, StorageCommand]] = []
         self._ready: list[StorageOutcome] = []
+        self._told: set[Namespace] = set()
 
     def send(self, command: StorageCommand) -> None:
         """Take a command; it is done at a later poll, those before an erasure before it."""
@@ -158,6 +159,15 @@ class FakeStorage:
     def has_records(self, namespace: Namespace) -> bool:
         """Return whether any record is of this namespace."""
         return any(record.namespace == namespace for record in self.records.values())
+
+    def namespaces(self) -> set[Namespace]:
+        """Return the namespaces that have records."""
+        return {record.namespace for record in self.records.values()}
+
+    def take_changed(self) -> set[Namespace]:
+        """Return those that got or lost records since the last call."""
+        before, self._told = self._told, self.namespaces()
+        return before ^ self._told
 
     def close(self) -> None:
         """End."""

@@ -158,6 +158,7 @@ def _namespace_stats(
         waiting=live.requests_of(use.namespace) - runs,
         promised_by_class=use.promised,
         host_bytes=0 if levels is None else levels.host_bytes(use.namespace),
+        is_stored=levels is not None and levels.has_records(use.namespace),
     )
 
 

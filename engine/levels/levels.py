@@ -8,6 +8,7 @@ it. The rules are in `engine/levels/README.md`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -19,6 +20,7 @@ from engine.api import (
     LevelName,
     LevelStats,
     Namespace,
+    PayerBytes,
     Quota,
 )
 from engine.cache import BlockTable, PrefixCache
@@ -115,6 +117,8 @@ class Levels:
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
+        self._chosen: Counter[LevelName] = Counter()
+        self._declined: Counter[LevelName] = Counter()
         self._collected = 0
         self._now_s = 0.0
         cache.watch(self._evicting, self._committed)
@@ -171,6 +175,8 @@ class Levels:
             self._blocks_min,
             now_s,
         )
+        level: LevelName = "host" if copies[0].slot >= 0 else "disk"
+        (self._chosen if choice.blocks else self._declined)[level] += 1
         return LoadPlan(whole, copies[: choice.blocks], choice) if choice.blocks else None
 
     def begin(
@@ -309,13 +315,15 @@ class Levels:
         return tuple(pair for pair in counts if pair[1])
 
     def take_changed(self) -> set[Namespace]:
-        """Return the namespaces whose bytes have changed since the last call. O(changed)."""
+        """Return the namespaces whose bytes, or records, have changed since the last call.
+        O(changed)."""
         changed, self.book.changed = self.book.changed, set()
-        return changed
+        return changed if self._storage is None else changed | self._storage.take_changed()
 
     def namespaces(self) -> list[Namespace]:
-        """Return the namespaces with copies in host memory. O(these)."""
-        return list(self.book.host_blocks)
+        """Return the namespaces with copies in host memory or on disk. O(these)."""
+        stored = set() if self._storage is None else self._storage.namespaces()
+        return list(stored.union(self.book.host_blocks))
 
     def host_bytes(self, namespace: Namespace) -> int:
         """Return the bytes of a namespace's copies in host memory. O(1)."""
@@ -338,6 +346,13 @@ class Levels:
             loaded_tokens_total=self._loaded_tokens["host"],
             regret_s_total=pace.regret_s,
             bytes_per_s=pace.bytes_per_s,
+            chosen_total=self._chosen["host"],
+            declined_total=self._declined["host"],
+            payers=tuple(
+                PayerBytes(share.payer, share.used * size, 0)
+                for share in self.book.accounts.shares()
+                if share.used
+            ),
         )
         return (host,) if self._storing is None else (host, self._disk_stats(self._storing))
 
@@ -523,6 +538,11 @@ class Levels:
             regret_s_total=pace.regret_s,
             bytes_per_s=disk.read_bytes_per_s or pace.bytes_per_s,
             written_bytes_today=disk.written_bytes_today,
+            written_bytes_total=disk.written_bytes_total,
+            chosen_total=self._chosen["disk"],
+            declined_total=self._declined["disk"],
+            pending_erasures=len(self._erasures),
+            payers=disk.payers,
         )
 
 

@@ -33,6 +33,7 @@ COMMANDS = [
     "shared-scope", "audit", "completion", "tenant delete",
     "key", "key create", "key list", "key set",
     "key rotate", "key revoke", "advise", "check-prompt", "openapi",
+    "levels", "levels show", "levels init", "levels clear", "levels verify", "levels rebuild",
 ]  # fmt: skip
 
 
