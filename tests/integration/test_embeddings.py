@@ -431,7 +431,10 @@ async def test_an_idempotent_request_is_encoded_and_charged_once(
 async def test_a_client_that_leaves_pays_nothing(
     gateway: GatewayFixture, encoder: FakeEncoder
 ) -> None:
-    """Nothing was delivered. The entry says who left."""
+    """Nothing was delivered, and the entry says who left. Its text is not cached, else it would
+    cost the price of a cache read when it comes again; its tokens count for the minute's limit."""
+    change_tenant(gateway.store, "ada", {"tokens_per_minute": 10})
+    gateway.gateway.context.registry.refresh_now()
     encoder.hold()
     running = asyncio.create_task(embed(gateway))
     await gateway.until(lambda: bool(encoder.seen))
@@ -440,8 +443,11 @@ async def test_a_client_that_leaves_pays_nothing(
         await running
     await gateway.quiet()
     encoder.release()
+    _, again, headers = await embed(gateway)
 
-    assert charges(gateway) == [(MODEL, "cancelled", 0, 0, 0, 0)]
+    assert charges(gateway) == [(MODEL, "cancelled", 0, 0, 0, 0), (MODEL, "done", 3, 0, 3, 0)]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert int(headers["X-RateLimit-Remaining-Tokens"]) in (4, 5)
     await gateway.check_quiet()
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from engine.errors import ModelError
 from engine.model_store import DEFAULT_ENCODER, DEFAULT_MODEL
-from gateway.cli.serve import prepared_encoder, prepared_model
-from gateway.config import Config, EmbeddingsConfig, ModelSettings
+from gateway.__main__ import main
+from gateway.cli.serve import prepared_encoder
+from gateway.config import Config, EmbeddingsConfig
 from tests.encoders import write_encoder, zip_encoder
 
 
@@ -49,12 +50,18 @@ def test_a_chat_model_is_refused_for_embeddings_before_it_is_fetched(tmp_path: P
         encoder_of(DEFAULT_MODEL, tmp_path)
 
 
-def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(tmp_path: Path) -> None:
+def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The message names the setting."""
-    config = Config(data_dir=str(tmp_path), model=ModelSettings(name=DEFAULT_ENCODER))
+    monkeypatch.delenv("TRUNKLINE_CONFIG", raising=False)
+    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path / "data"))
+    listen = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
 
-    with pytest.raises(ModelError, match=r"expected it as embeddings\.model"):
-        prepared_model(config, say, progress)
+    status = main(["serve", DEFAULT_ENCODER, *listen])
+
+    assert status == 1
+    assert "expected it as embeddings.model" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ async def embedded(
     """Embed texts; return their vectors and the cached tokens."""
     found = [embedder.tokenizer.tokenize(text) for text in texts]
     lookup = embedder.look_up(tenant, workspace, found)
-    return await embedder.complete(lookup), lookup.cached_tokens
+    vectors = await embedder.complete(lookup)
+    embedder.store(lookup)
+    return vectors, lookup.cached_tokens
 
 
 def embedder_of(card: EncoderCard, cache_mib: int = 64) -> tuple[Embedder, FakeEncoder]:
@@ -173,6 +175,20 @@ async def test_without_a_cache_nothing_is_found(card: EncoderCard) -> None:
 
     assert (cached, vectors[0] == vectors[1], embedder.cached_bytes) == (3, True, 0)
     assert [len(texts) for _, texts in encoder.seen] == [1, 1]
+
+
+async def test_a_text_is_found_only_once_its_request_has_stored_it(card: EncoderCard) -> None:
+    """A request that ends before it is charged stores nothing."""
+    embedder, _ = embedder_of(card)
+    text = [embedder.tokenizer.tokenize("hello")]
+    await embedder.complete(embedder.look_up(1, "default", text))
+    before = embedder.look_up(1, "default", text)
+    await embedder.complete(before)
+    embedder.erase(2)
+    embedder.store(before)
+
+    assert embedder.look_up(1, "default", text).cached_tokens == 0
+    assert before.cached_tokens == 0
 
 
 async def test_a_failed_text_is_not_stored(card: EncoderCard) -> None:
