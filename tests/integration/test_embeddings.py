@@ -510,6 +510,64 @@ async def test_a_draining_server_refuses(gateway: GatewayFixture) -> None:
     assert error_of(found) == (503, "shutting_down", None)
 
 
+async def test_a_running_request_finishes_while_the_server_drains(
+    gateway: GatewayFixture, encoder: FakeEncoder
+) -> None:
+    """It counts among the running ones."""
+    encoder.hold()
+    running = asyncio.create_task(embed(gateway))
+    await gateway.until(lambda: bool(encoder.seen))
+    draining = asyncio.create_task(gateway.gateway.drain(60.0))
+    await gateway.until(lambda: gateway.gateway.context.is_draining)
+    encoder.release()
+
+    status, _, _ = await running
+    await draining
+
+    assert status == 200
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_the_largest_number_of_inputs_keeps_their_order(
+    gateway: GatewayFixture, encoding_format: str
+) -> None:
+    """Tokenized and encoded in threads; half of the texts occur twice."""
+    words = [f"{number:x}" for number in range(1_024)]
+
+    status, body, headers = await embed(gateway, [*words, *words], encoding_format=encoding_format)
+    first, last = body["data"][1], body["data"][1_025]
+
+    assert (status, [one["index"] for one in body["data"]]) == (200, list(range(2_048)))
+    assert first["embedding"] == last["embedding"] != body["data"][2]["embedding"]
+    assert (
+        body["usage"]["prompt_tokens_details"]["cached_tokens"] * 2
+        == (body["usage"]["prompt_tokens"])
+    )
+    assert headers["X-Trunkline-Cache"].startswith("read=")
+    await gateway.check_quiet()
+
+
+async def test_an_idempotent_request_goes_on_without_its_client(
+    gateway: GatewayFixture, encoder: FakeEncoder
+) -> None:
+    """Its client comes back for the answer, which was charged once."""
+    body = json.dumps({"model": MODEL, "input": "hello"}).encode()
+    headers = {"Idempotency-Key": "one"}
+    encoder.hold()
+    running = asyncio.create_task(gateway.ask(PATH, body, headers=headers))
+    await gateway.until(lambda: bool(encoder.seen))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    encoder.release()
+    await gateway.quiet()
+
+    status, _, response = await gateway.ask(PATH, body, headers=headers)
+
+    assert (status, response.headers["Idempotency-Replayed"]) == (200, "true")
+    assert charges(gateway) == [(MODEL, "done", 3, 0, 3, 0)]
+
+
 async def test_metrics_and_the_log_have_counts_and_no_text(gateway: GatewayFixture) -> None:
     """The log line is that of other requests."""
     await embed(gateway, ["hello world", "hello world"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from array import array
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.encoder.card import EncoderCard
@@ -200,6 +203,44 @@ async def test_a_failed_text_is_not_stored(card: EncoderCard) -> None:
     encoder.error = None
 
     assert (await embedded(embedder, "hello"))[1] == 0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from((1, 2)),
+            st.sampled_from(("default", "lab")),
+            st.lists(st.sampled_from("abc"), min_size=1, max_size=3),
+        ),
+        st.tuples(st.sampled_from((1, 2)), st.sampled_from(("default", "lab", None)), st.none()),
+    ),
+    max_size=12,
+)
+
+
+@given(STEPS)
+def test_what_is_found_is_what_the_workspace_embedded_since_its_erasure(
+    card: EncoderCard, steps: list[tuple[int, str | None, list[str] | None]]
+) -> None:
+    """Against a model: a set of texts for each workspace, whatever the neighbour does."""
+
+    async def run() -> None:
+        embedder, _ = embedder_of(card)
+        known: dict[tuple[int, str], set[str]] = {}
+        for tenant, workspace, texts in steps:
+            if texts is None:
+                covered = [one for one in known if one[0] == tenant and workspace in (None, one[1])]
+                gone = sum(len(known.pop(one)) for one in covered)
+                assert embedder.erase(tenant, workspace) == gone
+                continue
+            assert workspace is not None
+            held = known.setdefault((tenant, workspace), set())
+            expected = 3 * (len(texts) - len(set(texts) - held))
+            _, cached = await embedded(embedder, *texts, tenant=tenant, workspace=workspace)
+            assert cached == expected
+            held |= set(texts)
+
+    asyncio.run(run())
 
 
 def test_a_cut_vector_has_length_one() -> None:
