@@ -563,6 +563,11 @@ def _check_values(config: Config, origin: Origin) -> Config:
             raise ConfigError(
                 f"{at(path)}: invalid name {text!r}: expected a non-empty string without NUL"
             )
+    if "\x00" in config.embeddings.model:
+        raise ConfigError(
+            f"{at('embeddings.model')}: invalid name {config.embeddings.model!r}: expected a string"
+            " without NUL"
+        )
     chat = (config.model.name, *config.model.aliases)
     if shared := {*chat} & {config.embeddings.model, *config.embeddings.aliases}:
         raise ConfigError(

@@ -90,6 +90,27 @@ def test_checks_the_secrets_of_webhooks(
     assert "variable 'HOOK' is not set" in missing["found"]
 
 
+@pytest.mark.parametrize(
+    ("model", "is_ok", "words"),
+    [
+        ("all-minilm-l6-v2", True, "fetched at the first start"),
+        ("gemma-3-270m", False, "generates text and embeds none"),
+        ("/nowhere", False, "'/nowhere' is neither"),
+    ],
+)
+def test_the_embedding_model_is_checked(
+    config: Path, capsys: pytest.CaptureFixture[str], model: str, is_ok: bool, words: str
+) -> None:
+    """Only where there is one."""
+    without = checks(capsys)
+    config.write_text(config.read_text() + f'[embeddings]\nmodel = "{model}"\n')
+    found = checks(capsys)["embedding model"]
+
+    assert "embedding model" not in without
+    assert (found["ok"], words in found["found"]) == (is_ok, True)
+    assert is_ok or "all-minilm-l6-v2" in found["fix"]
+
+
 def test_text_shows_the_fix_below_its_finding(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
