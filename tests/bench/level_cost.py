@@ -44,6 +44,14 @@ class KnowingStorage:
         """Return whether there are any: there are."""
         return True
 
+    def namespaces(self) -> set[bytes]:
+        """Return the namespaces with records; nothing asks for them here."""
+        return set()
+
+    def take_changed(self) -> set[bytes]:
+        """Return the namespaces that have changed: none."""
+        return set()
+
     def close(self) -> None:
         """End."""
 

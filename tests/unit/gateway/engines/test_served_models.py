@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 
-from engine.api import EngineInfo, NamespaceStats, Stats
+from engine.api import EngineInfo, Erased, NamespaceStats, Stats
 from engine.client.client import EngineConnection
 from engine.errors import EngineUnavailable, InvariantViolation
 from engine.model_store import ModelCard
@@ -137,19 +137,16 @@ async def test_an_erasure_asks_the_namespaces_engine(
     models = served(renderer, engines)
     asked: list[tuple[object, bytes]] = []
 
-    class Answer:
-        blocks = 3
-
-    async def erase(self: SilentEngine, space: bytes, *, lease_id: str | None = None) -> Answer:
+    async def erase(self: SilentEngine, space: bytes, *, lease_id: str | None = None) -> Erased:
         asked.append((self, space))
-        return Answer()
+        return Erased(0, 3)
 
     monkeypatch.setattr(SilentEngine, "erase", erase)
     space = namespace("digest@b")
 
-    assert await models.erase(space) == 3
+    assert (await models.erase(space)).blocks == 3
     assert asked == [(engines[1], space)]
-    assert await models.erase(namespace("gone")) == 0, "no engine can read it"
+    assert (await models.erase(namespace("gone"))).blocks == 0, "no engine can read it"
 
 
 def test_floors_fit_in_every_pool(renderer: Renderer) -> None:
