@@ -1,8 +1,10 @@
 """Client of the encoder process: texts go in as packed token ids, vectors come out.
 
 What waits when a batch returns leaves together in the next one (`text_queue`). A process that dies
-or that takes too long over a batch is replaced; the requests with a text in that batch fail, since
-one of their texts may be the reason, and all others wait for the next process. It knows no text, no
+or that takes too long over a batch is replaced, and what waits is encoded by the next one. The
+texts of a process that died are tried once more, in batches of their own: one of them may be the
+reason. A request with texts in two such batches fails, and so does one in a batch that took too
+long. It knows no text, no
 tenant but as a number, and no HTTP. `app.serve` opens one. It belongs to one event loop.
 """
 
@@ -35,6 +37,10 @@ BATCH_S = 60.0
 """Longest time of a batch. A process that takes longer is stuck and is replaced."""
 LOAD_S = 3.0
 """Seconds that a client should wait for an encoder that is being started."""
+DIED = "connection lost"
+"""Why a process is lost that has closed its end."""
+DEATHS_MAX = 2
+"""Processes that may die with a text of a request before it fails."""
 CLOSE_S = 2.0
 
 
@@ -185,17 +191,20 @@ class EncoderProcess:
         elif self._answer is not None and not self._answer.done():
             self._answer.set_result(message)
 
-    def _lose(self, reason: str = "connection lost") -> None:
-        """Give up the process: the requests of its batch fail."""
+    def _lose(self, reason: str = DIED) -> None:
+        """Give up the process, and let the texts of its batch wait again or fail."""
         self._stop_deadline()
         self._is_serving = False
         if self._wire is not None:
             self._wire.close()
             self._wire = None
         batch, self._in_flight = self._in_flight, []
-        for job in {id(text.job): text.job for text in batch}.values():
-            self._queue.remove(job)
-            job.fail(self._died())
+        for job in dict.fromkeys(text.job for text in batch):
+            job.deaths += 1
+            if reason != DIED or job.deaths >= DEATHS_MAX:
+                self._queue.remove(job)
+                job.fail(self._died())
+        self._queue.put_back([text for text in batch if not text.job.future.done()])
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(EncoderRejected("", reason))
         self._lost_reason = reason

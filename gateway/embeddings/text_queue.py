@@ -33,11 +33,16 @@ class TextJob:
         self.vectors: list[bytes] = [b""] * len(texts)
         self.taken = 0
         """How many of the texts have left in a batch; they leave in order."""
+        self.deaths = 0
+        """How many processes were lost with a text of this job."""
+        self.is_suspect = False
+        """No vector has arrived since the last of them: its texts leave in batches of their own."""
         self._missing = len(texts)
 
     def set_vector(self, index: int, vector: bytes) -> None:
         """Take a text's vector; the last one ends the job."""
         self.vectors[index] = vector
+        self.is_suspect = False
         self._missing -= 1
         if not self._missing and not self.future.done():
             self.future.set_result(None)
@@ -93,6 +98,12 @@ class TextQueue:
         while self._jobs:
             tenant_id, jobs = next(iter(self._jobs.items()))
             text = QueuedText(jobs[0], jobs[0].taken)
+            if (
+                batch
+                and text.job is not (first := batch[0].job)
+                and (text.job.is_suspect or first.is_suspect)
+            ):
+                break
             size = len(text.data) // BYTES_PER_TOKEN
             if batch and size > room:
                 break
@@ -109,6 +120,20 @@ class TextQueue:
             else:
                 del self._jobs[tenant_id]
         return batch
+
+    def put_back(self, batch: Sequence[QueuedText]) -> None:
+        """Let texts of a lost process wait again, before all others of their tenants.
+
+        Their jobs are suspects until a vector of theirs arrives. O(texts of the jobs).
+        """
+        for job in dict.fromkeys(text.job for text in reversed(batch)):
+            first = min(text.place for text in batch if text.job is job)
+            jobs = self._jobs.setdefault(job.tenant_id, deque())
+            if job in jobs:
+                jobs.remove(job)
+            jobs.appendleft(job)
+            self._count(job.tenant_id, _tokens(job.texts[first : job.taken]))
+            job.taken, job.is_suspect = first, True
 
     def remove(self, job: TextJob) -> None:
         """Drop the texts of a job that have not been taken. Safe to repeat. O(jobs of the

@@ -15,9 +15,14 @@ from tokenizers import Tokenizer
 from engine.encoder.card import EncoderCard
 from engine.encoder.protocol import pack_ids
 
-CUT_CHARS = 8_192
-"""A longer text is tokenized in growing parts from its beginning, until the limit is passed."""
-GROWTH = 4
+PARTS_CHARS = (8_192, 32_768, 131_072, 524_288)
+"""A longer text is tokenized in growing parts from its beginning, until the limit is passed. The
+library takes 60 to 120 bytes for each character of a part."""
+
+
+class SparseTextError(ValueError):
+    """A text is longer than the last of `PARTS_CHARS`, and the model's limit is not reached there:
+    it is all spaces, or one word."""
 
 
 class TokenizedText(Struct, frozen=True):
@@ -38,18 +43,23 @@ class TextTokenizer:
         self._tokenizer = Tokenizer.from_file(str(card.tokenizer_path))
         self._first, self._last = card.first_token_id, card.last_token_id
         self._room = card.tokens_max - 2
+        self._word_tokens_max: int = self._tokenizer.model.max_input_chars_per_word
         self.vocab_size = card.shape.vocab_size
 
     def tokenize(self, text: str) -> TokenizedText:
-        """Return the tokens of a text. About 2 us each; other threads run meanwhile."""
-        end = CUT_CHARS
-        while end < len(text):
-            # Words are tokenized apart, so a part before a space has the tokens of the whole.
-            cut = text.rfind(" ", 0, end)
-            if cut > 0 and len(found := self._ids(text[:cut])) > self._room:
+        """Return the tokens of a text. About 2 us each; other threads run meanwhile.
+
+        Raises SparseTextError.
+        """
+        found: list[int] = []
+        for end in PARTS_CHARS:
+            if len(text) <= end:
+                return self._around(self._ids(text))
+            # Words are tokenized apart, so the cut changes the tokens of the last word alone.
+            found = self._ids(text[:end])
+            if len(found) > self._room + self._word_tokens_max:
                 return self._around(found)
-            end *= GROWTH
-        return self._around(self._ids(text))
+        raise SparseTextError(f"{len(found)} tokens in {PARTS_CHARS[-1]} characters")
 
     def wrap(self, token_ids: Sequence[int]) -> TokenizedText:
         """Return a client's token ids as a text; the two around it may be there already.

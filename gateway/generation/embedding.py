@@ -22,7 +22,7 @@ from gateway.dialects.openai import embeddings as dialect
 from gateway.dialects.openai.embeddings import EmbeddingCall, EmbeddingInput
 from gateway.dialects.validation import invalid_field
 from gateway.embeddings.embedder import Embedder, TextLookup, cut_vector
-from gateway.embeddings.text_tokenizer import TokenizedText
+from gateway.embeddings.text_tokenizer import SparseTextError, TokenizedText
 from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.generation import rate_limits
 from gateway.generation.idempotency import (
@@ -286,7 +286,7 @@ async def tokenize(
     gateway: Context, embedder: Embedder, tenant_id: int, call: EmbeddingCall
 ) -> list[TokenizedText]:
     """Return the tokens of a call's inputs; of long ones in a thread. Raises Refusal for a token id
-    outside the vocabulary."""
+    outside the vocabulary, and for a text of spaces without end."""
     work = partial(_tokenize, embedder, call)
     if sum(INPUT_CHARS + len(one) for one in call.inputs) <= INLINE_CHARS_MAX:
         return work(lambda: False)
@@ -306,10 +306,11 @@ def _tokenize(
 
 def _tokens_of(embedder: Embedder, one: EmbeddingInput, path: str) -> TokenizedText:
     tokenizer = embedder.tokenizer
-    if isinstance(one, str):
-        return tokenizer.tokenize(one)
     try:
-        return tokenizer.wrap(one)
+        return tokenizer.tokenize(one) if isinstance(one, str) else tokenizer.wrap(one)
+    except SparseTextError as error:
+        problem = f"a text of {len(one)} characters with {error}; expected more words."
+        raise invalid_field(path, problem) from None
     except ValueError as error:
         size = tokenizer.vocab_size
         problem = f"token id {error.args[0]} is outside the vocabulary (0 to {size - 1})."

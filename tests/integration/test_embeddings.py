@@ -194,6 +194,7 @@ async def test_models_list_the_embedding_model_for_openai_alone(gateway: Gateway
         ({"input": [True]}, 400, "invalid_value", "input[0]"),
         ({"input": ["a", [1, "b"]]}, 400, "invalid_value", "input[1][1]"),
         ({"input": [-1]}, 400, "invalid_value", "input[0]"),
+        ({"input": ["a", "x" * 600_000]}, 400, "invalid_value", "input[1]"),
         ({"input": [len(VOCABULARY)]}, 400, "invalid_value", "input"),
         ({"input": [[1], [2**31 - 1]]}, 400, "invalid_value", "input[1]"),
         ({"input": ["a"] * 2_049}, 400, "invalid_value", "input"),

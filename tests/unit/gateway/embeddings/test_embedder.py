@@ -17,7 +17,12 @@ from engine.encoder.card import EncoderCard
 from engine.encoder.protocol import unpack_ids
 from gateway.config import EmbeddingsConfig
 from gateway.embeddings.embedder import Embedder, cut_vector
-from gateway.embeddings.text_tokenizer import CUT_CHARS, TextTokenizer, TokenizedText
+from gateway.embeddings.text_tokenizer import (
+    PARTS_CHARS,
+    SparseTextError,
+    TextTokenizer,
+    TokenizedText,
+)
 from tests.encoders import LETTERS, TOKENS_MAX, VOCABULARY, WORDS, prepared_encoder
 from tests.unit.gateway.fake_encoder import FakeEncoder
 
@@ -55,25 +60,48 @@ def test_tokens_stand_between_the_two_of_the_model(tokenizer: TextTokenizer) -> 
 def test_a_long_text_has_the_first_tokens_of_the_whole_text(
     seed: int, tokenizer: TextTokenizer, card: EncoderCard
 ) -> None:
-    """However little of it is tokenized: words, runs of spaces, and words without a space."""
+    """However little of it is tokenized: words, runs of spaces, words and signs without a space,
+    and a cut wherever it falls."""
     chance = random.Random(seed)
-    pieces = (*WORDS, *LETTERS, " ", "  \n", " " * 3_000, "x" * 3_000)
-    text = "".join(chance.choice(pieces) + chance.choice(("", " ")) for _ in range(3_000))
+    pieces = (*WORDS, *LETTERS, " ", "  \n", " " * 300, "x" * 300, "e\u0301", "\u6771", "cats")
+    ends = ("",) if seed % 2 else ("", " ")
+    text = "".join(chance.choice(pieces) + chance.choice(ends) for _ in range(3_000))
     plain = Tokenizer.from_file(str(card.tokenizer_path))
     whole = plain.encode(text, add_special_tokens=False).ids
 
     found = tokenizer.tokenize(text)
 
-    assert len(text) > CUT_CHARS
+    assert len(text) > PARTS_CHARS[0]
     assert ids_of(found)[1:-1] == whole[: TOKENS_MAX - 2]
     assert found.is_whole == (len(whole) <= TOKENS_MAX - 2)
 
 
 def test_a_long_text_without_many_tokens_is_whole(tokenizer: TextTokenizer) -> None:
     """Spaces have none, and a word of more than a hundred letters has one."""
-    found = tokenizer.tokenize(" " * 5 * CUT_CHARS + "hello" + "x" * 3 * CUT_CHARS + " the")
+    found = tokenizer.tokenize(" " * 60_000 + "hello" + "x" * 60_000 + " the")
 
     assert (found.tokens, found.is_whole) == (4, True)
+
+
+def test_a_text_is_tokenized_only_as_far_as_its_limit_needs(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library holds a hundred bytes for each character, spaces between words or not."""
+    seen: list[int] = []
+    whole = tokenizer._ids
+
+    def ids(text: str) -> list[int]:
+        seen.append(len(text))
+        return whole(text)
+
+    monkeypatch.setattr(tokenizer, "_ids", ids)
+
+    for text in ("the " * 2_000_000, "\u6771" * 1_000_000, "cat." * 1_000_000):
+        assert not tokenizer.tokenize(text).is_whole
+    with pytest.raises(SparseTextError, match="0 tokens in 524288 characters"):
+        tokenizer.tokenize(" " * 1_000_000)
+
+    assert seen == [8_192, 8_192, 8_192, *PARTS_CHARS]
 
 
 @pytest.mark.parametrize(

@@ -103,22 +103,38 @@ async def test_a_batch_is_bounded(encoder: EncoderUnderTest) -> None:
     assert client.batches == 5
 
 
-async def test_a_death_fails_the_batch_and_no_other_request(encoder: EncoderUnderTest) -> None:
-    """Who waits is served by the next process, and so is who comes later."""
+async def test_a_text_that_kills_processes_fails_its_own_request_alone(
+    encoder: EncoderUnderTest,
+) -> None:
+    """Who shared its batch is tried again without it, and so is who waits or comes later."""
     client = await encoder.open()
-    long = [text(*range(BATCH_TOKENS))]
-    tasks = [
-        asyncio.create_task(client.encode(1, texts)) for texts in ([text(DIES)], long, [text(5)])
-    ]
+    requests = [
+        (1, [text(4)]), (1, [text(DIES), text(6)]), (2, [text(5)]), (2, [text(*range(900))] * 3),
+    ]  # fmt: skip
+    tasks = [asyncio.create_task(client.encode(*one)) for one in requests]
 
     results = await asyncio.gather(*tasks, return_exceptions=True)
     later = await client.encode(2, [text(9)])
 
-    assert isinstance(results[0], Refusal)
-    assert (results[0].kind, results[0].code) == (Kind.BUSY, "engine_restarting")
-    assert isinstance(results[1], list)
+    refused = results.pop(1)
+    assert isinstance(refused, Refusal)
+    assert (refused.kind, refused.code) == (Kind.BUSY, "engine_restarting")
+    assert results == [[text(4)], [text(5)], [text(*range(900))] * 3]
     assert later == [text(9)]
-    assert (client.restarts, encoder.events.count("encoder_died")) == (1, 1)
+    assert (client.restarts, encoder.events.count("encoder_died")) == (2, 2)
+    assert client.waiting_tokens == 0
+
+
+async def test_a_killed_process_fails_no_request(encoder: EncoderUnderTest) -> None:
+    """Its batch is encoded by the next process."""
+    client = await encoder.open()
+    texts = [text(*range(BATCH_TOKENS)) for _ in range(90)]
+    task = asyncio.create_task(client.encode(1, texts))
+    await encoder.until(lambda: client.batches == 1)
+    os.kill(client.pid, signal.SIGKILL)
+
+    assert await task == texts
+    assert client.restarts == 1
 
 
 @pytest.mark.slow

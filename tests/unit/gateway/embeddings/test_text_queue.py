@@ -64,6 +64,24 @@ async def test_a_removed_job_leaves_no_text() -> None:
     queue.check()
 
 
+async def test_texts_that_were_put_back_leave_first_and_without_others() -> None:
+    """Until a vector of their job arrives."""
+    queue = TextQueue(1_000)
+    first = queue.add(1, [text(1)] * 4)
+    second = queue.add(2, [text(1)] * 2)
+    queue.add(3, [text(1)])
+    queue.put_back([one for one in queue.take(4) if one.job.tenant_id < 3])
+    queue.check()
+
+    left = [[(one.job.tenant_id, one.place) for one in queue.take(4)] for _ in range(2)]
+    for job in (first, second):
+        job.set_vector(0, b"")
+
+    assert sorted(left) == [[(1, 0)], [(2, 0)]]
+    assert sorted(taken(queue, 10)) == [(1, 1), (1, 2), (1, 3), (2, 1)]
+    queue.check()
+
+
 async def test_a_tenant_may_hold_half_of_what_the_others_leave() -> None:
     """RATE for its own share, BUSY where others fill the queue; then a smaller request still
     fits."""
@@ -112,6 +130,7 @@ STEPS = st.lists(
         ),
         st.tuples(st.just("take"), st.integers(1, 8), st.none()),
         st.tuples(st.just("remove"), st.integers(0, 5), st.none()),
+        st.tuples(st.just("lose"), st.integers(1, 8), st.none()),
     ),
     max_size=40,
 )
@@ -139,6 +158,8 @@ def test_each_text_leaves_once_unless_its_job_was_removed(
             elif kind == "take":
                 for one in queue.take(number):
                     waiting.remove((id(one.job), one.place))
+            elif kind == "lose":
+                queue.put_back(queue.take(number))
             elif number < len(jobs):
                 queue.remove(jobs[number])
                 waiting = {pair for pair in waiting if pair[0] != id(jobs[number])}
