@@ -7,6 +7,7 @@ this module of the folder owns a thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -84,8 +85,9 @@ class CpuTransferEngine:
     ) -> None:
         """`packers`: by the name that `Move.format` gives; without a format a block is copied as it
         is. `on_moved` runs after each outcome, `on_error` before that of a move that failed, both
-        on the worker: they may wake or log, and must not raise. Raises ValueError if the storage
-        is on a device, or if a slot is smaller than a copy.
+        on the worker: they may wake or log; what they raise is ignored, since the next move has to
+        have its outcome. Raises ValueError if the storage is on a device, or if a slot is smaller
+        than a copy.
         """
         if storage.data.device.type != "cpu":
             raise ValueError(f"KV on {storage.data.device}; this transfer engine expects the CPU's")
@@ -156,7 +158,8 @@ class CpuTransferEngine:
             moved = self._run(move)
             with self._turn:
                 self._outcomes.append(_Outcome(moved, self._blocks.shape[1]))
-            self._on_moved()
+            with contextlib.suppress(Exception):
+                self._on_moved()
 
     def _run(self, move: Move) -> Moved:
         """Make one move; an exception is its failure, whatever raised it."""
@@ -164,7 +167,8 @@ class CpuTransferEngine:
         try:
             check = self._offload(move) if move.kind == "offload" else self._load(move)
         except Exception as error:
-            self._on_error(move, error)
+            with contextlib.suppress(Exception):
+                self._on_error(move, error)
             return Moved(move.move_id, is_done=False, seconds=self._clock() - started_s)
         return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
 

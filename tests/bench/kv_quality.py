@@ -2,7 +2,7 @@
 
     python -m tests.bench.kv_quality [--format int8c,int4c,int8t] [--policy window,h2o,...|all]
         [--budget 128,256] [--model NAME] [--models FOLDER] [--text FILE] [--context 768]
-        [--windows 1] [--full]
+        [--windows 1] [--tasks 1] [--full]
 
 Formats run the engine's own path (`kv_reading`): a block is packed when it is full, and later
 tokens read it back. Policies keep tokens by attention; they run in a harness of their own
@@ -14,7 +14,7 @@ KV's; *KL* the divergence of the next-token distribution from exact KV's, mean a
 over positions; *top-1* how often the likeliest token is the same. *Copied*: tokens of a random run
 that are predicted when it is read again. *Pairs*: numbers asked back from prose, all tokens right.
 The noise floor is exact KV computed in steps of another size. About 2 minutes on 2 free cores;
-`--full` reads 16 windows of 2,048 tokens of each text.
+`--full` reads 16 windows of 2,048 tokens of each text, and 6 tasks of each kind.
 """
 
 from __future__ import annotations
@@ -219,11 +219,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--context", type=int, default=768)
     parser.add_argument("--windows", type=int, default=1)
+    parser.add_argument("--tasks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--full", action="store_true")
     chosen = parser.parse_args()
     if chosen.full:
-        chosen.context, chosen.windows = 2048, 16
+        chosen.context, chosen.windows, chosen.tasks = 2048, 16, 6
     return chosen
 
 
@@ -240,7 +241,7 @@ def main() -> None:
         name: kv_texts.windows(text, tokenizer, chosen.context, chosen.windows, seed=1)
         for name, text in kv_texts.texts(chosen.text).items()
     }
-    tasks = tasks_of(card, tokenizer, chosen.context, 4 if chosen.full else 1)
+    tasks = tasks_of(card, tokenizer, chosen.context, chosen.tasks)
     write = sys.stdout.write
     if formats:
         reader = Reader(card, chosen.context, len(formats) + 1, chosen.threads)

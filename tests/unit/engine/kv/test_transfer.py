@@ -226,6 +226,29 @@ def test_close_ends_the_move_under_way_and_fails_the_rest() -> None:
     rig.engine.close()
 
 
+def test_a_hook_that_raises_takes_no_outcome_away() -> None:
+    """A logger on a full disk must not end the worker, whose moves would then never end."""
+    kv = storage()
+    ended = threading.Semaphore(0)
+
+    def fail(move: Move, error: Exception) -> None:
+        raise OSError(f"no room to log {move.move_id}: {error}")
+
+    def wake_and_fail() -> None:
+        ended.release()
+        raise RuntimeError("the waiting thread is gone")
+
+    engine = CpuTransferEngine(
+        kv, Slots(kv.format.block_bytes), on_error=fail, on_moved=wake_and_fail
+    )
+    engine.submit([Move(1, "offload", 0, 3), Move(2, "offload", 0, 0), Move(3, "load", 1, 0)])
+    for _ in range(3):
+        assert ended.acquire(timeout=WAIT_S)
+
+    assert [moved.is_done for moved in engine.poll()] == [False, True, True]
+    engine.close()
+
+
 def test_copies_that_do_not_fit_a_slot_are_refused_at_the_start() -> None:
     """The engine must not start and then fail every move."""
     kv = storage()
