@@ -568,8 +568,9 @@ def _check_values(config: Config, origin: Origin) -> Config:
             f"{at('embeddings.model')}: invalid name {config.embeddings.model!r}: expected a string"
             " without NUL"
         )
-    chat = (config.model.name, *config.model.aliases)
-    if shared := {*chat} & {config.embeddings.model, *config.embeddings.aliases}:
+    served = config.served_models()
+    chat = {name for one in served for name in (one.name, one.source, *one.aliases)}
+    if shared := (chat - {""}) & {config.embeddings.model, *config.embeddings.aliases}:
         raise ConfigError(
             f"{at('embeddings.model')}: {min(shared)!r} names the chat model too; expected another"
             " name"
