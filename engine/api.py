@@ -482,6 +482,7 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     """The blocks and live requests of one namespace; zeros where it has none left.
 
     `promised_by_class`: blocks under a live promise, each in the class that promises it longest.
+    `host_bytes`: copies in host memory.
     """
 
     namespace: Namespace
@@ -490,6 +491,7 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     running: Count
     waiting: Count
     promised_by_class: dict[str, Count] = {}
+    host_bytes: Count = 0
 
     @property
     def promised_blocks(self) -> int:

@@ -23,6 +23,10 @@ import msgspec
 
 from engine.api import Clock
 from engine.client.client import Engine
+from engine.config import EngineConfig
+from engine.encoder.card import EncoderCard
+from engine.encoder.protocol import StartEncoder
+from engine.errors import EngineError
 from engine.model_store import ModelCard
 from engine.signals import handle_signals
 from gateway.analytics.aggregates import Analytics
@@ -72,7 +76,10 @@ from gateway.caching import ContractManager
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
+from gateway.embeddings.embedder import Embedder
+from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.errors import Refusal
 from gateway.findings.books import FindingBooks
 from gateway.gc_tuning import freeze_heap
@@ -129,9 +136,9 @@ class Gateway:
         store: Store,
         log: Log,
         *,
+        models: Sequence[ServedModel] = (),
         clock: Clock = time.monotonic,
         wall: WallClock = wall_ms,
-        engine_restarts: Callable[[], int] = lambda: 0,
         read_config: Callable[[], Config] | None = None,
         gateway_id: str = "",
         ledger: LedgerClient | None = None,
@@ -142,21 +149,24 @@ class Gateway:
         """Build the parts. `ledger` uses the same store; `close` closes `ledger` and `analytics`.
         `gateway_id`: names this gateway among those of one database. `endpoints`: of webhooks;
         `read_webhooks`: reads them again from a reloaded configuration, None to keep them.
+        `models`: the served models, the default one first, in place of `engine` and `renderer`,
+        which are a single model under its card's name.
         Without `ledger` or `analytics`, they run in this process. Raises StoreError.
         """
         self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))
         if store.is_local:  # on a remote store each budget check would be a round trip
             self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
         self._authenticator = KeyAuthenticator(store, wall, clock)
-        contracts = _contracts(config, engine, store, clock)
+        served = ServedModels(models or (_only_model(config, engine, renderer),))
+        contracts = _contracts(config, served, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
-        entries, promises = contracts.entries, contracts.promises
-        books = PromiseBooks(store, gateway_id, entries, promises, clock, wall, log)
+        kept = contracts.entries, contracts.promises
+        books = PromiseBooks(store, gateway_id, *kept, clock, wall, log)
         telemetry = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
-            engine=engine,
+            models=served,
             registry=self._authenticator,
             ledger=self.ledger,
             journal=_journal(self.ledger, store),
@@ -166,21 +176,14 @@ class Gateway:
             limiter=Limiter(clock),
             telemetry=telemetry,
             ended=EndedRequests(wall, telemetry),
-            renderer=renderer,
             contracts=contracts,
             books=books,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
-            model=renderer.card.name,
             clock=clock,
             wall=wall,
             new_id=RequestIds(wall),
             log=log,
-            waiting=WaitingRequests(
-                WaitingBounds(config.engine.queue_requests_max, config.engine.queue_tokens_max)
-            ),
-            token_bytes_max=renderer.token_bytes_max,
             read_config=read_config or (lambda: config),
-            engine_restarts=engine_restarts,
             user_notes=UserNotes(store, wall) if config.billing.attribution == "user" else None,
         )
         self._reconciler = Reconciler(self.context)
@@ -291,7 +294,7 @@ class Gateway:
     async def drain(self, timeout_s: float) -> None:
         """Stop being ready, and let running requests finish for at most `timeout_s`.
 
-        Then record the engine's final counts and let it end.
+        Then record the engines' final counts and let them end.
         """
         self.context.is_draining = True
         for listener in self.listeners:
@@ -300,7 +303,8 @@ class Gateway:
         if await self.context.wait_idle(timeout_s):
             await self._reconciler.close()
         left_s = timeout_s - (self.context.clock() - began_s)
-        await self.context.engine.drain(max(left_s, 0.0))
+        for model in self.context.models:
+            await model.engine.drain(max(left_s, 0.0))
 
     async def refuse_last(self) -> None:
         """Stop accepting, and tell the clients that still ask why they are refused."""
@@ -312,12 +316,14 @@ class Gateway:
         return sum(listener.open_connections for listener in self.listeners)
 
     async def close(self) -> None:
-        """Close the listeners, finish settling, close the ledger; the engine belongs to the
+        """Close the listeners, finish settling, close the ledger; the engines belong to the
         caller."""
         for listener in self.listeners:
             await listener.close()
         await self.context.finish_background()
         await self.context.preparations.close()
+        if self.context.embeddings is not None:
+            await self.context.embeddings.close()
         await self.context.responses.close()
         if self.context.user_notes is not None:
             await self.context.user_notes.close()
@@ -352,16 +358,26 @@ def _journal(ledger: LedgerClient, store: Store) -> ProgressJournal:
     return ProgressJournal(partial(note_progress, ledger), flush_s)
 
 
-def _contracts(config: Config, engine: Engine, store: Store, clock: Clock) -> ContractManager:
+def _only_model(config: Config, engine: Engine, renderer: Renderer) -> ServedModel:
+    """Return the single model of a gateway, under its card's name and the settings' aliases."""
+    aliases, waiting = config.model.aliases, _waiting(config.engine)
+    return ServedModel(renderer.card.name, engine, renderer, aliases, waiting=waiting)
+
+
+def _waiting(engine: EngineConfig) -> WaitingRequests:
+    return WaitingRequests(WaitingBounds(engine.queue_requests_max, engine.queue_tokens_max))
+
+
+def _contracts(config: Config, models: ServedModels, store: Store, clock: Clock) -> ContractManager:
     return ContractManager(
         config.caching,
         clock,
-        lambda namespace: engine.cache_events.losses_of(namespace),
-        lambda: "" if engine.info is None else engine.info.epoch,
-        engine.is_alive,
+        models.losses_of,
+        models.epoch_of,
+        models.is_alive,
         has_past=has_history(store),
         tells_leases=config.server.tolerance != "strict",
-        survives=lambda: holds_promises(engine.stats),
+        survives=lambda: holds_promises(models.stats()),
     )
 
 
@@ -374,6 +390,19 @@ async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
     """Start analytics in a child process."""
     begin = StartAnalytics(config.tenancy.tenants_followed_max, config.caching.kept())
     return await AnalyticsProcessClient.open(begin, time.monotonic, wall_ms, log)
+
+
+async def open_embedder(card: EncoderCard, config: Config, log: Log) -> Embedder:
+    """Start the encoder's process and return the embedding model; it serves some seconds later."""
+    settings = config.embeddings
+    threads = settings.threads or max(1, (os.cpu_count() or 1) // 2)
+    encoder = EncoderProcess(StartEncoder(card.folder, threads), settings.waiting_tokens_max, log)
+    encoder.open()
+    try:
+        return await asyncio.to_thread(Embedder, card, settings, encoder)
+    except BaseException:
+        await encoder.close()
+        raise
 
 
 def open_tracer(config: Config, log: Log) -> Tracer | None:
@@ -436,12 +465,14 @@ def read_gateway_id(config: Config, store: Store) -> str:
 
 async def serve(
     config: Config,
-    card: ModelCard,
+    cards: Sequence[ModelCard],
     store: Store,
     announce: Callable[[list[str]], None],
     read_config: Callable[[], Config],
+    encoder: EncoderCard | None = None,
 ) -> int:
-    """Run until SIGTERM or SIGINT. Returns the exit status.
+    """Run until SIGTERM or SIGINT. Returns the exit status. `cards`: of `config.served_models()`.
+    `encoder`: the embedding model.
 
     The first signal drains: the gateway is not ready from then on, and running requests may finish.
     A second signal exits at once. SIGHUP reloads the configuration.
@@ -450,7 +481,7 @@ async def serve(
     raise_descriptor_limit()
     log_accept_errors(asyncio.get_running_loop(), log)
     endpoints = read_endpoints(config.webhooks, os.environ)
-    supervisor = EngineSupervisor(Path(card.folder), engine_config(config), log)
+    supervisors = _supervisors(config, cards, log)
     gateway: Gateway | None = None
 
     def end() -> None:
@@ -464,20 +495,26 @@ async def serve(
             gateway.reload_soon()
 
     with handle_signals({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: reload_soon}):
-        supervisor.start()  # the slowest part to be ready; the rest starts meanwhile
+        for supervisor in supervisors:
+            supervisor.start()  # the slowest part to be ready; the rest starts meanwhile
         try:
             async with AsyncExitStack() as opened:
                 ledger = await LedgerProcessClient.open(config.tenancy.database, config.data, log)
                 opened.push_async_callback(ledger.close)
                 analytics = await open_analytics(config, log)
                 opened.push_async_callback(analytics.close)
+                embedder = None
+                if encoder is not None:
+                    embedder = await open_embedder(encoder, config, log)
+                    opened.push_async_callback(embedder.close)
+                models = await asyncio.to_thread(_served_models, config, cards, supervisors)
                 gateway = Gateway(
                     config,
-                    supervisor,
-                    await asyncio.to_thread(Renderer, card),
+                    models[0].engine,
+                    models[0].renderer,
                     store,
                     log,
-                    engine_restarts=lambda: supervisor.restarts,
+                    models=models,
                     read_config=read_config,
                     gateway_id=read_gateway_id(config, store),
                     ledger=ledger,
@@ -485,17 +522,66 @@ async def serve(
                     endpoints=endpoints,
                     read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
                 )
+                gateway.context.embeddings = embedder
                 opened.push_async_callback(gateway.close)
-                await _serve(gateway, supervisor, announce, stop)
+                await _serve(gateway, supervisors, announce, stop)
         finally:
-            await supervisor.close()
+            await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
             log.close()
     return 0
 
 
+def _supervisors(config: Config, cards: Sequence[ModelCard], log: Log) -> list[EngineSupervisor]:
+    """Return a supervisor for each model; its reports name the model, if there are several."""
+    found = []
+    for settings, card in zip(config.served_models(), cards, strict=True):
+        is_alone = len(cards) == 1
+        report = log if is_alone else partial(_report, log, settings.name)
+        own = config.engine_of(settings)
+        engine = engine_config(config, own, "" if is_alone else settings.name)
+        found.append(EngineSupervisor(Path(card.folder), engine, report))
+    return found
+
+
+def _report(log: Log, model: str, event: str, facts: dict[str, object]) -> None:
+    log(event, {"model": model, **facts})
+
+
+def _served_models(
+    config: Config, cards: Sequence[ModelCard], supervisors: Sequence[EngineSupervisor]
+) -> list[ServedModel]:
+    """Return the served models, the default one first. Loads their tokenizers: call it in a
+    thread."""
+    return [
+        ServedModel(
+            name=settings.name or card.name,
+            engine=supervisor,
+            renderer=Renderer(card),
+            aliases=settings.aliases,
+            restarts=partial(getattr, supervisor, "restarts"),
+            quota_scale=settings.quota_scale,
+            waiting=_waiting(config.engine_of(settings)),
+        )
+        for settings, card, supervisor in zip(
+            config.served_models(), cards, supervisors, strict=True
+        )
+    ]
+
+
+async def _watch_start(supervisor: EngineSupervisor, name: str, log: Log) -> None:
+    """Log when a model that is not the default one is ready, or that it never will be: the others
+    serve on."""
+    try:
+        await supervisor.wait_ready()
+    except EngineError as error:
+        log("model_failed", {"model": name, "reason": str(error)})
+    else:
+        log("model_ready", {"model": name})
+
+
 async def _serve(
     gateway: Gateway,
-    supervisor: EngineSupervisor,
+    supervisors: Sequence[EngineSupervisor],
     announce: Callable[[list[str]], None],
     stop: asyncio.Event,
 ) -> None:
@@ -508,7 +594,13 @@ async def _serve(
     )
     freeze_heap()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    supervisor, *others = supervisors
     ready = asyncio.create_task(supervisor.wait_ready())
+    _, *names = [model.name for model in gateway.context.models]
+    watches = [
+        asyncio.create_task(_watch_start(one, name, gateway.context.log))
+        for one, name in zip(others, names, strict=True)
+    ]
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
     if ready.done() and ready.exception() is None:
@@ -516,6 +608,8 @@ async def _serve(
     elif ready.done():
         ready.result()
     await stopped
+    for watch in watches:
+        watch.cancel()
     context, timeout_s, began_s = gateway.context, config.engine.drain_timeout_s, time.monotonic()
     running = sum(context.running.values())
     connections = gateway.open_connections

@@ -15,6 +15,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
@@ -33,6 +34,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.storage.backends import check_place
 from tenancy.types import ToleranceMode
 
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
 _OTHER_HEADERS = ("authorization", "cookie", "host", "x-api-key", "x-goog-api-key")
 """Headers that clients set, so that they prove no user."""
@@ -119,6 +121,46 @@ class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str = DEFAULT_MODEL
     aliases: tuple[str, ...] = ()
+
+
+class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of several models, each in an engine of its own.
+
+    `name`: what clients send; prices, usage and metrics name the model so. `path`: as `model.name`;
+    empty: `name`. `aliases`: further names. `default`: the model that decides on readiness and that
+    commands without a model's name use; the first one, if none is. `quota_scale`: factor of
+    tenants' floors, ceilings and promises, which are in blocks, in this model's pool. `engine`:
+    settings of [engine] that differ for this model.
+    """
+
+    name: str
+    path: str = ""
+    aliases: tuple[str, ...] = ()
+    default: bool = False
+    quota_scale: Annotated[float, Meta(gt=0, le=1_000)] = 1.0
+    engine: dict[str, Any] = {}
+
+    @property
+    def source(self) -> str:
+        """The model to serve, as `model.name` names one."""
+        return self.path or self.name
+
+
+class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The model of `/v1/embeddings`, in a process of its own; an empty `model` turns it off.
+
+    `model`: a built-in embedding model, or a folder. `aliases`: further names that clients may
+    request. `truncate`: texts that are too long are cut, which a header tells; else refused.
+    `threads`: of the process; 0: half of the processors. `cache_mib`: of vectors, by tenant; 0: no
+    cache. `waiting_tokens_max`: of texts that wait; a tenant may hold half of what others leave.
+    """
+
+    model: str = ""
+    aliases: tuple[str, ...] = ()
+    truncate: bool = True
+    threads: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    cache_mib: Annotated[int, Meta(ge=0, le=2**20)] = 64
+    waiting_tokens_max: Annotated[int, Meta(ge=2_048, le=2**40)] = 1_000_000
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -251,13 +293,16 @@ class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """All settings. `tenants`: the declared tenants; a reload suspends a tenant no longer declared.
 
-    Without the key, no tenant is changed; `tenants = []` declares none.
+    Without the key, no tenant is changed; `tenants = []` declares none. `models`: several models,
+    in place of `model`.
     """
 
     data_dir: str = str(DEFAULT_DATA_DIR)
     server: ServerConfig = ServerConfig()
     admin: AdminConfig = AdminConfig()
     model: ModelSettings = ModelSettings()
+    models: tuple[ServedModelSettings, ...] = ()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()
     limits: LimitsConfig = LimitsConfig()
     caching: CachingConfig = CachingConfig()
     tenancy: TenancyConfig = TenancyConfig()
@@ -279,13 +324,34 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     def models_dir(self) -> Path:
         return self.data / "models"
 
+    def served_models(self) -> tuple[ServedModelSettings, ...]:
+        """Return the models to serve, the default one first. A single model has no name here: its
+        card names it."""
+        if not self.models:
+            return (ServedModelSettings("", self.model.name, self.model.aliases),)
+        default = next((one for one in self.models if one.default), self.models[0])
+        return (default, *(one for one in self.models if one is not default))
+
+    def engine_of(self, model: ServedModelSettings) -> EngineConfig:
+        """Return the settings of a model's engine. Raises ConfigError for an unknown setting or a
+        wrong value in `model.engine`."""
+        where = f"models: {model.name!r}: engine"
+        _check_names(model.engine, EngineConfig, where, "")
+        try:
+            tree = _overlaid(msgspec.to_builtins(self.engine), model.engine)
+            return msgspec.convert(tree, EngineConfig)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at `$.")
+            raise ConfigError(f"{where}.{path.rstrip('`')}: {message}") from error
+
     def check_card(self, card: RateCard) -> None:
         """Check that a rate card can apply: its model and its retention classes exist.
 
         Raises BadPrice for an unknown class, and for a model's alias.
         """
         self.caching.check_card(card)
-        if card.model in self.model.aliases:
+        aliases = [alias for one in self.served_models() for alias in one.aliases]
+        if card.model in (*aliases, *self.embeddings.aliases):
             message = f"model: {card.model!r} is an alias; expected the model's own name"
             raise BadPrice("bad_rate_card", message)
 
@@ -316,6 +382,7 @@ def load_config(
     for path, flag in flags.items():
         _set_path(tree, path, flag)
         origin[path] = "command line"
+    _choose_models(tree, origin)
     return _check_values(_decode(tree, "the command line"), origin), origin
 
 
@@ -355,6 +422,7 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
         _check_tables(keys, DeclaredKey, where, f"tenants[{number}].keys")
     _check_tables(tenants, DeclaredTenant, where, "tenants")
     _check_tables(tree.get("webhooks"), WebhookConfig, where, "webhooks")
+    _check_tables(tree.get("models"), ServedModelSettings, where, "models")
     tenancy = tree.get("tenancy")
     scopes = tenancy.get("shared_scopes") if isinstance(tenancy, dict) else None
     _check_tables(scopes, ScopeTerms, where, "tenancy.shared_scopes")
@@ -367,6 +435,71 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
         if options := _options(key):
             message = f"Expected one of {', '.join(map(repr, options))}"
         raise ConfigError(f"{where}: {key}: {message}{value}") from error
+
+
+def _choose_models(tree: dict[str, Any], origin: Origin) -> None:
+    """Reduce [[models]] to the model that the command line names, if it names one: a table's name,
+    or another model, which is then the only one. Raises ConfigError for both [model] and
+    [[models]]."""
+    tables = tree.get("models")
+    if not tables or "model" not in tree:
+        return
+    if origin.get("model.name") != "command line" or len(tree["model"]) > 1:
+        where = next((f"{origin[path]}: " for path in origin if path.startswith("model.")), "")
+        raise ConfigError(f"{where}[model] and [[models]] are both set; expected one of them")
+    name = tree["model"]["name"]
+    named = [one for one in tables if isinstance(one, dict) and one.get("name") == name]
+    del tree["models"]
+    if named:
+        del tree["model"]
+        tree["models"] = named
+
+
+def _overlaid(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `below` with those of `above` in their place, table by table."""
+    found = dict(below)
+    for name, value in above.items():
+        inner = found.get(name)
+        is_table = isinstance(inner, dict) and isinstance(value, Mapping)
+        found[name] = _overlaid(inner, value) if is_table and inner is not None else value
+    return found
+
+
+def _check_models(config: Config, what: str) -> None:
+    """Check the names of several models, and the settings of their engines. Raises ConfigError."""
+    seen: dict[str, str] = {}
+    for one in config.models:
+        for name in dict.fromkeys((one.name, *one.aliases)):
+            if not _MODEL_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{what}: invalid name {name[:80]!r}: expected up to 128 letters, digits and"
+                    " . _ : / - , beginning with a letter or a digit"
+                )
+            if name in seen:
+                raise ConfigError(
+                    f"{what}: {name!r} names both {seen[name]!r} and {one.name!r}; expected each"
+                    " name and alias once"
+                )
+        seen |= dict.fromkeys((one.name, *one.aliases), one.name)
+        if "\x00" in one.path:
+            raise ConfigError(f"{what}: {one.name}: path {one.path!r} contains NUL; expected none")
+        _check_engine(config.engine_of(one), partial(_setting_of, f"{what}: {one.name}"))
+    defaults = [one.name for one in config.models if one.default]
+    if len(defaults) > 1:
+        raise ConfigError(f"{what}: {' and '.join(defaults)} have default = true; expected one")
+
+
+def _setting_of(model: str, path: str) -> str:
+    return f"{model}: {path}"
+
+
+def _check_engine(engine: EngineConfig, at: Callable[[str], str]) -> None:
+    """Check the settings of an engine. `at`: where a setting stands. Raises ConfigError."""
+    if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
+        raise ConfigError(
+            f"{at('engine.prefill_chunk_tokens_max')} ({engine.prefill_chunk_tokens_max}) exceeds"
+            f" engine.step_tokens_max ({engine.step_tokens_max}); expected at most that many"
+        )
 
 
 def _check_tables(tables: object, kind: Any, where: str, path: str) -> None:
@@ -430,6 +563,12 @@ def _check_values(config: Config, origin: Origin) -> Config:
             raise ConfigError(
                 f"{at(path)}: invalid name {text!r}: expected a non-empty string without NUL"
             )
+    chat = (config.model.name, *config.model.aliases)
+    if shared := {*chat} & {config.embeddings.model, *config.embeddings.aliases}:
+        raise ConfigError(
+            f"{at('embeddings.model')}: {min(shared)!r} names the chat model too; expected another"
+            " name"
+        )
     try:
         check_place(config.tenancy.database)
     except StoreError as error:
@@ -460,13 +599,9 @@ def _check_values(config: Config, origin: Origin) -> Config:
             f" small for server.body_bytes_max ({server.body_bytes_max}); expected at least"
             f" {BODIES_IN_FLIGHT_MIN * server.body_bytes_max}"
         )
-    engine = config.engine
-    if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
-        raise ConfigError(
-            f"{at('engine.prefill_chunk_tokens_max')} ({engine.prefill_chunk_tokens_max}) exceeds"
-            f" engine.step_tokens_max ({engine.step_tokens_max}); expected at most that many"
-        )
-    _check_levels(engine.levels, at)
+    _check_engine(config.engine, at)
+    _check_levels(config.engine.levels, at)
+    _check_models(config, at("models"))
     return config
 
 

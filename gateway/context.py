@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from engine.api import Clock
+from engine.api import Clock, EngineInfo
 from engine.client.client import Engine
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
@@ -23,6 +23,8 @@ from gateway.caching import ContractManager
 from gateway.caching.namespaces import promised_blocks_default
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config
+from gateway.embeddings.embedder import Embedder
+from gateway.engines.served_models import ServedModels
 from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
 from gateway.ledger.query_pool import QueryPool
@@ -33,8 +35,6 @@ from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.preparation_pool import PreparationPool
-from gateway.prompt import Renderer
-from gateway.waiting_requests import WaitingRequests
 from tenancy.accounts.authentication import Administrator
 from tenancy.accounts.tenants import TenantRecord
 from tenancy.limits import Limiter
@@ -84,18 +84,18 @@ class Obstacle(Struct, frozen=True):
 class Context:
     """A running gateway. `running`: admitted, unfinished requests by tenant id; each prompt is one.
     `limited`: requests that a tenant's limits refused since the start, by tenant id.
-    `waiting`: those of them that the engine has not started.
     `read_config`: reads the configuration file again; raises ConfigError.
-    `token_bytes_max`: bytes of the vocabulary's longest token.
+    `models`: the served models, each with its engine; a request's `model` selects one.
     `books`: the promises in the database. `responses`: writes the stored responses.
     `journal`: progress of the running streams.
     `ended`: requests that have ended, until the database has their counts.
+    `embeddings`: set if an embedding model is configured; closed with the gateway.
     `tracer`: set if tracing is on. `user_notes`: set if usage is attributed to users.
     `background`: tasks that must finish even if their caller is cancelled.
     """
 
     config: Config
-    engine: Engine
+    models: ServedModels
     registry: Authenticator
     ledger: LedgerClient
     journal: ProgressJournal
@@ -105,20 +105,16 @@ class Context:
     limiter: Limiter
     telemetry: Metrics
     ended: EndedRequests
-    renderer: Renderer
     contracts: ContractManager
     books: PromiseBooks
     analytics: AnalyticsClient
-    model: str
     clock: Clock
     wall: WallClock
     new_id: Callable[[], str]
     log: Log
-    token_bytes_max: int
-    waiting: WaitingRequests
     read_config: Callable[[], Config]
-    engine_restarts: Callable[[], int] = lambda: 0
     user_notes: UserNotes | None = None
+    embeddings: Embedder | None = None
     tracer: Tracer | None = None
     is_draining: bool = False
     preparations: PreparationPool = field(default_factory=PreparationPool)
@@ -131,32 +127,37 @@ class Context:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def model_names(self) -> tuple[str, ...]:
-        """Names under which clients may address the model."""
-        return tuple(dict.fromkeys((self.model, *self.config.model.aliases)))
+    def model(self) -> str:
+        """The default model's name."""
+        return self.models.default.name
+
+    @property
+    def engine(self) -> Engine:
+        """The default model's engine; requests and reports use those of `models`."""
+        return self.models.default.engine
 
     def is_ready(self) -> bool:
         """Whether the gateway accepts requests now."""
         return self.obstacle() is None
 
     def obstacle(self) -> Obstacle | None:
-        """Return what keeps the gateway from accepting requests now, or None."""
+        """Return what keeps the gateway from accepting requests now, or None.
+
+        With several models it is ready when the default one is: the others answer for themselves.
+        """
         if self.is_draining:
             return Obstacle("draining", "The server is shutting down.")
         if not self.engine.ready():
-            if self.engine_restarts():
+            if self.models.default.restarts():
                 return Obstacle("starting", "The engine was lost and is being restarted.")
             return Obstacle("starting", "The engine is starting.")
         if not self.ledger.is_well:
             return Obstacle("ledger_unavailable", "Usage cannot be recorded at the moment.")
         return None
 
-    def promised_blocks_default(self) -> int | None:
-        """Return the bound on promises of a tenant that sets none; None without an engine, or for
-        the engine's own bound."""
-        info = self.engine.info
-        if info is None:
-            return None
+    def promised_blocks_default(self, info: EngineInfo) -> int | None:
+        """Return the bound on an engine's promises to a tenant that sets none; None for the
+        engine's own bound."""
         return promised_blocks_default(info, self.config.caching, self.registry.active_tenants)
 
     def enter(self, tenant_id: int, requests: int = 1) -> None:

@@ -29,6 +29,7 @@ from engine.client.namespace_stats import NamespaceTable
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
+from engine.levels.levels import Levels
 from tests.fakes import FakeClock, FakeRunner, solo_output
 from tests.grammars import PolledGrammars, constrained_output
 
@@ -47,6 +48,9 @@ ENDINGS = {
         "grammar_invalid",
     },
 }
+
+MakeLevels = Callable[[PrefixCache, Callable[[], FakeRunner]], Levels]
+"""Makes the levels below a cache, over the runner's slots."""
 
 
 class RuleBroken(AssertionError):
@@ -196,7 +200,8 @@ class World:
 
     `restart` drops it and starts another epoch. `make_*` accept variants with a planted fault.
     `promises`: memory may be promised away (floors and leases), so a request may fail for lack of
-    it. `windows`: the window groups of its KV. `grammars`: the grammar source.
+    it. `windows`: the window groups of its KV. `grammars`: the grammar source. `make_levels`: what
+    lies below the device, over its cache and its runner.
     """
 
     def __init__(
@@ -213,6 +218,7 @@ class World:
         make_cache: Callable[..., PrefixCache] = PrefixCache,
         make_core: Callable[..., Core] = Core,
         grammars: PolledGrammars | None = None,
+        make_levels: MakeLevels | None = None,
     ) -> None:
         self.config = config
         self.blocks, self.block_size, self.depth = blocks, block_size, depth
@@ -223,8 +229,10 @@ class World:
         self.streams: dict[str, Stream] = {}
         self.endings: dict[str, int] = {}
         self.cached_tokens = 0
+        self.written: dict[bytes, list[Stream]] = {}
         self.grammars = grammars or PolledGrammars()
         self._make_cache, self._make_core = make_cache, make_core
+        self._make_levels = make_levels
         self.restart()
 
     def restart(self) -> None:
@@ -236,6 +244,9 @@ class World:
         self.runner = FakeRunner(
             self.blocks, self.block_size, vocab_size=self.vocab_size, windows=self.windows
         )
+        below = {}
+        if self._make_levels is not None:
+            below["levels"] = self._make_levels(self.cache, lambda: self.runner)
         self.core = self._make_core(
             self.cache,
             self.runner,
@@ -245,10 +256,12 @@ class World:
             context_tokens=self.context_tokens,
             pipeline_depth=self.depth,
             constraints=Constraints(self.grammars),
+            **below,
         )
         self.runner.namespace_of = self._namespace_of
         self.live: dict[str, Stream] = {}
-        self.written: dict[bytes, list[Stream]] = {}
+        if self._make_levels is None:  # a disk outlives the engine
+            self.written = {}
         self._namespaces: dict[int, bytes] = {}
         self._stats = Stats()
         self._book = NamespaceTable()
@@ -318,7 +331,8 @@ class World:
             for s in self.live.values()
         )
         steps = 20 + 4 * len(self.live) + 4 * tokens
-        while self.core.has_work():
+        steps *= 1 if self.core.levels is None else 20
+        while self.core.has_work() or (self.core.levels is not None and self.core.levels.is_busy):
             expect(steps > 0, "no progress (I16)", list(self.live))
             steps -= 1
             self.step()

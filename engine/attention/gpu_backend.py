@@ -1,10 +1,10 @@
-"""The attention backend of a GPU: a step's rows as a work list, shared prefixes read once.
+"""The attention backend of a GPU: a step's rows as work lists, shared prefixes read once.
 
 It plans for the kernels in `kernels.gpu.tree_attention` and launches them. Block tables live on the
-GPU, one row per seat. A work list is made only when the batch or its groups change: the kernels
-read lengths on the GPU, so appending a token leaves the list valid. `engine.runner.gpu_runner`
-calls `prepare` and `update_tables`; a model's layers reach `attend` through
-`engine.runner.gpu_inputs.StepAttention`.
+GPU, one row per seat and KV group; layers of one window share a work list. Lists are made only when
+the batch or its groups change: the kernels read lengths on the GPU, so appending a token leaves
+them valid. `engine.runner.gpu_runner` calls `prepare` and `update_tables`; a model's layers reach
+`attend` through `engine.runner.gpu_inputs.StepAttention`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.model_store import Architecture
 from engine.plan import Group
 from kernels.gpu.fused_ops import rope_kv_write
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
-from kernels.gpu.work_list import CLASSES, HostPlan, Slices, WorkPlanner
+from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner, classes_for
 
 Int32 = npt.NDArray[np.int32]
 
@@ -55,13 +55,24 @@ class GpuAttention:
         self.kv = kv.data
         spec = attention_spec(config)
         self.spec = spec
-        self.stride = -(-context // kv.format.block_size) + TABLE_PADDING
-        self.tables = torch.zeros(seats * self.stride, dtype=torch.int32, device=device)
-        tables = {
+        stride = -(-context // kv.format.block_size) + TABLE_PADDING
+        self.stride = -(-stride // 4) * 4  # each group's tables begin at a multiple of 16 bytes
+        self._group_entries = seats * self.stride
+        tables = kv.format.blocks_per_run * self._group_entries
+        self.tables = torch.zeros(tables, dtype=torch.int32, device=device)
+        rotations = {
             name: (cos.to(device), sin.to(device))
             for name, (cos, sin) in rope_tables(config, context).items()
         }
-        self.rotations = [tables[layer.rope] for layer in config.layers]
+        self.rotations = [rotations[layer.rope] for layer in config.layers]
+        self._growth = None
+        if config.query_growth is not None:
+            beta, original = config.query_growth
+            steps = (torch.arange(context) // original).float()
+            self._growth = (1 + beta * torch.log1p(steps)).to(device)
+        self._places = list(zip(kv.format.group_of_layer, kv.format.row_of_layer, strict=True))
+        self._window_of = [layer.window for layer in config.layers]
+        self.windows = tuple(sorted(set(self._window_of)))
         multiprocessors = 4
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -71,19 +82,28 @@ class GpuAttention:
             heads_per_group=spec.group_size,
             block_size=kv.format.block_size,
             multiprocessors=multiprocessors,
+            classes=classes_for(spec.head_dim),
             chunk_keys=chunk_keys,
             part_rows=rows,
         )
-        self.list = WorkList(
-            CLASSES, multiprocessors, tokens_max, self.planner.tiles_max(tokens_max), device
-        )
-        self.work = self.list
+        tiles = self.planner.tiles_max(tokens_max)
+        self._lists = {
+            window: WorkList(self.planner.classes, multiprocessors, tokens_max, tiles, device)
+            for window in self.windows
+        }
+        self._works = dict(self._lists)
         self.parts = PartialOutputs(1, rows, spec.heads, spec.head_dim, device)
         self.part_rows = rows
         self.scratch = self.parts
         self.plan: HostPlan | None = None
         self._key: object = None
         self._age = 0
+
+    @property
+    def work(self) -> WorkList:
+        """The step's work list of layers without a window; of the shortest window, if all have
+        one."""
+        return self._works[self.windows[0]]
 
     def prepare(
         self,
@@ -94,11 +114,12 @@ class GpuAttention:
         groups: tuple[Group, ...],
         padded_rows: int,
     ) -> HostPlan:
-        """Put the step's work list on the GPU and return it.
+        """Put the step's work lists, one for each window, on the GPU; return the first, that of
+        `work`.
 
         `members`: the sequence ids of the batch. `rows`, `starts`, `seats`: per sequence, query
         tokens, first position and seat. `padded_rows`: rows of the launch. While a decoding batch
-        and its groups stay the same, the last work list is returned again. O(rows + tiles)
+        and its groups stay the same, the last work lists are returned again. O(rows + tiles)
         otherwise.
         """
         is_decoding = bool((rows == 1).all())
@@ -107,30 +128,40 @@ class GpuAttention:
         if key is not None and key == self._key and self._age < REPLAN_EVERY and self.plan:
             return self.plan
         flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in groups]
+        shared = np.array(flat, np.int32).reshape(-1, 4)
         slices = Slices(rows, starts, (seats * self.stride).astype(np.int32))
-        self.plan = self.planner.plan(slices, np.array(flat, np.int32).reshape(-1, 4), padded_rows)
-        self._take_memory(self.plan, padded_rows)
-        self.work.load(self.plan)
+        plans = {
+            window: self.planner.plan(slices, shared, padded_rows, window)
+            for window in self.windows
+        }
+        self._take_memory(plans, padded_rows)
+        for window, plan in plans.items():
+            self._works[window].load(plan)
+        self.plan = plans[self.windows[0]]
         self._key, self._age = key, 0
         return self.plan
 
-    def _take_memory(self, plan: HostPlan, rows: int) -> None:
-        """Choose the step's list and scratch. Spans always fit those made at the start; chunks,
+    def _take_memory(self, plans: dict[int, HostPlan], rows: int) -> None:
+        """Choose the step's lists and scratch. Spans always fit those made at the start; chunks,
         whose cuts do not depend on the room, get memory of their own where they do not."""
-        tiles, part_rows = plan.tile_count, plan.parts_max * rows
-        device, known = self.kv.device, self.list
-        self.work, self.scratch = known, self.parts
-        if tiles <= known.capacity_tiles and (plan.parts_max == 1 or part_rows <= self.part_rows):
-            return
-        assert self.planner.chunk_keys, "spans are cut to fit the memory; only chunks are not"
-        self.work = WorkList(CLASSES, known.multiprocessors, known.rows_max, tiles, device)
-        spec = self.spec
-        self.scratch = PartialOutputs(plan.parts_max, rows, spec.heads, spec.head_dim, device)
+        self._works, self.scratch = dict(self._lists), self.parts
+        spec, device = self.spec, self.kv.device
+        most = max(plan.parts_max for plan in plans.values())
+        if most > 1 and most * rows > self.part_rows:
+            assert self.planner.chunk_keys, "spans are cut to fit the memory; only chunks are not"
+            self.scratch = PartialOutputs(most, rows, spec.heads, spec.head_dim, device)
+        for window, plan in plans.items():
+            known = self._lists[window]
+            if plan.tile_count > known.capacity_tiles or self.scratch is not self.parts:
+                tiles = max(plan.tile_count, 1)
+                self._works[window] = WorkList(
+                    known.configs, known.multiprocessors, known.rows_max, tiles, device
+                )
 
     @property
     def is_at_known_addresses(self) -> bool:
-        """Whether the step uses the list and the scratch whose addresses graphs have recorded."""
-        return self.work is self.list
+        """Whether the step uses the lists and the scratch whose addresses graphs have recorded."""
+        return all(self._works[window] is self._lists[window] for window in self.windows)
 
     def update_tables(self, indices: torch.Tensor, blocks: torch.Tensor) -> None:
         """Write block ids into the flat tables, at `indices` (seat * stride + table entry)."""
@@ -142,22 +173,31 @@ class GpuAttention:
         qkv: torch.Tensor,
         *,
         positions: torch.Tensor,
-        slots: torch.Tensor,
+        slots: tuple[torch.Tensor, ...],
         lengths: torch.Tensor,
         classes: tuple[int, ...],
         merge: bool,
         causal: bool,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotate, write KV and attend: qkv [T, (H + 2K) * D] → [T, H * D].
 
-        `classes`, `merge` and `causal`: see `tree_attention`.
+        `slots`: by KV group. `classes` and `merge`: of `work`; `causal`: see `tree_attention`.
         """
-        tokens = qkv.shape[0]
-        q = qkv.new_empty(tokens, self.spec.heads, self.spec.head_dim)
-        rope_kv_write(qkv, q, self.kv, layer, *self.rotations[layer], positions, slots)
+        tokens, spec = qkv.shape[0], self.spec
+        group, row = self._places[layer]
+        window = self._window_of[layer]
+        if window != self.windows[0] and not causal:
+            # Whatever the cut of the first work list, the launches are the same: one graph a shape.
+            classes, merge = (1, 2) if self.planner.chunk_keys else (2,), True
+        q = qkv.new_empty(tokens, spec.heads, spec.head_dim)
+        rope_kv_write(
+            qkv, q, self.kv, row, *self.rotations[layer], positions, slots[group], self._growth
+        )
         out = torch.empty_like(q)
         tree_attention(
-            q, self.kv, layer, self.work, self.tables, lengths, out, self.scratch,
-            classes=classes, causal=causal, dependent=True, merge=merge,
+            q, self.kv, row, self._works[window], self.tables[group * self._group_entries :],
+            lengths, out, self.scratch, classes=classes, causal=causal, dependent=True, merge=merge,
+            scale=spec.scale, window=window, cap=spec.cap, sinks=sinks,
         )  # fmt: skip
-        return out.view(tokens, self.spec.query_width)
+        return out.view(tokens, spec.query_width)

@@ -8,7 +8,7 @@ The block manager knows no lease and no clock. Only `prefix_cache` and `lease_ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count as count_up
 
 from engine.api import Namespace, Quota
@@ -38,7 +38,8 @@ class BlockManager:
     window block that is not in a tree yet. `window_blocks`: how many window blocks the trees hold.
     `copies`: pending copies by destination; each pins its source. `changed`: namespaces whose
     counts have changed since the last `take_changed`. `version`: grows on every change that does
-    not come through a block table.
+    not come through a block table. `on_evict`: called with each leaf that is about to be
+    evicted.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class BlockManager:
         self.copies: dict[int, BlockCopy] = {}
         self.tables: set[BlockTable] = set()
         self.version = 0
+        self.on_evict: Callable[[NamespaceAccount, Node], None] | None = None
         self._serials = count_up(1)
 
     # -- accounts -----------------------------------------------------------------------------
@@ -371,6 +373,8 @@ class BlockManager:
             account.tree.changes += 1
             self._drop_window_block(account, victim)
             return account, victim
+        if self.on_evict is not None:
+            self.on_evict(account, victim)
         parent = victim.parent
         account.lease_endpoints.remove_node(victim)
         account.tree.remove(victim)

@@ -156,6 +156,13 @@ class FairShare:
         assert best is not None, "no payer can give a block"
         return best
 
+    def givers(self) -> Iterator[PayerAccount]:
+        """Iterate over the payers with blocks to give, the one that gives first at the beginning.
+        O(changed log n), and nothing may change meanwhile.
+        """
+        self._refresh()
+        return (account for _, _, account in self._order)
+
     def check(self) -> Iterator[int]:
         """Recount all payers, and check that every change was reported.
 

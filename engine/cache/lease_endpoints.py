@@ -51,6 +51,10 @@ class LeaseEndpoints:
             if above is not None and above.block >= 0 and len(above.ending_leases) < HANDED_UP_MAX:
                 self._add(lease_id, above)
 
+    def nodes_of(self, lease_id: str) -> list[Node]:
+        """Return the last nodes that a lease covers. O(these)."""
+        return list(self._nodes.get(lease_id, ()))
+
     def revoke(self, lease_id: str) -> list[Node]:
         """Remove a lease. Return the topmost nodes that it alone covered.
 

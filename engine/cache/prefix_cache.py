@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.api import LeaseRequest, Namespace, Payer, Quota, tokens_within
-from engine.cache.accounts import NamespaceAccount
+from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_table import BlockTable
 from engine.cache.checker import recount
@@ -399,6 +399,72 @@ class PrefixCache:
         table.blocks, table.beside, table.first, table.resumed = [], (), [], []
         table.account.tables -= 1
         self._manager.forget_if_idle(table.account)
+
+    # -- moves between levels -----------------------------------------------------------------
+
+    def hold(self, account: NamespaceAccount, path: Sequence[Node], now_s: float) -> BlockTable:
+        """Pin a path from the root for moves that read it, until `unhold`. O(blocks)."""
+        self._manager.pin_all(account, path)
+        return self._hold_table(account, [node.block for node in path], now_s)
+
+    def hold_blocks(self, table: BlockTable, first: int, now_s: float) -> BlockTable:
+        """Pin the blocks of a table from entry `first` on for moves that fill them, until
+        `unhold`, whatever becomes of the table. O(blocks).
+        """
+        blocks = table.blocks[first:]
+        for block in blocks:
+            self._manager.pin_again(block)
+        return self._hold_table(table.account, blocks, now_s)
+
+    def unhold(self, held: BlockTable) -> None:
+        """Let go what `hold` or `hold_blocks` has pinned, once. O(blocks)."""
+        if held not in self._manager.tables:
+            raise InvariantViolation("blocks were let go twice")
+        self._manager.unpin_all(held.account, reversed(held.blocks))
+        self._manager.tables.remove(held)
+        self._manager.version += 1
+        held.blocks = []
+        held.account.tables -= 1
+        self._manager.forget_if_idle(held.account)
+
+    def _hold_table(self, account: NamespaceAccount, blocks: list[int], now_s: float) -> BlockTable:
+        held = BlockTable(account, now_s, write=False)
+        held.blocks = blocks
+        account.tables += 1
+        self._manager.tables.add(held)
+        self._manager.version += 1
+        return held
+
+    def account_of(self, node: Node) -> NamespaceAccount | None:
+        """Return the account whose tree has this node; None once it has left. O(1)."""
+        return None if node.parent is None else self._manager.owner[node.block]
+
+    def payer_account(self, payer: Payer) -> PayerAccount | None:
+        """Return a payer's account, for reading only, or None. O(1)."""
+        return self._manager.fair_share.get(payer)
+
+    def next_victims(self, blocks: int) -> Iterator[Node]:
+        """Iterate over the leaves that may be evicted next, `blocks` of each payer at most: those
+        of the payer that gives first come first. Nothing may change meanwhile.
+        """
+        for payer_account in self._manager.fair_share.givers():
+            for _, _, leaf in payer_account.eviction_order.entries(0, blocks):
+                if isinstance(leaf, Node):
+                    yield leaf
+
+    def lease_ends(self, namespace: Namespace, lease_id: str) -> list[Node]:
+        """Return the last nodes that a lease covers in the tree. O(these)."""
+        account = self._manager.accounts.get(namespace)
+        return [] if account is None else account.lease_endpoints.nodes_of(lease_id)
+
+    @property
+    def free_blocks(self) -> int:
+        """Return the blocks that nothing refers to. O(1)."""
+        return len(self._manager.pool.free)
+
+    def set_on_evict(self, on_evict: Callable[[NamespaceAccount, Node], None]) -> None:
+        """Have `on_evict` called with each leaf that is about to be evicted."""
+        self._manager.on_evict = on_evict
 
     # -- expiry, erasure, checks --------------------------------------------------------------
 

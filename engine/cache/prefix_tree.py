@@ -177,6 +177,12 @@ class TreeMatch:
         """
         return self.tree is tree and self.changes == tree.changes
 
+    def whole_blocks(self) -> TreeMatch:
+        """Return the match without its partial block. O(1)."""
+        match = TreeMatch(self.tree, self.path, None, 0)
+        match.changes = self.changes
+        return match
+
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many leading tokens are equal."""

@@ -33,7 +33,7 @@ class NamespaceTable:
         for stats in changed:
             name = stats.namespace
             before = self._current.pop(name, None)
-            if stats.blocks or stats.running or stats.waiting:
+            if stats.blocks or stats.running or stats.waiting or stats.host_bytes:
                 self._current[name] = stats
             for noted in self._changed_by_reader.values():
                 noted.setdefault(name, before)

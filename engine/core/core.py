@@ -24,11 +24,13 @@ from engine.api import (
     Event,
     Finished,
     FinishReason,
+    LevelName,
     Namespace,
     Payer,
     Peek,
     Peeked,
     PromptLogprobs,
+    Quota,
     Request,
     SampledToken,
     SampleEnded,
@@ -40,6 +42,7 @@ from engine.api import (
 from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import GRAMMAR_FAILURES, Constraints
+from engine.core.erasures import Erasures
 from engine.core.launch_pacing import ROWS_MAX, LaunchPacing
 from engine.core.maintenance import Maintenance
 from engine.core.planner import InFlightStep, StepPlanner
@@ -47,7 +50,9 @@ from engine.core.request_checks import check_request
 from engine.core.stats import EngineStats
 from engine.core.timeouts import ForcedEnding, Timeouts
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation
+from engine.levels.levels import Levels
 from engine.plan import Runner, StepResult
+from engine.scheduler.loading import Loading
 from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler, Slice
@@ -78,6 +83,7 @@ class Core:
         context_tokens: int,
         pipeline_depth: int = 1,
         constraints: Constraints | None = None,
+        levels: Levels | None = None,
     ) -> None:
         self.cache = cache
         self.runner = runner
@@ -87,7 +93,9 @@ class Core:
         self.context_tokens = context_tokens
         self.pipeline_depth = pipeline_depth
         step_cost = StepCost()
-        self.scheduler = Scheduler(cache, config, step_cost)
+        self.scheduler = Scheduler(cache, config, step_cost, levels)
+        self.levels = levels
+        self._erasures = Erasures(cache, levels)
         self.constraints = constraints or Constraints()
         self.engine_stats = EngineStats(step_cost)
         self.requests = RequestTable()
@@ -151,10 +159,14 @@ class Core:
             promised_tokens=found.promised_tokens,
             expires_in_s=expires_in_s,
             window_gone_tokens=found.window_gone_tokens,
+            stored_tokens=self._stored_tokens(call, found.cached_tokens, now_s),
         )
 
-    def erase(self, call: Erase) -> Erased:
-        """Erase a namespace, a lease of it, or everything under a token prefix.
+    def erase(self, call: Erase, answer: Callable[[Erased], None] = lambda erased: None) -> Erased:
+        """Erase a namespace, a lease of it, or everything under a token prefix, on every level.
+
+        `answer` is called once with what was erased: now, or by a later `step` where the disk has
+        to confirm it. What is returned is without the disk's part.
 
         Live requests of the namespace commit nothing more, not even if they start later: erased
         tokens must not return. For a lease, this holds for the requests that asked for it.
@@ -167,12 +179,13 @@ class Core:
             ):
                 active.may_write = False
         self.constraints.erase(call)
-        blocks = self.cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
-        return Erased(call.call_id, blocks)
+        return self._erasures.erase(call, answer)
 
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose numbers may have changed since the last call. O(changed)."""
         changed = self.cache.take_changed()
+        if self.levels is not None:
+            changed |= self.levels.take_changed()
         return (
             changed
             | self.requests.totals.take_changed()
@@ -181,7 +194,9 @@ class Core:
 
     def namespaces(self) -> set[Namespace]:
         """Return all namespaces that hold blocks or have live requests. O(these)."""
-        return {use.namespace for use in self.cache.namespaces()}.union(self.requests.totals)
+        below = () if self.levels is None else self.levels.namespaces()
+        held = {use.namespace for use in self.cache.namespaces()}
+        return held.union(self.requests.totals, below)
 
     def stats(self, call_id: int = 0, names: Iterable[Namespace] = ()) -> Stats:
         """Return the engine's statistics and those of the namespaces `names`. O(names)."""
@@ -215,12 +230,39 @@ class Core:
         self._pacing.check()
         self.scheduler.queue.check()
         self.scheduler.running.check()
+        if self.levels is not None:
+            self.levels.check()
 
     @property
     def is_waiting_for_grammars(self) -> bool:
         """Return whether every live request waits for its grammar and no step is in flight."""
         compiling = len(self.scheduler.compiling)
         return bool(compiling) and compiling == len(self.requests) and not self._pending_steps
+
+    @property
+    def is_waiting_for_levels(self) -> bool:
+        """Return whether outcomes of levels are awaited and there is nothing to compute: no step is
+        in flight, no request is in line, and every running sequence is being loaded.
+        """
+        loading = self.scheduler.loading
+        return (
+            loading is not None
+            and loading.levels.is_busy
+            and not (self._pending_steps or self._events or self.scheduler.queue)
+            and loading.loading == len(self.scheduler.running)
+        )
+
+    def set_quota(self, quota: Quota) -> None:
+        """Apply a payer's changed quota on every level."""
+        self.cache.set_quota(quota)
+        if self.levels is not None:
+            self.levels.set_quota(quota)
+
+    def close(self) -> None:
+        """End what works beside the core: grammars and levels."""
+        self.constraints.close()
+        if self.levels is not None:
+            self.levels.close()
 
     def launch_hold_s(self) -> float:
         """Return the seconds for which the next `step` should wait, so that requests that arrive
@@ -241,6 +283,8 @@ class Core:
         for overdue in list(self._timeouts.overdue(self.requests, now_s)):
             self._finish(*overdue)
         self._take_compiled()
+        if self.scheduler.loading is not None:
+            self._take_loaded(self.scheduler.loading, now_s)
         self._make_masks()
         # A step of an isolated request, and the step after it, must not overlap with others.
         must_collect = bool(self._pending_steps) and bool(self.scheduler.isolation)
@@ -253,6 +297,7 @@ class Core:
         elif (
             not slices
             and not self.constraints.has_pending_masks
+            and not self._is_moving
             and (stalled := self._timeouts.find_stalled(self.requests))
         ):
             self._give_up(stalled, now_s)
@@ -322,7 +367,8 @@ class Core:
             if (sequence := self.requests.sequence(sequence_id)) is not None:
                 # The block at fault is unknown, and later requests that match it would fail too.
                 beginning = sequence.tokens[: self.cache.block_size]
-                self.cache.erase(sequence.parent.request.grant.namespace, tokens=beginning)
+                namespace = sequence.parent.request.grant.namespace
+                self._erasures.erase(Erase(0, namespace, tokens=tuple(beginning)))
                 self._fail(sequence.parent, code)
         computed = 0
         for piece, table in pending.slices:
@@ -358,7 +404,10 @@ class Core:
         active.recomputed_tokens += recomputed
         self.engine_stats.recomputed_tokens += recomputed
         if sequence.table is table:
+            before = table.committed
             self.cache.commit(table, sequence.tokens, end, now_s)
+            if self.levels is not None:
+                self.levels.committed(table, before)
             self.scheduler.prefix_sharing.resume_reached(sequence)
         if sequence.index == 0 and piece.count and piece.start < prompt:
             fresh = min(end, prompt) - piece.start - recomputed
@@ -505,6 +554,26 @@ class Core:
 
     # -- internals ----------------------------------------------------------------------------
 
+    @property
+    def _is_moving(self) -> bool:
+        """Return whether moves between levels hold blocks, or requests wait for them."""
+        loading = self.scheduler.loading
+        return loading is not None and (len(loading) > 0 or loading.levels.is_moving)
+
+    def _take_loaded(self, loading: Loading, now_s: float) -> None:
+        """Take what has come from the levels: sequences go on, followers are released."""
+        launched = self.engine_stats.step
+        collected = self._pending_steps[0].step - 1 if self._pending_steps else launched
+        for sequence in loading.turn(now_s, launched, collected, self.scheduler.running):
+            self.scheduler.prefix_sharing.resume_reached(sequence)
+
+    def _stored_tokens(
+        self, call: Peek, here: int, now_s: float
+    ) -> tuple[tuple[LevelName, int], ...]:
+        if self.levels is None:
+            return ()
+        return self.levels.stored_tokens(call.namespace, call.tokens, here, now_s)
+
     def _add_sequence(self, active: ActiveRequest) -> Sequence:
         sequence = self.requests.add_sequence(active)
         self.constraints.attach_matcher(sequence)
@@ -536,6 +605,7 @@ class Core:
                 cached_tokens=table.kv_tokens,
                 leases=table.leases,
                 window_gone_tokens=table.window_gone_tokens,
+                loaded_tokens=active.loaded_tokens,
             )
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from engine.api import Namespace, NamespaceStats, Payer, Stats
 from engine.cache import NamespaceUse, PrefixCache
+from engine.levels.levels import Levels
 from engine.scheduler.request_table import RequestTable, RequestTotals
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import StepCost, StepWork
@@ -107,6 +108,8 @@ class EngineStats:
         """Return all statistics, and those of the namespaces `names`. O(names)."""
         held = cache.stats()
         live, running = requests.totals, scheduler.running.totals
+        loading = scheduler.loading
+        levels = None if loading is None else loading.levels
         return Stats(
             call_id=call_id,
             step=self.step,
@@ -131,12 +134,16 @@ class EngineStats:
             preemptions_total=scheduler.preemptions,
             steps_per_s=1 / self._step_s if self._step_s > 0 else 0.0,
             prefill_tokens_per_s=self._prefill_per_s,
-            changed=tuple(_namespace_stats(cache.use(name), live, running) for name in names),
+            levels=() if levels is None else levels.stats(),
+            loading=0 if loading is None else len(loading),
+            changed=tuple(
+                _namespace_stats(cache.use(name), live, running, levels) for name in names
+            ),
         )
 
 
 def _namespace_stats(
-    use: NamespaceUse, live: RequestTotals, running: RequestTotals
+    use: NamespaceUse, live: RequestTotals, running: RequestTotals, levels: Levels | None
 ) -> NamespaceStats:
     runs = running.requests_of(use.namespace)
     return NamespaceStats(
@@ -146,6 +153,7 @@ def _namespace_stats(
         running=runs,
         waiting=live.requests_of(use.namespace) - runs,
         promised_by_class=use.promised,
+        host_bytes=0 if levels is None else levels.host_bytes(use.namespace),
     )
 
 

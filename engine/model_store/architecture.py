@@ -148,20 +148,6 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     norms_less_one: bool = False
 
     @property
-    def has_plain_attention(self) -> bool:
-        """Whether each layer is causal softmax attention over all keys, scaled by 1 / sqrt(D): the
-        attention that the GPU kernels compute."""
-        plain_scale = math.isclose(self.score_scale or self.head_dim**-0.5, self.head_dim**-0.5)
-        return (
-            plain_scale
-            and not self.score_cap
-            and not self.sinks
-            and self.query_growth is None
-            and self.latent is None
-            and all(layer.window == 0 for layer in self.layers)
-        )
-
-    @property
     def fits_c_kernels(self) -> bool:
         """Whether the C kernels compute the whole model: everything but latents."""
         known = {name: getattr(self, name) for name in _KNOWN_TO_C}

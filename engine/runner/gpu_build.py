@@ -1,6 +1,6 @@
 """Builds a warmed-up runner on a GPU from a model card.
 
-Plain attention runs in fused kernels under CUDA graphs; other models run in torch on the device.
+Dense models run in fused kernels under CUDA graphs; others run in torch on the device.
 
 It knows no step. `engine.server.service` calls `build_gpu_runner`.
 """
@@ -29,9 +29,9 @@ from engine.weights import load_weights
 
 log = logging.getLogger("trunkline.engine")
 
-HEAD_DIMS = (16, 32, 64, 128)
-"""Supported head dimensions: a tile has a power of two columns, and with 256 the keys of a big tile
-do not fit shared memory."""
+HEAD_DIM_STEP, HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 16, 256
+"""Head dimensions of the kernels: multiples of the first, from the second to the third. With more
+than 256 channels the keys of a tile do not fit shared memory."""
 
 GROUP_SIZE_MAX = 16
 """Most query heads per KV head: one token's group fills the smallest tile."""
@@ -52,11 +52,12 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         with out_of_memory_as_model_error(config.kv_memory_mib * 2**20, config.step_tokens_max):
             return build_runner(card, config, device)
     context = min(card.config.context, config.context_tokens_max or card.config.context)
-    kv_form = kv_format(card.config, torch.bfloat16, config.block_size)
+    kv_form = kv_format(card.config, torch.bfloat16, config.block_size, has_groups=True)
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv_form.block_bytes)
     limits = WarmupLimits(
         block_size=config.block_size, blocks=blocks, context=context, vocab=card.config.vocab,
         sequences=config.sequences_max, step_tokens=config.step_tokens_max,
+        kv_groups=kv_form.blocks_per_run,
     )  # fmt: skip
     with out_of_memory_as_model_error(blocks * kv_form.block_bytes, config.step_tokens_max):
         weights = load_weights(card, torch.bfloat16, device)
@@ -74,13 +75,15 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
 def lacking_kernel(model: Architecture) -> str:
     """Return why the fused kernels do not fit a model, or "" where they do."""
     spec = attention_spec(model)
-    if not model.has_plain_attention:
-        return "attention has windows, sinks, a cap, a scale or a record of its own"
+    if model.latent is not None:
+        return "attention is over latents"
     if model.moe is not None:
         return "layers have experts, whose choice the host must see"
-    if spec.head_dim not in HEAD_DIMS:
-        sizes = ", ".join(map(str, HEAD_DIMS))
-        return f"head_dim is {spec.head_dim}; kernels exist for {sizes}"
+    if spec.head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= spec.head_dim <= HEAD_DIM_MAX:
+        return (
+            f"head_dim is {spec.head_dim}; kernels take multiples of {HEAD_DIM_STEP} from"
+            f" {HEAD_DIM_MIN} to {HEAD_DIM_MAX}"
+        )
     if spec.group_size > GROUP_SIZE_MAX:
         return f"{spec.group_size} query heads share a KV head; kernels take {GROUP_SIZE_MAX}"
     return ""

@@ -32,14 +32,17 @@ class StepInputs:
 
     Sections of `width` int32 each. Per row: token id (-1: the seat's last token), position, KV slot
     (-1: padding row), length, seat. Per draw: the row whose logits it samples from, and the seat
-    that keeps its token. Then the GPU sampler's draw table, [draws, DRAW_COLUMNS] int32.
+    that keeps its token. Then the rows' slots in each KV group beside the first, and the GPU
+    sampler's draw table, [draws, DRAW_COLUMNS] int32.
     """
 
     SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats", "draw_rows", "draw_seats")
 
-    def __init__(self, width: int, draws: int, device: torch.device) -> None:
+    def __init__(self, width: int, draws: int, device: torch.device, kv_groups: int = 1) -> None:
         self.width = width
-        sections = len(self.SECTIONS) * width
+        self.slots = ("slots", *(f"slots {group}" for group in range(1, kv_groups)))
+        self._names = (*self.SECTIONS, *self.slots[1:])
+        sections = len(self._names) * width
         size = sections + draws * DRAW_COLUMNS
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -62,7 +65,7 @@ class StepInputs:
 
     def section(self, name: str, rows: int) -> torch.Tensor:
         """Return the first `rows` entries of a section on the GPU, as a view."""
-        return self._sections[self.SECTIONS.index(name), :rows]
+        return self._sections[self._names.index(name), :rows]
 
 
 class StepAttention:
@@ -71,17 +74,16 @@ class StepAttention:
     def __init__(self, attention: GpuAttention, inputs: StepInputs, shape: StepShape) -> None:
         self._attention = attention
         self._positions = inputs.section("positions", shape.rows)
-        self._slots = inputs.section("slots", shape.rows)
+        self._slots = tuple(inputs.section(name, shape.rows) for name in inputs.slots)
         self._lengths = inputs.section("lengths", shape.rows)
         self._shape = shape
 
     def attend(
         self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `engine.attention.interface.LayerAttention`; without sinks."""
-        assert sinks is None, "models with sinks run on the torch attention"
+        """See `engine.attention.interface.LayerAttention`."""
         shape = self._shape
         return self._attention.attend(
             layer, qkv, positions=self._positions, slots=self._slots, lengths=self._lengths,
-            classes=shape.classes, merge=shape.merge, causal=shape.causal,
+            classes=shape.classes, merge=shape.merge, causal=shape.causal, sinks=sinks,
         )  # fmt: skip

@@ -115,13 +115,14 @@ class GpuRunner:
         self._draws_max = _bucket(sequences, BUCKETS) or sequences
         draws = max(self._draws_max, seats)
         self.sampler = GpuSampler(model.config.vocab, device, slots=seats, rows=draws)
-        self.inputs = StepInputs(width, draws, device)
+        groups = kv.format.blocks_per_run
+        self.inputs = StepInputs(width, draws, device, groups)
         # One entry more than seats: padding rows of a batch write their token there.
         self.last_tokens = torch.zeros(seats + 1, dtype=torch.int32, device=device)
         self._padding_seat = seats
         self._sampled = torch.zeros(width, dtype=torch.int32, device=device)
         self._result_buffers = [self.sampler.host_results() for _ in range(RESULT_BUFFERS)]
-        self._seats = Seats(seats, self.attention.stride)
+        self._seats = Seats(seats, self.attention.stride, groups)
         self._graphs = CudaGraphs()
         self._in_flight: deque[_LaunchedStep] = deque()
         self._buffer_index = 0
@@ -265,14 +266,17 @@ class GpuRunner:
         """Lay out the rows in the pinned buffer; padding rows up to `width` write no KV."""
         self.inputs.wait()
         token_ids, positions, slots, lengths, seat_of = self.inputs.host[:5]
+        beside = self.inputs.host[len(self.inputs.SECTIONS) :]
         total, size = step.total, self.block_size
         at, seats = step.positions()
         step.write_token_ids(token_ids[:total])
         positions[:total] = at
         lengths[:total] = at + 1
         seat_of[:total] = seats
-        slots[:total] = self._seats.tables[seats, at // size] * size + at % size
-        for section, value in ((token_ids, 0), (positions, 0), (slots, -1), (lengths, 1)):
+        for table, section in zip(self._seats.tables, (slots, *beside), strict=True):
+            section[:total] = table[seats, at // size] * size + at % size
+            section[total:width] = -1
+        for section, value in ((token_ids, 0), (positions, 0), (lengths, 1)):
             section[total:width] = value
         seat_of[total:width] = self._padding_seat
 
@@ -332,7 +336,8 @@ class GpuRunner:
         torch.cuda.synchronize()
         kept = self.inputs.device.clone()
         width = self.inputs.width
-        self.inputs.section("slots", width).fill_(-1)  # a capture writes no KV
+        for name in self.inputs.slots:
+            self.inputs.section(name, width).fill_(-1)  # a capture writes no KV
         for name in ("seats", "draw_seats"):  # and no live seat's token
             self.inputs.section(name, width).fill_(self._padding_seat)
         self.inputs.draws.zero_()  # and draws none

@@ -58,13 +58,14 @@ class StepRows:
 
 
 class Seats:
-    """Seats by sequence id, and their block tables of `stride` entries each.
+    """Seats by sequence id, and their block tables of `stride` entries each, in each KV group.
 
-    `tables` [seats, stride] int32: what the GPU has after the last `new_entries`.
+    `tables` [groups, seats, stride] int32: what the GPU has after the last `new_entries`. A hole of
+    a window group is any block: no query reads it.
     """
 
-    def __init__(self, seats: int, stride: int) -> None:
-        self.tables = np.zeros((seats, stride), np.int32)
+    def __init__(self, seats: int, stride: int, groups: int = 1) -> None:
+        self.tables = np.zeros((groups, seats, stride), np.int32)
         self._seat_of: dict[int, int] = {}
         self._free = list(range(seats - 1, -1, -1))
         self._known = np.zeros(seats, np.int32)
@@ -108,13 +109,17 @@ class Seats:
             return None
         blocks: list[int] = []
         begins, ends = known[changed], counts[changed]
-        for i, first, end in zip(changed.tolist(), begins.tolist(), ends.tolist(), strict=True):
-            blocks += rows[i].block_ids[first:end]
+        groups, places, stride = self.tables.shape
+        for group in range(groups):
+            for i, first, end in zip(changed.tolist(), begins.tolist(), ends.tolist(), strict=True):
+                table = rows[i].beside[group - 1] if group else rows[i].block_ids
+                blocks += table[first:end]
         length = ends - begins
-        base = seats[changed] * self.tables.shape[1] + begins
+        base = seats[changed] * stride + begins
         first_of = np.cumsum(length) - length
-        indices = np.repeat(base - first_of, length) + np.arange(len(blocks))
-        ids = np.array(blocks, np.int32)
+        one = np.repeat(base - first_of, length) + np.arange(int(length.sum()))
+        indices = (one + np.arange(groups)[:, None] * (places * stride)).reshape(-1)
+        ids = np.maximum(np.array(blocks, np.int32), 0)
         self.tables.reshape(-1)[indices] = ids
         self._known[seats[changed]] = ends
         self._versions[seats[changed]] = versions[changed]

@@ -37,7 +37,8 @@ SAMPLINGS = (
 
 
 class WarmupLimits(Struct, frozen=True, gc=False):
-    """Limits of a step, the size of the KV pool in blocks, and the size of the vocabulary."""
+    """Limits of a step, the size of the KV pool in blocks, the size of the vocabulary, and how many
+    block tables a row has."""
 
     block_size: int
     blocks: int
@@ -45,6 +46,7 @@ class WarmupLimits(Struct, frozen=True, gc=False):
     sequences: int
     step_tokens: int
     vocab: int
+    kv_groups: int = 1
 
 
 def warmup_plans(limits: WarmupLimits) -> Iterator[StepPlan]:
@@ -109,15 +111,17 @@ def _row(
     limits: WarmupLimits, sequence: int, start: int, tokens: int, samples: tuple[int, ...],
     prompt_logprobs: int | None = None,
 ) -> Row:  # fmt: skip
+    table = [0] * -(-(start + tokens) // limits.block_size)
     return Row(
         sequence,
         start,
         tokens,
-        [0] * -(-(start + tokens) // limits.block_size),
+        table,
         0,
         [0] * tokens,
         samples,
         prompt_logprobs,
+        beside=(table,) * (limits.kv_groups - 1),
     )
 
 

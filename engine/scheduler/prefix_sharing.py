@@ -96,7 +96,9 @@ class PrefixSharing:
             if not leader.followers or leader.table is None:
                 continue
             has_progress = (
-                leader.sequence_id in scheduled or leader.computed > leader.table.kv_tokens
+                leader.sequence_id in scheduled
+                or leader.load is not None
+                or leader.computed > leader.table.kv_tokens
             )
             leader.stalled_steps = 0 if has_progress else leader.stalled_steps + 1
             if leader.stalled_steps >= LEADER_STALLS_MAX:

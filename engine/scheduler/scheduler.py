@@ -18,8 +18,10 @@ from typing import Final, Literal
 from engine.api import Payer
 from engine.cache import PrefixCache, TreeMatch
 from engine.config import EngineConfig
+from engine.levels.levels import Levels
 from engine.scheduler.batch_shares import BatchShares
 from engine.scheduler.isolation import Isolation, Turn
+from engine.scheduler.loading import Loading
 from engine.scheduler.prefix_sharing import PrefixSharing
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import RunningSet
@@ -57,12 +59,17 @@ class Slice:
 class Scheduler:
     """Running and waiting sequences.
 
-    `compiling`: sequences that wait for a grammar. `ended_ids`: ids to report to the runner as
+    `compiling`: sequences that wait for a grammar. `loading`: those that wait for a level below the
+    device, None without levels. `ended_ids`: ids to report to the runner as
     ended.
     """
 
     def __init__(
-        self, cache: PrefixCache, config: EngineConfig, step_cost: StepCost | None = None
+        self,
+        cache: PrefixCache,
+        config: EngineConfig,
+        step_cost: StepCost | None = None,
+        levels: Levels | None = None,
     ) -> None:
         self.cache = cache
         self.config = config
@@ -74,6 +81,9 @@ class Scheduler:
         )
         self.prefix_sharing = PrefixSharing(self.queue, cache.block_size)
         self.isolation = Isolation()
+        self.loading: Loading | None = None
+        if levels is not None:
+            self.loading = Loading(levels, cache, self.queue, self.step_cost)
         self.compiling: dict[int, Sequence] = {}
         self.ended_ids: list[int] = []
         self.preemptions = 0
@@ -81,7 +91,8 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Return the number of sequences that are not running."""
-        return len(self.queue) + len(self.prefix_sharing.waiting) + len(self.compiling)
+        looking = 0 if self.loading is None else len(self.loading.looking)
+        return len(self.queue) + len(self.prefix_sharing.waiting) + len(self.compiling) + looking
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -93,11 +104,16 @@ class Scheduler:
         if active.is_compiling:
             self.compiling[sequence.sequence_id] = sequence
         else:
-            self.queue.add(sequence)
+            self._line_up(sequence, active.received_at_s)
 
     def grammar_ready(self, active: ActiveRequest) -> None:
         """Queue a request whose grammar has been compiled."""
-        self.queue.add(self.compiling.pop(active.sequences[0].sequence_id))
+        sequence = self.compiling.pop(active.sequences[0].sequence_id)
+        self._line_up(sequence, active.received_at_s)
+
+    def _line_up(self, sequence: Sequence, now_s: float) -> None:
+        if self.loading is None or not self.loading.look(sequence, now_s):
+            self.queue.add(sequence)
 
     def remove_request(self, active: ActiveRequest, now_s: float, *, keep: bool = True) -> None:
         """Release everything that a finished request holds. `keep`: leave its last block to the
@@ -113,6 +129,8 @@ class Scheduler:
         sequence.is_ended = True
         self.queue.remove(sequence)
         self.compiling.pop(sequence.sequence_id, None)
+        if self.loading is not None:
+            self.loading.remove(sequence)
         self.prefix_sharing.remove(sequence)
         self._release(sequence, now_s, keep=keep)
 
@@ -356,6 +374,9 @@ class Scheduler:
             ):
                 return blocked_by
             found = self._find_prefix(sequence, now_s)
+        plan = None if self.loading is None else self.loading.plan(sequence, found, now_s)
+        if plan is not None and found is not None:
+            found = found.whole_blocks()  # what is loaded comes in whole blocks
         sequence.table = self.cache.begin(
             grant.namespace,
             sequence.tokens,
@@ -369,6 +390,8 @@ class Scheduler:
         sequence.computed = sequence.table.kv_tokens
         self.queue.remove(sequence)
         self.running.add(sequence)
+        if self.loading is not None:
+            self.loading.begin(sequence, plan, now_s)
         return ""
 
     def _batch_is_full(self, ranked: list[Sequence]) -> bool:
@@ -557,6 +580,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
         self.running.remove(sequence)
+        if sequence.load is not None and self.loading is not None:
+            self.loading.remove(sequence)
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False
             self.ended_ids.append(sequence.sequence_id)

@@ -7,9 +7,10 @@ core change them.
 
 from __future__ import annotations
 
-from engine.api import Request, Usage
+from engine.api import LevelName, Request, Usage
 from engine.cache import BlockTable
 from engine.grammar.grammar import CompiledGrammar, Matcher
+from engine.levels.loads import Load
 from engine.plan import Mask
 
 
@@ -21,7 +22,8 @@ class Sequence:
     being written by a launched step; `table.kv_tokens` lags behind it by the steps in flight.
     `computed_before`: the most ever computed, so that recomputation after a preemption is counted
     as such. `followers`: the sequences that wait for this one's blocks, each with the number of
-    tokens it waits for; `leader`: the sequence this one waits for. `matcher`: its place in the
+    tokens it waits for; `leader`: the sequence this one waits for. `load`: what fills its blocks
+    from a level below the device; it computes nothing meanwhile. `matcher`: its place in the
     request's grammar; `mask`: the tokens that may come next, None until it is computed for the last
     token; `has_slow_mask`: computing it took long. `preemptions`: how often it was preempted for
     lack of blocks or for a higher priority; `claims`: for another payer's share.
@@ -40,6 +42,7 @@ class Sequence:
         "is_ended",
         "is_known_to_runner",
         "leader",
+        "load",
         "mask",
         "matcher",
         "may_wait",
@@ -76,6 +79,7 @@ class Sequence:
         self.is_known_to_runner = False
         self.followers: list[tuple[int, Sequence]] = []
         self.leader: Sequence | None = None
+        self.load: Load | None = None
         self.stalled_steps = 0  # steps without progress while followers waited
         self.may_wait = True  # may wait for a leader
         self.matcher: Matcher | None = None
@@ -101,7 +105,7 @@ class Sequence:
         Under a grammar it is false while a token is in flight or the mask after it is not ready.
         """
         request = self.parent.request
-        if self.is_ended or self.tokens_to_compute <= 0:
+        if self.is_ended or self.load is not None or self.tokens_to_compute <= 0:
             return False
         if self.matcher is not None and (self.in_flight or self.mask is None):
             return False
@@ -142,7 +146,8 @@ def common_tokens(a: Sequence, b: Sequence, size: int) -> int:
 class ActiveRequest:
     """One live request and its usage so far. It ends with exactly one final event.
 
-    `payer` pays for its blocks; `turn` is the payer whose slots and time it uses.
+    `payer` pays for its blocks; `turn` is the payer whose slots and time it uses. `loaded_tokens`:
+    the part of its cached tokens that was loaded for it, by level.
     """
 
     __slots__ = (
@@ -154,6 +159,7 @@ class ActiveRequest:
         "first_token_at_s",
         "is_finished",
         "is_forked",
+        "loaded_tokens",
         "may_write",
         "payer",
         "preemptions",
@@ -177,6 +183,7 @@ class ActiveRequest:
         self.first_token_at_s: float | None = None
         self.sequences: list[Sequence] = []
         self.cached_tokens = 0
+        self.loaded_tokens: tuple[tuple[LevelName, int], ...] = ()
         self.computed_tokens = 0
         self.recomputed_tokens = 0
         self.preemptions = 0

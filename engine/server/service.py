@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
@@ -58,6 +59,8 @@ SMOKE_TEST_ID: Final = "canary"
 SMOKE_TEST_STEPS_MAX: Final = 8
 COMPILE_POLL_S: Final = 0.001
 """Seconds between two checks of grammars that are being compiled, without other work."""
+LEVELS_POLL_S: Final = 0.0005
+"""Seconds between two turns of the levels, without other work."""
 
 HEARTBEAT_ITEMS_MAX: Final = 128
 """Namespaces, and losses and gains, that a heartbeat sends between two steps."""
@@ -156,7 +159,7 @@ class EngineService:
             self._fail_all()
         finally:
             if core is not None:
-                core.constraints.close()
+                core.close()
             self._refuse_late_requests()
             self.ready.set()
             self.stopped.set()
@@ -173,6 +176,8 @@ class EngineService:
         wait_s = 0.0 if is_busy else max(0.0, self._heartbeat_at_s - self.clock())
         if core.is_waiting_for_grammars:
             wait_s = COMPILE_POLL_S
+        elif core.is_waiting_for_levels:
+            wait_s = LEVELS_POLL_S
         while True:
             wait_s = max(wait_s, core.launch_hold_s())
             try:
@@ -212,9 +217,9 @@ class EngineService:
                 self._reply(sink, core, core.peek(command))
             case SetQuotas(quotas):
                 for quota in quotas:
-                    core.cache.set_quota(quota)
+                    core.set_quota(quota)
             case Erase():
-                self._reply(sink, core, core.erase(command))
+                core.erase(command, partial(self._reply, sink, core))
             case Survey(call_id, namespace, most):
                 found = survey(core.cache, namespace, most, self.clock())
                 self._reply(sink, core, Surveyed(call_id, found))

@@ -35,7 +35,7 @@ class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fiel
 
     `disk_bytes`: room for slabs and index. `write_bytes_per_day`: 0 for as much as `disk_bytes`.
     `run_tokens`: tokens of a run. `wait_s`: how long to wait for the lock of a storage process that
-    is about to end.
+    is about to end. `spare_bytes`: left to others on the file system.
     """
 
     dir: str
@@ -49,6 +49,7 @@ class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fiel
     run_tokens: Count = 16
     heartbeat_s: float = 0.5
     wait_s: float = 10.0
+    spare_bytes: Count = 2 * 2**30
     version: int = STORAGE_VERSION
 
 

@@ -54,7 +54,7 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     """Where and when a prompt ran. `is_unmarked`: its dialect reads nothing without breakpoints,
     and it has none. `min_tokens`: shorter prefixes are not read. `losses`: blocks that the
     namespace has lost, by cause; None for a prompt that was cached. `started_s`: when the engine
-    took it, on the gateway's clock."""
+    took it, on the gateway's clock. `model`: the name that findings give its model."""
 
     tenant_id: int
     request_id: str
@@ -64,6 +64,7 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     is_unmarked: bool
     min_tokens: int
     losses: dict[str, int] | None
+    model: str = ""
 
 
 class _Waste(Struct, frozen=True):
@@ -86,7 +87,7 @@ class PromptFindings:
             (terms.seconds, name) for name, terms in classes.items() if terms.held_as == name
         ]
         self._tenants: OrderedDict[int, PromptChanges] = OrderedDict()
-        self._counts: dict[tuple[int, int, str, str], FindingCount] = {}
+        self._counts: dict[tuple[int, int, str, str, str], FindingCount] = {}
         self._lost_at, self._lost = 0, dict[int, set[int]]()
         """The hour, and the lost prefixes of each tenant in it."""
 
@@ -129,9 +130,10 @@ class PromptFindings:
         return list(counts.values())
 
     def _add(self, context: PromptContext, waste: _Waste, at_ms: int) -> None:
-        key = context.tenant_id, at_ms // HOUR_MS * HOUR_MS, waste.cause, waste.place
-        ids = (context.request_id,)
-        count = FindingCount(*key, 1, waste.tokens, at_ms, at_ms, ids, waste.facts)
+        hour_ms, ids = at_ms // HOUR_MS * HOUR_MS, (context.request_id,)
+        place = context.tenant_id, hour_ms, waste.cause, waste.place
+        count = FindingCount(*place, 1, waste.tokens, at_ms, at_ms, ids, waste.facts, context.model)
+        key = count.key
         before = self._counts.get(key)
         if before is not None:
             self._counts[key] = before.plus(count)

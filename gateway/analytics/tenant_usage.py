@@ -8,6 +8,7 @@ only its `NamespaceTable`. `background.storage_metering` updates the sums twice 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 
 from engine.api import Namespace, NamespaceStats
@@ -23,41 +24,62 @@ class TenantCacheUsage:
     """Cache usage of a gateway's tenants. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._table: NamespaceTable | None = None
-        self._sums_by_tenant: dict[int, list[int]] = {}
+        self._tables: dict[str, NamespaceTable | None] = {}
+        self._sums: dict[str, dict[int, list[int]]] = {}
+        """Sums by model and tenant."""
 
     def update(
-        self, table: NamespaceTable | None, owner_of: Callable[[Namespace], int | None]
+        self,
+        table: NamespaceTable | None,
+        owner_of: Callable[[Namespace], int | None],
+        model: str = "",
     ) -> None:
-        """Apply the changes of `table`. Another table than the last time replaces all sums.
-        O(changes)."""
+        """Apply the changes of the `table` of a model's engine. Another table than the last time
+        replaces all sums of the model. O(changes)."""
         changes = [] if table is None else table.take_changes(self)
-        if table is not self._table:
-            self._table = table
-            self._sums_by_tenant.clear()
+        sums = self._sums.setdefault(model, {})
+        if table is not self._tables.get(model):
+            self._tables[model] = table
+            sums.clear()
             changes = [(None, stats) for stats in table or ()]
         for before, after in changes:
             for stats, sign in ((before, -1), (after, 1)):
                 if stats is not None and (owner := owner_of(stats.namespace)) is not None:
-                    self._add(owner, stats, sign)
+                    _add(sums, owner, stats, sign)
 
-    def total(self, name: str) -> int:
-        """Return the sum of one of `FIELDS` over all tenants. O(tenants)."""
+    def total(self, name: str, model: str | None = None) -> int:
+        """Return the sum of one of `FIELDS` over all tenants, of all models or of one.
+        O(tenants)."""
         index = FIELDS.index(name)
-        return sum(sums[index] for sums in self._sums_by_tenant.values())
+        wanted = self._sums.values() if model is None else [self._sums.get(model, {})]
+        return sum(row[index] for sums in wanted for row in sums.values())
 
     def of(self, tenant_id: int) -> dict[str, int]:
-        """Return what a tenant uses, by `FIELDS`. O(1)."""
-        return dict(zip(FIELDS, self._sums_by_tenant.get(tenant_id, _NOTHING), strict=True))
+        """Return what a tenant uses, by `FIELDS`. O(models)."""
+        rows = [sums.get(tenant_id, _NOTHING) for sums in self._sums.values()] or [_NOTHING]
+        return dict(zip(FIELDS, map(sum, zip(*rows, strict=True)), strict=True))
+
+    def by_model(self, tenant_id: int) -> dict[str, dict[str, int]]:
+        """Return what a tenant uses of each model that holds something of it. O(models)."""
+        return {
+            model: dict(zip(FIELDS, sums[tenant_id], strict=True))
+            for model, sums in self._sums.items()
+            if tenant_id in sums
+        }
 
     def largest(self, limit: int) -> list[tuple[int, dict[str, int]]]:
         """Return the tenants with most blocks and what they use, largest first. O(tenants)."""
-        found = heapq.nlargest(limit, self._sums_by_tenant.items(), key=lambda one: one[1][0])
-        return [(tenant, dict(zip(FIELDS, sums, strict=True))) for tenant, sums in found]
+        blocks: Counter[int] = Counter()
+        for sums in self._sums.values():
+            for tenant, row in sums.items():
+                blocks[tenant] += row[0]
+        found = heapq.nlargest(limit, blocks.items(), key=lambda one: one[1])
+        return [(tenant, self.of(tenant)) for tenant, _ in found]
 
-    def _add(self, owner: int, stats: NamespaceStats, sign: int) -> None:
-        sums = self._sums_by_tenant.setdefault(owner, [0] * len(FIELDS))
-        for index, name in enumerate(FIELDS):
-            sums[index] += sign * getattr(stats, name)
-        if not any(sums):
-            del self._sums_by_tenant[owner]
+
+def _add(sums: dict[int, list[int]], owner: int, stats: NamespaceStats, sign: int) -> None:
+    row = sums.setdefault(owner, [0] * len(FIELDS))
+    for index, name in enumerate(FIELDS):
+        row[index] += sign * getattr(stats, name)
+    if not any(row):
+        del sums[owner]

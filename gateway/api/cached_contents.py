@@ -118,11 +118,11 @@ async def _create(
         # All tokens are billed as written, even if they are cached: the tenant buys retention.
         cache=CacheDirectives(profile="gemini", lookup="none"),
     )
-    check_model(gateway, call)
+    model = check_model(gateway, call)
     if (replay := await generation.find_replay(body, identity)) is not None:
         return replay
     terms = retention_until(creation.expires_ms, now_ms)
-    made = await prepare(gateway, call, identity, {RESOURCE: terms})
+    made = await prepare(gateway, model, call, identity, {RESOURCE: terms})
     tokens = made.rendered[0].boundaries[-1].tokens
     tokens_min = gateway.config.caching.profile("gemini").min_tokens
     if tokens < tokens_min:
@@ -296,7 +296,8 @@ async def _delete(
         await _end_resource(gateway, identity, resource.resource_id)
         with _log_failed_release(gateway):
             if await _is_last_reference(gateway, identity, stored):
-                made = await prepare(gateway, call, identity, {RESOURCE: terms})
+                model = check_model(gateway, call)
+                made = await prepare(gateway, model, call, identity, {RESOURCE: terms})
                 await _release_leases(gateway, made)
 
     await gateway.finish(work())
@@ -309,7 +310,7 @@ async def _release_leases(gateway: Context, made: Prepared) -> None:
     for lease in made.contracts[0].leases:
         key = (space, bytes.fromhex(lease.lease_id))
         if book.end_class(key, RESOURCE, gateway.clock()):
-            await gateway.engine.erase(space, lease_id=lease.lease_id)
+            await made.model.engine.erase(space, lease_id=lease.lease_id)
 
 
 @contextmanager

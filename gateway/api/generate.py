@@ -1,4 +1,4 @@
-"""Routes of the endpoints that generate: one per path and dialect."""
+"""Routes of the endpoints that run a model: one per path and dialect."""
 
 from __future__ import annotations
 
@@ -8,16 +8,31 @@ from aiohttp import web
 
 from gateway.api.routes import ENDPOINTS, Endpoint
 from gateway.context import Context
+from gateway.dialects.openai.embeddings import SHAPE
+from gateway.generation.embedding import EmbeddingRequest
 from gateway.generation.generation import Generation
 from gateway.http.middleware import Handler, Route
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the endpoints that generate."""
-    return tuple(
-        Route("POST", end.path, _handler(gateway, end), "inference", end.dialect)
-        for end in ENDPOINTS
+    """Return the endpoints that generate, and those that embed."""
+    return (
+        *(
+            Route("POST", end.path, _handler(gateway, end), "inference", end.dialect)
+            for end in ENDPOINTS
+        ),
+        *(
+            Route("POST", path, _embed_handler(gateway), "inference", SHAPE)
+            for path in ("/v1/embeddings", "/embeddings")
+        ),
     )
+
+
+def _embed_handler(gateway: Context) -> Handler:
+    def handle(request: web.BaseRequest) -> Awaitable[web.StreamResponse]:
+        return EmbeddingRequest(gateway, request).run()
+
+    return handle
 
 
 def _handler(gateway: Context, endpoint: Endpoint) -> Handler:

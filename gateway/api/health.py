@@ -11,7 +11,8 @@ from gateway.http.middleware import Route
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the probes. Their answers have no tenant, model or load."""
+    """Return the probes. Their answers have no tenant and no load, and name models only where
+    several are served."""
 
     async def health(request: web.BaseRequest) -> web.StreamResponse:
         # 200 without an engine, too: it is restarted until it serves, and the gateway answers.
@@ -21,9 +22,10 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def ready(request: web.BaseRequest) -> web.StreamResponse:
         obstacle = gateway.obstacle()
+        models = _states(gateway)
         if obstacle is None:
-            return web.json_response({"status": "ready"})
-        body = {"status": obstacle.status, "reason": obstacle.reason}
+            return web.json_response({"status": "ready", **models})
+        body = {"status": obstacle.status, "reason": obstacle.reason, **models}
         return web.json_response(body, status=503, headers={"Retry-After": "1"})
 
     return (
@@ -31,3 +33,11 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         Route("GET", "/health", health, "open"),
         Route("GET", "/readyz", ready, "open"),
     )
+
+
+def _states(gateway: Context) -> dict[str, dict[str, str]]:
+    """Return the state of each of several models: the default one alone decides on readiness."""
+    if not gateway.models.are_several:
+        return {}
+    states = {one.name: "ready" if one.engine.ready() else "starting" for one in gateway.models}
+    return {"models": states}

@@ -44,17 +44,29 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     created_s = gateway.wall() // 1000
 
     def list_all() -> list[ListedModel]:
-        info = gateway.engine.info
-        context = 0 if info is None else info.context_tokens
-        output = min(context, gateway.config.limits.output_tokens_default)
-        return [ListedModel(name, created_s, context, output) for name in gateway.model_names]
+        listed = []
+        for model in gateway.models:
+            info = model.engine.info
+            context = 0 if info is None else info.context_tokens
+            output = min(context, gateway.config.limits.output_tokens_default)
+            listed += [ListedModel(name, created_s, context, output) for name in model.names]
+        return listed
+
+    def list_for(request: web.BaseRequest) -> list[ListedModel]:
+        """Return the models that a client's API can use: only OpenAI's has embeddings."""
+        embedder = gateway.embeddings
+        if embedder is None or _format_for(request) is not OPENAI:
+            return list_all()
+        limit = embedder.card.tokens_max
+        embedding = [ListedModel(name, created_s, limit, 0) for name in embedder.names]
+        return [*list_all(), *embedding]
 
     async def list_models(request: web.BaseRequest) -> web.StreamResponse:
-        return _json(_format_for(request).list(list_all(), request.query))
+        return _json(_format_for(request).list(list_for(request), request.query))
 
     async def get_model(request: web.BaseRequest) -> web.StreamResponse:
         name = request[STATE].parameters["name"].removeprefix("models/")
-        found = next((model for model in list_all() if model.name == name), None)
+        found = next((model for model in list_for(request) if model.name == name), None)
         if found is None:
             message = f"Model not found: the model `{name[:200]}` does not exist."
             raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")

@@ -20,6 +20,7 @@ from gateway.api.routes import find_endpoint
 from gateway.background.erasure import list_holdings
 from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens
 from gateway.generation.fidelity import parse_fidelity
@@ -69,26 +70,26 @@ def _quote_handler(gateway: Context) -> Handler:
         metadata = replace(metadata, tolerance=tolerance)
         sent = bytes(body.request)
         call = await parse_body(gateway, tenant.tenant_id, endpoint.dialect.parse, sent, metadata)
-        check_model(gateway, call)
+        model = check_model(gateway, call)
         if call.thread.is_pending:
             call = await parse_with_history(
                 gateway, endpoint.dialect, sent, metadata, call, state.identity
             )
         call = call if fidelity is None else replace(call, fidelity=fidelity)
-        made = await prepare(gateway, call, state.identity)
+        made = await prepare(gateway, model, call, state.identity)
         output_tokens(made.call, made.rendered, state.identity, made.now)
         namespace = made.scope.namespace
-        peeks = [await gateway.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
+        peeks = [await model.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
         is_in_other_namespace = await _is_in_other_namespace(
-            gateway, made, peeks[0].cached_tokens, state.identity
+            made, peeks[0].cached_tokens, state.identity
         )
         card = await gateway.reports.ask(
             lambda store: RateCards(load_cards(store)).in_force(
-                gateway.model, tenant.tier, gateway.wall()
+                model.name, tenant.tier, gateway.wall()
             ),
             tenant.tenant_id,
         )
-        wait_s = partial(_wait_s, gateway, state.identity)
+        wait_s = partial(_wait_s, model, state.identity)
         answer = quote(made, peeks, wait_s, card, is_in_other_namespace=is_in_other_namespace)
         data = msgspec.json.encode(answer)
         return await send(request, 200, data, {"Content-Type": "application/json"})
@@ -96,26 +97,26 @@ def _quote_handler(gateway: Context) -> Handler:
     return handle
 
 
-async def _is_in_other_namespace(
-    gateway: Context, made: Prepared, cached_tokens: int, identity: Identity
-) -> bool:
-    """Return whether another namespace of the tenant has more of the first prompt cached.
+async def _is_in_other_namespace(made: Prepared, cached_tokens: int, identity: Identity) -> bool:
+    """Return whether another namespace of the tenant and this model has more of the first prompt
+    cached.
 
     Peeks into the tenant's largest namespaces, at most `NAMESPACES_PEEKED_MAX`.
     """
     tokens = made.rendered[0].token_ids
     if cached_tokens >= len(tokens) - 1:
         return False
-    await gateway.engine.get_stats()
+    engine = made.model.engine
+    await engine.get_stats()
     own = [
         one.stats
-        for one in list_holdings(gateway.engine.namespaces, identity.tenant.tenant_id)
+        for one in list_holdings(engine.namespaces, identity.tenant.tenant_id)
         if one.scope_id is None  # other tenants may have written to a shared scope
         and one.stats.namespace != made.scope.namespace
     ]
     own.sort(key=lambda stats: -stats.blocks)
     for stats in own[:NAMESPACES_PEEKED_MAX]:
-        peeked = await gateway.engine.peek(stats.namespace, tokens)
+        peeked = await engine.peek(stats.namespace, tokens)
         if peeked.cached_tokens > cached_tokens:
             return True
     return False
@@ -212,7 +213,7 @@ def _first_token_s(record: UsageRecord, wait_s: Callable[[int], float]) -> float
     return float(f"{estimate:.1e}") if estimate > 0 else None
 
 
-def _wait_s(gateway: Context, identity: Identity, more: int) -> float:
-    rate = gateway.engine.stats.prefill_tokens_per_s
+def _wait_s(model: ServedModel, identity: Identity, more: int) -> float:
+    rate = model.engine.stats.prefill_tokens_per_s
     tenant_id, weight = identity.tenant.tenant_id, identity.policy.weight
-    return gateway.waiting.wait_s(tenant_id, weight, rate, more)
+    return model.waiting.wait_s(tenant_id, weight, rate, more)

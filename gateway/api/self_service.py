@@ -91,13 +91,13 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
     """Return the workspace's cached blocks and leases, and the tenant's usage of the last hours."""
     tenant, policy = identity.tenant, identity.policy
-    await gateway.engine.get_stats()
+    await gateway.models.refresh()
     namespaces = [
         holding.stats
-        for holding in erasure.list_holdings(gateway.engine.namespaces, tenant.tenant_id)
+        for holding in erasure.list_holdings(gateway.models.namespaces(), tenant.tenant_id)
         if holding.workspace == identity.workspace
     ]
-    info = gateway.engine.info
+    infos = [(one.blocks, gateway.models.info_of(one.namespace)) for one in namespaces]
     entries = erasure.live_entries(gateway, tenant.tenant_id, identity.workspace, LEASES_MAX + 1)
     window = usage_report.whole_hours(json_api.window({}, gateway.wall()))
     totals = await usage_report.own_totals(gateway, window, tenant)
@@ -112,8 +112,8 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
         "blocks": blocks,
         "pinned_blocks": sum(one.pinned_blocks for one in namespaces),
         "promised_blocks": sum(one.promised_blocks for one in namespaces),
-        "tokens": blocks * (0 if info is None else info.block_size),
-        "bytes": blocks * (0 if info is None else info.kv_bytes_per_block),
+        "tokens": sum(n * info.block_size for n, info in infos if info is not None),
+        "bytes": sum(n * info.kv_bytes_per_block for n, info in infos if info is not None),
         "levels": _levels(gateway, tenant.tenant_id),
         "policy": {
             "floor_blocks": policy.floor_blocks,
@@ -136,7 +136,7 @@ def _levels(gateway: Context, tenant_id: int) -> dict[str, dict[str, int]]:
     payer = str(tenant_id).encode()
     return {
         level.name: {"used_bytes": one.used, "promised_bytes": one.promised}
-        for level in gateway.engine.stats.levels
+        for level in gateway.models.stats().levels
         for one in level.payers
         if one.payer == payer
     }

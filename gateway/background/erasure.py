@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.api import Namespace, NamespaceStats
 from gateway.caching.namespaces import SHARED_SCOPE_PREFIX, namespaces_of, tenant_and_workspace_of
@@ -22,7 +23,14 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from tenancy.accounts.cached_contents import end_cached_contents
 from tenancy.accounts.deletion import filter_deleted
-from tenancy.accounts.erasure_receipts import ErasureReceipt, digest_namespaces, write_receipt
+from tenancy.accounts.erasure_receipts import (
+    ErasedLevel,
+    ErasureReceipt,
+    confirm_receipt,
+    digest_namespaces,
+    list_pending,
+    write_receipt,
+)
 from tenancy.accounts.shared_scopes import ScopeRecord, list_scopes
 from tenancy.ledger.idempotency import forget_answers
 from tenancy.responses.conversations import erase_conversations
@@ -121,10 +129,11 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
     `by`: the administrator that asked, for the audit log.
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
-    without a lease id, cached contents, stored responses and conversations. Blocks in use by a
-    running request are unreachable for others at once, and freed when it ends. Raises Refusal for
-    an unknown lease, EngineUnavailable and StoreError: the caller may try again until it has a
-    receipt.
+    without a lease id, vectors of texts, cached contents, stored responses and conversations.
+    Blocks in use by a running request are unreachable for others at once, and freed when it ends.
+    The receipt counts the blocks of all models. Raises Refusal for an unknown lease,
+    EngineUnavailable if the engine of any model is away, and StoreError: the caller may try again
+    until it has a receipt.
     """
     receipts: list[ErasureReceipt] = []
 
@@ -141,14 +150,16 @@ async def scope_names(gateway: Context) -> dict[int, str]:
 
 
 async def erase_removed(gateway: Context) -> None:
-    """Erase the blocks of deleted tenants, with a receipt, and of removed shared scopes.
+    """Erase what deleted tenants have in caches, with a receipt, and blocks of removed scopes.
 
-    No client can read these blocks any more. Raises EngineUnavailable and StoreError.
+    No client can read it any more. Raises EngineUnavailable and StoreError.
     """
-    await gateway.engine.get_stats()
-    everything = list_holdings(gateway.engine.namespaces)
+    await gateway.models.refresh()
+    everything = list_holdings(gateway.models.namespaces())
     found = [one for one in everything if one.stats.blocks]
     owners = {one.tenant_id for one in found}
+    if gateway.embeddings is not None:
+        owners |= gateway.embeddings.owners
     for tenant_id in await gateway.reports.ask(lambda store: filter_deleted(store, owners)):
         await erase(gateway, ErasureTarget(tenant_id, 0))
     held = [one for one in everything if one.scope_id is not None]
@@ -159,7 +170,45 @@ async def erase_removed(gateway: Context) -> None:
     for one in held:
         if one.scope_id not in existing:
             gateway.contracts.entries.erase_namespace(one.stats.namespace)
-            await gateway.engine.erase(one.stats.namespace)
+            await gateway.models.erase(one.stats.namespace)
+
+
+async def retry_pending(gateway: Context) -> None:
+    """Try again what a level could not confirm, and say so in the receipt once it has.
+
+    Erases what was named as it is now: what was written since goes too. Raises EngineUnavailable
+    and StoreError.
+    """
+    for receipt in await asyncio.to_thread(list_pending, gateway.store):
+        target = target_of(receipt)
+        names = await _names_of(gateway, target)
+        _forget_entries(gateway.contracts.entries, names, target.lease_id)
+        _, levels = await _erase_all(gateway, names, target.lease_id)
+        if any(one.state == "pending" for one in levels.values()):
+            continue
+        before = receipt.levels or {}
+        confirmed = {
+            name: ErasedLevel(
+                sum(found[name].blocks for found in (before, levels) if name in found),
+                sum(found[name].bytes for found in (before, levels) if name in found),
+            )
+            for name in {**before, **levels}
+        }
+        await asyncio.to_thread(confirm_receipt, gateway.store, receipt.receipt_id, confirmed)
+        gateway.log("erasure_confirmed", {"receipt": receipt.receipt_id})
+
+
+def target_of(receipt: ErasureReceipt) -> ErasureTarget:
+    """Return the target that a receipt describes; see `ErasureTarget.describe`."""
+    what, target = receipt.what, ErasureTarget(receipt.tenant_id, receipt.key_id)
+    if what.startswith("lease "):
+        return replace(target, lease_id=what.removeprefix("lease "))
+    if what.startswith("workspace "):
+        return replace(target, workspace=what.removeprefix("workspace "))
+    if what.startswith("shared scope "):
+        name = what.removeprefix("shared scope ")
+        return replace(target, workspace=f"{SHARED_SCOPE_PREFIX}{name}")
+    return target
 
 
 def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
@@ -169,6 +218,8 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
         "at": json_api.instant(receipt.at_ms),
         "what": receipt.what,
         "blocks": receipt.blocks,
+        "levels": receipt.levels,
+        "embeddings": receipt.embeddings,
         "namespaces": receipt.namespaces,
         "namespace_digest": receipt.namespace_digest,
         "key_id": receipt.key_id,
@@ -176,11 +227,7 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
 
 
 async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> ErasureReceipt:
-    await gateway.engine.get_stats()
-    index = gateway.contracts.entries
-    held = {one.namespace for one in gateway.engine.namespaces}
-    agreed = {entry.key[0] for entry in index.owned_by(target.tenant_id)}
-    names = sorted(filter(target.covers, held | agreed))
+    index, names = gateway.contracts.entries, await _names_of(gateway, target)
     # The prefix index first: a prefix billed as read must still be cached.
     forgotten = _forget_entries(index, names, target.lease_id)
     if target.lease_id is None:
@@ -189,11 +236,15 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         await asyncio.to_thread(forget_answers, *ended[:3])
         await asyncio.to_thread(erase_stored, *ended[:3])
         await asyncio.to_thread(erase_conversations, *ended[:3])
-    blocks = await _erase_all(gateway, names, target.lease_id)
+    vectors = 0
+    if target.lease_id is None and gateway.embeddings is not None:
+        vectors = gateway.embeddings.erase(target.tenant_id, target.workspace)
+    blocks, levels = await _erase_all(gateway, names, target.lease_id)
     # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
     _forget_entries(index, names, target.lease_id)
     await gateway.books.flush()  # durable before the receipt
-    if target.lease_id is not None and not forgotten and not blocks:
+    found = forgotten or any(one.blocks or one.state == "pending" for one in levels.values())
+    if target.lease_id is not None and not found:
         raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
     receipt = ErasureReceipt(
         receipt_id=gateway.new_id(),
@@ -204,6 +255,8 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         namespaces=len(names),
         namespace_digest=digest_namespaces(names),
         blocks=blocks,
+        levels=levels,
+        embeddings=vectors,
     )
     await asyncio.to_thread(write_receipt, gateway.store, receipt, by)
     if target.lease_id is None:
@@ -211,7 +264,13 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         owner = (gateway.store, target.tenant_id, target.workspace, receipt.at_ms)
         await asyncio.to_thread(erase_stored, *owner)
         await asyncio.to_thread(erase_conversations, *owner)
-    facts = {"tenant_id": target.tenant_id, "key_id": target.key_id, "blocks": blocks}
+    facts: dict[str, object] = {
+        "tenant_id": target.tenant_id,
+        "key_id": target.key_id,
+        "blocks": blocks,
+    }
+    if pending := [name for name, one in levels.items() if one.state == "pending"]:
+        facts["pending"] = pending
     gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
     return receipt
 
@@ -224,13 +283,35 @@ def _forget_entries(index: PrefixIndex, names: Sequence[Namespace], lease_id: st
     return sum(index.erase((name, digest)) for name in names)
 
 
-async def _erase_all(gateway: Context, names: Sequence[Namespace], lease_id: str | None) -> int:
-    blocks = 0
+async def _names_of(gateway: Context, target: ErasureTarget) -> list[Namespace]:
+    """Return the namespaces of a target that have blocks or entries."""
+    await gateway.models.refresh_all()
+    held = {one.namespace for one in gateway.models.namespaces()}
+    owned = gateway.contracts.entries.owned_by(target.tenant_id)
+    return sorted(filter(target.covers, held | {entry.key[0] for entry in owned}))
+
+
+async def _erase_all(
+    gateway: Context, names: Sequence[Namespace], lease_id: str | None
+) -> tuple[int, dict[str, ErasedLevel]]:
+    """Erase in the engine. Returns the blocks of the device, and what each level lost."""
+    blocks = size = 0
+    sums: dict[str, ErasedLevel] = {}
     for start in range(0, len(names), _CALLS_IN_FLIGHT_MAX):
         batch = names[start : start + _CALLS_IN_FLIGHT_MAX]
-        calls = (gateway.engine.erase(name, lease_id=lease_id) for name in batch)
-        blocks += sum(erased.blocks for erased in await asyncio.gather(*calls))
-    return blocks
+        calls = (gateway.models.erase(name, lease_id) for name in batch)
+        for name, erased in zip(batch, await asyncio.gather(*calls), strict=True):
+            blocks += erased.blocks
+            info = gateway.models.info_of(name)
+            size += 0 if info is None else erased.blocks * info.kv_bytes_per_block
+            for one in erased.levels:
+                before = sums.get(one.level, ErasedLevel(0, 0))
+                sums[one.level] = ErasedLevel(
+                    before.blocks + one.blocks,
+                    before.bytes + one.bytes,
+                    "pending" if one.code else before.state,
+                )
+    return blocks, {"device": ErasedLevel(blocks, size), **sums}
 
 
 def _lease_digest(lease_id: str) -> bytes:

@@ -15,9 +15,10 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from engine.api import Stats
 from gateway.background.money_metrics import MoneyMetrics
 from gateway.background.periodic_task import PeriodicTask
-from gateway.caching.namespaces import owner_of
+from gateway.background.storage_metering import update_holders
 from gateway.context import Context
 from gateway.observability.ended_requests import HOUR_MS, Minute, MinuteCounts
 from tenancy.errors import StoreError
@@ -69,14 +70,14 @@ def sample_of(gateway: Context, minute: Minute, tenant_id: int, gateway_id: str 
     at_ms, counts = minute
     details = counts[tenant_id].details if tenant_id in counts else SampleDetails()
     sample = Sample(tenant_id, at_ms, details, gateway=gateway_id)
-    if gateway.engine.info is None:
+    if all(model.engine.info is None for model in gateway.models):
         return sample
     if tenant_id != ALL_TENANTS:
         held = gateway.holders.of(tenant_id)
         return replace(
             sample, blocks_promised=held["promised_blocks"], blocks_cached=held["blocks"]
         )
-    stats = gateway.engine.stats
+    stats = gateway.models.stats()
     return replace(
         sample,
         blocks_promised=gateway.holders.total("promised_blocks"),
@@ -88,8 +89,29 @@ def sample_of(gateway: Context, minute: Minute, tenant_id: int, gateway_id: str 
 def live_samples(gateway: Context, tenant_id: int) -> list[Sample]:
     """Return a tenant's samples, or those of all, of the minutes that the database lacks: the
     running one last. O(changed namespaces), and for all O(tenants)."""
-    gateway.holders.update(gateway.engine.namespaces, owner_of)
+    update_holders(gateway)
     return [sample_of(gateway, minute, tenant_id) for minute in gateway.ended.minutes()]
+
+
+class TokenRates:
+    """Prompt and output tokens per second of one engine, over the last minute."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int, int]] = deque()
+
+    def update(self, stats: Stats, now_s: float) -> tuple[float, float] | None:
+        """Add the engine's counts, and return the rates; None before the second call. O(1)."""
+        now = (now_s, stats.prompt_tokens_total, stats.output_tokens_total)
+        if self._counts and (now[1] < self._counts[-1][1] or now[2] < self._counts[-1][2]):
+            self._counts.clear()  # another engine
+        self._counts.append(now)
+        while now_s - self._counts[0][0] > RATE_OVER_S:
+            self._counts.popleft()
+        first_s, prompt, output = self._counts[0]
+        seconds = now_s - first_s
+        if seconds <= 0:
+            return None
+        return (now[1] - prompt) / seconds, (now[2] - output) / seconds
 
 
 class HistorySampling:
@@ -100,7 +122,7 @@ class HistorySampling:
         self._gateway = gateway
         self._gateway_id = gateway_id
         self._money = MoneyMetrics(gateway)
-        self._rates: deque[tuple[float, int, int]] = deque()
+        self._rates = [TokenRates() for _ in gateway.models]
         self._has_told_labels = False
         self._recorded_s, self._money_s = gateway.clock(), -math.inf
         self._has_begun = False
@@ -188,20 +210,16 @@ class HistorySampling:
                 pass
 
     def _update_rates(self) -> None:
-        """Set the metrics of tokens per second, from the engine's counts of the last minute."""
-        stats, now_s = self._gateway.engine.stats, self._gateway.clock()
-        now = (now_s, stats.prompt_tokens_total, stats.output_tokens_total)
-        if self._rates and (now[1] < self._rates[-1][1] or now[2] < self._rates[-1][2]):
-            self._rates.clear()  # another engine
-        self._rates.append(now)
-        while now_s - self._rates[0][0] > RATE_OVER_S:
-            self._rates.popleft()
-        first_s, prompt, output = self._rates[0]
-        seconds = now_s - first_s
-        if seconds > 0:
-            telemetry = self._gateway.telemetry
-            telemetry.prompt_tokens_per_s.set((now[1] - prompt) / seconds)
-            telemetry.output_tokens_per_s.set((now[2] - output) / seconds)
+        """Set the metrics of tokens per second, from the engines' counts of the last minute."""
+        gateway, telemetry, now_s = self._gateway, self._gateway.telemetry, self._gateway.clock()
+        found = [
+            rates.update(model.engine.stats, now_s)
+            for model, rates in zip(gateway.models, self._rates, strict=True)
+        ]
+        if any(rates is not None for rates in found):
+            known = [rates for rates in found if rates is not None]
+            telemetry.prompt_tokens_per_s.set(sum(prompt for prompt, _ in known))
+            telemetry.output_tokens_per_s.set(sum(output for _, output in known))
 
     def _tell_labels(self) -> None:
         """Log once that metrics name no further tenant."""

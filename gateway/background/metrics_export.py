@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_churn
 from gateway.context import Context
+from gateway.observability.metrics import EncoderCounts, EngineState
 
 
 class MetricsExporter(Protocol):
@@ -31,9 +32,29 @@ async def refresh_metrics(gateway: Context) -> None:
     """Set the metrics that the engine, the ledger, the cache and the process keep themselves."""
     telemetry = gateway.telemetry
     await asyncio.to_thread(telemetry.read_process)
-    is_ready, restarts = gateway.is_ready(), gateway.engine_restarts()
-    telemetry.set_engine_stats(gateway.engine.stats, is_ready=is_ready, restarts=restarts)
+    models = gateway.models
+    telemetry.set_engine_stats(
+        models.default.engine.stats,
+        is_ready=gateway.is_ready(),
+        restarts=models.default.restarts(),
+        several=[
+            EngineState(one.name, one.engine.stats, one.engine.ready(), one.restarts())
+            for one in models
+            if models.are_several
+        ],
+    )
     telemetry.set_ledger_restarts(gateway.ledger.restarts)
+    if (embedder := gateway.embeddings) is not None:
+        encoder = embedder.encoder
+        telemetry.set_encoder(
+            EncoderCounts(
+                is_ready=encoder.is_ready,
+                waiting_tokens=encoder.waiting_tokens,
+                cached_bytes=embedder.cached_bytes,
+                restarts=encoder.restarts,
+                batches=encoder.batches,
+            )
+        )
     update_churn(gateway)
     promises = gateway.contracts.promises.by_class(gateway.clock())
     telemetry.set_cache_stats(promises, gateway.churn.all.total[0])

@@ -20,13 +20,14 @@ from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, write_floor_
 
 
 class QuotaUpdates:
-    """Sends the quotas of changed tenants to the engine."""
+    """Sends the quotas of changed tenants to the engine of each model."""
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
         self._recent: dict[int, TenantRecord] = {}
-        self._cut: tuple[int, int] | None = None
-        self._recorded_epoch = ""
+        self._cuts: dict[str, tuple[int, int]] = {}
+        """Models whose pool the floors exceed: the blocks they ask for, and may take."""
+        self._recorded: set[str] = set()
 
     def send_changes(self) -> None:
         """Send the quotas changed since the last call. Without changes, it costs one look at the
@@ -45,43 +46,49 @@ class QuotaUpdates:
         self._send(recent)
 
     async def record_floors_max(self) -> None:
-        """Store the pool's limit for floors, for commands that run without an engine.
+        """Store the pools' limit for floors, for commands that run without an engine.
 
         Raises StoreError; the next call then tries again.
         """
-        info = self._gateway.engine.info
-        if info is not None and info.epoch != self._recorded_epoch:
-            await asyncio.to_thread(
-                write_floor_blocks_max, self._gateway.store, info.floor_blocks_max
-            )
-            self._recorded_epoch = info.epoch
+        models = self._gateway.models
+        epochs, most = models.epochs(), models.floor_blocks_max()
+        if most is not None and epochs != self._recorded:
+            await asyncio.to_thread(write_floor_blocks_max, self._gateway.store, most)
+            self._recorded = epochs
 
     def _log_floor_cut(self) -> None:
         """Log when floors exceed the pool, and when they fit again.
 
         A floor may be set where no engine's limit is known: on the command line, or in the file.
         """
-        info, requested = self._gateway.engine.info, self._gateway.registry.floor_blocks()
-        if info is None:
-            return
-        cut = (requested, info.floor_blocks_max) if requested > info.floor_blocks_max else None
-        if cut != self._cut:
-            facts: dict[str, object] = {
-                "asked_blocks": requested,
-                "floor_blocks_max": info.floor_blocks_max,
-            }
-            self._gateway.log("floors_satisfied" if cut is None else "floors_cut", facts)
-            self._cut = cut
+        models, floors = self._gateway.models, self._gateway.registry.floor_blocks()
+        for model in models:
+            info = model.engine.info
+            if info is None:
+                continue
+            asked, most = int(floors * model.quota_scale), info.floor_blocks_max
+            cut = (asked, most) if asked > most else None
+            if cut != self._cuts.get(model.name):
+                facts: dict[str, object] = {"asked_blocks": asked, "floor_blocks_max": most}
+                if models.are_several:
+                    facts["model"] = model.name
+                self._gateway.log("floors_satisfied" if cut is None else "floors_cut", facts)
+                self._cuts.pop(model.name, None)
+                if cut is not None:
+                    self._cuts[model.name] = cut
 
     def _send(self, tenants: dict[int, TenantRecord]) -> None:
-        with suppress(EngineError):  # `resend_recent` or the next request delivers it
-            default = self._gateway.promised_blocks_default()
-            quotas = [_current_quota(one, default) for one in tenants.values()]
-            self._gateway.engine.set_quotas(quotas)
+        for model in self._gateway.models:
+            info = model.engine.info
+            default = None if info is None else self._gateway.promised_blocks_default(info)
+            scale = model.quota_scale
+            quotas = [_current_quota(one, default, scale) for one in tenants.values()]
+            with suppress(EngineError):  # `resend_recent` or the next request delivers it
+                model.engine.set_quotas(quotas)
 
 
-def _current_quota(one: TenantRecord, promised_default: int | None) -> Quota:
+def _current_quota(one: TenantRecord, promised_default: int | None, scale: float) -> Quota:
     """Return a tenant's quota. A suspended tenant has no floor; its blocks stay until they are
-    evicted."""
+    evicted. `scale`: the factor of the model's pool."""
     policy = structs.replace(one.policy, floor_blocks=floor_blocks_of(one))
-    return quota_of(policy, str(one.tenant.tenant_id).encode(), promised_default)
+    return quota_of(policy, str(one.tenant.tenant_id).encode(), promised_default, scale)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from engine.api import Stats
+from engine.api import EngineInfo, Stats
+from engine.client.client import Engine
 from engine.errors import EngineError
 from gateway.background.periodic_task import PeriodicTask
 from gateway.context import Context
@@ -34,7 +35,7 @@ class Reconciler:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._known_epoch, self._noted_s = "", gateway.clock()
+        self._known_epochs, self._noted_s = set[str](), gateway.clock()
         self._task = PeriodicTask(
             "reconciliation", self._watch, lambda: POLL_INTERVAL_S, gateway.log, gateway.clock
         )
@@ -49,18 +50,21 @@ class Reconciler:
         await self.note(is_last=True)
 
     async def note(self, *, is_last: bool = False) -> None:
-        """Record the counts now. Without an engine it does nothing; after a failed write, the
-        next record has these counts too."""
-        gateway = self._gateway
-        info = gateway.engine.info
-        if info is None or (not gateway.engine.ready() and not is_last):
+        """Record the counts of each model's engine now. Without an engine it does nothing; after a
+        failed write, the next record has these counts too."""
+        for model in self._gateway.models:
+            await self._note(model.engine, is_last=is_last)
+
+    async def _note(self, engine: Engine, *, is_last: bool) -> None:
+        gateway, info = self._gateway, engine.info
+        if info is None or (not engine.ready() and not is_last):
             return
         # Each request in the engine's counts then has its hold or its entry in the ledger.
         with gateway.ledger.holds_first():
             at_ms = gateway.wall()
             try:
                 async with asyncio.timeout(STATS_TIMEOUT_S):
-                    stats = await gateway.engine.get_stats()
+                    stats = await engine.get_stats()
             except (EngineError, TimeoutError):
                 return
             totals = self._totals(info.epoch, stats, at_ms, is_last=is_last)
@@ -85,9 +89,13 @@ class Reconciler:
         )
 
     async def check(self) -> bool:
-        """Return whether the counts of the engine's epoch agree, as far as they can be compared
+        """Return whether the counts of each engine's epoch agree, as far as they can be compared
         now."""
-        info, epoch = self._gateway.engine.info, None
+        agree = [await self._check(model.engine.info) for model in self._gateway.models]
+        return all(agree)
+
+    async def _check(self, info: EngineInfo | None) -> bool:
+        epoch = None
         try:
             if info is not None:
                 epoch = await asyncio.to_thread(reconcile_living, self._gateway.store, info.epoch)
@@ -107,10 +115,9 @@ class Reconciler:
 
     async def _watch(self) -> None:
         """Record the counts if they are due, and compare them."""
-        clock, engine = self._gateway.clock, self._gateway.engine
-        info = engine.info
-        if info is not None and engine.ready() and info.epoch != self._known_epoch:
-            self._known_epoch = info.epoch
+        clock, epochs = self._gateway.clock, self._gateway.models.epochs()
+        if not epochs <= self._known_epochs:
+            self._known_epochs = epochs
             await self.note()
         elif not self._gateway.ledger.is_well:
             await self.note()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
 from gateway.background.budget_alerts import BudgetAlerts
-from gateway.background.erasure import erase_removed
+from gateway.background.erasure import erase_removed, retry_pending
 from gateway.background.periodic_task import PeriodicTask
 from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
@@ -125,9 +125,16 @@ def update_churn(gateway: Context) -> None:
 
     O(namespaces that changed).
     """
-    moves, now_ms = gateway.engine.cache_events.take_moves(), gateway.wall()
+    moves, now_ms = gateway.models.take_moves(), gateway.wall()
     gateway.churn.update(moves, owner_of, now_ms // 60_000)
-    gateway.level_history.update(gateway.engine.stats, now_ms)
+    gateway.level_history.update(gateway.models.stats(), now_ms)
+
+
+def update_holders(gateway: Context) -> None:
+    """Update the sums of what each tenant holds of each model. O(namespaces that changed)."""
+    for model in gateway.models:
+        table = None if model.engine.info is None else model.engine.namespaces
+        gateway.holders.update(table, owner_of, model.name)
 
 
 class StorageMetering:
@@ -135,7 +142,7 @@ class StorageMetering:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._meter = StorageMeter()
+        self._meters = {model.name: StorageMeter() for model in gateway.models}
         self._quotas = QuotaUpdates(gateway)
         self._budget_alerts = BudgetAlerts(gateway)
         self._written_s = self._churn_s = gateway.clock()
@@ -174,18 +181,20 @@ class StorageMetering:
             await self._write()
             with suppress(EngineError, StoreError):  # tried again in a minute
                 await erase_removed(self._gateway)
+                await retry_pending(self._gateway)
             await self.clear_expired()
             self._quotas.resend_recent()
             await self._budget_alerts.check()
 
     def _update_meter(self) -> None:
-        engine, now_ns = self._gateway.engine, int(self._gateway.clock() * NS_PER_S)
-        if engine.info is None:
-            self._meter.update(None, 0, now_ns)
-            self._gateway.holders.update(None, owner_of)
-        else:
-            self._meter.update(engine.namespaces, engine.info.block_size, now_ns)
-            self._gateway.holders.update(engine.namespaces, owner_of)
+        now_ns = int(self._gateway.clock() * NS_PER_S)
+        update_holders(self._gateway)
+        for model in self._gateway.models:
+            info, meter = model.engine.info, self._meters[model.name]
+            if info is None:
+                meter.update(None, 0, now_ns)
+            else:
+                meter.update(model.engine.namespaces, info.block_size, now_ns)
 
     async def _write(self) -> None:
         """Write the readings; a reading whose write fails is part of the next one."""
@@ -195,19 +204,25 @@ class StorageMetering:
         except StoreError:
             return
         tiers = {tenant.tenant_id: tenant.tier for tenant, _ in tenants}
-        measured, at_ms = self._meter.take(), gateway.wall()
-        written = {
-            (tenant_id, name): gateway.ledger.write(
-                StorageReading(tenant_id, name, seconds, at_ms, gateway.model, tiers[tenant_id])
+        at_ms = gateway.wall()
+        written = [
+            (
+                meter,
+                (tenant_id, name),
+                seconds,
+                gateway.ledger.write(
+                    StorageReading(tenant_id, name, seconds, at_ms, model, tiers[tenant_id])
+                ),
             )
-            for (tenant_id, name), seconds in measured.items()
+            for model, meter in self._meters.items()
+            for (tenant_id, name), seconds in meter.take().items()
             if tenant_id in tiers
-        }
-        for key, future in written.items():
+        ]
+        for meter, key, seconds, future in written:
             try:
                 await future
             except LedgerUnavailable:
-                self._meter.put_back(key, measured[key])
+                meter.put_back(key, seconds)
 
     async def clear_expired(self) -> None:
         """Delete expired cached contents, stored responses and conversations, which no client may

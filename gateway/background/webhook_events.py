@@ -60,7 +60,7 @@ class WebhookEvents:
     def __init__(self, gateway: Context, findings: FindFindings = findings_of_day) -> None:
         self._gateway = gateway
         self._findings = findings
-        self._restarts = gateway.engine_restarts()
+        self._restarts = {one.name: one.restarts() for one in gateway.models}
         self._broken: dict[tuple[int, str], int] = {}
         self._limited: dict[int, int] = {}
 
@@ -88,11 +88,17 @@ class WebhookEvents:
         return f"tenant {tenant_id}" if found is None else found.tenant.name
 
     def _restarted(self, now_ms: int) -> list[WebhookEvent]:
-        before, self._restarts = self._restarts, self._gateway.engine_restarts()
-        if self._restarts <= before:
-            return []
-        data = {"restarts": self._restarts, "model": self._gateway.model}
-        return [WebhookEvent(f"{now_ms}:{self._restarts}", "engine.restarted", data)]
+        before = self._restarts
+        self._restarts = {one.name: one.restarts() for one in self._gateway.models}
+        return [
+            WebhookEvent(
+                f"{now_ms}:{count}:{name}" if len(before) > 1 else f"{now_ms}:{count}",
+                "engine.restarted",
+                {"restarts": count, "model": name},
+            )
+            for name, count in self._restarts.items()
+            if count > before[name]
+        ]
 
     def _lost_promises(self, now_ms: int) -> list[WebhookEvent]:
         """Return an event for each tenant and class that lost promises, one an hour."""

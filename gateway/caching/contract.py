@@ -71,7 +71,7 @@ class ContractManager:
         config: CachingConfig,
         clock: Clock,
         losses: Callable[[Namespace], dict[str, int]],
-        epoch: Callable[[], str],
+        epoch: Callable[[Namespace], str],
         is_alive: Callable[[str], bool],
         *,
         has_past: bool = False,
@@ -79,11 +79,12 @@ class ContractManager:
         survives: Callable[[], bool] = lambda: False,
     ) -> None:
         """`losses`: blocks that a namespace lost, by cause, as of the engine's latest heartbeat.
-        `epoch`: the engine epoch that new prefixes are written in. `is_alive`: whether the engine
-        of an epoch still holds its cache. `has_past`: an earlier gateway process may have written
-        prefixes that this index does not contain. `tells_leases`: whether usage says which lease
-        was not granted whole, which the hosted APIs' usage cannot. `survives`: whether a level now
-        holds what was promised by engines that have ended."""
+        `epoch`: the engine epoch that new prefixes of a namespace are written in. `is_alive`:
+        whether the engine of an epoch still holds its cache. `has_past`: an earlier gateway process
+        may have written prefixes that this index does not contain. `tells_leases`: whether usage
+        says which lease was not granted whole, which the hosted APIs' usage cannot. `survives`:
+        whether a level now holds what was promised by engines that have ended.
+        """
         self.config = config
         self.clock = clock
         self.losses = losses
@@ -145,7 +146,8 @@ class ContractManager:
         for write in writes:
             if write.retention.name in prepaid:
                 key = (scope.namespace, write.digest)
-                entry = IndexedPrefix(key, write.tokens, 0, self.epoch(), {}, scope.origin, b"")
+                epoch = self.epoch(scope.namespace)
+                entry = IndexedPrefix(key, write.tokens, 0, epoch, {}, scope.origin, b"")
                 entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
                 candidates.append((write.tokens, entry))
         candidates.sort(key=lambda pair: -pair[0])
@@ -336,7 +338,7 @@ class Contract:
                 key,
                 write.tokens,
                 self._scope.tenant_id,
-                manager.epoch(),
+                manager.epoch(namespace),
                 losses,
                 write.retention,
                 self._started_s,
@@ -398,14 +400,15 @@ class Contract:
     def _adopt(self, cached_tokens: int) -> None:
         """Note that the present engine holds the prefixes that were found whole: what came back
         from a level after the end of its engine is no loss any more."""
-        manager, epoch = self._manager, self._manager.epoch()
+        manager, namespace = self._manager, self._scope.namespace
+        epoch = manager.epoch(namespace)
         for tokens, entry in self._terms.candidates:
             if (
                 entry.epoch != epoch
                 and not manager.is_alive(entry.epoch)
                 and self._terms.is_cached(tokens, cached_tokens)
             ):
-                entry.epoch, entry.losses = epoch, manager.losses(self._scope.namespace)
+                entry.epoch, entry.losses = epoch, manager.losses(namespace)
                 manager.entries.note_change(entry)
 
     def _why_missed(self, read: int, cached_tokens: int, reach: int, now_s: float) -> str:

@@ -17,12 +17,18 @@ from tenancy.accounts.tenants import TenantRecord, floor_blocks_of
 
 
 def check_floor(
-    tenants: Iterable[TenantRecord], name: str, floor_blocks: int, info: EngineInfo | None
+    tenants: Iterable[TenantRecord],
+    name: str,
+    floor_blocks: int,
+    info: EngineInfo | None,
+    scale: float = 1.0,
+    model: str = "",
 ) -> None:
     """Check that a tenant may have this floor beside those of others. A floor that is not raised is
     always allowed. O(tenants).
 
-    Raises Refusal with the number of blocks that would fit.
+    `scale`: factor of floors in this engine's pool. `model`: names the engine, if there are
+    several. Raises Refusal with the number of blocks that would fit.
     """
     others = before = 0
     for one in tenants:
@@ -30,14 +36,18 @@ def check_floor(
             before = one.policy.floor_blocks
         else:
             others += floor_blocks_of(one)
-    if info is None or floor_blocks <= before or others + floor_blocks <= info.floor_blocks_max:
+    if info is None or floor_blocks <= before:
         return
-    most = max(0, info.floor_blocks_max - others)
+    floors_max = int(info.floor_blocks_max / scale)
+    if others + floor_blocks <= floors_max:
+        return
+    most = max(0, floors_max - others)
+    engine = f"The engine of the model {model}" if model else "The engine"
     raise Refusal(
         Kind.BAD,
         "floor_too_large",
-        f"floor_blocks: {floor_blocks}; expected at most {most}. The engine has {info.blocks}"
-        f" blocks; all floors may take {info.floor_blocks_max}, and other tenants have {others}.",
+        f"floor_blocks: {floor_blocks}; expected at most {most}. {engine} has {info.blocks}"
+        f" blocks; all floors may take {floors_max}, and other tenants have {others}.",
         param="floor_blocks",
     )
 

@@ -7,8 +7,11 @@ admission encodes, erasure and analytics decode.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
+
+from msgspec import structs
 
 from engine.api import (
     EngineInfo,
@@ -72,14 +75,33 @@ def payer_of(identity: Identity) -> bytes:
 
 
 def quota_of(
-    policy: CachePolicy, payer: Payer, promised_blocks_default: int | None = None
+    policy: CachePolicy,
+    payer: Payer,
+    promised_blocks_default: int | None = None,
+    scale: float = 1.0,
 ) -> Quota:
     """Return the engine's quota of a payer. `promised_blocks_default`: bounds a policy that sets no
-    bound on promises; the payer's floor is its own and may be promised whole."""
+    bound on promises; the payer's floor is its own and may be promised whole. `scale`: factor of
+    the policy's blocks in this engine's pool."""
+    policy = scaled(policy, scale)
     promised = policy.promised_blocks_max
     if promised is None and promised_blocks_default is not None:
         promised = max(promised_blocks_default, policy.floor_blocks)
     return Quota(policy.floor_blocks, policy.ceiling_blocks, policy.weight, promised, payer)
+
+
+def scaled(policy: CachePolicy, scale: float) -> CachePolicy:
+    """Return a policy whose numbers of blocks are multiplied by `scale`, floors rounded down and
+    bounds up: a bound above 0 leaves room for a block."""
+    if scale == 1.0:
+        return policy
+    ceiling, promised = policy.ceiling_blocks, policy.promised_blocks_max
+    return structs.replace(
+        policy,
+        floor_blocks=int(policy.floor_blocks * scale),
+        ceiling_blocks=None if ceiling is None else math.ceil(ceiling * scale),
+        promised_blocks_max=None if promised is None else math.ceil(promised * scale),
+    )
 
 
 def promised_blocks_default(

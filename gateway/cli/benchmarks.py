@@ -20,7 +20,7 @@ from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 def _run(call: CommandCall, work: Callable[..., Report]) -> CommandResult:
     config = call.config
     try:
-        report = work(call.options, config.model.name, config.models_dir, call.warn)
+        report = work(call.options, config.served_models()[0].source, config.models_dir, call.warn)
     except BenchError as error:
         raise CommandError(str(error)) from error
     return CommandResult(report.text(), msgspec.to_builtins(report))

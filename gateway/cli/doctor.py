@@ -21,13 +21,14 @@ import apsw
 from msgspec import Struct, structs
 
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, resolve
+from engine.model_store import CATALOGUE, DEFAULT_ENCODER, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
 from gateway.cli.level_checks import check_levels
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
 from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, parse_address
+from gateway.engines.memory import plan_memory
 from gateway.http.descriptors import (
     DESCRIPTORS_KEPT,
     connections_allowed,
@@ -45,8 +46,6 @@ DISK_GIB_MIN = 1.0
 FSYNC_MS_MAX = 20.0
 """Longest time of a durable write, in the middle; an answer waits for one."""
 FSYNCS = 15
-WORK_MIB = 500
-"""Memory of the processes themselves, in MiB: gateway, engine, ledger, analytics."""
 CLOCK_MIN_MS = 1_760_000_000_000
 """A clock before October 2025 is wrong: the program is younger."""
 CLOCK_SLACK_MS = 60_000
@@ -67,8 +66,8 @@ def _run(call: CommandCall) -> CommandResult:
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(_addresses, _hosts, _encryption, _descriptors, _model, _memory, _levels, _keys),
-        _webhooks,
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, _levels),
+        *(_keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.origin)
@@ -267,53 +266,51 @@ def _descriptors(config: Config) -> list[Check]:
 
 
 def _model(config: Config) -> list[Check]:
-    name = config.model.name
+    return [_one_model(config, one.name, one.source) for one in config.served_models()]
+
+
+def _one_model(config: Config, name: str, source: str) -> Check:
+    """Check that a model is here, or can be fetched. `name`: of one of several models."""
+    what = f"model {name}" if name else "model"
     try:
-        return [Check("model", True, str(resolve(name, config.models_dir)))]
+        return Check(what, True, str(resolve(source, config.models_dir)))
     except ModelError as error:
-        if name in CATALOGUE:
-            return [Check("model", True, f"{name}, fetched at the first start")]
-        fix = "trunkline pull NAME, or set model.name to a file or folder that exists"
-        return [Check("model", False, error.message, fix)]
+        if source in CATALOGUE:
+            return Check(what, True, f"{source}, fetched at the first start")
+        setting = "the model's path" if name else "model.name"
+        fix = f"trunkline pull NAME, or set {setting} to a file or folder that exists"
+        return Check(what, False, error.message, fix)
+
+
+def _embeddings(config: Config) -> list[Check]:
+    """Check that the embedding model is one, and that it is here or can be fetched."""
+    name, check = config.embeddings.model, "embedding model"
+    if not name:
+        return []
+    is_builtin = name in CATALOGUE
+    fix = f"set embeddings.model to {DEFAULT_ENCODER}, or to a folder of an encoder"
+    if is_builtin and not CATALOGUE[name].is_encoder:
+        return [Check(check, False, f"{name} generates text and embeds none", fix)]
+    try:
+        return [Check(check, True, str(resolve(name, config.models_dir)))]
+    except ModelError as error:
+        if is_builtin:
+            return [Check(check, True, f"{name}, fetched at the first start")]
+        return [Check(check, False, error.message, fix)]
 
 
 def _memory(config: Config) -> list[Check]:
-    """Compare the machine's free memory with the model, the KV blocks and the processes."""
-    free_mib = available_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
+    """Compare the machine's free memory with the models, the KV blocks and the processes."""
     try:
-        source = resolve(config.model.name, config.models_dir)
+        plan = plan_memory(config)
     except ModelError:
         return []
-    if free_mib is None or config.engine.device == "cuda":
+    if plan is None:
         return []
-    files = [source] if source.is_file() else [one for one in source.rglob("*") if one.is_file()]
-    model_mib = sum(one.stat().st_size for one in files) // 2**20
-    kv_mib = 0 if config.engine.kv_blocks else config.engine.kv_memory_mib
-    need_mib = WORK_MIB + model_mib + kv_mib
-    parts = f"{model_mib} for the model, {kv_mib} for KV, {WORK_MIB} for the processes"
-    found = f"{free_mib} MiB free, about {need_mib} needed ({parts})"
-    if free_mib < need_mib:
+    if not plan.fits:
         fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"
-        return [Check("memory", False, found, fix)]
-    return [Check("memory", True, found)]
-
-
-def available_memory_mib(meminfo: Path, cgroup: Path) -> int | None:
-    """Return the MiB that a new process may take, of the machine and its container.
-
-    None where the system does not tell.
-    """
-    try:
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free_mib = int(fields["MemAvailable"].split()[0]) // 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return free_mib
-    return min(free_mib, max(0, limit - used) // 2**20)
+        return [Check("memory", False, plan.describe(), fix)]
+    return [Check("memory", True, plan.describe())]
 
 
 def _levels(config: Config) -> list[Check]:

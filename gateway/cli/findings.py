@@ -87,7 +87,9 @@ def _check_prompt(call: CommandCall) -> CommandResult:
         where = f"{error.param}: " if error.param else ""
         raise UsageError(f"cannot render: {where}{error.message}") from error
     except (ModelError, ValueError) as error:
-        raise UsageError(f"cannot load the model {config.model.name}: {error}") from error
+        raise UsageError(
+            f"cannot load the model {config.served_models()[0].source}: {error}"
+        ) from error
     card = _card(config, renderer.card.name)
     is_enough = found.shared_share >= options.min_shared
     data = {
@@ -137,7 +139,7 @@ def _read(path: Path) -> bytes:
 
 
 def _renderer(config: Config) -> Renderer:
-    name = config.model.name
+    name = config.served_models()[0].source
     return Renderer(prepare(name, resolve(name, config.models_dir), config.models_dir))
 
 

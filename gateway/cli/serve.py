@@ -8,25 +8,28 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
+from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
 from gateway import app
 from gateway.cli.database import ADMIN_KEY_FILE, KEY_FILE, open_store, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, parse_address
-from gateway.levels.placement import FolderLock, check_levels, levels_dir
+from gateway.engines.memory import lacking_memory
+from gateway.levels.placement import ServerLock, check_levels, levels_dir
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
 
 def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
-    """Serve until a signal, and return the exit status. Fetches a missing built-in model first.
+    """Serve until a signal, and return the exit status. Fetches missing built-in models first.
 
     `read_config` returns the settings as they are now, for a reload. Raises CommandError for an
-    address or a data directory that cannot be used, and ConfigError for levels that this machine
-    cannot have, before a model is fetched or loaded.
+    address or a data directory that cannot be used, for several models that do not fit into memory
+    together, and ConfigError for levels that this machine cannot have, before a model is loaded.
     """
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
@@ -39,27 +42,32 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
     check_levels(config)
     with ExitStack() as held:
         if config.engine.levels.disk_gib:
-            held.callback(FolderLock(levels_dir(config)).close)
+            held.callback(ServerLock(levels_dir(config)).close)
         return _run(config, say, progress, read_config)
 
 
 def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
     """Serve in a checked data directory; see `run`."""
-    card = prepared_model(config, say, progress)
+    cards = prepared_models(config, say, progress)
+    encoder = prepared_encoder(config, say, progress)
+    if lack := lacking_memory(config):
+        raise CommandError(lack)
+    names = ", ".join(one.name for one in config.served_models()) or cards[0].name
     store, key = open_store(config)
 
     def announce(urls: list[str]) -> None:
-        for line in banner(card.name, urls, config, key):
+        for line in banner(names, urls, config, key):
             say(line)
 
     try:
-        return asyncio.run(app.serve(config, card, store, announce, read_config))
+        return asyncio.run(app.serve(config, cards, store, announce, read_config, encoder))
     finally:
         store.close()
 
 
 def banner(model: str, urls: list[str], config: Config, key: str | None) -> list[str]:
-    """Return the lines that say where the server is. `urls`: of the public and admin listeners.
+    """Return the lines that say where the server is. `model`: the names of the served models.
+    `urls`: of the public and admin listeners.
 
     `key`: the default tenant's, at the first start.
     """
@@ -75,18 +83,48 @@ def banner(model: str, urls: list[str], config: Config, key: str | None) -> list
     ]
 
 
-def prepared_model(config: Config, say: Say, progress: Progress) -> ModelCard:
-    """Resolve the model, fetch a missing built-in one, and prepare it. Raises ModelError."""
-    name, models = config.model.name, config.models_dir
+def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelCard]:
+    """Prepare all models that are served, in their order. Raises ModelError."""
+    models = config.models_dir
+    return [prepared_model(one.source, models, say, progress) for one in config.served_models()]
+
+
+def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> ModelCard:
+    """Resolve a model, fetch a missing built-in one, and prepare it. Raises ModelError."""
+    if name in CATALOGUE and CATALOGUE[name].is_encoder:
+        message = f"{name} embeds texts and generates none; expected it as embeddings.model"
+        raise ModelError("unsupported", message)
+    source = _found_model(name, models, say, progress)
+    return prepare(_short_name(name, source), source, models)
+
+
+def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCard | None:
+    """Do the same for the embedding model; None if there is none. Raises ModelError."""
+    name, models = config.embeddings.model, config.models_dir
+    if not name:
+        return None
+    if name in CATALOGUE and not CATALOGUE[name].is_encoder:
+        message = f"{name} generates text; expected an embedding model as embeddings.model"
+        raise ModelError("unsupported", message)
+    source = _found_model(name, models, say, progress)
+    return prepare_encoder(_short_name(name, source), source, models)
+
+
+def _short_name(name: str, source: Path) -> str:
+    if name in CATALOGUE:
+        return name
+    return source.stem if source.is_file() else source.name
+
+
+def _found_model(name: str, models: Path, say: Say, progress: Progress) -> Path:
+    """Return the file or folder of a model; fetches a missing built-in one."""
     try:
-        source = resolve(name, models)
+        return resolve(name, models)
     except ModelError as error:
         if error.code != "not_found" or name not in CATALOGUE:
             raise
         say(f"fetching {name}")
-        source = pull(name, models, progress)
-    short = name if name in CATALOGUE else source.stem if source.is_file() else source.name
-    return prepare(short, source, models)
+        return pull(name, models, progress)
 
 
 def check_address(address: str, what: str) -> None:
@@ -122,14 +160,24 @@ def _add_pull(parser: argparse.ArgumentParser) -> None:
 
 
 def _pull(call: CommandCall) -> CommandResult:
-    """Fetch a model, or check that it is here. Raises ModelError."""
-    name, quiet = call.config.model.name, call.options.quiet
+    """Fetch the models, or check that they are here. Raises ModelError."""
+    names = list(dict.fromkeys(one.source for one in call.config.served_models()))
+    paths = {name: str(_pull_one(call, name)) for name in names}
+    text = "" if call.options.quiet else "\n".join(paths.values())
+    if len(names) == 1:
+        return CommandResult(text, {"model": names[0], "path": paths[names[0]]})
+    return CommandResult(text, {"models": [{"model": n, "path": p} for n, p in paths.items()]})
+
+
+def _pull_one(call: CommandCall, name: str) -> Path:
+    quiet = call.options.quiet
     progress = (lambda done, total: None) if quiet else partial(call.show, "model")
     if name in CATALOGUE and not call.options.quiet:
         model = CATALOGUE[name]
         call.warn(f"{model.about}: {model.size / 1e6:.0f} MB; licence: {model.licence}")
-    path = pull(name, call.config.models_dir, progress, verify=call.options.verify)
-    return CommandResult("" if quiet else str(path), {"model": name, "path": str(path)})
+    if name not in CATALOGUE and call.config.models and Path(name).expanduser().exists():
+        return Path(name).expanduser()  # a path in [[models]] needs no fetching
+    return pull(name, call.config.models_dir, progress, verify=call.options.verify)
 
 
 COMMANDS: Mapping[str, Entry] = {

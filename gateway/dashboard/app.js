@@ -11,6 +11,7 @@ import { Audit } from "./pages/audit.js";
 import { Cache } from "./pages/cache.js";
 import { Engine } from "./pages/engine.js";
 import { Findings } from "./pages/findings.js";
+import { Memory } from "./pages/memory.js";
 import { Money } from "./pages/money.js";
 import { Overview } from "./pages/overview.js";
 import { OneRequest, Requests } from "./pages/requests.js";
@@ -24,6 +25,7 @@ const PAGES = {
   requests: { title: "Requests", page: Requests, one: OneRequest, hasRange: true },
   findings: { title: "Findings", page: Findings },
   cache: { title: "Cache", page: Cache },
+  memory: { title: "Memory", page: Memory },
   money: { title: "Money", page: Money, hasRange: true },
   access: { title: "Access", page: Access },
   audit: { title: "Audit", page: Audit, hasRange: true },

@@ -117,7 +117,9 @@ function Cached({ cache }) {
       { head: "time", get: (row) => row.at ?? row.at_ms, show: (row) => instant(row.at
         ?? row.at_ms), kind: "text" },
       { head: "target", get: (row) => row.target, kind: "text" }, { head: "blocks",
-        get: (row) => count(row.blocks) }]} />`}<//>`;
+        get: (row) => count(row.blocks) }, { head: "by level", kind: "text", get: (row) =>
+        Object.entries(row.levels ?? {}).map(([name, one]) =>
+          `${name}: ${count(one.blocks)} ${one.state}`).join(", ") }]} />`}<//>`;
 }
 
 render(html`<${App} />`, document.getElementById("root"));

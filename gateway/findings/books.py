@@ -108,15 +108,17 @@ class FindingBooks:
     def _attribute(
         self, counts: Sequence[FindingCount], origins: dict[int, PromptOrigin]
     ) -> tuple[list[FindingCount], dict[int, PromptOrigin]]:
-        """Return the counts with the gateway's model, and the origins that changed.
+        """Return the counts with their models, and the origins that changed.
 
         A first use becomes a finding if the tenant's prompts were made for another model or
-        template before: for an hour, because its prompts return one after the other.
+        template before: for an hour, because its prompts return one after the other. A tenant that
+        turns from one served model to another has changed nothing.
         """
+        served = {one.origin() for one in self._gateway.models}
         found, changed = [], dict[int, PromptOrigin]()
         for one in sorted(counts, key=lambda count: count.first_ms):
             if one.cause != FIRST_USE:
-                found.append(structs.replace(one, model=self._gateway.model))
+                found.append(structs.replace(one, model=one.model or self._gateway.model))
                 continue
             model, _, template = one.place.partition("/")
             origin = changed.get(one.tenant_id) or origins.get(one.tenant_id)
@@ -127,6 +129,8 @@ class FindingBooks:
                 )
                 changed[one.tenant_id] = origin
             requests = one.facts.get("uncounted", 0)
+            if (origin.model_before, origin.template_before) in served:
+                continue
             if origin.model_before and requests and one.first_ms < origin.since_ms + HOUR_MS:
                 cause = "template_changed" if origin.model_before == model else "model_changed"
                 found.append(
@@ -136,7 +140,7 @@ class FindingBooks:
                         place="",
                         requests=requests,
                         facts={},
-                        model=self._gateway.model,
+                        model=one.model or self._gateway.model,
                     )
                 )
         return found, changed
@@ -146,7 +150,7 @@ class FindingBooks:
         write."""
         if not any("evicted_pressure" in one.facts for one in counts):
             return list(counts)
-        pairs = self._gateway.engine.cache_events.evictions_by_taker()
+        pairs = self._gateway.models.evictions_by_taker()
         sums: Counter[tuple[int, int]] = Counter()
         for (owner_space, taker_space), blocks in pairs.items():
             owner, taker = owner_of(owner_space), owner_of(taker_space)

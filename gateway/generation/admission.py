@@ -23,7 +23,7 @@ from engine.api import (
     all_in_vocabulary,
     tokens_within,
 )
-from gateway.caching.namespaces import fidelity_of, may_rest, payer_of, quota_of
+from gateway.caching.namespaces import fidelity_of, may_rest, payer_of, quota_of, scaled
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
 from gateway.errors import TOO_LONG, Kind, Refusal
@@ -41,11 +41,12 @@ RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
 class AdmissionContext(Struct, frozen=True):
     """The state that admission checks a call against.
 
-    `running`: the tenant's running requests, each prompt one. `waiting`: all tenants' requests that
-    have not started.
-    `promised_blocks_default`: see `gateway.caching.namespaces`."""
+    `model_key`: the model as its namespaces name it. `running`: the tenant's running requests, each
+    prompt one. `waiting`: all tenants' requests to the model that have not started.
+    `promised_blocks_default`, `quota_scale`: see `gateway.caching.namespaces`."""
 
     info: EngineInfo
+    model_key: str
     stats: Stats
     limits: LimitsConfig
     template_digest: str
@@ -53,6 +54,7 @@ class AdmissionContext(Struct, frozen=True):
     running: int
     waiting: WaitingRequests
     promised_blocks_default: int | None = None
+    quota_scale: float = 1.0
 
 
 def admit(
@@ -74,7 +76,8 @@ def admit(
     _check_tenant(rendered, identity, now)
     _check_queue(rendered, identity, now)
     kept = leases or [()] * len(rendered)
-    quota = quota_of(identity.blocks_policy, payer_of(identity), now.promised_blocks_default)
+    default, scale = now.promised_blocks_default, now.quota_scale
+    quota = quota_of(identity.blocks_policy, payer_of(identity), default, scale)
     fidelity = fidelity_of(identity, call.fidelity)
     requests = [
         Request(
@@ -199,7 +202,7 @@ def _room(identity: Identity, now: AdmissionContext) -> tuple[int, str]:
     """Return the tokens that one sequence may have, and the reason as text: the model's context or
     the cache memory, whichever is smaller."""
     context = now.info.context_tokens
-    ceiling = identity.blocks_policy.ceiling_blocks
+    ceiling = scaled(identity.blocks_policy, now.quota_scale).ceiling_blocks
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
     memory = tokens_within(blocks, now.info.kv_windows, now.info.block_size)
     if memory < context:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from engine.api import Retention
 from gateway.context import Context
 from gateway.dialects.canonical import Prompt, Segment
+from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.retention_classes import RESOURCE
 from tenancy.accounts.cached_contents import CachedContentRecord, find_cached_content
@@ -51,12 +52,17 @@ async def load_cached_content(
 
 
 async def expand_cached_content(
-    gateway: Context, prompt: Prompt, identity: Identity
+    gateway: Context, model: ServedModel, prompt: Prompt, identity: Identity
 ) -> tuple[Prompt, Retention]:
-    """Return the full prompt and the retention of its stored part. Raises Refusal."""
+    """Return the full prompt and the retention of its stored part.
+
+    Raises Refusal for content of another model than `model`: its tokens differ.
+    """
     resource, stored = await load_cached_content(gateway, prompt.resource, identity)
-    if resource.model not in gateway.model_names:
-        message = f"The cached content belongs to the model {resource.model}, which is not served."
+    owner = gateway.models.by_name.get(resource.model)
+    if owner is not model:
+        fact = "which is not served" if owner is None else f"not to {model.name}"
+        message = f"The cached content belongs to the model {resource.model}, {fact}."
         raise Refusal(Kind.BAD, "invalid_value", message, param="cachedContent")
     return join_prompts(stored, prompt), retention_until(resource.expires_ms, gateway.wall())
 

@@ -25,6 +25,7 @@ from gateway.context import Context
 from gateway.dialects.canonical import Begin, Call, ChoiceEnd, Delta, End, Reply, Text
 from gateway.dialects.protocol import Dialect, Encoder
 from gateway.dialects.tolerance import without_thinking
+from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation import rate_limits
 from gateway.generation.admission import AdmissionContext, admit
@@ -110,10 +111,11 @@ class Generation:
             gateway, identity.tenant.tenant_id, self._dialect.parse, body, metadata
         )
         self._ignored = call.ignored
+        state.is_stream = call.stream
+        model = check_model(gateway, call)
+        state.model = model.name
         if self._ignored:
-            call = self._without_honoured(call)
-        state.model, state.is_stream = gateway.model, call.stream
-        check_model(gateway, call)
+            call = self._without_honoured(model, call)
         if gateway.is_draining:
             raise _shutting_down()
         replayed = None if call.operation == "count" else await self.find_replay(body, identity)
@@ -121,10 +123,10 @@ class Generation:
             return replayed
         if call.thread.is_pending:
             call = await parse_with_history(gateway, self._dialect, body, metadata, call, identity)
-            call = self._without_honoured(call)
+            call = self._without_honoured(model, call)
         del body
         call = call if fidelity is None else replace(call, fidelity=fidelity)
-        prepared = await prepare(gateway, call, identity)
+        prepared = await prepare(gateway, model, call, identity)
         share = self._request[BODY_SHARE]
         share.budget.release(share)
         call = prepared.call
@@ -140,9 +142,9 @@ class Generation:
             self._stored = stored_answer(gateway, identity, call, reply, encoder)
         return await self.run_to_completion(self.execute(prepared, identity, encoder, reply))
 
-    def _without_honoured(self, call: Call) -> Call:
+    def _without_honoured(self, model: ServedModel, call: Call) -> Call:
         """Keep the names of the fields that had no effect: a model that thinks honours some."""
-        if self._gateway.renderer.thinking.kind != "none":
+        if model.renderer.thinking.kind != "none":
             call = replace(call, ignored=without_thinking(call.ignored))
         self._ignored = call.ignored
         return call
@@ -182,7 +184,7 @@ class Generation:
     ) -> web.StreamResponse:
         """Run an admitted request, from the rate-limit reservation to the ledger entry."""
         self._state.response_id = reply.response_id
-        gateway, namespace = self._gateway, prepared.scope.namespace
+        gateway, model, namespace = self._gateway, prepared.model, prepared.scope.namespace
         call, rendered, self._contracts = prepared.call, prepared.rendered, prepared.contracts
         leases = [contract.leases for contract in self._contracts]
         cached, now = await self._peek_cache(prepared, identity)
@@ -194,7 +196,7 @@ class Generation:
             gateway.wall,
             self._state.request_id,
             identity,
-            gateway.model,
+            model.name,
             most=most,
             dialect=self._dialect.name,
             epoch=now.info.epoch,
@@ -211,13 +213,13 @@ class Generation:
                 limit_reservation.correct(rate_limits.estimate(requests, found))
 
         self._on_started = on_started
-        waiting = _enter(gateway, identity, requests)
-        output = OutputStream(call, rendered, gateway.renderer, self._contracts, self._in_thread)
+        waiting = _enter(gateway, model, identity, requests)
+        output = OutputStream(call, rendered, model.renderer, self._contracts, self._in_thread)
         ending = "failed"
         try:
             try:
                 await hold.open()
-                streams = await self._submit(requests)
+                streams = await self._submit(model, requests)
             except (TenancyError, EngineError):
                 # The headers report the full limit again.
                 limit_reservation.settle(NO_DEMAND)
@@ -261,9 +263,10 @@ class Generation:
             return 0, prepared.now
         prompts = [prompt.token_ids for prompt in prepared.rendered]
         cached = await rate_limits.cached_tokens(
-            self._gateway.engine, prepared.scope.namespace, prompts
+            prepared.model.engine, prepared.scope.namespace, prompts
         )
-        return cached, admission_context(self._gateway, identity.tenant.tenant_id)
+        now = admission_context(self._gateway, prepared.model, identity.tenant.tenant_id)
+        return cached, now
 
     def _note_user(self, user: str, identity: Identity) -> None:
         notes = self._gateway.user_notes
@@ -288,11 +291,13 @@ class Generation:
         headers = rate_limits.limit_headers(self._dialect.name, left, self._gateway.wall())
         self._state.headers.update(headers)
 
-    async def _submit(self, requests: tuple[Request, ...]) -> list[RequestStream]:
+    async def _submit(
+        self, model: ServedModel, requests: tuple[Request, ...]
+    ) -> list[RequestStream]:
         """Submit all prompts of a call or none."""
         streams: list[RequestStream] = []
         try:
-            streams.extend(map(self._gateway.engine.submit, requests))
+            streams.extend(map(model.engine.submit, requests))
         except EngineError:
             for stream in streams:
                 await stream.aclose()
@@ -480,11 +485,13 @@ async def _run_admitted(gateway: Context, tenant_id: int, work: Callable[[], T])
     return await gateway.preparations.run(tenant_id, lambda _: work(), is_admitted=True)
 
 
-def _enter(gateway: Context, identity: Identity, requests: Sequence[Request]) -> WaitingPlace:
+def _enter(
+    gateway: Context, model: ServedModel, identity: Identity, requests: Sequence[Request]
+) -> WaitingPlace:
     """Count the requests of a call among the running and the waiting ones."""
     tenant_id, tokens = identity.tenant.tenant_id, [len(request.tokens) for request in requests]
     gateway.enter(tenant_id, len(requests))
-    return gateway.waiting.enter(tenant_id, identity.policy.weight, tokens)
+    return model.waiting.enter(tenant_id, identity.policy.weight, tokens)
 
 
 def _shutting_down() -> Refusal:

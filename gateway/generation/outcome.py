@@ -116,6 +116,7 @@ class Outcome:
                         is_unmarked=contract.is_unmarked,
                         min_tokens=contract.min_tokens,
                         losses=contract.losses() if computed >= LOST_TOKENS_MIN else None,
+                        model=prepared.model.name,
                     ),
                 )
             )

@@ -16,11 +16,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.api import Retention
-from engine.errors import EngineUnavailable
 from gateway.caching import CacheScope, Contract, PrefixOrigin
 from gateway.caching.namespaces import fidelity_of, namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
+from gateway.engines.served_models import ServedModel
 from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.generation.admission import AdmissionContext
 from gateway.generation.cached_contents import expand_cached_content
@@ -63,6 +63,7 @@ T = TypeVar("T")
 class Prepared(Struct, frozen=True):
     """A call that is ready for admission. `resource_tokens`: prompt tokens of cached content."""
 
+    model: ServedModel
     call: Call
     rendered: list[Rendered]
     contracts: list[Contract]
@@ -76,17 +77,23 @@ class Prepared(Struct, frozen=True):
         return sum(map(len, map(_token_ids, self.rendered)))
 
 
-def check_model(gateway: Context, call: Call) -> None:
-    """Check that the model is served. Raises Refusal if it is not."""
-    if call.model != gateway.model and call.model not in gateway.model_names:
-        names = ", ".join(gateway.model_names)
+def check_model(gateway: Context, call: Call) -> ServedModel:
+    """Return the model that a call names. Raises Refusal if it is not served."""
+    model = gateway.models.by_name.get(call.model)
+    if model is None:
+        if gateway.embeddings is not None and call.model in gateway.embeddings.names:
+            message = f"model: {call.model[:80]!r} embeds texts; expected it at /v1/embeddings."
+            raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
+        names = ", ".join(gateway.models.names)
         name = call.model[:80]
         message = f"Model not found: the model `{name}` does not exist; expected one of: {names}."
         raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
+    return model
 
 
 async def prepare(
     gateway: Context,
+    model: ServedModel,
     call: Call,
     identity: Identity,
     classes: Mapping[str, Retention] | None = None,
@@ -101,15 +108,15 @@ async def prepare(
     prompts = []
     for prompt in call.prompts:
         if prompt.resource:
-            whole, retention = await expand_cached_content(gateway, prompt, identity)
+            whole, retention = await expand_cached_content(gateway, model, prompt, identity)
             prompt = whole
             classes[retention.name] = retention
             held.add(retention.name)
         prompts.append(prompt)
     call = replace(call, prompts=tuple(prompts)) if held else call
-    rendered = await render(gateway, prompts, identity.tenant.tenant_id)
+    rendered = await render(gateway, model, prompts, identity.tenant.tenant_id)
     # No await below: the counts read here are still valid when the call is admitted.
-    now = admission_context(gateway, identity.tenant.tenant_id)
+    now = admission_context(gateway, model, identity.tenant.tenant_id)
     scope = scope_of(call, identity, now)
     contracts = [
         gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered
@@ -118,39 +125,41 @@ async def prepare(
     if held:
         marks = [mark for prompt in rendered for mark in prompt.boundaries]
         cached = sum(mark.tokens for mark in marks if mark.retention in held)
-    return Prepared(call, rendered, contracts, now, scope, cached)
+    return Prepared(model, call, rendered, contracts, now, scope, cached)
 
 
 def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScope:
     """Return the scope whose prefixes a call may read and write."""
     fidelity = fidelity_of(identity, call.fidelity)
-    model, template = now.info.model_digest, now.template_digest
-    namespace = namespace_of(identity, model, template, call.partition, fidelity)
+    key, template = now.model_key, now.template_digest
+    namespace = namespace_of(identity, key, template, call.partition, fidelity)
     tenant_id = identity.tenant.tenant_id
     # Written prefixes belong to the shared scope's owner; a tenant's earlier prompts stay its own.
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
-    origin = PrefixOrigin(tenant_id, now.info.model_digest, now.template_digest)
+    origin = PrefixOrigin(tenant_id, now.model_key, now.template_digest)
     policy = identity.policy
     return CacheScope(
         namespace, owner_id, name, policy.classes, origin, policy.default_class, fidelity
     )
 
 
-def admission_context(gateway: Context, tenant_id: int) -> AdmissionContext:
+def admission_context(gateway: Context, model: ServedModel, tenant_id: int) -> AdmissionContext:
     """Return the state that admission checks. Raises EngineUnavailable while there is no engine."""
-    info = gateway.engine.info
-    if info is None or not gateway.engine.ready():
-        raise EngineUnavailable("not_ready", "The engine is starting.", 2.0)
+    info = model.engine.info
+    if info is None or not model.engine.ready():
+        raise model.unavailable(is_alone=not gateway.models.are_several)
     return AdmissionContext(
         info=info,
-        stats=gateway.engine.stats,
+        model_key=info.model_digest + model.suffix,
+        stats=model.engine.stats,
         limits=gateway.config.limits,
-        template_digest=gateway.renderer.template_digest,
-        model_stop_token_ids=gateway.renderer.stop_token_ids,
+        template_digest=model.renderer.template_digest,
+        model_stop_token_ids=model.renderer.stop_token_ids,
         running=gateway.running[tenant_id],
-        waiting=gateway.waiting,
-        promised_blocks_default=gateway.promised_blocks_default(),
+        waiting=model.waiting,
+        promised_blocks_default=gateway.promised_blocks_default(info),
+        quota_scale=model.quota_scale,
     )
 
 
@@ -180,20 +189,22 @@ async def parse_body(
     return await gateway.preparations.run(tenant_id, work)
 
 
-async def render(gateway: Context, prompts: Sequence[Prompt], tenant_id: int) -> list[Rendered]:
+async def render(
+    gateway: Context, model: ServedModel, prompts: Sequence[Prompt], tenant_id: int
+) -> list[Rendered]:
     """Tokenize the prompts of a call; long ones in threads, so the event loop keeps serving.
 
     Raises Refusal, also for a prompt of more than `CONTEXTS_MAX` contexts.
     """
-    renderer = gateway.renderer
-    sizes, overhead = _measure(gateway, prompts)
+    renderer = model.renderer
+    sizes, overhead = _measure(model, prompts)
     new_chars = sum(sizes)
     if overhead <= INLINE_CHARS_MAX and new_chars <= CACHED_CHARS_MAX:
         if new_chars > INLINE_CHARS_MAX and all(prompt.segments for prompt in prompts):
             new_chars = sum(map(renderer.uncached_chars, prompts, repeat(tenant_id)))
         if new_chars <= INLINE_CHARS_MAX:
             return list(map(renderer.render, prompts, repeat(tenant_id)))
-    info = gateway.engine.info
+    info = model.engine.info
     context_tokens = None if info is None else info.context_tokens
     make = partial(_render_group, renderer, tenant_id, context_tokens)
     found: list[Rendered] = []
@@ -202,7 +213,7 @@ async def render(gateway: Context, prompts: Sequence[Prompt], tenant_id: int) ->
     return found
 
 
-def _measure(gateway: Context, prompts: Sequence[Prompt]) -> tuple[list[int], int]:
+def _measure(model: ServedModel, prompts: Sequence[Prompt]) -> tuple[list[int], int]:
     """Return the characters of each prompt that are tokenized, and how many characters would take
     as long as everything else: segments, schemas, tools. Raises Refusal for too long a prompt."""
     sizes, overhead = [], 0
@@ -218,7 +229,7 @@ def _measure(gateway: Context, prompts: Sequence[Prompt]) -> tuple[list[int], in
             chars += len(tool.description) + len(tool.parameters)
             overhead += INLINE_CHARS_MAX  # each tool may need a rendering
         if chars > INLINE_CHARS_MAX:
-            _check_size(gateway, chars, prompt)
+            _check_size(model, chars, prompt)
         sizes.append(chars)
     return sizes, overhead
 
@@ -263,16 +274,16 @@ def _render_group(
     return found
 
 
-def _check_size(gateway: Context, chars: int, prompt: Prompt) -> None:
+def _check_size(model: ServedModel, chars: int, prompt: Prompt) -> None:
     """Refuse a prompt that cannot fit however it is tokenized, before it reaches a thread.
 
     A token stands for at most as many characters as the longest token has bytes; normalization may
     join a few characters into one.
     """
-    info = gateway.engine.info
+    info = model.engine.info
     if info is None:
         return
-    token_chars_max = gateway.token_bytes_max * JOINED_CHARS_MAX
+    token_chars_max = model.renderer.token_bytes_max * JOINED_CHARS_MAX
     chars_max = info.context_tokens * token_chars_max
     if chars > chars_max:
         message = (

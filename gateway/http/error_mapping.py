@@ -38,7 +38,7 @@ _STORES = "Reading stored objects is not supported: nothing is stored."
 _GENERATES = "{} is not supported; this server generates text."
 _NOT_SERVED = {
     "metrics": "Metrics are on the admin listener (`admin.listen`), as GET /metrics.",
-    "embeddings": "Embeddings are not supported; this server generates text.",
+    "embeddings": "Embeddings are made by POST /v1/embeddings, and not stored.",
     "rerank": _GENERATES.format("Ranking"),
     "score": _GENERATES.format("Scoring"),
     "classify": _GENERATES.format("Classification"),

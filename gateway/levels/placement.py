@@ -1,7 +1,7 @@
 """Where the disk level has its folder, and whether this machine can hold the configured levels.
 
 `gateway.cli.serve` checks before a model is loaded, `trunkline doctor` at any time. The module
-changes nothing but what `FolderLock` makes: the folder itself.
+changes nothing but what `ServerLock` makes: the folder itself.
 """
 
 from __future__ import annotations
@@ -44,12 +44,15 @@ def configured_dir(config: Config) -> Path:
     return config.data / (config.engine.levels.dir or FOLDER)
 
 
-def engine_config(config: Config) -> EngineConfig:
-    """Return the engine's settings with an absolute folder of the disk level."""
-    levels = config.engine.levels
-    if not levels.disk_gib:
-        return config.engine
-    return replace(config.engine, levels=replace(levels, dir=str(levels_dir(config))))
+def engine_config(config: Config, engine: EngineConfig, model: str = "") -> EngineConfig:
+    """Return an engine's settings with an absolute folder of its disk level.
+
+    `model`: one of several models, whose folder lies in the configured one.
+    """
+    if not engine.levels.disk_gib:
+        return engine
+    folder = config.data / (engine.levels.dir or FOLDER) / model
+    return replace(engine, levels=replace(engine.levels, dir=str(folder.absolute())))
 
 
 def total_memory_mib(meminfo: Path, cgroup: Path) -> int | None:
@@ -113,7 +116,7 @@ def _host_mib(levels: LevelsConfig) -> int:
     return levels.host_mib or (levels.stage_mib if levels.disk_gib else 0)
 
 
-class FolderLock:
+class ServerLock:
     """The lock of one server on the folder of its disk level, until it is closed.
 
     It is the server's own: the storage process has another, so that it can be replaced.

@@ -42,9 +42,10 @@ def levels_report(
         shown["since_ms"] = since_ms(one.name)
         shown["worth"] = _worth(one, info, stats)
         levels.append(shown)
+    is_on = config.is_on or bool(stats.levels)
     return {
-        "is_on": config.is_on,
-        "switch_on": None if config.is_on else SWITCH_ON,
+        "is_on": is_on,
+        "switch_on": None if is_on else SWITCH_ON,
         "folder": folder if config.disk_gib else None,
         "write_bytes_per_day_max": int((config.disk_write_gib_per_day or config.disk_gib) * 2**30),
         "loading": stats.loading,

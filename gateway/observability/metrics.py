@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from platform import python_version
 
@@ -33,8 +33,8 @@ from gateway.observability.level_metrics import LevelMetrics
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHERS = "other"
 """The label of tenants beyond the configured number."""
-ENGINE_EPOCHS_MAX = 16
-"""Engine epochs whose tokens are counted separately: the latest."""
+ENGINE_EPOCHS_MAX = 64
+"""Engine epochs whose tokens are counted separately: those counted last."""
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
@@ -201,6 +201,17 @@ class BudgetGauges(Struct, frozen=True):
     soft_usd: float | None
 
 
+class EncoderCounts(Struct, frozen=True):
+    """The embedding model: whether it encodes now, and the tokens that wait for it; the bytes of
+    its cache; restarts of its process, and batches since the gateway's start."""
+
+    is_ready: bool = False
+    waiting_tokens: int = 0
+    cached_bytes: int = 0
+    restarts: int = 0
+    batches: int = 0
+
+
 class _Maker:
     """Makes metrics of one registry, with the prefix of our names."""
 
@@ -246,6 +257,7 @@ class Metrics:
         self.refusals.add(0, "ledger_unavailable")
         help_text = "Refused requests of tenants, by error code."
         self.tenant_refusals = counter("tenant_refusals", help_text, "tenant", "code")
+        self.embeddings = _embedding_counts()
         self.tokens = CounterGroup(
             "tenant",
             prompt_tokens="Prompt tokens.",
@@ -258,8 +270,6 @@ class Metrics:
             cache_write_tokens="Prompt tokens charged as cache writes.",
             recomputed_promised_tokens="Tokens charged as cache reads that were computed again.",
         )
-        registry.register(self.tokens)
-        registry.register(self.contract_tokens)
         self.output_format_violations = counter(
             "output_format_violations", "Finished responses that violate their JSON format."
         )
@@ -281,20 +291,18 @@ class Metrics:
         help_text = "{} tokens per second of the engine, over the last minute."
         self.prompt_tokens_per_s = gauge("prompt_tokens_per_second", help_text.format("Prompt"))
         self.output_tokens_per_s = gauge("output_tokens_per_second", help_text.format("Output"))
-        self.ready = gauge("engine_ready", "1 if the engine accepts requests.")
         help_text = "Epoch of the ledger; a restored backup begins the next one."
         self.ledger_epoch = gauge("ledger_epoch", help_text)
         help_text = "Soft budgets exceeded in their present windows."
         self._soft_budgets = gauge("soft_budgets_passed", help_text, "tenant")
-        self._process = _ProcessMetrics()
-        registry.register(self._process)
-        self._money = _MoneyMetrics()
-        registry.register(self._money)
-        self._engine = _EngineMetrics()
-        self._cache = _CacheMetrics()
-        self._ledger = _LedgerMetrics()
+        self._process, self._money = _ProcessMetrics(), _MoneyMetrics()
+        self._engine, self._cache = _EngineMetrics(), _CacheMetrics()
+        self._ledger, self._encoder = _LedgerMetrics(), _EncoderMetrics()
         self._levels = LevelMetrics()
-        for own in (self._levels, self._engine, self._cache, self._ledger):
+        for own in (
+            *(self.tokens, self.contract_tokens, self.embeddings, self._process, self._money),
+            *(self._levels, self._engine, self._cache, self._ledger, self._encoder),
+        ):
             registry.register(own)
 
     def count_epoch(
@@ -305,8 +313,10 @@ class Metrics:
         `unneeded`: output tokens sampled after the end of their text that the engine does not count
         itself.
         """
-        counts = self._epochs.get(epoch)
-        if counts is None:
+        counts = self._epochs.pop(epoch, None)
+        if counts is not None:
+            self._epochs[epoch] = counts  # the latest: another model's engine may restart often
+        else:
             counts = self._epochs[epoch] = [0, 0, 0, 0]
             if len(self._epochs) > ENGINE_EPOCHS_MAX:
                 del self._epochs[next(iter(self._epochs))]
@@ -355,15 +365,21 @@ class Metrics:
         of the operating system."""
         self._process.read()
 
-    def set_engine_stats(self, stats: Stats, *, is_ready: bool, restarts: int) -> None:
-        """Store the engine's latest heartbeat."""
-        self.ready.set(1 if is_ready else 0)
-        self._engine.stats, self._engine.restarts = stats, restarts
+    def set_engine_stats(
+        self, stats: Stats, *, is_ready: bool, restarts: int, several: Sequence[EngineState] = ()
+    ) -> None:
+        """Store the engine's latest heartbeat; `several`: those of several models, which then have
+        the label `model`, in place of it."""
+        self._engine.states = several or (EngineState("", stats, is_ready, restarts),)
         self._levels.stats = stats
 
     def set_ledger_restarts(self, restarts: int) -> None:
         """Store the number of restarts of the ledger process."""
         self._ledger.restarts = restarts
+
+    def set_encoder(self, counts: EncoderCounts) -> None:
+        """Store the counts of the embedding model's process and cache."""
+        self._encoder.counts = counts
 
     def set_cache_stats(
         self, promises: Mapping[str, Mapping[str, int]], inserted_blocks: int
@@ -376,27 +392,80 @@ class Metrics:
         return bytes(generate_latest(self.registry))
 
 
+class EngineState(Struct, frozen=True):
+    """One engine as metrics show it. `model`: the label; "" for none."""
+
+    model: str
+    stats: Stats
+    is_ready: bool
+    restarts: int
+
+
+def _embedding_counts() -> CounterGroup:
+    return CounterGroup(
+        "tenant",
+        embedding_texts="Texts embedded for answers, cached ones too.",
+        embedding_tokens="Tokens of these texts.",
+        embedding_cached_tokens="Tokens of texts whose vectors were cached.",
+    )
+
+
 class _EngineMetrics(Collector):
-    """The engine's own statistics, from its last heartbeat."""
+    """The engines' own statistics, from their last heartbeats."""
 
     def __init__(self) -> None:
-        self.stats, self.restarts = Stats(), 0
+        self.states: Sequence[EngineState] = (EngineState("", Stats(), False, 0),)
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.stats
+        ready = "1 if the engine accepts requests."
+        yield self._gauge("trunkline_engine_ready", ready, lambda one: int(one.is_ready))
         for field, (name, help_text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"trunkline_{name}", help_text, getattr(stats, field))
+            yield self._gauge(f"trunkline_{name}", help_text, _field(field))
         for field, (name, help_text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"trunkline_{name}", help_text, getattr(stats, field))
+            yield self._counter(f"trunkline_{name}", help_text, _field(field))
         restarts = "Restarts of the engine process."
-        yield CounterMetricFamily("trunkline_engine_restarts", restarts, self.restarts)
-        in_use = stats.pinned_blocks / stats.blocks if stats.blocks else 0.0
-        yield GaugeMetricFamily("vllm:num_requests_running", _ROUTER_HELP, stats.running)
-        yield GaugeMetricFamily("vllm:num_requests_waiting", _ROUTER_HELP, stats.waiting)
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", _ROUTER_HELP, in_use)
-        queried, hits = stats.prompt_tokens_total, stats.cached_tokens_total
-        yield CounterMetricFamily("vllm:prefix_cache_queries", _ROUTER_HELP, queried)
-        yield CounterMetricFamily("vllm:prefix_cache_hits", _ROUTER_HELP, hits)
+        yield self._counter("trunkline_engine_restarts", restarts, lambda one: one.restarts)
+        for name, field in (
+            ("num_requests_running", "running"),
+            ("num_requests_waiting", "waiting"),
+        ):
+            yield self._gauge(f"vllm:{name}", _ROUTER_HELP, _field(field))
+        yield self._gauge("vllm:kv_cache_usage_perc", _ROUTER_HELP, _share_in_use)
+        for name, field in (
+            ("prefix_cache_queries", "prompt_tokens_total"),
+            ("prefix_cache_hits", "cached_tokens_total"),
+        ):
+            yield self._counter(f"vllm:{name}", _ROUTER_HELP, _field(field))
+
+    def _gauge(self, name: str, help_text: str, value: _StateValue) -> Metric:
+        return self._filled(GaugeMetricFamily(name, help_text, labels=self._labels()), value)
+
+    def _counter(self, name: str, help_text: str, value: _StateValue) -> Metric:
+        return self._filled(CounterMetricFamily(name, help_text, labels=self._labels()), value)
+
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: _StateValue
+    ) -> Metric:
+        for one in self.states:
+            family.add_metric((one.model,) if one.model else (), value(one))
+        return family
+
+    def _labels(self) -> tuple[str, ...]:
+        return ("model",) if self.states[0].model else ()
+
+
+_StateValue = Callable[[EngineState], float]
+
+
+def _field(name: str) -> _StateValue:
+    def read(one: EngineState) -> float:
+        return float(getattr(one.stats, name))
+
+    return read
+
+
+def _share_in_use(one: EngineState) -> float:
+    return one.stats.pinned_blocks / one.stats.blocks if one.stats.blocks else 0.0
 
 
 class _ProcessMetrics(Collector):
@@ -457,6 +526,27 @@ class _LedgerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         help_text = "Restarts of the ledger process."
         yield CounterMetricFamily("trunkline_ledger_restarts", help_text, self.restarts)
+
+
+class _EncoderMetrics(Collector):
+    """Metrics of the embedding model; 0 without one."""
+
+    def __init__(self) -> None:
+        self.counts = EncoderCounts()
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self.counts
+        gauges = {
+            "encoder_ready": ("1 if texts are embedded now.", int(counts.is_ready)),
+            "encoder_waiting_tokens": ("Tokens that wait to be embedded.", counts.waiting_tokens),
+            "embedding_cache_bytes": ("Size of the cache of vectors.", counts.cached_bytes),
+        }
+        for name, (help_text, value) in gauges.items():
+            yield GaugeMetricFamily(f"trunkline_{name}", help_text, value)
+        help_text = "Restarts of the encoder process."
+        yield CounterMetricFamily("trunkline_encoder_restarts", help_text, counts.restarts)
+        help_text = "Batches of texts that were encoded."
+        yield CounterMetricFamily("trunkline_encoder_batches", help_text, counts.batches)
 
 
 class _CacheMetrics(Collector):

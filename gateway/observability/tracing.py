@@ -15,7 +15,11 @@ from msgspec import Struct
 
 Attribute = str | int | float | bool | Sequence[str]
 
-_OPERATIONS = {"openai_completions": "text_completion", "gemini": "generate_content"}
+_OPERATIONS = {
+    "openai_completions": "text_completion",
+    "gemini": "generate_content",
+    "openai_embeddings": "embeddings",
+}
 
 CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 CACHE_WRITE_TOKENS = "gen_ai.usage.cache_write.input_tokens"

@@ -2,15 +2,15 @@
 
 A lookup never sees what another owner stored, so its time tells nothing about others. A full cache
 takes room from the owner that holds the most, so no owner can push out the entries of the rest. The
-module knows no tenants and no tokens: an owner is a number. The tokenizer and the renderer cache
-their work in it.
+module knows no tenants and no tokens: an owner is a number. The tokenizer, the renderer and the
+embedder cache their work in it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -60,6 +60,29 @@ class OwnerCache(Generic[K, V]):
                 self._drop(next(iter(self._parts)))
             while self.size > self._size_max:
                 self._shrink(max(self._sizes, key=self._sizes.__getitem__))
+
+    def erase(self, owner: int, covers: Callable[[K], bool]) -> int:
+        """Remove the owner's entries whose keys `covers` is true of; return their number.
+
+        O(the owner's entries).
+        """
+        with self._lock:
+            part = self._parts.get(owner)
+            if part is None:
+                return 0
+            keys = [key for key in part if covers(key)]
+            for key in keys:
+                _, size = part.pop(key)
+                self._grow(owner, -size)
+            if keys and not part:
+                self._drop(owner)
+            return len(keys)
+
+    @property
+    def owners(self) -> frozenset[int]:
+        """The owners that have entries."""
+        with self._lock:
+            return frozenset(self._parts)
 
     def _grow(self, owner: int, size: int) -> None:
         self.size += size

@@ -72,7 +72,9 @@ def residual_rms_norm(
 
 
 @triton.jit
-def _silu_mul(x_ptr, out_ptr, C: tl.constexpr, STEP: tl.constexpr, WAITS: tl.constexpr):
+def _gated_mul(
+    x_ptr, out_ptr, C: tl.constexpr, STEP: tl.constexpr, GELU: tl.constexpr, WAITS: tl.constexpr
+):
     if WAITS:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -80,17 +82,21 @@ def _silu_mul(x_ptr, out_ptr, C: tl.constexpr, STEP: tl.constexpr, WAITS: tl.con
     inside = c < C
     gate = tl.load(x_ptr + row * 2 * C + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * C + C + c, mask=inside, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    at = gate
+    if GELU:  # by tanh, which is a sigmoid: gate * sigmoid(2 * sqrt(2 / pi) * (gate + ...))
+        at = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    out = gate / (1.0 + tl.exp(-at)) * up
     tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
-    """out [T, C] = silu(x[:, :C]) * x[:, C:], x [T, 2C]. out written; arithmetic in fp32."""
+def gated_mul(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
+    """out [T, C] = silu(x[:, :C]) * x[:, C:], x [T, 2C], or with GELU by tanh in place of SiLU. out
+    written; arithmetic in fp32."""
     rows, channels = out.shape
     step = min(1024, triton.next_power_of_2(channels))
     pdl = _dependent(x)
-    _silu_mul[(rows, triton.cdiv(channels, step))](
-        x, out, C=channels, STEP=step, WAITS=bool(pdl), num_warps=4, **pdl
+    _gated_mul[(rows, triton.cdiv(channels, step))](
+        x, out, C=channels, STEP=step, GELU=gelu, WAITS=bool(pdl), num_warps=4, **pdl
     )
 
 
@@ -106,10 +112,10 @@ def _finite(x):
 
 @triton.jit
 def _rope_kv_write(
-    qkv_ptr, q_out, kv_ptr, cos_ptr, sin_ptr, positions, slots,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    qkv_ptr, q_out, kv_ptr, cos_ptr, sin_ptr, positions, slots, growth_ptr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr,
     STEP: tl.constexpr, KP: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
-    WAITS: tl.constexpr,
+    GROWS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): STEP query heads per chunk, then all key heads, then all value
     heads."""
@@ -118,18 +124,23 @@ def _rope_kv_write(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     query_chunks: tl.constexpr = (H + STEP - 1) // STEP
-    half = tl.arange(0, D // 2)
+    half = tl.arange(0, HALF)
+    real = half < D // 2
     source = qkv_ptr + row * (H + 2 * K) * D
     slot = tl.load(slots + row)
     block = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + (slot % S) * D
     if chunk < query_chunks + 1:
         position = tl.load(positions + row).to(tl.int64)
-        cos = tl.load(cos_ptr + position * (D // 2) + half)[None, :]
-        sin = tl.load(sin_ptr + position * (D // 2) + half)[None, :]
+        cos = tl.load(cos_ptr + position * (D // 2) + half, mask=real, other=0.0)[None, :]
+        sin = tl.load(sin_ptr + position * (D // 2) + half, mask=real, other=0.0)[None, :]
         if chunk < query_chunks:
+            if GROWS:
+                growth = tl.load(growth_ptr + position)
+                cos *= growth
+                sin *= growth
             head = chunk * STEP + tl.arange(0, STEP)
             at = head[:, None] * D + half[None, :]
-            live = (head < H)[:, None] & (half >= 0)[None, :]
+            live = (head < H)[:, None] & real[None, :]
             first = tl.load(source + at, mask=live, other=0.0).to(tl.float32)
             second = tl.load(source + at + D // 2, mask=live, other=0.0).to(tl.float32)
             target = q_out + row * H * D + at
@@ -139,7 +150,7 @@ def _rope_kv_write(
         elif slot >= 0:
             head = tl.arange(0, KP)
             at = head[:, None] * D + half[None, :]
-            live = (head < K)[:, None] & (half >= 0)[None, :]
+            live = (head < K)[:, None] & real[None, :]
             first = tl.load(source + H * D + at, mask=live, other=0.0).to(tl.float32)
             second = tl.load(source + H * D + at + D // 2, mask=live, other=0.0).to(tl.float32)
             target = block + head[:, None] * S * D + half[None, :]
@@ -148,8 +159,8 @@ def _rope_kv_write(
             tl.store(target + D // 2, _finite(second * cos + first * sin).to(kind), mask=live)
     elif slot >= 0:
         head = tl.arange(0, KP)
-        d = tl.arange(0, D)
-        live = (head < K)[:, None] & (d >= 0)[None, :]
+        d = tl.arange(0, 2 * HALF)
+        live = (head < K)[:, None] & (d < D)[None, :]
         value = tl.load(source + (H + K) * D + head[:, None] * D + d[None, :], mask=live, other=0.0)
         target = block + VALUE_OFFSET + head[:, None] * S * D + d[None, :]
         tl.store(target, _finite(value).to(kv_ptr.dtype.element_ty), mask=live)
@@ -158,22 +169,25 @@ def _rope_kv_write(
 def rope_kv_write(
     qkv: torch.Tensor, q_out: torch.Tensor, kv: torch.Tensor, layer: int, cos: torch.Tensor,
     sin: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+    growth: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Rotate q and k by halves; write q to q_out [T, H, D], k and v to their slots of kv.
 
     qkv [T, (H + 2K) * D]; kv [B, L, 2, K, S, D], one layer written; cos, sin [context, D / 2] fp32;
     positions [T] int32; slots [T] int32, block id * S + offset, negative for a padding row (not
-    written). q_out and kv written; NaN and infinities are written to kv as zero.
+    written); growth [context] fp32: factor of the queries at each position. q_out and kv written;
+    NaN and infinities are written to kv as zero.
     """
     rows, heads, head_dim = q_out.shape
     _, _, _, kv_heads, size, _ = kv.shape
     step = min(16, triton.next_power_of_2(heads))
     pdl = _dependent(qkv)
     _rope_kv_write[(rows, triton.cdiv(heads, step) + 2)](
-        qkv, q_out, kv[:, layer], cos, sin, positions, slots,
-        H=heads, K=kv_heads, D=head_dim, S=size, STEP=step, KP=triton.next_power_of_2(kv_heads),
+        qkv, q_out, kv[:, layer], cos, sin, positions, slots, cos if growth is None else growth,
+        H=heads, K=kv_heads, D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), S=size,
+        STEP=step, KP=triton.next_power_of_2(kv_heads),
         BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
-        WAITS=bool(pdl), num_warps=2, **pdl,
+        GROWS=growth is not None, WAITS=bool(pdl), num_warps=2, **pdl,
     )  # fmt: skip
 
 
@@ -205,5 +219,5 @@ def copy_blocks(kv: torch.Tensor, copies: torch.Tensor) -> None:
     plane = size * head_dim
     _copy_blocks[(len(copies), layers * two * kv_heads)](
         kv, copies, PLANE=plane, BLOCK=kv.stride(0), D=head_dim,
-        STEP=min(1024, plane), num_warps=4,
+        STEP=min(1024, triton.next_power_of_2(plane)), num_warps=4,
     )  # fmt: skip

@@ -51,18 +51,19 @@ FEW_ROW_HEADS = 1024
 
 @triton.jit
 def _accumulate(
-    q, kv, block_ids, first, end, shortest, growth, head_offset, value_offset,
+    q, kv, block_ids, first, end, shortest, growth, low, head_offset, value_offset,
     row_max, row_sum, acc, scale,
-    GP: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, D: tl.constexpr,
+    GP: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_STRIDE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [M, D] over keys [first, end), `first` a multiple of KEYS.
+    """Online softmax of q [M, DP] over keys [first, end), `first` a multiple of KEYS.
 
-    Row r sees keys below `shortest + r * growth`. Block ids are loaded one tile ahead: if the
-    address of a KV load depended on a load of the same iteration, the loop could not be pipelined.
+    Row r sees keys below `shortest + r * growth`, with WINDOW from `low + r` on. Block ids are
+    loaded one tile ahead: if the address of a KV load depended on a load of the same iteration, the
+    loop could not be pipelined.
     """
-    d = tl.arange(0, D)
+    d = tl.arange(0, DP)
     n = tl.arange(0, KEYS)
     inside = (n % SLOTS) * D + head_offset
     which = n // SLOTS
@@ -70,20 +71,39 @@ def _accumulate(
     for start in tl.range(first, end, KEYS, num_stages=STAGES):
         base = ids.to(tl.int64) * BLOCK_STRIDE + inside
         ids = tl.load(block_ids + (start + KEYS) // SLOTS + which)
-        k = tl.load(kv + base[None, :] + d[:, None]).to(q.dtype)
-        v = tl.load(kv + value_offset + base[:, None] + d[None, :]).to(q.dtype)
+        if D == DP:
+            k = tl.load(kv + base[None, :] + d[:, None]).to(q.dtype)
+            v = tl.load(kv + value_offset + base[:, None] + d[None, :]).to(q.dtype)
+        else:
+            real = d < D
+            k = tl.load(kv + base[None, :] + d[:, None], mask=real[:, None], other=0.0).to(q.dtype)
+            v = tl.load(
+                kv + value_offset + base[:, None] + d[None, :], mask=real[None, :], other=0.0
+            ).to(q.dtype)
         scores = tl.dot(q, k)
+        factor = scale
+        if CAP > 0:
+            # cap * tanh(s / cap) of s = scores * scale, all in base 2.
+            turned = tl.exp2(scores * (scale * (2 * 1.4426950408889634 / CAP)))
+            scores = CAP - 2 * CAP / (turned + 1)
+            factor = 1.0
         if MASKED:
             if CAUSAL:
                 length = shortest + tl.arange(0, q.shape[0]) // GP * growth
                 scores = tl.where((start + n)[None, :] < length[:, None], scores, float("-inf"))
             else:
                 scores = tl.where((start + n < shortest)[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        # A live row sees a key in its first tile, so its maximum is finite. Lanes without a row
-        # compute NaN and are never stored.
-        alpha = tl.exp2(row_max - new_max)
-        p = tl.exp2(scores * scale - new_max[:, None])
+        if WINDOW:
+            lowest = low + tl.arange(0, q.shape[0]) // GP
+            scores = tl.where((start + n)[None, :] >= lowest[:, None], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        # Without a window a live row sees a key in its first tile, so its maximum is finite. Lanes
+        # without a row compute NaN and are never stored.
+        base_max = new_max
+        if WINDOW:
+            base_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = tl.exp2(row_max - base_max)
+        p = tl.exp2(scores * factor - base_max[:, None])
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
         row_max = new_max
@@ -91,17 +111,54 @@ def _accumulate(
 
 
 @triton.jit
+def _store_unit(
+    part_out, part_lse, out, sinks, row_head, head, g, live, there, part, direct, rows_total,
+    row_max, row_sum, acc,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write a unit's rows to `out`, where it is `direct`, with their sinks; else as a part."""
+    d = tl.arange(0, DP)
+    if direct != 0:
+        if SINKS:
+            # A sink takes its share of the softmax and adds nothing.
+            sink = tl.load(sinks + head * G + g, mask=live, other=0.0).to(tl.float32)
+            sink = sink * 1.4426950408889634
+            top = tl.maximum(row_max, sink)
+            share = tl.exp2(row_max - top)
+            acc = acc * share[:, None]
+            row_sum = row_sum * share + tl.exp2(sink - top)
+        divisor = tl.where(row_sum > 0, row_sum, 1.0)
+        tl.store(
+            out + row_head[:, None] * D + d[None, :],
+            (acc / divisor[:, None]).to(out.dtype.element_ty),
+            mask=there,
+        )
+    else:
+        divisor = tl.where(row_sum > 0, row_sum, 1.0)
+        slot = part * rows_total * H + row_head
+        tl.store(
+            part_out + slot[:, None].to(tl.int64) * D + d[None, :],
+            acc / divisor[:, None],
+            mask=there,
+        )
+        lse = tl.where(row_sum > 0, row_max + tl.log2(divisor), float("-inf"))
+        tl.store(part_lse + slot, lse, mask=live)
+
+
+@triton.jit
 def _do_unit(
     q_ptr, kv, part_out, part_lse, out, count, tiles, u, block_ids, lengths_ptr, rows_total, scale,
+    sinks,
     G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
-    STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
+    STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr, DP: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute unit `u` of the work list: a tile's rows against its keys, for one KV head."""
     tile = tiles + (tl.load(count + 1) + u // (H // G)) * 8
     head = u % (H // G)
     m = tl.arange(0, M)
-    d = tl.arange(0, D)
+    d = tl.arange(0, DP)
     r = m // GP
     g = m % GP
     row0 = tl.load(tile)
@@ -118,48 +175,44 @@ def _do_unit(
     shortest = tl.where(keys >= 0, keys, tl.load(lengths_ptr + row0) - first_key)
     end = shortest + growth * (rows - 1)
     row_head = (row0 + r) * H + head * G + g
-    q = tl.load(q_ptr + row_head[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
+    there = live[:, None] if D == DP else live[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + row_head[:, None] * D + d[None, :], mask=there, other=0.0)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, D], tl.float32)
-    unmasked = 0
-    if PEEL:
-        unmasked = shortest // KEYS * KEYS
+    acc = tl.zeros([M, DP], tl.float32)
+    begin = 0
+    low = 0
+    if WINDOW > 0:
+        # A window's rows are one sequence's: row r sees keys from low + r on. Whole tiles before
+        # are skipped; so a plan stays right while its rows move on.
+        low = tl.load(lengths_ptr + row0) - first_key - WINDOW
+        begin = tl.maximum(low, 0) // KEYS * KEYS
+    if PEEL and WINDOW == 0:
+        begin = shortest // KEYS * KEYS
         row_max, row_sum, acc = _accumulate(
-            q, kv, ids, 0, unmasked, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
-            row_max, row_sum, acc, scale, GP, False, CAUSAL,
-            BLOCK_STRIDE, D, SLOTS, KEYS, STAGES,
+            q, kv, ids, 0, begin, shortest, growth, low, head * SLOTS * D, VALUE_OFFSET,
+            row_max, row_sum, acc, scale, GP, False, CAUSAL, False, CAP,
+            BLOCK_STRIDE, D, DP, SLOTS, KEYS, STAGES,
         )  # fmt: skip
     row_max, row_sum, acc = _accumulate(
-        q, kv, ids, unmasked, end, shortest, growth, head * SLOTS * D, VALUE_OFFSET,
-        row_max, row_sum, acc, scale, GP, True, CAUSAL, BLOCK_STRIDE, D, SLOTS, KEYS,
-        1 if PEEL else STAGES,
+        q, kv, ids, begin, end, shortest, growth, low, head * SLOTS * D, VALUE_OFFSET,
+        row_max, row_sum, acc, scale, GP, True, CAUSAL, WINDOW > 0, CAP,
+        BLOCK_STRIDE, D, DP, SLOTS, KEYS, 1 if PEEL and WINDOW == 0 else STAGES,
     )  # fmt: skip
-    divisor = tl.where(row_sum > 0, row_sum, 1.0)
-    if direct != 0:
-        tl.store(
-            out + row_head[:, None] * D + d[None, :],
-            (acc / divisor[:, None]).to(out.dtype.element_ty),
-            mask=live[:, None],
-        )
-    else:
-        slot = part * rows_total * H + row_head
-        tl.store(
-            part_out + slot[:, None].to(tl.int64) * D + d[None, :],
-            acc / divisor[:, None],
-            mask=live[:, None],
-        )
-        lse = tl.where(row_sum > 0, row_max + tl.log2(divisor), float("-inf"))
-        tl.store(part_lse + slot, lse, mask=live)
+    _store_unit(
+        part_out, part_lse, out, sinks, row_head, head, g, live, there, part, direct, rows_total,
+        row_max, row_sum, acc, G, H, D, DP, SINKS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows_total"])
 def tree_attention_kernel(
     q_ptr, kv, part_out, part_lse, out, count, tiles, queue, block_ids, lengths_ptr, rows_total,
-    scale,
+    scale, sinks,
     G: tl.constexpr, GP: tl.constexpr, M: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
-    STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr,
+    STAGES: tl.constexpr, PEEL: tl.constexpr, CAUSAL: tl.constexpr, DP: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     WAITS: tl.constexpr, TRIGGERS: tl.constexpr, FOLLOWS: tl.constexpr, QUEUE: tl.constexpr,
 ):  # fmt: skip
     """Compute all units of a tile class, dealt to programs back and forth or from a queue.
@@ -167,8 +220,10 @@ def tree_attention_kernel(
     `count`: the class's number of tiles, and the index of its first in `tiles`, longest first.
 
     q, out: [T, H, D] bf16 or fp32, out written where a unit is direct. part_out: [parts, T, H, D]
-    fp32, part_lse: [parts, T, H] fp32 base 2, written otherwise. lengths: [T] int32, keys that each
-    row sees in total. Dependent launches: the kernel WAITS for its predecessor, then TRIGGERS its
+    fp32, part_lse: [parts, T, H] fp32 base 2, written otherwise. lengths: [T] int32, keys up to and
+    with each row's own, of which it sees the last WINDOW, or all with 0. CAP > 0: scores s become
+    CAP * tanh(s / CAP). sinks: [H], read with SINKS. DP: D, rounded up to a power of two. Dependent
+    launches: the kernel WAITS for its predecessor, then TRIGGERS its
     successor; or it FOLLOWS a kernel that has waited, runs beside it and ends after it. QUEUE:
     programs take units from `queue`, so that programs that start late do less; it is 0 before, and
     the merge resets it.
@@ -183,8 +238,8 @@ def tree_attention_kernel(
         while u < total:
             _do_unit(
                 q_ptr, kv, part_out, part_lse, out, count, tiles, u, block_ids, lengths_ptr,
-                rows_total, scale, G, GP, M, H, D, SLOTS, KEYS, BLOCK_STRIDE, VALUE_OFFSET,
-                STAGES, PEEL, CAUSAL,
+                rows_total, scale, sinks, G, GP, M, H, D, SLOTS, KEYS, BLOCK_STRIDE, VALUE_OFFSET,
+                STAGES, PEEL, CAUSAL, DP, WINDOW, CAP, SINKS,
             )  # fmt: skip
             u = tl.atomic_add(queue, 1, sem="relaxed")
     else:
@@ -197,8 +252,8 @@ def tree_attention_kernel(
             u = k // 2 * turn + tl.where(k % 2 == 0, there, back)
             _do_unit(
                 q_ptr, kv, part_out, part_lse, out, count, tiles, u, block_ids, lengths_ptr,
-                rows_total, scale, G, GP, M, H, D, SLOTS, KEYS, BLOCK_STRIDE, VALUE_OFFSET,
-                STAGES, PEEL, CAUSAL,
+                rows_total, scale, sinks, G, GP, M, H, D, SLOTS, KEYS, BLOCK_STRIDE, VALUE_OFFSET,
+                STAGES, PEEL, CAUSAL, DP, WINDOW, CAP, SINKS,
             )  # fmt: skip
     if FOLLOWS:
         gdc_wait()
@@ -206,11 +261,11 @@ def tree_attention_kernel(
 
 @triton.jit(do_not_specialize=["rows_total"])
 def merge_parts_kernel(
-    part_out, part_lse, out, parts_of_row, queue, rows_total,
-    H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
-    WAITS: tl.constexpr,
+    part_out, part_lse, out, parts_of_row, queue, rows_total, sinks,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    SINKS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = sum over parts of softmax(lse) * part. Grid (T, H / HEADS).
+    """out[row] = sum over parts of softmax(lse) * part, over the sink too. Grid (T, H / HEADS).
 
     Log-sum-exps first, then the parts, with PARTS loads unrolled so that they are in flight
     together. A row with fewer than two parts was written directly and is skipped. Resets `queue` to
@@ -223,17 +278,25 @@ def merge_parts_kernel(
         tl.store(queue, 0)
     parts = tl.load(parts_of_row + row)
     if parts > 1:
-        row_head = row * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        d = tl.arange(0, D)
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        row_head = row * H + head
+        d = tl.arange(0, DP)
+        real = (d < D)[None, :]
         stride = rows_total * H
         best = tl.full([HEADS], float("-inf"), tl.float32)
+        sink = best
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            best = sink
         for first in range(0, parts, PARTS):
             for k in tl.static_range(PARTS):
                 there = row_head * 0 + (first + k) < parts
                 place = part_lse + (first + k) * stride + row_head
                 best = tl.maximum(best, tl.load(place, mask=there, other=float("-inf")))
         total = tl.zeros([HEADS], tl.float32)
-        acc = tl.zeros([HEADS, D], tl.float32)
+        if SINKS:
+            total = tl.exp2(sink - best)
+        acc = tl.zeros([HEADS, DP], tl.float32)
         for first in range(0, parts, PARTS):
             for k in tl.static_range(PARTS):
                 there = row_head * 0 + (first + k) < parts
@@ -242,15 +305,16 @@ def merge_parts_kernel(
                 weight = tl.exp2(lse - best)
                 values = tl.load(
                     part_out + slot[:, None].to(tl.int64) * D + d[None, :],
-                    mask=there[:, None],
+                    mask=there[:, None] if D == DP else there[:, None] & real,
                     other=0.0,
                 )
                 total += weight
                 acc += values * weight[:, None]
-        tl.store(
-            out + row_head[:, None] * D + d[None, :],
-            (acc / total[:, None]).to(out.dtype.element_ty),
-        )
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        if D == DP:
+            tl.store(out + row_head[:, None] * D + d[None, :], result)
+        else:
+            tl.store(out + row_head[:, None] * D + d[None, :], result, mask=real)
 
 
 class WorkList:
@@ -338,20 +402,12 @@ class PartialOutputs:
 
 
 def tree_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    layer: int,
-    work: WorkList,
-    block_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    out: torch.Tensor,
-    parts: PartialOutputs,
-    *,
-    classes: tuple[int, ...] = (0, 1, 2),
-    causal: bool = True,
-    dependent: bool = False,
-    merge: bool = True,
-) -> None:
+    q: torch.Tensor, kv: torch.Tensor, layer: int, work: WorkList, block_ids: torch.Tensor,
+    lengths: torch.Tensor, out: torch.Tensor, parts: PartialOutputs, *,
+    classes: tuple[int, ...] = (0, 1, 2), causal: bool = True, dependent: bool = False,
+    merge: bool = True, scale: float = 0.0, window: int = 0, cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Write attention of q [T, H, D] over one layer of kv [B, layers, 2, K, S, D] to out [T, H, D].
 
     `block_ids` int32: the flat table that units index, padded by 8 entries, each a valid block.
@@ -361,11 +417,14 @@ def tree_attention(
     every slice has one row, `merge` when no row has two parts. `dependent`: launches overlap
     (Hopper), in the order of `classes`: with big tiles first, each class starts while the class
     before ends; with small tiles first (2, 1), which are bound by memory, big tiles run beside them
-    from a queue. Writes out and parts.
+    from a queue. `scale` of the scores, 1 / sqrt(D) where it is 0; `window`, `cap` and `sinks` [H]
+    as in `kernels.reference.paged_attention`; the work of a layer with a window is planned with it.
+    Writes out and parts.
     """
     rows, heads, head_dim = q.shape
-    group, scale = heads // kv.shape[3], LOG2E / math.sqrt(head_dim)
-    hand_scheduled = HAS_GLUON and hopper_attention.can_run(q, kv)
+    group, scale = heads // kv.shape[3], LOG2E * (scale or 1 / math.sqrt(head_dim))
+    rule = _rule(head_dim, window, cap, sinks)
+    hand_scheduled = _can_run_by_hand(q, kv, rule)
     pdl = dependent_options(q) if dependent else {}
     last = len(classes) - 1
     overlap = dependent and last > 0
@@ -382,8 +441,7 @@ def tree_attention(
             "WAITS": bool(pdl) and order == 0, "TRIGGERS": bool(pdl) and order < last,
             "FOLLOWS": bool(pdl) and order > 0, "QUEUE": beside and order == 1,
         }  # fmt: skip
-        if order == 0 or overlap:
-            options |= pdl
+        options |= pdl if order == 0 or overlap else {}
         per_sm = config.programs_beside if beside else config.programs_per_sm
         programs = work.multiprocessors * per_sm
         if hand_scheduled and config.vectors >= hopper_attention.VECTORS:
@@ -394,17 +452,39 @@ def tree_attention(
             if config.registers_max and q.is_cuda:
                 options["maxnreg"] = config.registers_max
             kernel = tree_attention_kernel[(programs,)](
-                q, kv[:, layer], *given, scale,
+                q, kv[:, layer], *given, scale, lengths if sinks is None else sinks, **rule,
                 M=config.vectors, BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
                 STAGES=config.stages, PEEL=config.peel, num_warps=config.warps, **options,
             )  # fmt: skip
         if pdl and beside:
             prefer_max_shared_memory(kernel.function)
     if merge:
-        _merge(out, work, parts, pdl)
+        _merge(out, work, parts, sinks, pdl)
 
 
-def _merge(out: torch.Tensor, work: WorkList, parts: PartialOutputs, pdl: dict[str, Any]) -> None:
+def _rule(head_dim: int, window: int, cap: float, sinks: torch.Tensor | None) -> dict[str, Any]:
+    """Return what a layer's attention adds to the kernel's compiled shape."""
+    return {
+        "DP": triton.next_power_of_2(head_dim),
+        "WINDOW": window,
+        "CAP": cap * LOG2E,
+        "SINKS": sinks is not None,
+    }
+
+
+def _can_run_by_hand(q: torch.Tensor, kv: torch.Tensor, rule: dict[str, Any]) -> bool:
+    """Return whether Hopper's kernel computes the layer: it has no rule but a scale."""
+    is_plain = not (rule["WINDOW"] or rule["CAP"] or rule["SINKS"])
+    return is_plain and HAS_GLUON and hopper_attention.can_run(q, kv)
+
+
+def _merge(
+    out: torch.Tensor,
+    work: WorkList,
+    parts: PartialOutputs,
+    sinks: torch.Tensor | None,
+    pdl: dict[str, Any],
+) -> None:
     """Launch the merge. With few rows: one head per program and many parts in flight; else up to 8
     heads per program."""
     rows, heads, head_dim = out.shape
@@ -412,6 +492,8 @@ def _merge(out: torch.Tensor, work: WorkList, parts: PartialOutputs, pdl: dict[s
     heads_step = 1 if few else min(8, heads & -heads)
     merge_parts_kernel[(rows, heads // heads_step)](
         parts.out, parts.lse, out, work.parts_of_row, parts.queue, rows,
-        H=heads, D=head_dim, HEADS=heads_step, PARTS=8 if few else 4, WAITS=bool(pdl),
+        work.parts_of_row if sinks is None else sinks,
+        H=heads, D=head_dim, DP=triton.next_power_of_2(head_dim), HEADS=heads_step,
+        PARTS=8 if few else 4, SINKS=sinks is not None, WAITS=bool(pdl),
         num_warps=1 if few else 4, **pdl,
     )  # fmt: skip

@@ -63,10 +63,24 @@ BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 0, 2.2)
 WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 0, 5.0)
 SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0, 0.5)
 
+BIG_256 = TileConfig("big 256", 64, 32, 8, 3, True, 1, 1, 0, 4.4)
+WIDE_256 = TileConfig("wide 256", 128, 32, 8, 3, True, 1, 1, 0, 10.0)
+SMALL_256 = TileConfig("small 256", 16, 32, 2, 2, False, 4, 2, 0, 0.5)
+
 NO_TILES = np.zeros((0, 8), np.int32)
 
 CLASSES = (WIDE, BIG, SMALL)
 """The tile classes, in the order of `HostPlan.work`."""
+
+CLASSES_256 = (WIDE_256, BIG_256, SMALL_256)
+"""The same for heads of more than 128 channels: fewer keys a tile, so that keys and values fit
+shared memory. Chosen by arithmetic and compiled for Hopper, not yet measured."""
+
+
+def classes_for(head_dim: int) -> tuple[TileConfig, TileConfig, TileConfig]:
+    """Return the tile classes for heads of `head_dim` channels: wide, big and small."""
+    return CLASSES if head_dim <= 128 else CLASSES_256
+
 
 SMALL_KEY_COST = 1.65
 """Time of a key in a small tile, relative to a key in a big tile."""
@@ -144,6 +158,7 @@ class WorkPlanner:
     heads_per_group: int
     block_size: int
     multiprocessors: int
+    classes: tuple[TileConfig, TileConfig, TileConfig] = CLASSES
     chunk_keys: int = 0
     group_keys_min: int = 64
     span_keys_min: int = 1024
@@ -167,18 +182,37 @@ class WorkPlanner:
         """Vectors of a tile that one row takes: heads of a group, rounded up to a power of two."""
         return 1 << (self.heads_per_group - 1).bit_length()
 
-    def plan(self, slices: Slices, groups: Int32, padded_rows: int = 0) -> HostPlan:
+    @property
+    def big(self) -> TileConfig:
+        """The class of 64 query vectors."""
+        return self.classes[1]
+
+    @property
+    def wide(self) -> TileConfig:
+        """The class of 128 query vectors."""
+        return self.classes[0]
+
+    @property
+    def small(self) -> TileConfig:
+        """The class of 16 query vectors."""
+        return self.classes[2]
+
+    def plan(
+        self, slices: Slices, groups: Int32, padded_rows: int = 0, window: int = 0
+    ) -> HostPlan:
         """Return the plan of one step. O(groups + slices + tiles), numpy.
 
         groups: [n, 4] int32 (first slice, end slice, first block, end block), shallower before
-        deeper. `padded_rows`: rows of the launch, where these are more than the slices' rows. Every
-        (row, key) pair is in exactly one tile.
+        deeper. `padded_rows`: rows of the launch, where these are more than the slices' rows.
+        `window`: rows see so many keys, their own the last, and the blocks before are not read; 0:
+        all keys. With a window each row reads by its own table, and `groups` is not used. Every
+        (row, key) pair that counts is in exactly one tile.
         """
         kind = _ChunkCutter if self.chunk_keys else _SpanCutter
-        cutter = kind(self, slices, padded_rows)
-        cutter.cut(groups)
+        cutter = kind(self, slices, padded_rows, window)
+        cutter.cut(groups[:0] if window else groups)
         parts_of_row = np.repeat(cutter.parts, slices.rows).astype(np.int32)
-        work = tuple(_longest_first(config, cutter.tiles(config)) for config in CLASSES)
+        work = tuple(_longest_first(config, cutter.tiles(config)) for config in self.classes)
         most = int(cutter.parts.max(initial=1))
         return HostPlan(work, parts_of_row, most, cutter.is_side_by_side)
 
@@ -213,9 +247,14 @@ class _Cutter(ABC):
     fields, and for causal spans (`keys` < 0) how many keys the span's first row sees before itself.
     """
 
-    def __init__(self, planner: WorkPlanner, slices: Slices, padded_rows: int) -> None:
+    def __init__(self, planner: WorkPlanner, slices: Slices, padded_rows: int, window: int) -> None:
         self.planner = planner
         self.slices = slices
+        self.window = window
+        self.floor = np.zeros_like(slices.starts)  # the first key that a slice reads
+        if window:
+            seen = np.maximum(slices.starts + 1 - window, 0)
+            self.floor = (seen // planner.block_size * planner.block_size).astype(np.int32)
         ends = np.cumsum(slices.rows)
         self.total_rows = int(ends[-1]) if len(ends) else 0
         self.padded_rows = max(1, padded_rows, self.total_rows)
@@ -265,7 +304,7 @@ class _Cutter(ABC):
     ) -> None:
         """Add the own keys of the decoding slices `at`; the other arguments are theirs alone."""
         starts, count = self.slices.starts[at], int(spans.sum())
-        width = _round_up(-(-(starts + 1 - first_key) // spans), SMALL.keys)
+        width = _round_up(-(-(starts + 1 - first_key) // spans), self.planner.small.keys)
         ends = np.cumsum(spans)
         which = np.repeat(np.arange(len(at)), spans) if count > len(at) else slice(None)
         k = np.arange(count) - (ends - spans)[which]
@@ -280,12 +319,12 @@ class _Cutter(ABC):
         table[:, 5] = base[which] + k
         table[:, 6] = (base + spans == 1)[which]
         table[:, 7] = starts[which] - begin
-        self._arrays.setdefault(SMALL.name, []).append(table)
+        self._arrays.setdefault(self.planner.small.name, []).append(table)
 
     def _own_slice(self, i: int, first: int, spans: int, base: int) -> None:
         start, rows = int(self.slices.starts[i]), int(self.slices.rows[i])
         config = self.class_of(rows)
-        width = int(_prefill_width(start - first, spans)) if spans > 1 else 0
+        width = int(self._prefill_width(start - first, spans)) if spans > 1 else 0
         for k in range(spans):
             begin = first + k * width
             keys = -1 if k == spans - 1 else min(width, start - begin)
@@ -297,9 +336,14 @@ class _Cutter(ABC):
     def class_of(self, rows: int) -> TileConfig:
         """Return the tile class for a slice's own keys, by its number of rows."""
         p = self.planner
-        if rows <= p.rows_per_tile(SMALL):
-            return SMALL
-        return WIDE if self.takes_wide_tiles and rows >= 2 * p.rows_per_tile(BIG) else BIG
+        if rows <= p.rows_per_tile(p.small):
+            return p.small
+        return p.wide if self.takes_wide_tiles and rows >= 2 * p.rows_per_tile(p.big) else p.big
+
+    def _prefill_width(self, before: Int32 | int, spans: Int32 | int) -> Int32:
+        """Return the keys per span of the `before` keys that precede a prompt's rows."""
+        width = np.asarray(-(-np.asarray(before) // spans), np.int32)
+        return _round_up(width, self.planner.big.keys)
 
     def tiles(self, config: TileConfig) -> Int32:
         """Return the spans of one class cut into row tiles: [n, 8], the last column the cost."""
@@ -319,13 +363,10 @@ class _Cutter(ABC):
             tiles[:, 1] = np.minimum(step, tiles[:, 1] - done)
             tiles[:, 7] += done
         seen = np.where(tiles[:, 4] >= 0, tiles[:, 4], tiles[:, 7] + tiles[:, 1])
+        if self.window:
+            seen = np.minimum(seen, self.window + tiles[:, 1])
         tiles[:, 7] = seen + int(config.overhead_blocks * config.keys)
         return tiles
-
-
-def _prefill_width(before: Int32 | int, spans: Int32 | int) -> Int32:
-    """Return the keys per span of the `before` keys that precede a prompt's rows."""
-    return _round_up(np.asarray(-(-np.asarray(before) // spans), np.int32), BIG.keys)
 
 
 def _round_up(x: Int32 | int, to: int) -> Int32:
@@ -356,7 +397,7 @@ class _SpanCutter(_Cutter):
                 part += 1
             base[a:b] = part
             own_block[a:b] = end_block
-        first_key = own_block * p.block_size
+        first_key = np.maximum(own_block * p.block_size, self.floor)
         spans_own = self._own_spans(first_key, room - np.maximum(base, p.parts_max))
         self.parts = base + spans_own
         self.add_own(first_key, spans_own, base)
@@ -371,9 +412,9 @@ class _SpanCutter(_Cutter):
         p, slices = self.planner, self.slices
         if not groups or self.has_prompts:
             return False
-        tiles, keys = self._group_tiles(groups, BIG)
+        tiles, keys = self._group_tiles(groups, p.big)
         shared = sum(t * k for t, k in zip(tiles, keys, strict=True))
-        load = shared * p.kv_heads / (p.multiprocessors * BIG.programs_per_sm)
+        load = shared * p.kv_heads / (p.multiprocessors * p.big.programs_per_sm)
         own = int((slices.starts + 1).sum())
         own -= sum((b - a) * k for (a, b, _, _), k in zip(groups, keys, strict=True))
         return load <= p.beside_load_max and SMALL_KEY_COST * own >= p.beside_share_min * shared
@@ -383,14 +424,14 @@ class _SpanCutter(_Cutter):
         rows fill it and no small tiles run beside it; else big."""
         p = self.planner
         if self.is_side_by_side or not self.takes_wide_tiles:
-            return BIG
-        tiles, keys = self._group_tiles(groups, WIDE)
-        room = p.rows_per_tile(WIDE) * sum(t * k for t, k in zip(tiles, keys, strict=True))
+            return p.big
+        tiles, keys = self._group_tiles(groups, p.wide)
+        room = p.rows_per_tile(p.wide) * sum(t * k for t, k in zip(tiles, keys, strict=True))
         used = sum(
             (self.row_edges[g[1]] - self.row_edges[g[0]]) * k
             for g, k in zip(groups, keys, strict=True)
         )
-        return WIDE if used >= p.wide_fill_min * room else BIG
+        return p.wide if used >= p.wide_fill_min * room else p.big
 
     def _group_tiles(
         self, groups: list[list[int]], config: TileConfig
@@ -426,7 +467,7 @@ class _SpanCutter(_Cutter):
         p, slices = self.planner, self.slices
         total = slices.starts + slices.rows - first_key
         units = max(1, len(total)) * p.kv_heads
-        programs = p.multiprocessors * SMALL.programs_per_sm
+        programs = p.multiprocessors * p.small.programs_per_sm
         # One wave: at most as many units as programs.
         fill = max(1, programs // units)
         by_fill = np.minimum(fill, np.maximum(1, total // p.own_span_keys_min))
@@ -434,7 +475,7 @@ class _SpanCutter(_Cutter):
         by_length = -(-total // (2 * load))
         most = np.minimum(np.maximum(room, 1), 64)
         spans = np.minimum(np.maximum(by_fill, by_length), most)
-        width = _round_up(-(-total // spans), SMALL.keys)
+        width = _round_up(-(-total // spans), p.small.keys)
         spans = -(-total // width)
         if self.has_prompts:
             # A prefill slice is cut only before its start; the causal remainder is the last span.
@@ -446,14 +487,14 @@ class _SpanCutter(_Cutter):
         `prefill_span_keys_min` keys before the slice."""
         p, rows = self.planner, self.slices.rows
         several = rows[rows > 1]
-        step = p.rows_per_tile(WIDE if self.takes_wide_tiles else BIG)
+        step = p.rows_per_tile(p.wide if self.takes_wide_tiles else p.big)
         units = max(1, int((-(-several // step)).sum()) * p.kv_heads)
-        programs = p.multiprocessors * BIG.programs_per_sm
+        programs = p.multiprocessors * p.big.programs_per_sm
         before = self.slices.starts - first_key
         most = np.clip(room, 1, max(1, programs // units))
         spans = np.clip(before // p.prefill_span_keys_min, 1, most)
         # Widths are rounded up, so fewer spans may have all keys; the last begins before the rows.
-        width = np.maximum(BIG.keys, _prefill_width(before, spans))
+        width = np.maximum(p.big.keys, self._prefill_width(before, spans))
         return np.asarray(np.maximum(1, -(-before // width)), np.int32)
 
 
@@ -465,7 +506,8 @@ class _ChunkCutter(_Cutter):
 
     def cut(self, groups: Int32) -> None:
         size, chunk = self.planner.block_size, self.planner.chunk_keys
-        done = [0] * len(self.slices.rows)
+        done = (self.floor // chunk).tolist()
+        first_chunk = np.array(done, np.int32)
         for a, b, _, end_block in groups.tolist():
             first, end = done[a], end_block * size // chunk
             if end > first:
@@ -473,14 +515,15 @@ class _ChunkCutter(_Cutter):
                 done[a:b] = [end] * (b - a)
         base = (self.slices.starts // chunk).astype(np.int32)
         for i, (first, end) in enumerate(zip(done, base.tolist(), strict=True)):
-            self._chunks(i, i + 1, first, end)
-        self.parts = base + 1
-        self.add_own(base * chunk, np.ones_like(base), base)
+            self._chunks(i, i + 1, first, end, int(first_chunk[i]))
+        self.parts = base - first_chunk + 1
+        self.add_own(base * chunk, np.ones_like(base), base - first_chunk)
 
     def class_of(self, rows: int) -> TileConfig:
-        return SMALL
+        return self.planner.small
 
-    def _chunks(self, a: int, b: int, first: int, end: int) -> None:
+    def _chunks(self, a: int, b: int, first: int, end: int, part_of: int = 0) -> None:
+        """Add chunks [first, end) of slices [a, b); chunk `part_of` is the first part."""
         keys = self.planner.chunk_keys
         for c in range(first, end):
-            self.add_group(BIG, a, b, c * keys, keys, c)
+            self.add_group(self.planner.big, a, b, c * keys, keys, c - part_of)

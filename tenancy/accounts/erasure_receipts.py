@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -42,7 +42,7 @@ class ErasureReceipt(Struct, frozen=True):
 
     `key_id`: the tenant's or administrator's key that requested it. `what`: `all`, `workspace NAME`
     or `lease ID`. `blocks`: how many blocks left the cache. `levels`: the same by level; None for a
-    receipt from before there were levels.
+    receipt from before there were levels. `embeddings`: how many vectors left their cache.
     """
 
     receipt_id: str
@@ -54,10 +54,12 @@ class ErasureReceipt(Struct, frozen=True):
     namespace_digest: str
     blocks: int
     levels: dict[str, ErasedLevel] | None = None
+    embeddings: int = 0
 
 
 _COLUMNS = (
-    "receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks, levels"
+    "receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks, levels,"
+    " embeddings"
 )
 
 
@@ -80,10 +82,13 @@ def write_receipt(store: Store, receipt: ErasureReceipt, by: Actor | None = None
     values = (
         *(receipt.receipt_id, receipt.tenant_id, receipt.key_id, receipt.at_ms, receipt.what),
         *(receipt.namespaces, receipt.namespace_digest, receipt.blocks, levels),
+        receipt.embeddings,
     )
     beyond = receipt.tenant_id, _DROPPED_AT_ONCE, RECEIPTS_MAX
     with store.change() as db:
-        db.execute(f"insert into erasures ({_COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        db.execute(
+            f"insert into erasures ({_COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values
+        )
         db.execute(
             "delete from erasures where receipt_id in (select receipt_id from erasures"
             " where tenant_id = ? order by at_ms desc, receipt_id desc limit ? offset ?)",
@@ -110,7 +115,28 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Erasur
         " order by at_ms desc, receipt_id desc limit ?",
         (tenant_id, limit),
     )
-    return [replace(ErasureReceipt(*row[:8]), levels=_levels(row[8])) for row in rows]
+    return [_receipt(row) for row in rows]
+
+
+def list_pending(store: Store) -> list[ErasureReceipt]:
+    """Return the receipts of erasures that a level has not confirmed, oldest first. O(receipts)."""
+    rows = store.query(
+        f"select {_COLUMNS} from erasures where levels like '%\"pending\"%' order by at_ms"
+    )
+    return [_receipt(row) for row in rows]
+
+
+def confirm_receipt(store: Store, receipt_id: str, levels: dict[str, ErasedLevel]) -> None:
+    """Replace what a receipt says of the levels, once they have confirmed. Raises StoreError."""
+    with store.change() as db:
+        db.execute(
+            "update erasures set levels = ? where receipt_id = ?",
+            (msgspec.json.encode(levels).decode(), receipt_id),
+        )
+
+
+def _receipt(row: Sequence[Any]) -> ErasureReceipt:
+    return replace(ErasureReceipt(*row[:8]), levels=_levels(row[8]), embeddings=row[9])
 
 
 def _levels(text: str | None) -> dict[str, ErasedLevel] | None:

@@ -52,7 +52,7 @@ async def test_a_quote_tells_nothing_of_others_waiting_tokens(gateway: GatewayFi
     gateway.engine.stats = Stats(prefill_tokens_per_s=100.0)
     told = []
     for tokens in (1_000, 971_700):
-        place = context.waiting.enter(99, 1.0, [tokens])
+        place = context.models.default.waiting.enter(99, 1.0, [tokens])
         status, found, _ = await gateway.ask("/v1/cache/quote", request)
         assert status == 200, json.dumps(found)
         told.append(found["first_token_s"])

@@ -1,17 +1,23 @@
 """Computed tokens with a small pool and a common prompt: python -m tests.bench.crowding
 
-Counts, not times, over the token oracle; the figures of decisions 0004 and 0006.
+Counts, not times, over the token oracle; the figures of decisions 0004, 0006 and 0029. The second
+line of each pool is with a host level as large as four pools, whose moves take a turn.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 
 from engine.api import CacheGrant, Request, Sampling
-from engine.config import EngineConfig
+from engine.cache import PrefixCache
+from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
-from tests.checkers import World
+from engine.levels.levels import Levels
+from tests.checkers import MakeLevels, World
+from tests.fake_levels import FakeTransferEngine, Weather
+from tests.fakes import FakeRunner
 
 GREEDY = Sampling(temperature=0)
 
@@ -27,7 +33,22 @@ class WithoutSharing(Core):
             work.sequences[0].may_wait = False
 
 
-def world(blocks: int, config: EngineConfig, make_core: type[Core] = Core) -> World:
+def host_of(blocks: int) -> MakeLevels:
+    """Return what makes a host level of `blocks` slots."""
+
+    def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+        memory = FakeTransferEngine(runner, blocks, random.Random(1), Weather())
+        return Levels(cache, LevelsConfig(host_mib=1, host_tokens_min=4), memory)
+
+    return make
+
+
+def world(
+    blocks: int,
+    config: EngineConfig,
+    make_core: type[Core] = Core,
+    make_levels: MakeLevels | None = None,
+) -> World:
     """Return an engine with blocks of four tokens over two-token prompts."""
     return World(
         config,
@@ -36,6 +57,7 @@ def world(blocks: int, config: EngineConfig, make_core: type[Core] = Core) -> Wo
         context_tokens=4000,
         promises=False,
         make_core=make_core,
+        make_levels=make_levels,
     )
 
 
@@ -44,11 +66,11 @@ def words(chance: random.Random, count: int) -> tuple[int, ...]:
     return tuple(chance.randrange(2) for _ in range(count))
 
 
-def preempt(blocks: int) -> str:
+def preempt(blocks: int, make_levels: MakeLevels | None = None) -> str:
     """Run 64 requests of four namespaces, eight at once, over a pool of `blocks`."""
     chance = random.Random(1)
     config = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=32, sequences_max=8)
-    crowd = world(blocks, config)
+    crowd = world(blocks, config, make_levels=make_levels)
     for index in range(64):
         tokens = words(chance, chance.randrange(20, 60))
         outputs, grant = chance.randrange(4, 60), CacheGrant(bytes([index % 4]))
@@ -57,9 +79,10 @@ def preempt(blocks: int) -> str:
     used = [s.finished.usage for s in crowd.streams.values() if s.finished is not None]
     often = [usage.preemptions for usage in used]
     again = sum(usage.recomputed_tokens for usage in used)
+    loaded = sum(level.loaded_tokens_total for level in crowd.core.stats().levels)
     return (
         f"{blocks:6} {crowd.core.engine_stats.step:6} {sum(map(bool, often)):10} {max(often):5}"
-        f" {again:6} of {crowd.runner.computed_tokens:6}"
+        f" {again:6} of {crowd.runner.computed_tokens:6} {loaded:6}"
     )
 
 
@@ -80,9 +103,10 @@ def race(make_core: type[Core]) -> str:
 def main() -> None:
     """Print two tables."""
     out = sys.stdout.write
-    out("blocks  steps  preempted  most  computed again\n")
+    out("blocks  steps  preempted  most  computed again  loaded\n")
     for blocks in (160, 80, 60, 40):
         out(preempt(blocks) + "\n")
+        out(preempt(blocks, host_of(4 * blocks)) + "\n")
     out("\nracing   computed  steps\n")
     for make_core in (Core, WithoutSharing):
         out(race(make_core) + "\n")

@@ -94,7 +94,7 @@ def serve(data: Path, sequences: int) -> int:
     store, _ = open_store(config)
     card = load_card(data / "model")
     return asyncio.run(
-        app.serve(config, card, store, lambda _: print_line("ready"), lambda: config)
+        app.serve(config, [card], store, lambda _: print_line("ready"), lambda: config)
     )
 
 

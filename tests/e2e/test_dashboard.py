@@ -18,7 +18,8 @@ from tenancy.accounts.keys import create_admin_key
 from tenancy.accounts.tenants import create_tenant
 from tests.e2e.browser import CHROMIUM, DRIVER, Page, open_browser
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
+from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
 
 pytestmark = [
     pytest.mark.skipif(
@@ -33,6 +34,7 @@ WORDS = {
     "requests": "Ended requests, newest first",
     "findings": "Could be saved",
     "cache": "The pool",
+    "memory": "Nothing is kept below the device",
     "money": "Rate cards",
     "access": "this one",
     "audit": "Audit log",
@@ -113,6 +115,25 @@ async def test_pages_are_accessible(
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     assert {name: faults for name, faults in found.items() if faults} == {}
+
+
+async def test_memory_shows_levels_their_owners_and_why_one_is_off(
+    signed_in: tuple[Page, AdminClient], gateway: GatewayFixture
+) -> None:
+    """Each level with its bytes, and the reason of one that is off; without a fault."""
+    page, _ = signed_in
+    context = gateway.gateway.context
+    engine = ReportedEngine(context.engine, STATS)
+    engine.set_level("disk", state="off", reason="read-only file system")
+    setattr(context, "engine", engine)  # noqa: B010 (another class than the declared one)
+    text = await asyncio.to_thread(page.open, "memory", "Load or compute")
+    text = await asyncio.to_thread(page.see, "ada")
+
+    assert "The disk level is off: read-only file system, since" in text
+    assert "Nothing is kept below the device" not in text
+    assert "88 cached tokens" in text
+    assert "not measured yet" in text
+    assert await asyncio.to_thread(page.faults) == []
 
 
 async def test_makes_a_tenant_and_a_key_that_works(
@@ -375,3 +396,30 @@ async def test_opens_without_a_key_behind_a_trusted_proxy(
 
     assert "Sign out" not in text
     assert "Erase cache" not in text
+
+
+async def test_several_models_are_shown_apart(
+    unopened_gateway: GatewayFixture, browser: Any
+) -> None:
+    """The pool of each, its engine, and which of them is down."""
+    gateway = unopened_gateway
+    gateway.more = {"second": GatedRunner(gateway.card.config.vocab)}
+    await gateway.open()
+    admin = await used(gateway)
+    for name in (gateway.model, "second"):
+        await gateway.ask(body=gateway.chat("a question for the cache", model=name))
+    page = Page(browser, gateway.admin_url)
+    await asyncio.to_thread(page.sign_in, admin.key)
+    await asyncio.to_thread(page.see, WORDS["overview"])
+    browser.get_log("browser")
+    cache = await asyncio.to_thread(page.open, "cache", "The pool of second")
+    faults = await asyncio.to_thread(page.faults)
+    await gateway.engines["second"].close()
+    engine = await asyncio.to_thread(page.open, "engine", "The engine of second takes no requests")
+    errors = [line["message"] for line in browser.get_log("browser")]
+    await gateway.close()
+
+    assert f"The pool of {gateway.model}" in cache
+    assert "of 512 KV blocks" in cache
+    assert engine.count("steps per second") >= 2
+    assert (faults, errors) == ([], [])

@@ -38,6 +38,12 @@ PRINTED = {
     "savings": (r"default +2 ", r'"saved_usd":"0\.000[0-9]*[1-9]'),
     "systemd": (r'"ready"', r"\btl-"),
     "tls": (r"server\.hosts .*llm\.example\.org", r'"ready"'),
+    "two-models": (
+        r"^(ok +)?model small +",
+        r'"id":"large".*"id":"small".*"id":"gpt-4o-mini"',
+        r'"model":"small"',
+        r"small +1 ",
+    ),
     "upgrade": (r'"ready"',),
 }
 """What the commands of each page print, beside ending without an error."""
@@ -51,7 +57,7 @@ ASKED = {
 """Beginnings of what the stand-ins of a page were asked."""
 
 
-STOPPED = ("another-model", "gpu", "systemd")
+STOPPED = ("another-model", "gpu", "systemd", "two-models")
 """Pages that begin without a server."""
 
 

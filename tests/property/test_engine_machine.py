@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from engine.api import Erase, Quota, Request
 from engine.config import EngineConfig
-from tests.checkers import World
+from tests.checkers import MakeLevels, World
 from tests.grammars import PolledGrammars
 from tests.strategies import namespaces, quotas, requests, tokens
 
@@ -68,10 +68,15 @@ class EngineMachine(RuleBasedStateMachine):
             depth=depth,
             windows=self.windows,
             grammars=PolledGrammars(polls),
+            make_levels=self.levels_below(),
         )
         groups = 1 + len(self.windows)
         self.quotas = {name: widen(quota, groups) for name, quota in QUOTAS.items()}
         self.count = 0
+
+    def levels_below(self) -> MakeLevels | None:
+        """Return what lies below the device: nothing."""
+        return None
 
     @rule(request=requests(QUOTAS))
     def ask(self, request: Request) -> None:

@@ -12,9 +12,10 @@ from msgspec.structs import asdict
 
 from gateway.background.erasure import list_holdings, scope_names
 from gateway.background.history_sampling import count_ended
-from gateway.background.storage_metering import update_churn
+from gateway.background.storage_metering import update_churn, update_holders
 from gateway.caching.namespaces import namespaces_of, owner_of, parts_of
 from gateway.context import Context
+from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Handler, Route
@@ -60,32 +61,33 @@ class _AnalyticsHandlers:
     async def overview(self, request: web.BaseRequest) -> web.StreamResponse:
         """Return all analytics, and the state of the engine."""
         gateway = self._gateway
-        info, stats = gateway.engine.info, gateway.engine.stats
         update_churn(gateway)
         await count_ended(gateway)
-        gateway.holders.update(gateway.engine.namespaces, owner_of)
-        engine: dict[str, Any] = {
-            name: getattr(stats, name)
-            for name in stats.__struct_fields__
-            if name not in ("changed", "levels")
+        update_holders(gateway)
+        models = {
+            "models": [
+                {
+                    "name": one.name,
+                    "restarts": one.restarts(),
+                    "promised_blocks": gateway.holders.total("promised_blocks", one.name),
+                    **self._engine(one),
+                    "ready": one.engine.ready(),
+                }
+                for one in gateway.models
+            ]
         }
-        if info is not None:
-            engine |= {
-                "model": info.model,
-                "device": info.device,
-                "kv_format": info.kv_format,
-                "block_size": info.block_size,
-                "context_tokens": info.context_tokens,
-                "kv_bytes_per_block": info.kv_bytes_per_block,
-                "floor_blocks_asked": gateway.registry.floor_blocks(),
-                "floor_blocks_max": info.floor_blocks_max,
-            }
         return json_api.answer(
             {
                 **await gateway.analytics.overview(),
-                "engine": {**engine, "ready": gateway.is_ready()},
+                "engine": {**self._engine(gateway.models.default), "ready": gateway.is_ready()},
+                **(models if gateway.models.are_several else {}),
                 "holdings": [
-                    {"tenant": self._name(tenant_id), **held, **self._quota(tenant_id)}
+                    {
+                        "tenant": self._name(tenant_id),
+                        **held,
+                        **self._quota(tenant_id),
+                        **self._held_by_model(tenant_id),
+                    }
                     for tenant_id, held in gateway.holders.largest(ROWS_MAX)
                 ],
                 "refused_last_hour": self._refused_last_hour(),
@@ -98,10 +100,38 @@ class _AnalyticsHandlers:
                         for tenant_id, history in gateway.churn.latest(ROWS_MAX)
                     ],
                 },
-                "restarts": gateway.engine_restarts(),
+                "restarts": gateway.models.restarts(),
                 "at_ms": gateway.wall(),
             }
         )
+
+    def _engine(self, model: ServedModel) -> dict[str, Any]:
+        """Return the state of a model's engine."""
+        info, stats = model.engine.info, model.engine.stats
+        engine: dict[str, Any] = {
+            name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
+        }
+        if info is not None:
+            engine |= {
+                "model": info.model,
+                "device": info.device,
+                "kv_format": info.kv_format,
+                "block_size": info.block_size,
+                "context_tokens": info.context_tokens,
+                "kv_bytes_per_block": info.kv_bytes_per_block,
+                "floor_blocks_asked": int(
+                    self._gateway.registry.floor_blocks() * model.quota_scale
+                ),
+                "floor_blocks_max": info.floor_blocks_max,
+            }
+        return engine
+
+    def _held_by_model(self, tenant_id: int) -> dict[str, Any]:
+        """Return the blocks that a tenant holds of each model, where several are served."""
+        if not self._gateway.models.are_several:
+            return {}
+        held = self._gateway.holders.by_model(tenant_id)
+        return {"blocks_by_model": {name: row["blocks"] for name, row in held.items()}}
 
     async def tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         """Return one tenant's analytics. Raises BadName for a name that no tenant has."""
@@ -135,14 +165,16 @@ class _AnalyticsHandlers:
         gateway, name = self._gateway, request[STATE].parameters["name"]
         found, _ = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
         scopes = await scope_names(gateway)
-        spaces = namespaces_of(gateway.engine.namespaces, found.tenant_id)
+        spaces = namespaces_of(gateway.models.namespaces(), found.tenant_id)
         largest = heapq.nlargest(TREES_MAX + 1, spaces, key=lambda one: one.blocks)
         shown = []
         for one in list_holdings(largest[:TREES_MAX]):
-            surveyed = await gateway.engine.survey(one.stats.namespace, BRANCHES_MAX)
+            model = gateway.models.of_namespace(one.stats.namespace) or gateway.models.default
+            surveyed = await model.engine.survey(one.stats.namespace, BRANCHES_MAX)
             shown.append(
                 {
                     **one.shown(scopes),
+                    **({"model": model.name} if gateway.models.are_several else {}),
                     "partition": bool(parts_of(one.stats.namespace)[4:5] not in ((), ("",))),
                     "blocks": one.stats.blocks,
                     "branches": [asdict(branch) for branch in surveyed.branches],
@@ -220,7 +252,7 @@ class _AnalyticsHandlers:
         for (
             owner_space,
             evictor_space,
-        ), blocks in gateway.engine.cache_events.evictions_by_taker().items():
+        ), blocks in gateway.models.evictions_by_taker().items():
             owner = owner_of(owner_space)
             sums[owner, owner_of(evictor_space)] += blocks
             lost[owner] += blocks

@@ -18,7 +18,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def levels(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
-        engine = gateway.engine
+        engine = gateway.models.default.engine
         update_churn(gateway)
         report = levels_report(
             gateway.config.engine.levels,
@@ -33,7 +33,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def tenants(request: web.BaseRequest) -> web.StreamResponse:
         is_csv = json_api.wants_csv(json_api.query(request, "format"))
-        engine = gateway.engine
+        engine = gateway.models.default.engine
 
         def name_of(tenant_id: int) -> str:
             found = gateway.registry.tenant(tenant_id)

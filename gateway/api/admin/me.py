@@ -36,7 +36,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
                 "server": {
                     "version": version,
                     "model": gateway.model,
-                    "models": gateway.model_names,
+                    "models": gateway.models.names,
                     "public": config.server.listen,
                     "classes": sorted(config.caching.all_classes()),
                     "at_ms": gateway.wall(),

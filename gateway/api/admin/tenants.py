@@ -7,7 +7,7 @@ key's secret is shown once, in the response that creates it; later responses sho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -191,14 +191,32 @@ class _TenantHandlers:
     def _floor_check(self, name: str, settings: TenantSettings) -> tenants.TenantCheck | None:
         """Return a check that runs in the transaction: of two concurrent changes the second is
         refused."""
-        floor, info = settings.floor_blocks, self._gateway.engine.info
-        return partial(check_floor, name=name, floor_blocks=floor, info=info) if floor else None
+        floor, models = settings.floor_blocks, self._gateway.models
+        if not floor:
+            return None
+        checks = [
+            partial(
+                check_floor,
+                name=name,
+                floor_blocks=floor,
+                info=model.engine.info,
+                scale=model.quota_scale,
+                model=model.name if models.are_several else "",
+            )
+            for model in models
+        ]
+
+        def check(found: Sequence[TenantRecord]) -> None:
+            for one in checks:
+                one(found)
+
+        return check
 
     def _body(self, one: TenantRecord) -> dict[str, Any]:
         """Return a tenant as responses show it, with the floor that this engine grants."""
-        info, asked = self._gateway.engine.info, self._gateway.registry.floor_blocks()
+        most, asked = self._gateway.models.floor_blocks_max(), self._gateway.registry.floor_blocks()
         floor = floor_blocks_of(one)
-        kept = None if info is None else guaranteed_blocks(floor, asked, info.floor_blocks_max)
+        kept = None if most is None else guaranteed_blocks(floor, asked, most)
         return {**tenant_body(one), "floor_blocks_kept": kept}
 
     # -- keys ---------------------------------------------------------------------------------

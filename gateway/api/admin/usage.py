@@ -118,17 +118,24 @@ def _name(gateway: Context, tenant_id: int) -> str | None:
     return None if found is None else found.tenant.name
 
 
+def _model(gateway: Context, one: erasure.Holding) -> dict[str, str]:
+    """Return the model of a holding, where several are served."""
+    model = gateway.models.of_namespace(one.stats.namespace)
+    return {"model": model.name} if model is not None and gateway.models.are_several else {}
+
+
 async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
     """Return the pool and the blocks by namespace; their sum is the number of allocated blocks."""
-    stats = await gateway.engine.get_stats()
+    stats = await gateway.models.refresh()
     scopes = await erasure.scope_names(gateway)
-    spaces = namespaces_of(gateway.engine.namespaces, wanted)
+    spaces = namespaces_of(gateway.models.namespaces(), wanted)
     largest = heapq.nlargest(NAMESPACES_MAX + 1, spaces, key=lambda one: one.blocks)
     held = erasure.list_holdings(largest)
     rows = [
         {
             "tenant": _name(gateway, one.tenant_id),
             **one.shown(scopes),
+            **_model(gateway, one),
             "namespace_digest": digest_namespaces([one.stats.namespace]),
             "blocks": one.stats.blocks,
             "pinned_blocks": one.stats.pinned_blocks,

@@ -210,13 +210,24 @@ class UsageAnswer(Struct, frozen=True, omit_defaults=True):
     budgets: list[dict[str, Any]] | None = None
 
 
+class ErasedLevelAnswer(Struct, frozen=True):
+    """What an erasure took from a level. `pending`: the level has not confirmed it yet; the server
+    tries again each minute."""
+
+    blocks: int
+    bytes: int
+    state: Literal["gone", "pending"]
+
+
 class ReceiptAnswer(Struct, frozen=True):
-    """The receipt of an erasure. `at`: RFC 3339."""
+    """The receipt of an erasure. `at`: RFC 3339. `levels`: by name; null in old receipts."""
 
     receipt_id: str
     at: str
     what: str
     blocks: int
+    levels: dict[str, ErasedLevelAnswer] | None
+    embeddings: int
     namespaces: int
     namespace_digest: str
     key_id: int | None

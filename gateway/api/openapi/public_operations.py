@@ -13,6 +13,7 @@ from gateway.dialects.gemini import wire as gemini
 from gateway.dialects.openai import conversations
 from gateway.dialects.openai.chat import ChatBody
 from gateway.dialects.openai.completions import CompletionBody
+from gateway.dialects.openai.embeddings import EmbeddingBody
 from gateway.dialects.openai.responses import ResponsesBody
 
 BOTH = (JSON, SSE)
@@ -37,6 +38,7 @@ def _openai() -> Iterator[Operation]:
             ("/responses", "Answer, and store the response.", ResponsesBody),
         ):
             yield _post(base + path, text, body, "openai", BOTH)
+        yield _post(base + "/embeddings", "Embed texts.", EmbeddingBody, "openai")
         text = "Count the tokens of a request to /responses."
         yield _post(base + "/responses/input_tokens", text, ResponsesBody, "openai")
 

@@ -3,6 +3,7 @@
 import { html } from "../parts/html.js";
 import { useData } from "../parts/api.js";
 import { Chart } from "../parts/chart.js";
+import { enginesOf, sumOf } from "../parts/engines.js";
 import { count, dollarsOf, fromPico, seconds, share, words } from "../parts/format.js";
 import { Bar, Empty, Panel, TenantLink, Tile, Tiles, instead } from "../parts/pieces.js";
 import { PrefixTree } from "../parts/prefix_tree.js";
@@ -32,25 +33,30 @@ export function Cache() {
   const { query } = useSession(), now = useData("/admin/v1/analytics"), missing = instead(now,
     "the cache");
   if (missing) return html`<${Panel} title="Cache" wide>${missing}<//>`;
-  const all = now.data, { engine } = all, blocks = engine.blocks || 1;
-  const promised = all.holdings.reduce((sum, row) => sum + row.promised_blocks, 0);
-  return html`${warnings(engine)}
+  const all = now.data, engines = enginesOf(all), sum = (name) => sumOf(engines, name);
+  const blocks = sum("blocks") || 1, used = sum("blocks") - sum("free_blocks");
+  const promised = all.holdings.reduce((total, row) => total + row.promised_blocks, 0);
+  const isSplit = engines.length > 1;
+  const ofModels = isSplit ? engines.map(({ name }) => ({ head: name,
+    get: (row) => row.blocks_by_model[name] ?? 0,
+    show: (row) => count(row.blocks_by_model[name] ?? 0) })) : [];
+  return html`${warnings(engines)}
     <${Tiles}>
-      <${Tile} label="Blocks in use" value=${share(1 - engine.free_blocks / blocks)}
-        note=${`${count(engine.blocks - engine.free_blocks)} of ${count(engine.blocks)} KV blocks`}
-          />
-      <${Tile} label="Cached" value=${count(engine.cached_blocks)} unit="blocks"
+      <${Tile} label="Blocks in use" value=${share(used / blocks)}
+        note=${`${count(used)} of ${count(sum("blocks"))} KV blocks`} />
+      <${Tile} label="Cached" value=${count(sum("cached_blocks"))} unit="blocks"
         note="can be found by prefix" />
       <${Tile} label="Promised" value=${count(promised)} unit="blocks"
         note="are not evicted while promised" />
-      <${Tile} label="Evicted" value=${count(engine.evicted_blocks_total)} unit="blocks"
-        note=${`${count(engine.expired_blocks_total)} expired, since the engine's start`} />
+      <${Tile} label="Evicted" value=${count(sum("evicted_blocks_total"))} unit="blocks"
+        note=${`${count(sum("expired_blocks_total"))} expired, since the engine's start`} />
     <//>
-    <${Pool} engine=${engine} promised=${promised} />
+    ${engines.map((engine) => html`<${Pool} engine=${engine}
+      promised=${isSplit ? engine.promised_blocks : promised} />`)}
     <div class="grid">
       <${Panel} title="Blocks by tenant" wide><${Table} caption="Now, with limits" isHidden
         rows=${all.holdings} id=${(row) => row.tenant} file="blocks" first=${12} order=${-2}
-        none="The cache is empty." columns=${[tenantColumn, number("blocks", "blocks"),
+        none="The cache is empty." columns=${[tenantColumn, number("blocks", "blocks"), ...ofModels,
         { head: "share of the pool", get: (row) => row.blocks / blocks, show: (row) => html`<${Bar}
           part=${row.blocks / blocks} />` },
         number("pinned", "pinned_blocks"), number("floor", "floor_blocks"), number("ceiling",
@@ -72,7 +78,7 @@ function Pool({ engine, promised }) {
     ["free", engine.free_blocks, "soft"]].map(([text, n, colour]) => [text, Math.max(0, n),
       colour]);
   const whole = Math.max(1, parts.reduce((sum, [, n]) => sum + n, 0));
-  return html`<${Panel} title="The pool"
+  return html`<${Panel} title=${engine.name ? `The pool of ${engine.name}` : "The pool"}
     note=${`${count(engine.blocks)} KV blocks of ${count(engine.block_size)} tokens`}>
     <div class="stack tall" role="img" aria-label=${parts.map(([text,
       n]) => `${text} ${n}`).join(", ")}>${parts.map(([, n, colour]) =>
@@ -127,7 +133,7 @@ function Trees({ names, first, chosen }) {
       + " its shade the number of matches."}>
     ${instead(found, "the prefix tree") ?? (found.data.namespaces.length
       ? found.data.namespaces.map((space) => {
-      const title = `${name} / ${space.workspace
+      const title = `${space.model ? `${space.model}: ` : ""}${name} / ${space.workspace
         ?? `shared scope ${space.shared_scope}`}${space.partition ? " (partition)" : ""}`;
       return html`<h3 class="tree-name">${title} <span
         class="soft">${count(space.blocks)} blocks</span></h3>

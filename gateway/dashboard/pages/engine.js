@@ -2,6 +2,7 @@
 
 import { html } from "../parts/html.js";
 import { useData } from "../parts/api.js";
+import { enginesOf } from "../parts/engines.js";
 import { about, bytes, count, number, words } from "../parts/format.js";
 import { Panel, Tile, Tiles, instead } from "../parts/pieces.js";
 import { Table } from "../parts/table.js";
@@ -16,10 +17,15 @@ const unitOf = (name) => UNITS.find(([form]) => form.test(name))?.[1] ?? "";
 export function Engine() {
   const now = useData("/admin/v1/analytics"), missing = instead(now, "the engine");
   if (missing) return html`<${Panel} title="Engine" wide>${missing}<//>`;
-  const { engine, restarts } = now.data, pool = (engine.blocks ?? 0) * (engine.kv_bytes_per_block
-    ?? 0);
+  const engines = enginesOf(now.data);
+  return html`${warnings(engines)}${engines.map((engine) => html`${engine.name
+    && html`<h2>${engine.name}</h2>`}<${OneEngine} engine=${engine} />`)}`;
+}
+
+function OneEngine({ engine }) {
+  const pool = (engine.blocks ?? 0) * (engine.kv_bytes_per_block ?? 0), { restarts } = engine;
   const numbers = Object.entries(engine).filter(([name, v]) => typeof v === "number"
-    && name !== "call_id");
+    && !["call_id", "restarts"].includes(name));
   const table = (title, caption, isTotal) => html`<${Panel} title=${title}><${Table}
     caption=${caption} isHidden isPlain id=${([name]) => name}
     rows=${numbers.filter(([name]) => name.endsWith("_total") === isTotal)} columns=${[
@@ -27,8 +33,7 @@ export function Engine() {
       { head: "value", get: ([, v]) => (Number.isInteger(v) ? count(v) : number(2)(v)) },
       { head: "unit", get: ([name]) => unitOf(name.replace(/_total$/, "")), kind: "text" }]}
         /><//>`;
-  return html`${warnings(engine)}
-    <${Tiles}>
+  return html`<${Tiles}>
       <${Tile} label="Engine" value=${engine.ready ? "ready" : "not ready"} note=${engine.model
         ?? ""} tone=${engine.ready ? "" : "alarm"} />
       <${Tile} label="Requests" value=${`${count(engine.running)} / ${count(engine.waiting)}`}

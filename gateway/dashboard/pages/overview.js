@@ -2,6 +2,7 @@
 
 import { html } from "../parts/html.js";
 import { useData } from "../parts/api.js";
+import { enginesOf } from "../parts/engines.js";
 import { FindingList, costly, savingOf, useFindings } from "../parts/findings.js";
 import { count, dollars, ms, share, words } from "../parts/format.js";
 import { HistoryCharts, numbers, ratios, saved, useHistory } from "../parts/history.js";
@@ -11,15 +12,17 @@ import { href } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
 import { Table } from "../parts/table.js";
 
-export function warnings(engine) {
-  if (!engine) return null;
-  const asked = engine.floor_blocks_asked, most = engine.floor_blocks_max;
-  return html`${!engine.ready && html`<${Notice} tone="bad">The engine takes no requests now: it is
-    starting,
-      has died, or the gateway is draining. Figures of blocks are the last known ones.<//>`}
-    ${asked > most && html`<${Notice}>Floors request ${count(asked)} blocks; this engine can
-      guarantee
-      ${" "}${count(most)}. Each floor is reduced in that proportion.<//>`}`;
+export function warnings(engines) {
+  return engines.map((engine) => {
+    const asked = engine.floor_blocks_asked, most = engine.floor_blocks_max;
+    const which = engine.name ? ` of ${engine.name}` : "";
+    return html`${!engine.ready && html`<${Notice} tone="bad">The engine${which} takes no requests
+      now: it is starting,
+        has died, or the gateway is draining. Figures of blocks are the last known ones.<//>`}
+      ${asked > most && html`<${Notice}>Floors request ${count(asked)} blocks; ${which
+        ? `the engine${which}` : "this engine"} can guarantee
+        ${" "}${count(most)}. Each floor is reduced in that proportion.<//>`}`;
+  });
 }
 
 const pair = (p50, p99) => `${ms(p50)} / ${ms(p99)}`;
@@ -57,7 +60,7 @@ export function Overview() {
     budgets = useData("/admin/v1/budgets", 15_000);
   const refused = now.data?.refused_last_hour;
   const waste = savingOf(costly(findings.data));
-  return html`${warnings(now.data?.engine)}
+  return html`${warnings(enginesOf(now.data))}
     <${HistoryTiles} found=${found} refusedHour=${refused?.total} />
     <div class="grid two">
       <${Panel} title="Findings" note=${waste > 0 ? `${dollars(waste)} a month could be saved.`

@@ -36,6 +36,8 @@ from engine.server.embedded import LocalEngine
 from gateway.app import Gateway
 from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
+from gateway.embeddings.embedder import Embedder
+from gateway.engines.served_models import ServedModel
 from gateway.ledger.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
@@ -101,6 +103,12 @@ class GatewayFixture:
         self.context_tokens = CONTEXT
         self.epoch = "1"
         self.endpoints: Sequence[WebhookEndpoint] = ()
+        self.more: dict[str, GatedRunner] = {}
+        """Set before opening: further models by name, each with a runner of its own."""
+        self.engines: dict[str, LocalEngine] = {}
+        """The engine of each model, once open."""
+        self.embeddings: Embedder | None = None
+        """Set before opening: the embedding model."""
         self.takes_grammars = False
         """Set before opening: answers can be held to schemas, by threads and processes."""
         self._constraints = Constraints()
@@ -126,11 +134,18 @@ class GatewayFixture:
     async def open(self) -> None:
         """Start the engine and both listeners."""
         self.engine = await LocalEngine.start(self._make_core, self.engine_config)
+        self.engines[self.model] = self.engine
+        for number, (name, runner) in enumerate(self.more.items(), 2):
+            make = partial(self._make_core, runner, f"{self.epoch}.{number}")
+            self.engines[name] = await LocalEngine.start(make, self.engine_config)
+        models = [ServedModel(name, one, self.renderer) for name, one in self.engines.items()]
         # In a thread: what it reads at its start may be a round trip away.
         self.gateway = await asyncio.to_thread(
             partial(Gateway, endpoints=self.endpoints, wall=self.wall),
             *(self.config, self.engine, self.renderer, self.store, self._log),
+            models=models if self.more else (),
         )
+        self.gateway.context.embeddings = self.embeddings
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         self.session = ClientSession(timeout=ClientTimeout(total=PATIENCE_S))
 
@@ -139,7 +154,8 @@ class GatewayFixture:
         self.runner.release()
         await self.session.close()
         await self.gateway.close()
-        await self.engine.close()
+        for engine in self.engines.values():
+            await engine.close()
         self._constraints.close()
         assert self.gateway.context.background == set()
 
@@ -157,12 +173,14 @@ class GatewayFixture:
         settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
         return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(1))
 
-    def _make_core(self) -> tuple[Core, EngineInfo]:
+    def _make_core(
+        self, runner: GatedRunner | None = None, epoch: str = ""
+    ) -> tuple[Core, EngineInfo]:
         if self.takes_grammars:
             self._constraints = self._make_constraints()
         core = Core(
             PrefixCache(blocks=BLOCKS, block_size=16, context_tokens=self.context_tokens),
-            self.runner,
+            runner or self.runner,
             self.engine_config,
             time.monotonic,
             vocab_size=self.card.config.vocab,
@@ -170,7 +188,7 @@ class GatewayFixture:
             constraints=self._constraints,
         )
         info = EngineInfo(
-            epoch=self.epoch,
+            epoch=epoch or self.epoch,
             model=self.card.name,
             model_digest="digest",
             model_dir=self.card.folder,

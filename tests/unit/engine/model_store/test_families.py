@@ -55,7 +55,7 @@ def test_window_of_all_layers_is_the_context() -> None:
     found = of("mistral", sliding_window=128)
 
     assert found.context == 128
-    assert found.has_plain_attention
+    assert all(layer.window == 0 for layer in found.layers)
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, "gpt2", ""])
@@ -120,31 +120,29 @@ def test_impossible_architecture_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "fits_c", "fits_gpu"),
+    ("change", "fits_c"),
     [
-        ({}, True, True),
-        ({"qk_norm": "head"}, True, True),
-        ({"qk_norm": "whole"}, True, True),
-        ({"qkv_bias": True}, True, True),
-        ({"output_bias": True}, True, True),
-        ({"embed_scale": 2.0}, True, True),
-        ({"residual_scale": 2.0}, True, True),
-        ({"place": "post"}, True, True),
-        ({"place": "post", "residual_scale": 2.0}, False, True),
-        ({"place": "sandwich"}, True, True),
-        ({"layers": (Layer(rope=""), Layer())}, True, True),
-        ({"interleaved": True}, True, True),
-        ({"score_cap": 30.0}, True, False),
-        ({"score_scale": 0.25}, True, True),
-        ({"score_scale": 0.3}, True, False),
-        ({"layers": (Layer(window=8), Layer())}, True, False),
-        ({"sinks": True}, True, False),
+        ({}, True),
+        ({"qk_norm": "head"}, True),
+        ({"qk_norm": "whole"}, True),
+        ({"qkv_bias": True}, True),
+        ({"output_bias": True}, True),
+        ({"embed_scale": 2.0}, True),
+        ({"residual_scale": 2.0}, True),
+        ({"place": "post"}, True),
+        ({"place": "post", "residual_scale": 2.0}, False),
+        ({"place": "sandwich"}, True),
+        ({"layers": (Layer(rope=""), Layer())}, True),
+        ({"interleaved": True}, True),
+        ({"score_cap": 30.0}, True),
+        ({"score_scale": 0.25}, True),
+        ({"score_scale": 0.3}, True),
+        ({"layers": (Layer(window=8), Layer())}, True),
+        ({"sinks": True}, True),
     ],
 )
-def test_architecture_knows_which_kernels_fit(
-    change: dict[str, Any], fits_c: bool, fits_gpu: bool
-) -> None:
+def test_architecture_knows_which_kernels_fit(change: dict[str, Any], fits_c: bool) -> None:
     """A kernel that lacks a feature computes another model without a word."""
     found = msgspec.structs.replace(tiny_config(), **change)
 
-    assert (found.fits_c_kernels, found.has_plain_attention) == (fits_c, fits_gpu)
+    assert found.fits_c_kernels == fits_c

@@ -25,6 +25,8 @@ from engine.api import (
     Sampling,
     Tokens,
 )
+from engine.attention.batch import make_batch
+from engine.attention.torch_backend import TorchAttention
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
@@ -34,10 +36,11 @@ from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
 from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
+from engine.models.layers import TorchOps
 from engine.plan import BegunSequence, Group, Row, StepPlan
 from engine.runner.gpu_runner import GpuRunner
 from engine.runner.warmup import SAMPLINGS, WarmupLimits
-from engine.weights import random_weights
+from engine.weights import Weights, random_weights
 from tests.fakes import FakeClock
 from tests.grammars import PolledGrammars, characters
 from tests.unit.engine.models.dense_llama import dense_logits
@@ -76,13 +79,17 @@ class Engine:
     def __init__(
         self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8,
         *, dtype: torch.dtype = torch.float32, head_dim: int = 16, step_tokens: int = 64,
-        graphs: bool = True,
+        graphs: bool = True, config: Architecture | None = None,
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
-        self.config = config_of(*heads, head_dim)
+        self.config = config or config_of(*heads, head_dim)
         self.weights = random_weights(self.config, dtype, 0, DEVICE)
+        for name, tensor in self.weights.items():
+            if name.endswith(("bias", "sinks")):
+                tensor.copy_(torch.linspace(-1, 1, tensor.numel()))
         model = DecoderModel(self.config, dict(self.weights), GpuOps())  # removes tensors
-        self.kv = KvStorage(kv_format(self.config, dtype, 16), blocks, DEVICE)
+        layout = kv_format(self.config, dtype, 16, has_groups=True)
+        self.kv = KvStorage(layout, blocks, DEVICE)
         self.runner = GpuRunner(
             model,
             self.kv,
@@ -93,14 +100,15 @@ class Engine:
         )
         self.limits = WarmupLimits(
             block_size=16, blocks=blocks, context=CONTEXT, sequences=6, step_tokens=step_tokens,
-            vocab=VOCAB,
+            vocab=VOCAB, kv_groups=layout.blocks_per_run,
         )  # fmt: skip
         settings = EngineConfig(
             step_tokens_max=step_tokens, prefill_chunk_tokens_max=step_tokens * 5 // 8,
             sequences_max=6,
         )  # fmt: skip
         self.core = Core(
-            PrefixCache(blocks=blocks, block_size=16), self.runner, settings, FakeClock(),
+            PrefixCache(blocks=blocks, block_size=16, windows=layout.windows),
+            self.runner, settings, FakeClock(),
             vocab_size=VOCAB, context_tokens=CONTEXT, pipeline_depth=depth,
             constraints=Constraints(PolledGrammars(vocabulary=characters(VOCAB))),
         )  # fmt: skip
@@ -126,6 +134,8 @@ class Engine:
         return [token.token_id for token in self.drawn[request_id, index]]
 
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        if self.config.family != "llama":
+            return torch_logits(self.config, self.weights, tokens).log_softmax(-1)
         return dense_logits(self.config, self.weights, tokens).log_softmax(-1)
 
     def expected(self, prompt: tuple[int, ...], count: int = OUTPUT) -> list[int]:
@@ -134,6 +144,18 @@ class Engine:
         for _ in range(count):
             tokens.append(int(self.logprobs(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
+
+
+def torch_logits(config: Architecture, weights: Weights, tokens: list[int]) -> torch.Tensor:
+    """Return the logits of every position by the torch twin, in one piece."""
+    kv = KvStorage(kv_format(config, torch.float32, 16), CONTEXT // 16, DEVICE)
+    attention = TorchAttention(config, kv, CONTEXT)
+    model = DecoderModel(config, dict(weights), TorchOps())
+    plan = StepPlan(0, (Row(0, 0, len(tokens), list(range(CONTEXT // 16)), 0, tokens),))
+    batch = make_batch(plan, 16, lambda _: 0)
+    with torch.inference_mode():
+        attention.begin(plan, batch)
+        return model.logits(model.forward(batch.token_ids.to(DEVICE), attention))
 
 
 def tokens_of(seed: int, count: int) -> tuple[int, ...]:
@@ -171,6 +193,56 @@ def test_shared_forked_and_chunked_prompts_equal_recomputation(
             assert expected[i] == engine.output(f"{r}{i}")
         assert expected[1] == engine.output(f"{r}1", 1)
     assert engine.finished["10"].usage.cached_tokens >= 64
+
+
+def family(name: str, *layers: Layer, head_dim: int = 16, **features: Any) -> Architecture:
+    """Return the shape of a small model with the features of a family."""
+    ropes = {"full": Rope(10_000.0, head_dim), "local": Rope(100.0, head_dim)}
+    plain = config_of(4, 2, head_dim)
+    return structs.replace(plain, family=name, layers=layers, ropes=ropes, **features)
+
+
+FAMILIES = {
+    "gemma3": family(
+        "gemma3", Layer(window=20, rope="local"), Layer(window=20, rope="local"), Layer(),
+        head_dim=24, place="sandwich", qk_norm="head", activation="gelu_tanh", embed_scale=5.6,
+        score_scale=0.3),
+    "gemma2": family(
+        "gemma2", Layer(window=40), Layer(), place="sandwich", activation="gelu_tanh",
+        score_cap=2.0, logit_cap=5.0),
+    "attention of gpt-oss": family(
+        "gpt_oss", Layer(window=24), Layer(), sinks=True, qkv_bias=True, output_bias=True),
+    "windows as masks": family("mistral", Layer(window=24), Layer(window=40)),
+    "cohere2": family(
+        "cohere2", Layer(window=24), Layer(rope=""), place="parallel", norm="mean"),
+    "granite": family("granite", Layer(), residual_scale=0.5, score_scale=0.1, embed_scale=3.0),
+    "olmo2": family("olmo2", Layer(), place="post", qk_norm="whole"),
+    "ministral3": family("ministral3", Layer(), query_growth=(0.3, 10)),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_equal_the_torch_twin(name: str) -> None:
+    """Cold with a prompt longer than a chunk, forked, then with cached prefixes and two steps deep:
+    tokens and logprobs are those of a whole recomputation in torch."""
+    engine = Engine(2, config=FAMILIES[name], blocks=120)
+    shared = tokens_of(1, 66)
+    prompts = [shared + tokens_of(2, 3), shared + tokens_of(3, 9), tokens_of(4, 5)]
+    sampling = Sampling(temperature=0, logprobs=0)
+
+    for r in range(2):
+        engine.run(
+            *(request(f"{r}{i}", p, sampling, samples=1 + (i == 1)) for i, p in enumerate(prompts))
+        )
+
+    assert engine.finished["10"].usage.cached_tokens >= 64
+    for r in range(2):
+        for i, prompt in enumerate(prompts):
+            known = engine.logprobs([*prompt, *engine.output(f"{r}{i}")])
+            for at, token in enumerate(engine.drawn[f"{r}{i}", 0], start=len(prompt) - 1):
+                expected = float(known[at, token.token_id])
+                assert token.logprob == pytest.approx(expected, abs=ERROR_MAX), (r, i, at)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

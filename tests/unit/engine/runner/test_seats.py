@@ -69,7 +69,25 @@ def test_tables_follow_sequences_that_come_and_go(seed: int) -> None:
         for key, seat in zip(chosen, seats.of(tuple(chosen)).tolist(), strict=True):
             blocks = tables[key][0]
             assert gpu[seat * STRIDE :][: len(blocks)].tolist() == blocks
-            assert seats.tables[seat][: len(blocks)].tolist() == blocks
+            assert seats.tables[0, seat][: len(blocks)].tolist() == blocks
+
+
+def test_window_groups_have_tables_of_their_own() -> None:
+    """Each group's entries go to its own tables; a hole is any block that exists."""
+    seats, gpu = Seats(2, STRIDE, groups=2), np.full(4 * STRIDE, -7, np.int32)
+    seats.take(7)
+    seats.take(9)
+    rows = [
+        Row(7, 0, 1, [3, 4], 0, None, beside=([-1, 14],)),
+        Row(9, 0, 1, [5], 0, None, beside=([15],)),
+    ]
+
+    assert send(seats, gpu, *rows) == 6
+
+    first, second = (int(seats.of((name,))[0]) * STRIDE for name in (7, 9))
+    assert gpu[first : first + 2].tolist() == [3, 4]
+    assert gpu[2 * STRIDE + first :][:2].tolist() == [0, 14]
+    assert (int(gpu[second]), int(gpu[2 * STRIDE + second])) == (5, 15)
 
 
 def test_returning_sequence_gets_its_new_seat() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
+from pathlib import Path
 
 import xxhash
 
@@ -28,6 +33,10 @@ from engine.moves import (
     StoreRuns,
 )
 from engine.storage.arena import HostArena
+from engine.storage.client import StorageClient
+from engine.storage.messages import DiskSettings
+from engine.storage.process import serve
+from engine.storage.slabs import DiskCalls
 from tests.fakes import FakeClock
 
 RUN = 4
@@ -37,9 +46,9 @@ SLOTS = 32
 A, B = b"namespace a", b"namespace b"
 
 
-def content_of(namespace: bytes, tokens: Sequence[int]) -> bytes:
+def content_of(namespace: bytes, tokens: Sequence[int], slot_bytes: int = SLOT_BYTES) -> bytes:
     """Return the bytes that the last run of these tokens must have: they depend on all before."""
-    return random.Random(repr((namespace, tuple(tokens)))).randbytes(SLOT_BYTES)
+    return random.Random(repr((namespace, tuple(tokens)))).randbytes(slot_bytes)
 
 
 class StorageRig:
@@ -68,8 +77,8 @@ class StorageRig:
         while True:
             rest: list[StorageOutcome] = []
             for one in self.unclaimed:
-                mine = not isinstance(one, StorageStats) and one.call_id == call_id
-                (found if mine else rest).append(one)
+                is_mine = not isinstance(one, StorageStats) and one.call_id == call_id
+                (found if is_mine else rest).append(one)
             self.unclaimed = rest
             if len(found) >= wanted:
                 return found
@@ -91,7 +100,7 @@ class StorageRig:
         """Fill slots from 0 on, and return the command that stores them below `above`."""
         runs = []
         for number, at in enumerate(range(0, len(tokens), RUN)):
-            data = content_of(namespace, [*above, *tokens[: at + RUN]])
+            data = content_of(namespace, [*above, *tokens[: at + RUN]], self.arena.slot_bytes)
             self.arena.view(number)[:] = data
             run = tuple(tokens[at : at + RUN])
             check = xxhash.xxh3_128_digest(data)
@@ -150,7 +159,7 @@ class StorageRig:
         """Return the bytes of records, None for each that failed."""
         slots = tuple(range(SLOTS - len(record_ids), SLOTS))
         for slot in slots:
-            self.arena.view(slot)[:] = bytes(SLOT_BYTES)
+            self.arena.view(slot)[:] = bytes(self.arena.slot_bytes)
         command = Fetch(self.call_id(), namespace, tuple(record_ids), slots)
         self.storage.send(command)
         done = {
@@ -185,3 +194,100 @@ class StorageRig:
         (outcome,) = self.answers(command.call_id)
         assert isinstance(outcome, StoredErased)
         return outcome
+
+
+class ProcessInThread:
+    """A storage process as a thread of this one, with the test's clock as its wall clock."""
+
+    def __init__(self, arena: HostArena, clock: FakeClock, calls: DiskCalls) -> None:
+        self.wire, self._theirs = socket.socketpair()
+        self._arena, self._clock, self._calls = arena, clock, calls
+        self.log: list[tuple[str, dict[str, object]]] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._theirs:
+            serve(
+                self._theirs,
+                wall_ms=lambda: int(self._clock() * 1_000),
+                uptime_s=self._clock,
+                monotonic_s=time.monotonic,
+                attach=self._attach,
+                calls=self._calls,
+                log=lambda event, **facts: self.log.append((event, facts)),
+            )
+
+    def _attach(self, settings: DiskSettings) -> HostArena:
+        return HostArena.attach(os.dup(self._arena.fd), settings.slots, settings.slot_bytes)
+
+    def kill(self) -> None:
+        """End it as if its engine had gone; a thread cannot be killed."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; return whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+class DiskRig(StorageRig):
+    """A `StorageClient` and its process, as a thread, over a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: FakeClock,
+        *,
+        calls: DiskCalls | None = None,
+        disk_bytes: int = 64 * 2**20,
+        slab_bytes: int = 2**20,
+        write_bytes_per_day: int = 0,
+        spare_bytes: int = 0,
+    ) -> None:
+        arena = HostArena.create(SLOTS, SLOT_BYTES)
+        settings = DiskSettings(
+            str(folder),
+            disk_bytes,
+            arena.fd,
+            SLOTS,
+            SLOT_BYTES,
+            slab_bytes,
+            io_threads=2,
+            write_bytes_per_day=write_bytes_per_day,
+            run_tokens=RUN,
+            heartbeat_s=0.05,
+            spare_bytes=spare_bytes,
+        )
+        disk = calls or DiskCalls()
+        self.processes: list[ProcessInThread] = []
+
+        def start(settings: DiskSettings) -> ProcessInThread:
+            self.processes.append(ProcessInThread(arena, clock, disk))
+            return self.processes[-1]
+
+        self.client = StorageClient(settings, start=start, silence_s=30.0)
+        super().__init__(self.client, arena, clock, self.next_outcomes)
+        self.await_stats()
+
+    def next_outcomes(self) -> list[StorageOutcome]:
+        """Wait for outcomes; heartbeats go to `stats`."""
+        assert self.client.wait(20.0), "no outcome in 20 s"
+        outcomes = self.client.poll()
+        for one in outcomes:
+            if isinstance(one, StorageStats):
+                self.stats = one
+        return [one for one in outcomes if not isinstance(one, StorageStats)]
+
+    def await_stats(self) -> StorageStats:
+        """Wait for the next heartbeat."""
+        before = self.stats
+        while self.stats is before or self.stats is None:
+            self.unclaimed += self.next_outcomes()
+        return self.stats
+
+    def close(self) -> None:
+        """Close the client, and wait for the process."""
+        self.client.close()
+        for process in self.processes:
+            assert process.wait(20.0), "the process has not ended"
+        self.arena.close()

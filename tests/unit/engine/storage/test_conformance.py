@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +11,14 @@ from engine.moves import Fetch, Fetched, Look, Looked, Stored
 from engine.storage.arena import HostArena
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
+from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import (
     RUN,
     SLOT_BYTES,
     SLOTS,
     A,
     B,
+    DiskRig,
     StorageRig,
     content_of,
 )
@@ -23,9 +26,19 @@ from tests.unit.engine.storage.storage_rig import (
 LONG = tuple(range(5 * RUN))
 
 
-@pytest.fixture(params=["memory"])
-def rig(request: pytest.FixtureRequest) -> Iterator[StorageRig]:
+@pytest.fixture(params=["memory", "local", "disk"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageRig]:
     """Return each storage in turn."""
+    if request.param == "disk":
+        disk = DiskRig(tmp_path / "levels", FakeClock(1_000.0))
+        yield disk
+        disk.close()
+        return
+    if request.param == "local":
+        local = LocalRig(tmp_path / "levels")
+        yield local
+        local.close()
+        return
     arena, clock = HostArena.create(SLOTS, SLOT_BYTES), FakeClock(1_000.0)
     storage = MemoryStorage(arena, clock, run_tokens=RUN)
     yield StorageRig(storage, arena, clock, storage.poll)

@@ -40,7 +40,7 @@ async def test_says_why_there_is_no_engine(
     context = gateway.gateway.context
     monkeypatch.setattr(context.engine, "ready", lambda: False)
     first = await probe(gateway, "/readyz")
-    monkeypatch.setattr(context, "engine_restarts", lambda: 3)
+    monkeypatch.setattr(context.models.default, "restarts", lambda: 3)
     later = await probe(gateway, "/readyz")
     alive = await probe(gateway, "/healthz")
     other_name = await probe(gateway, "/health")

@@ -9,14 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import NamespaceStats, Retention
+from engine.api import Erased, LevelErased, Namespace, NamespaceStats, Retention
 from engine.errors import EngineUnavailable
-from gateway.background.erasure import ErasureTarget, erase, list_holdings, live_entries
+from gateway.background.erasure import (
+    ErasureTarget,
+    erase,
+    list_holdings,
+    live_entries,
+    receipt_body,
+    retry_pending,
+    target_of,
+)
 from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.errors import Refusal
-from tenancy.accounts.erasure_receipts import digest_namespaces, list_receipts
+from tenancy.accounts.erasure_receipts import ErasedLevel, digest_namespaces, list_receipts
 from tenancy.types import CachePolicy, Identity, Tenant
 from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 WORDS = st.text(string.ascii_lowercase + string.digits + "._-", min_size=1, max_size=12)
@@ -78,6 +87,83 @@ async def test_erasure_leaves_a_receipt(gateway: GatewayFixture) -> None:
     assert [line["receipt"] for line in gateway.lines if line["event"] == "cache_erased"] == [
         receipt.receipt_id
     ]
+
+
+class LevelledEngine(ReportedEngine):
+    """An engine that erases copies on two levels too; the disk's answer has a code."""
+
+    code = ""
+
+    async def erase(self, namespace: Namespace, *, lease_id: str | None = None) -> Erased:
+        """Erase on the device, and tell of two blocks in host memory and three on disk."""
+        erased: Erased = await self.engine.erase(namespace, lease_id=lease_id)
+        disk = LevelErased("disk", 0 if self.code else 3, 0 if self.code else 12, self.code)
+        return Erased(erased.call_id, erased.blocks, (LevelErased("host", 2, 8), disk))
+
+
+def with_levels(gateway: GatewayFixture) -> LevelledEngine:
+    context = gateway.gateway.context
+    engine = LevelledEngine(context.engine, STATS)
+    setattr(context, "engine", engine)  # noqa: B010 (another class than the declared one)
+    return engine
+
+
+async def test_receipt_tells_what_each_level_lost(gateway: GatewayFixture) -> None:
+    """Copies of several namespaces are summed; nothing of it can be found by a later start."""
+    with_levels(gateway)
+    for salt in ("a", "b"):
+        await gateway.ask(body=gateway.chat(LONG, prompt_cache_key=salt))
+    receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7))
+
+    assert receipt.namespaces == 2
+    assert receipt.levels == {
+        "device": ErasedLevel(receipt.blocks, receipt.blocks),
+        "host": ErasedLevel(4, 16),
+        "disk": ErasedLevel(6, 24),
+    }
+    assert list_receipts(gateway.store, 1) == [receipt]
+    assert receipt_body(receipt)["levels"] == receipt.levels
+
+
+async def test_what_a_level_cannot_confirm_is_tried_again(gateway: GatewayFixture) -> None:
+    """The receipt says `pending` until the disk is back and has answered."""
+    engine, context = with_levels(gateway), gateway.gateway.context
+    engine.code = "closed"
+    await gateway.ask(body=gateway.chat(LONG))
+    await erase(context, ErasureTarget(1, 7, "default"))
+    await gateway.ask(body=gateway.chat(LONG))
+    await retry_pending(context)
+    (pending,) = list_receipts(gateway.store, 1)
+    engine.code = ""
+    await gateway.ask(body=gateway.chat(LONG))
+    await retry_pending(context)
+    await retry_pending(context)
+    (gone,) = list_receipts(gateway.store, 1)
+
+    assert (pending.levels or {})["disk"].state == "pending"
+    assert (gone.levels or {})["disk"] == ErasedLevel(3, 12)
+    logged = gateway.lines
+    assert [line["pending"] for line in logged if "pending" in line] == [["disk"]]
+    assert sum(line["event"] == "erasure_confirmed" for line in logged) == 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        ErasureTarget(1, 7),
+        ErasureTarget(1, 7, "lab"),
+        ErasureTarget(1, 7, None, "a lease all workspace x"),
+        ErasureTarget(1, 7, "scope:3"),
+    ],
+)
+async def test_receipt_names_its_target(gateway: GatewayFixture, target: ErasureTarget) -> None:
+    """A retry must never erase more than what was named."""
+    engine = with_levels(gateway)
+    engine.code = "closed"
+    await gateway.ask(body=gateway.chat(LONG))
+    receipt = await erase(gateway.gateway.context, target)
+
+    assert target_of(receipt) == target
 
 
 async def test_erasure_of_an_empty_cache_succeeds(gateway: GatewayFixture) -> None:

@@ -131,7 +131,7 @@ def test_a_hit_ratio_that_fell_is_told_once_a_day() -> None:
 async def test_finds_restarts_and_refusals_since_the_last_search(gateway: GatewayFixture) -> None:
     """Not those before its start, and none twice."""
     context, restarts = gateway.gateway.context, 3
-    context.engine_restarts = lambda: restarts
+    context.models.default.restarts = lambda: restarts
     context.limited[1] = 2
     events = WebhookEvents(context)
     first = await events.find()

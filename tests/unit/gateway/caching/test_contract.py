@@ -44,7 +44,7 @@ class World:
             config or CachingConfig(),
             self.clock,
             lambda _: self.losses,
-            lambda: self.epoch,
+            lambda _: self.epoch,
             lambda epoch: epoch == self.epoch,
             has_past=has_past,
             survives=lambda: self.has_disk,

@@ -42,7 +42,7 @@ class World:
             config or CachingConfig(),
             self.clock,
             lambda namespace: self.losses.get(namespace, {}),
-            lambda: self.epoch,
+            lambda _: self.epoch,
             lambda epoch: epoch == self.epoch,
         )
 

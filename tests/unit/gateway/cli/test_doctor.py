@@ -11,9 +11,10 @@ import pytest
 
 from engine.config import EngineConfig, LevelsConfig
 from gateway.__main__ import main
-from gateway.cli.doctor import Check, available_memory_mib, checks_text
+from gateway.cli.doctor import Check, checks_text
 from gateway.cli.level_checks import check_levels
 from gateway.config import Config, ModelSettings
+from gateway.engines.memory import available_memory_mib
 from tests.models import prepared
 
 ASKED = {"disk speed", "clock", "host names", "encryption", "descriptors", "configuration"}

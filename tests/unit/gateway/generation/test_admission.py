@@ -34,6 +34,7 @@ INFO = EngineInfo(
     pid=1,
 )
 NOW = AdmissionContext(
+    model_key="m",
     info=INFO,
     stats=Stats(),
     limits=LimitsConfig(output_tokens_default=20, requests_per_tenant_max=3, choices_max=4),

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from engine.config import EngineConfig, LevelsConfig
 from gateway.config import Config, ConfigError, load_config
 from gateway.levels.placement import (
-    FolderLock,
+    ServerLock,
     engine_config,
     find_problems,
     levels_dir,
@@ -31,7 +31,7 @@ def test_two_lines_switch_a_disk_on(tmp_path: Path) -> None:
     found, _ = load_config(file, {}, {})
 
     assert find_problems(found, 1_000_000) == []
-    assert engine_config(found).levels.dir == str(tmp_path / "levels")
+    assert engine_config(found, found.engine).levels.dir == str(tmp_path / "levels")
 
 
 def test_folder_is_absolute_and_by_default_in_the_data_directory(
@@ -43,7 +43,15 @@ def test_folder_is_absolute_and_by_default_in_the_data_directory(
     assert levels_dir(config(Path("data"))) == tmp_path / "data" / "levels"
     assert levels_dir(config(Path("data"), dir="kv")) == tmp_path / "data" / "kv"
     assert levels_dir(config(Path("data"), dir="/kv")) == Path("/kv")
-    assert engine_config(config(Path("data"), host_mib=4)).levels.dir == ""
+    without_disk = config(Path("data"), host_mib=4)
+    assert engine_config(without_disk, without_disk.engine).levels.dir == ""
+
+
+def test_several_models_have_a_folder_each() -> None:
+    """Two engines never share one."""
+    found = config(Path("/data"), disk_gib=1)
+
+    assert engine_config(found, found.engine, "small").levels.dir == "/data/levels/small"
 
 
 @pytest.mark.parametrize(
@@ -98,12 +106,12 @@ def test_memory_is_the_containers_if_that_is_less(
 def test_a_folder_is_one_servers(tmp_path: Path) -> None:
     """The second server is told at its start; the folder is free once the first has ended."""
     folder = tmp_path / "a" / "levels"
-    first = FolderLock(folder)
+    first = ServerLock(folder)
     with pytest.raises(ConfigError, match=r"engine\.levels\.dir: .* is used by another server"):
-        FolderLock(folder)
+        ServerLock(folder)
     first.close()
 
-    FolderLock(folder).close()
+    ServerLock(folder).close()
     assert folder.stat().st_mode & 0o777 == 0o700
 
 

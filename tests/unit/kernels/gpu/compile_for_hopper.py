@@ -12,24 +12,48 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gpu.tree_attention import tree_attention_kernel
-from kernels.gpu.work_list import BIG, SMALL, WIDE, TileConfig
+from kernels.gpu.work_list import (
+    BIG,
+    BIG_256,
+    SMALL,
+    SMALL_256,
+    WIDE,
+    WIDE_256,
+    TileConfig,
+)
 
 POINTERS = {
     "q_ptr": "*bf16", "kv": "*bf16", "part_out": "*fp32", "part_lse": "*fp32", "out": "*bf16",
     "count": "*i32", "tiles": "*i32", "queue": "*i32", "block_ids": "*i32", "lengths_ptr": "*i32",
+    "sinks": "*fp32",
 }  # fmt: skip
+
+RULES: dict[str, dict[str, object]] = {
+    "": {},
+    " of gpt-oss": {"WINDOW": 128, "SINKS": True},
+    " of Gemma 2": {"WINDOW": 4096, "CAP": 72.0},
+    " of Gemma 3": {"WINDOW": 1024},
+}
+"""What families add to attention, by the end of a report's name."""
 
 
 def compile_class(
-    config: TileConfig, *, causal: bool, queue: bool = False, head_dim: int = 128, group: int = 4
+    config: TileConfig,
+    *,
+    causal: bool,
+    queue: bool = False,
+    head_dim: int = 128,
+    group: int = 4,
+    rule: str = "",
 ) -> dict[str, object]:
-    """Compile a tile class of the plain kernel and return its report."""
+    """Compile a tile class of the plain kernel and return its report. `rule`: a key of `RULES`."""
     kv_heads, layers, slots = 8, 32, 16
     constants = {
         "G": group, "GP": group, "M": config.vectors, "H": kv_heads * group, "D": head_dim,
@@ -39,6 +63,8 @@ def compile_class(
         "VALUE_OFFSET": kv_heads * slots * head_dim,
         "WAITS": config is not BIG, "TRIGGERS": config is SMALL, "FOLLOWS": config is BIG,
         "QUEUE": queue,
+        "DP": triton.next_power_of_2(head_dim), "WINDOW": 0, "CAP": 0.0, "SINKS": False,
+        **RULES[rule],
     }  # fmt: skip
     names = tree_attention_kernel.arg_names
     types = {**POINTERS, "rows_total": "i32", "scale": "fp32"}
@@ -51,7 +77,7 @@ def compile_class(
     if config.registers_max:
         options["maxnreg"] = config.registers_max
     return {
-        "class": config.name + " from a queue" * queue,
+        "class": config.name + " from a queue" * queue + rule,
         "causal": causal,
         **report(source, options),
     }
@@ -89,6 +115,14 @@ def main() -> None:
     classes = ((SMALL, False), (BIG, False), (SMALL, True), (BIG, True), (WIDE, True))
     reports = [compile_class(config, causal=causal) for config, causal in classes]
     reports.append(compile_class(BIG, causal=False, queue=True))
+    for config, causal in ((SMALL, False), (BIG, True), (WIDE, True)):
+        given: dict[str, Any] = {"head_dim": 64, "group": 8, "rule": " of gpt-oss"}
+        reports.append(compile_class(config, causal=causal, **given))
+    given = {"head_dim": 256, "group": 2}
+    for config, causal in ((SMALL_256, False), (BIG_256, True), (WIDE_256, True)):
+        reports.append(compile_class(config, causal=causal, rule=" of Gemma 3", **given))
+    more = (" of Gemma 2", "")
+    reports += [compile_class(BIG_256, causal=True, rule=rule, **given) for rule in more]
     for one in reports:
         sys.stdout.write(json.dumps(one) + "\n")
 

@@ -10,9 +10,14 @@ from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner
 Int32 = npt.NDArray[np.int32]
 
 
-def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner, groups: Int32) -> None:
+def check_plan(
+    plan: HostPlan, slices: Slices, planner: WorkPlanner, groups: Int32, window: int = 0
+) -> None:
     """Assert that every (row, key) is in one tile, that rows read keys by tables that have them,
     that parts are numbered 0..n-1, and that a tile is direct exactly if its row has one part.
+
+    With a window: that no key of it is missing, and that no tile begins a block before the first
+    key that its slice sees, or with chunks a chunk.
 
     O(rows x parts). Raises AssertionError with the first wrong tile or row.
     """
@@ -22,7 +27,7 @@ def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner, groups: Int
         assert (rows > 0).all()
         assert (rows <= planner.rows_per_tile(work.config)).all(), work.config.name
     assert (tiles[:, 3] % planner.block_size == 0).all(), "a tile begins inside a block"
-    _check_tables(tiles, slices, planner, groups)
+    _check_tables(tiles, slices, planner, groups[:0] if window else groups)
     ends = np.cumsum(slices.rows)
     within = np.arange(ends[-1]) - np.repeat(ends - slices.rows, slices.rows)
     lengths = np.repeat(slices.starts, slices.rows) + 1 + within
@@ -38,6 +43,13 @@ def check_plan(plan: HostPlan, slices: Slices, planner: WorkPlanner, groups: Int
     is_first = np.r_[True, row[1:] != row[:-1]]
     assert np.array_equal(row[is_first], np.arange(len(lengths))), "a row is in no tile"
     expected = np.where(is_first, 0, np.r_[0, end[:-1]])
+    if window:
+        expected[is_first] = begin[is_first]
+        lowest = np.maximum(lengths - window, 0)
+        assert (begin[is_first] <= lowest).all(), "a key of a row's window is in no tile"
+        of_slice = np.repeat(np.maximum(slices.starts + 1 - window, 0), slices.rows)
+        slack = max(planner.block_size, planner.chunk_keys)
+        assert (begin[is_first] > of_slice - slack).all(), "a tile reads blocks before the window"
     wrong = np.flatnonzero(begin != expected)
     assert len(wrong) == 0, f"row {row[wrong[0]]}: keys from {begin[wrong[0]]} follow no others"
     assert np.array_equal(end[np.r_[is_first[1:], True]], lengths), "a row's last keys are unread"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.fused_ops import copy_blocks, residual_rms_norm, rope_kv_write, silu_mul
+from kernels.gpu.fused_ops import copy_blocks, gated_mul, residual_rms_norm, rope_kv_write
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -30,19 +30,34 @@ def test_residual_rms_norm_adds_then_normalises(channels: int, add: bool) -> Non
     torch.testing.assert_close(updated, total if add else residual)
 
 
-def test_silu_mul_multiplies_gate_and_up() -> None:
+def test_gated_mul_multiplies_gate_and_up() -> None:
     """Gate is the first half, up the second, as in the fused projection."""
     x = rand(3, 2 * 1500)
     out = torch.full((3, 1500), float("nan"), device=DEVICE)
 
-    silu_mul(x, out)
+    gated_mul(x, out)
 
     torch.testing.assert_close(out, torch.nn.functional.silu(x[:, :1500]) * x[:, 1500:])
 
 
-def test_rope_kv_write_rotates_and_writes_slots() -> None:
-    """Rotation by halves; padding rows (negative slot) write no KV."""
-    heads, kv_heads, d, size = 3, 1, 16, 4
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_gelu_is_the_one_by_tanh() -> None:
+    """Gemma's; far from zero it is the gate itself, or nothing."""
+    x = rand(3, 2 * 70) * 8
+    out = torch.full((3, 70), float("nan"), device=DEVICE)
+
+    gated_mul(x, out, gelu=True)
+
+    expected = torch.nn.functional.gelu(x[:, :70], approximate="tanh") * x[:, 70:]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("d", [16, 24, 80])
+@pytest.mark.parametrize("grows", [False, True])
+def test_rope_kv_write_rotates_and_writes_slots(d: int, grows: bool) -> None:
+    """Rotation by halves; padding rows (negative slot) write no KV; queries may grow."""
+    heads, kv_heads, size = 3, 1, 4
+    growth = rand(32, seed=4) if grows else None
     qkv = rand(4, (heads + 2 * kv_heads) * d)
     kv = torch.zeros(5, 2, 2, kv_heads, size, d, device=DEVICE)
     angle = rand(32, d // 2, seed=3)
@@ -50,13 +65,14 @@ def test_rope_kv_write_rotates_and_writes_slots() -> None:
     slots = torch.tensor([9, 4 * size + 3, -1, 0], dtype=torch.int32, device=DEVICE)
     q_out = torch.full((4, heads, d), float("nan"), device=DEVICE)
 
-    rope_kv_write(qkv, q_out, kv, 1, angle.cos(), angle.sin(), positions, slots)
+    rope_kv_write(qkv, q_out, kv, 1, angle.cos(), angle.sin(), positions, slots, growth)
 
     x = qkv.view(4, heads + 2 * kv_heads, d)
     cos = angle.cos()[positions.long()][:, None].repeat(1, 1, 2)
     sin = angle.sin()[positions.long()][:, None].repeat(1, 1, 2)
     rotated = x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
-    torch.testing.assert_close(q_out, rotated[:, :heads])
+    factor = 1.0 if growth is None else growth[positions.long()][:, None, None]
+    torch.testing.assert_close(q_out, rotated[:, :heads] * factor)
     expected = torch.zeros_like(kv)
     for row, slot in ((0, 9), (1, 19), (3, 0)):
         expected[slot // size, 1, 0, :, slot % size] = rotated[row, heads : heads + kv_heads]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,8 @@ import torch
 
 import kernels.gpu.tree_attention
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
-from kernels.gpu.work_list import CLASSES, Slices, WorkPlanner
+from kernels.gpu.work_list import Slices, WorkPlanner, classes_for
+from kernels.reference import paged_attention
 from tests.unit.kernels.gpu.plan_checker import check_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -95,6 +97,19 @@ class Case:
                 unseen[block, : max(0, end - at * SIZE)] = False
         self.kv.transpose(1, 4)[unseen.to(DEVICE)] = value
 
+    def expected_by(self, layer: int, **rule: Any) -> torch.Tensor:
+        """Return attention [T, H, D] by a rule of `paged_attention`, in float64."""
+        ends = np.cumsum(self.slices.rows).tolist()
+        sliced = zip(
+            self.tables, self.slices.starts.tolist(), self.slices.rows.tolist(), ends, strict=True
+        )
+        return torch.cat(
+            [
+                paged_attention(self.q[end - count : end], self.kv, layer, table, start, **rule)
+                for table, start, count, end in sliced
+            ]
+        )
+
     def expected(self, layer: int) -> torch.Tensor:
         """Return plain attention [T, H, D] in float64, row by row."""
         heads, d = self.q.shape[1:]
@@ -118,6 +133,7 @@ def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Work
         heads_per_group=heads // kv_heads,
         block_size=SIZE,
         multiprocessors=multiprocessors,
+        classes=classes_for(case.q.shape[2]),
         chunk_keys=chunk,
         group_keys_min=32,
         span_keys_min=64,
@@ -127,14 +143,20 @@ def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Work
 
 
 def attend(
-    case: Case, planner: WorkPlanner, layer: int = 1, *, side_by_side: bool = False
+    case: Case,
+    planner: WorkPlanner,
+    layer: int = 1,
+    *,
+    side_by_side: bool = False,
+    window: int = 0,
+    **rule: Any,
 ) -> torch.Tensor:
     """Plan, check and run a case. `side_by_side`: shared keys from a queue beside small tiles, as
-    in decoding steps."""
-    plan = planner.plan(case.slices, case.groups)
-    check_plan(plan, case.slices, planner, case.groups)
+    in decoding steps. `window` and `rule`: see `tree_attention`."""
+    plan = planner.plan(case.slices, case.groups, window=window)
+    check_plan(plan, case.slices, planner, case.groups, window)
     rows, heads, d = case.q.shape
-    work = WorkList(CLASSES, planner.multiprocessors, rows, 4096, DEVICE)
+    work = WorkList(planner.classes, planner.multiprocessors, rows, 4096, DEVICE)
     work.load(plan)
     out = torch.full_like(case.q, float("nan"))
     parts = PartialOutputs(plan.parts_max, rows, heads, d, DEVICE)
@@ -142,7 +164,7 @@ def attend(
     classes = (2, 1) if side_by_side else (0, 1, 2)
     tree_attention(
         case.q, case.kv, layer, work, case.block_ids, case.lengths, out, parts, classes=classes,
-        causal=not side_by_side, dependent=side_by_side,
+        causal=not side_by_side, dependent=side_by_side, window=window, **rule,
     )  # fmt: skip
     assert int(parts.queue) == 0, "the queue is not reset for the next layer"
     return out
@@ -184,6 +206,107 @@ def test_tree_attention_equals_float64_attention(
 
     tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3  # tf32 products on a GPU
     assert error(got, case.expected(1)) < tolerance
+
+
+RULES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "a window": ((4, 2, 16), {"window": 40}),
+    "a window of one key": ((4, 2, 16), {"window": 1}),
+    "a window longer than all": ((2, 2, 16), {"window": 4096}),
+    "a cap": ((4, 2, 16), {"cap": 2.0}),
+    "a scale": ((4, 2, 16), {"scale": 0.7}),
+    "sinks": ((6, 2, 16), {"sinks": True}),
+    "heads of 24": ((4, 2, 24), {}),
+    "heads of 80": ((2, 1, 80), {"window": 33}),
+    "heads of 256": ((2, 1, 256), {"window": 20, "sinks": True}),
+    "all": ((4, 2, 24), {"window": 50, "cap": 3.0, "scale": 0.3, "sinks": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize(
+    ("tree", "chunk"),
+    [
+        ("no sharing, ragged", 0),
+        ("three levels", 0),
+        ("a prefill chunk beside decoding rows", 0),
+        ("a prefill chunk beside decoding rows", 64),
+    ],
+)
+def test_rules_of_families_equal_the_reference(
+    tree: str, rule: tuple[tuple[int, int, int], dict[str, Any]], chunk: int
+) -> None:
+    """Windows, caps, sinks and scales, in one part and in several, with any sharing."""
+    (heads, kv_heads, d), given = rule
+    levels, slices = TREES[tree]
+    case = Case(3, levels, slices, heads=heads, kv_heads=kv_heads, head_dim=d, dtype=torch.float32)
+    if "sinks" in given:
+        generator = torch.Generator().manual_seed(2)
+        given = {**given, "sinks": torch.randn(heads, generator=generator).to(DEVICE) * 2}
+
+    got = attend(case, planner_for(case, chunk=chunk), **given)
+
+    tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3
+    assert error(got, case.expected_by(1, **given)) < tolerance
+
+
+@pytest.mark.parametrize("seed", range(3 if DEVICE.type == "cpu" else 200))
+def test_random_rules_over_random_trees_equal_the_reference(seed: int) -> None:
+    """Any tree, window, cap, sinks and cut of the keys."""
+    rng = np.random.default_rng(seed)
+    levels = [(1, int(rng.integers(1, 7))), (int(rng.integers(1, 4)), int(rng.integers(1, 5)))]
+    slices = [
+        (int(rng.integers(0, 90)), int(rng.choice([1, 1, 5, 38])))
+        for _ in range(int(rng.integers(1, 6)))
+    ]
+    kv_heads, group, d = int(rng.integers(1, 3)), int(rng.integers(1, 5)), int(rng.choice([16, 24]))
+    heads = kv_heads * group
+    case = Case(
+        seed, levels, slices, heads=heads, kv_heads=kv_heads, head_dim=d, dtype=torch.float32
+    )
+    given: dict[str, Any] = {
+        "window": int(rng.choice([0, 1, 7, 40, 133])),
+        "cap": float(rng.choice([0, 2.5])),
+        "sinks": torch.from_numpy(rng.normal(size=heads)).float().to(DEVICE),
+    }
+    planner = planner_for(
+        case, chunk=int(rng.choice([0, 64])), multiprocessors=int(rng.choice([1, 4]))
+    )
+
+    got = attend(case, planner, **given)
+
+    tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3
+    assert error(got, case.expected_by(1, **given)) < tolerance, given
+
+
+def test_the_first_key_of_a_window_counts_and_the_one_before_does_not() -> None:
+    """A window one longer or one shorter is another result; so are a cap and sinks left out."""
+    levels, slices = TREES["a prefill chunk beside decoding rows"]
+    case = Case(3, levels, slices, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32)
+    sinks = torch.tensor([0.5, -1.0], device=DEVICE)
+    given: dict[str, Any] = {"window": 40, "cap": 2.0, "sinks": sinks}
+    expected = case.expected_by(1, **given)
+
+    for wrong in ({"window": 41}, {"window": 39}, {"cap": 0.0}, {"sinks": None}):
+        assert error(attend(case, planner_for(case), **{**given, **wrong}), expected) > 1e-3, wrong
+
+
+@pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decoding rows"])
+def test_blocks_behind_the_window_change_no_bit(tree: str) -> None:
+    """They may be another sequence's: the table's entry is stale."""
+    levels, slices = TREES[tree]
+    case = Case(4, levels, slices, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
+    planner, window = planner_for(case), 24
+    expected = attend(case, planner, window=window)
+
+    for row, (start, offset) in enumerate(
+        zip(case.slices.starts.tolist(), case.slices.table_offsets.tolist(), strict=True)
+    ):
+        hidden = max(0, start + 1 - window) // SIZE
+        case.block_ids[offset : offset + hidden] = case.tables[-1 - row][0]
+    got = attend(case, planner, window=window)
+
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decoding rows"])

@@ -1,0 +1,49 @@
+"""Erasures: what is erased on the device and below, and the answers that wait for the disk.
+
+The device's tree and host memory are erased at once. The answer goes out when the disk has said
+that no later start finds what was named; the engine's thread does not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from engine.api import Erase, Erased, LevelErased
+from engine.cache import PrefixCache
+from engine.levels.levels import Levels
+
+Answer = Callable[[Erased], None]
+
+
+class Erasures:
+    """The erasures whose answers wait for the disk."""
+
+    def __init__(self, cache: PrefixCache, levels: Levels | None) -> None:
+        self._cache = cache
+        self._levels = levels
+        self._waiting: dict[int, tuple[Erased, Answer]] = {}
+        if levels is not None:
+            levels.on_erased = self._finish
+
+    def erase(self, call: Erase, answer: Answer = lambda erased: None) -> Erased:
+        """Erase what was named; call `answer` when every level has done so. Return what the device
+        and host memory lost. O(blocks of the namespace).
+        """
+        below: tuple[LevelErased, ...] = ()
+        waits_for = None
+        if self._levels is not None:
+            host, waits_for = self._levels.erase(call)
+            below = (host,)
+        blocks = self._cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
+        erased = Erased(call.call_id, blocks, below)
+        if waits_for is None:
+            answer(erased)
+        else:
+            self._waiting[waits_for] = (erased, answer)
+        return erased
+
+    def _finish(self, waits_for: int, disk: LevelErased) -> None:
+        erased, answer = self._waiting.pop(waits_for)
+        answer(replace(erased, levels=(*erased.levels, disk)))

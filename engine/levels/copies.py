@@ -1,0 +1,237 @@
+"""The book of copies: the tree of copies and the slots of host memory, kept in step.
+
+It knows which copy stands for which node of the device's tree, and applies a node's limits,
+promises and leases to its copy. It moves nothing and decides nothing. Only this folder calls it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from typing import Final
+
+from engine.api import Namespace, Payer, Quota
+from engine.cache import PrefixCache
+from engine.cache.accounts import NamespaceAccount
+from engine.cache.prefix_tree import Node
+from engine.levels.host_accounts import HostAccounts
+from engine.levels.stored_prefixes import Copy, StoredPrefixes
+
+DISK_ONLY_MAX: Final = 200_000
+"""Copies that are only on disk and known here; beyond it the least recently used are pruned: their
+records stay, and are imported again by the next look.
+"""
+
+
+class CopyBook:
+    """All copies below the device.
+
+    `struck_total` counts copies that were given up because a move from them failed. `epochs`: grows
+    with each erasure in a namespace; what began under another epoch brings nothing. `host_blocks`:
+    copies in host memory by namespace; `changed`: the namespaces where that has changed.
+    """
+
+    def __init__(self, cache: PrefixCache, slots: int) -> None:
+        self.prefixes = StoredPrefixes(cache.block_size, self._removed, self._changed)
+        self.accounts = HostAccounts(slots, self._dropped)
+        self.struck_total = 0
+        self.records = 0
+        self.epochs: Counter[Namespace] = Counter()
+        self.host_blocks: Counter[Namespace] = Counter()
+        self.changed: set[Namespace] = set()
+        self._cache = cache
+        self._by_block: dict[int, Copy] = {}
+        self._held: Counter[int] = Counter()
+        self._disk_only: OrderedDict[Copy, None] = OrderedDict()
+
+    # -- copies -------------------------------------------------------------------------------
+
+    def of_node(self, node: Node) -> Copy | None:
+        """Return the copy that is known to stand for a node of the device's tree, or None. O(1)."""
+        copy = self._by_block.get(node.block)
+        if copy is None or copy.node is not node or copy.parent is None:
+            return None
+        return copy
+
+    def link(self, copy: Copy, node: Node) -> None:
+        """Note that a copy has the tokens of a node. O(1)."""
+        copy.node = node
+        self._by_block[node.block] = copy
+
+    def give(self, copy: Copy, slot: int, check: bytes = b"") -> None:
+        """Let a copy have a held slot; the hold becomes the copy's. O(log copies)."""
+        self._unhold(slot)
+        self.accounts.give(copy, slot, check)
+        self._count_host(copy, 1)
+        self._disk_only.pop(copy, None)
+
+    def set_record(self, copy: Copy, record_id: int) -> None:
+        """Note a copy's record on disk. O(log copies)."""
+        self.records += (record_id != 0) - (copy.record_id != 0)
+        copy.record_id = record_id
+        self.accounts.update(copy)
+        self._note_disk_only(copy)
+
+    def strike(self, copy: Copy, slot: int) -> None:
+        """Give up the copy from which a move over `slot` failed: host memory's if it lies there,
+        else the disk's. Without any copy left it leaves the tree with all below it.
+        """
+        if copy.parent is None or copy.slot not in (slot, -1):
+            return  # another move has brought it meanwhile
+        self.struck_total += 1
+        if copy.slot == slot:
+            self._take_back(copy)
+            self._note_disk_only(copy)
+        else:
+            self.set_record(copy, 0)
+        if copy.slot < 0 and not copy.record_id:
+            self.prefixes.remove(copy)
+
+    def sync(self, copy: Copy, node: Node) -> None:
+        """Apply a node's terms to its copy: limits and promises only ever lengthen."""
+        terms = node.terms
+        limit_at_s = math.inf if terms is None else terms.limit_at_s
+        if copy.limit_at_s < limit_at_s:
+            self.prefixes.set_limit(copy, limit_at_s)
+        if terms is not None and node.promised:
+            copy.promise_at_s = max(copy.promise_at_s, terms.promise_at_s)
+        for lease_id in node.ending_leases:
+            self.prefixes.extend_lease(lease_id, copy)
+
+    def first_sync(self, copy: Copy, node: Node) -> None:
+        """Apply a node's terms to the copy just made of it."""
+        if node.terms is not None:
+            self.prefixes.set_limit(copy, node.terms.limit_at_s)
+        self.sync(copy, node)
+
+    def evicting(self, account: NamespaceAccount, node: Node) -> Copy | None:
+        """Let the copy of a node that is about to be evicted take over its terms and its use.
+        Return it, or None where there is none. O(log copies).
+        """
+        copy = self.of_node(node)
+        if copy is None:
+            return None
+        self.sync(copy, node)
+        del self._by_block[node.block]
+        copy.node = None
+        if node.last_use_s > copy.last_use_s:
+            hits = copy.hits + bool(node.hits)
+            self.accounts.touch(copy, node.last_use_s)
+            copy.hits = max(copy.hits - 1, hits)
+        return copy
+
+    def nearest(self, node: Node | None) -> Copy | None:
+        """Return the copy of the node or of its nearest ancestor that has one. O(depth)."""
+        while node is not None:
+            if (copy := self.of_node(node)) is not None:
+                return copy
+            node = node.parent
+        return None
+
+    def child(self, parent: Copy, node: Node) -> Copy | None:
+        """Return the copy of `node` below `parent`, linked to it, or None. O(1)."""
+        copy = parent.children.get(node.run)
+        if copy is not None and copy.node is not node:
+            self.link(copy, node)
+            self.sync(copy, node)
+        return copy
+
+    # -- slots --------------------------------------------------------------------------------
+
+    def take_slot(
+        self, payer: Payer, quota: Quota | None = None, used_at_s: float | None = None
+    ) -> int | None:
+        """Return a slot held for a move, or None without room; see `HostAccounts.take`.
+        O(payers).
+        """
+        self._set_share(payer, quota)
+        slot = self.accounts.take(payer, used_at_s)
+        if slot is None:
+            self.accounts.forget_if_idle(payer)
+            return None
+        self._held[slot] += 1
+        return slot
+
+    def hold(self, slot: int) -> None:
+        """Hold a slot for a move or a store that reads it."""
+        self.accounts.hold(slot)
+        self._held[slot] += 1
+
+    def release(self, slot: int) -> None:
+        """Release a slot that a move or a store has held."""
+        self._unhold(slot)
+        self.accounts.release(slot)
+
+    def set_quota(self, quota: Quota) -> None:
+        """Apply a payer's changed quota."""
+        self._set_share(quota.payer, quota)
+        self.accounts.forget_if_idle(quota.payer)
+
+    def check(self) -> None:
+        """Recount. Raises InvariantViolation. O(copies)."""
+        self.prefixes.check()
+        self.accounts.check(self.prefixes, dict(self._held))
+
+    # -- internals ----------------------------------------------------------------------------
+
+    def _set_share(self, payer: Payer, quota: Quota | None) -> None:
+        account = self._cache.payer_account(payer)
+        floor = 0 if quota is None else quota.floor_blocks
+        if account is not None:
+            quota = quota or account.quota
+            floor = min(quota.floor_blocks, account.floor_blocks)
+        if quota is None:
+            return  # unknown by now: what was last set holds
+        part = self.accounts.slots / self._cache.blocks
+        ceiling = None if quota.ceiling_blocks is None else int(quota.ceiling_blocks * part)
+        self.accounts.set_share(payer, int(floor * part), ceiling, quota.weight)
+
+    def _unhold(self, slot: int) -> None:
+        self._held[slot] -= 1
+        if not self._held[slot]:
+            del self._held[slot]
+
+    def _take_back(self, copy: Copy) -> None:
+        if copy.slot >= 0:
+            self._count_host(copy, -1)
+        self.accounts.take_back(copy)
+
+    def _count_host(self, copy: Copy, blocks: int) -> None:
+        self.changed.add(copy.namespace)
+        self.host_blocks[copy.namespace] += blocks
+        if not self.host_blocks[copy.namespace]:
+            del self.host_blocks[copy.namespace]
+
+    def _note_disk_only(self, copy: Copy) -> None:
+        if copy.parent is None or copy.slot >= 0 or not copy.record_id:
+            return
+        self._disk_only[copy] = None
+        self._disk_only.move_to_end(copy)
+        for _ in range(2):
+            if len(self._disk_only) <= DISK_ONLY_MAX:
+                break
+            oldest = next(iter(self._disk_only))
+            if oldest.children:
+                self._disk_only.move_to_end(oldest)
+            else:
+                self.prefixes.remove(oldest)
+
+    def _dropped(self, copy: Copy) -> None:
+        """A copy has lost its slot for room."""
+        self._count_host(copy, -1)
+        if copy.record_id:
+            self._note_disk_only(copy)
+        else:
+            self.prefixes.remove(copy)
+
+    def _removed(self, copy: Copy) -> None:
+        self._take_back(copy)
+        self.records -= copy.record_id != 0
+        self._disk_only.pop(copy, None)
+        node = copy.node
+        if node is not None and self._by_block.get(node.block) is copy:
+            del self._by_block[node.block]
+
+    def _changed(self, copy: Copy) -> None:
+        if not copy.is_root:
+            self.accounts.update(copy)

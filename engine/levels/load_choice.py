@@ -1,0 +1,129 @@
+"""Load or compute: a cost model with measured constants decides how much of a prefix is loaded.
+
+Loading `n` blocks takes a fixed time, the queue before it, and `n` times the measured seconds of a
+block; computing them takes what `StepCost` predicts. The longest prefix is taken whose load is not
+predicted to take longer than computing it. What a finished load lost against computing is counted,
+and a level whose loads keep losing is left alone for a while. Pure: it reads no clock and moves
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from engine.moves import LevelName
+
+SMOOTHING: Final = 0.1
+"""The weight of the latest measurement."""
+CHOICES: Final = 16
+"""Lengths that are compared for one prefix."""
+JUDGED_LOADS: Final = 32
+"""Loads by whose sum a level is judged."""
+PAUSE_S: Final = 60.0
+"""Seconds for which a level is left alone whose loads lost more than they won."""
+TRIAL_S: Final = 1.0
+"""Seconds between two trials after that."""
+TRIALS_WON: Final = 3
+"""Trials in a row that must win before the level serves as before."""
+FIRST_BYTES_PER_S: Final[dict[LevelName, float]] = {"host": 4e9, "disk": 0.5e9}
+"""Rates until they are measured."""
+FIXED_S: Final = 0.001
+"""Seconds that any load takes: it is noticed between two steps."""
+
+
+class LevelPace:
+    """The measured pace of one level, and whether its loads are worth it.
+
+    `block_s`: seconds that reading a block takes. `queued`: blocks that are being read.
+    `regret_s`: time lost by loads that took longer than computing would have.
+    """
+
+    def __init__(self, name: LevelName, slot_bytes: int, parallel: int = 1) -> None:
+        """`parallel`: blocks that are read side by side."""
+        self.name = name
+        self.block_s = slot_bytes / FIRST_BYTES_PER_S[name]
+        self.queued = 0
+        self.regret_s = 0.0
+        self._slot_bytes = slot_bytes
+        self._parallel = parallel
+        self._won_s: deque[float] = deque(maxlen=JUDGED_LOADS)
+        self._paused_until_s: float | None = None
+        self._trials_won = 0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the rate at which the level is read."""
+        return self._slot_bytes / self.block_s
+
+    def record_block(self, seconds: float) -> None:
+        """Record that reading one block took `seconds`, beside others."""
+        if seconds > 0:
+            self.block_s += SMOOTHING * (seconds / self._parallel - self.block_s)
+
+    def seconds(self, blocks: int) -> float:
+        """Return the predicted seconds until `blocks` more have been read."""
+        return (self.queued + blocks) * self.block_s if blocks else 0.0
+
+    def is_open(self, now_s: float) -> bool:
+        """Return whether loads from this level may begin now."""
+        return self._paused_until_s is None or now_s >= self._paused_until_s
+
+    def record_load(self, took_s: float, compute_s: float, now_s: float) -> None:
+        """Judge a finished load: it took `took_s`, computing would have taken `compute_s`."""
+        self.regret_s += max(0.0, took_s - compute_s)
+        if self._paused_until_s is not None:
+            self._trials_won = self._trials_won + 1 if took_s <= compute_s else 0
+            self._paused_until_s = now_s + TRIAL_S
+            if self._trials_won >= TRIALS_WON:
+                self._paused_until_s = None
+                self._won_s.clear()
+            return
+        self._won_s.append(compute_s - took_s)
+        if len(self._won_s) == JUDGED_LOADS and sum(self._won_s) < 0:
+            self._paused_until_s, self._trials_won = now_s + PAUSE_S, 0
+
+
+class LoadChoice(NamedTuple):
+    """How many blocks to load, what that is predicted to take, and what computing them would."""
+
+    blocks: int
+    load_s: float
+    compute_s: float
+
+
+NOTHING: Final = LoadChoice(0, 0.0, 0.0)
+
+
+def choose_load(
+    on_host: Sequence[bool],
+    host: LevelPace,
+    disk: LevelPace,
+    compute_s: Callable[[int], float],
+    blocks_min: Callable[[LevelName], int],
+    now_s: float,
+) -> LoadChoice:
+    """Return the longest prefix of a run of blocks that is worth loading.
+
+    `on_host`: for each block in order whether it lies in host memory; else it is on disk.
+    `compute_s(n)`: predicted seconds to compute the first n. `blocks_min(level)`: the shortest load
+    that touches this level. O(blocks) additions, and at most `CHOICES` predictions.
+    """
+    most = len(on_host)
+    if not host.is_open(now_s):
+        return NOTHING
+    if not disk.is_open(now_s) and False in on_host:
+        most = list(on_host).index(False)
+    step = max(1, most // CHOICES)
+    for blocks in range(most, 0, -step):
+        fetched = blocks - sum(on_host[:blocks])
+        if blocks < blocks_min("disk" if fetched else "host"):
+            continue
+        # Fetch and load overlap: the slower of the two, and one more block of the other.
+        paces = sorted((host.seconds(blocks), disk.seconds(fetched)))
+        load_s = FIXED_S + paces[1] + (host.block_s if fetched else 0.0)
+        wanted_s = compute_s(blocks)
+        if load_s <= wanted_s:
+            return LoadChoice(blocks, load_s, wanted_s)
+    return NOTHING

@@ -1,0 +1,321 @@
+"""Loads: the blocks of running requests that are being filled from host memory and disk.
+
+A load brings the runs of one request in order. It ends when all are here, when one has failed (what
+comes before it counts, what comes after it does not), at its deadline, or when nobody wants it any
+more. Blocks and slots stay held until the last of its moves has ended, whatever becomes of the
+load. This module chooses nothing: `levels` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from itertools import islice
+
+from engine.api import Namespace
+from engine.cache import BlockTable, PrefixCache
+from engine.levels.copies import CopyBook
+from engine.levels.load_choice import LevelPace, LoadChoice
+from engine.levels.stored_prefixes import Copy
+from engine.moves import Fetch, Fetched, LevelName, Move, Moved, Storage
+
+MOVES_MAX = 64
+"""Loads of one block under way at a time, over all requests."""
+FETCH_RECORDS_MAX = 32
+"""Records that one fetch asks for."""
+DEADLINE_S_MIN = 0.25
+DEADLINE_FACTOR = 4.0
+"""A load is given up after this many times its predicted time, and not before the least."""
+
+
+class _State(Enum):
+    FETCHING = 1
+    READY = 2
+    MOVING = 3
+    DONE = 4
+    FAILED = 5
+
+
+class _Piece:
+    """One run of a load: its copy, the level it comes from, its slot, the block it fills."""
+
+    __slots__ = ("block", "check", "copy", "level", "slot", "state")
+
+    def __init__(self, copy: Copy, level: LevelName, slot: int, block: int, check: bytes) -> None:
+        self.copy = copy
+        self.level: LevelName = level
+        self.slot = slot
+        self.block = block
+        self.check = check
+        self.state = _State.READY if level == "host" else _State.FETCHING
+
+
+class Load:
+    """The load of one sequence.
+
+    `first`: the index of its first run. `loaded`: the runs that are in place, counted from the
+    first one, once it `is_ended`. `after_step`: it fills blocks only when this step has been
+    collected, since a step in flight may still write to their former owner.
+    """
+
+    __slots__ = (
+        "after_step",
+        "began_s",
+        "choice",
+        "deadline_at_s",
+        "epoch",
+        "first",
+        "held",
+        "is_ended",
+        "loaded",
+        "namespace",
+        "pieces",
+        "under_way",
+    )
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        first: int,
+        held: BlockTable,
+        pieces: list[_Piece],
+        choice: LoadChoice,
+        now_s: float,
+    ) -> None:
+        self.namespace = namespace
+        self.first = first
+        self.held = held
+        self.pieces = pieces
+        self.choice = choice
+        self.began_s = now_s
+        self.deadline_at_s = now_s + max(DEADLINE_S_MIN, DEADLINE_FACTOR * choice.load_s)
+        self.after_step = 0
+        self.epoch = 0
+        self.is_ended = False
+        self.loaded = 0
+        self.under_way = 0
+
+    def tokens_by_level(self, run_tokens: int) -> tuple[tuple[LevelName, int], ...]:
+        """Return the tokens that it brought, by the level they were on."""
+        names: tuple[LevelName, ...] = ("host", "disk")
+        counts = [(n, sum(p.level == n for p in self.pieces[: self.loaded])) for n in names]
+        return tuple((name, count * run_tokens) for name, count in counts if count)
+
+    @property
+    def copies(self) -> list[Copy]:
+        """Return the copies of the runs it brought."""
+        return [piece.copy for piece in self.pieces[: self.loaded]]
+
+
+class Loads:
+    """All loads whose moves have not ended.
+
+    `loaded_blocks`: totals by level. `failed`: pieces that failed, by level.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        book: CopyBook,
+        storage: Storage | None,
+        paces: dict[LevelName, LevelPace],
+        next_id: Callable[[], int],
+        verify_host: int,
+    ) -> None:
+        self._cache = cache
+        self._book = book
+        self._storage = storage
+        self._paces = paces
+        self._next_id = next_id
+        self._verify_host = verify_host
+        self._loads: dict[Load, None] = {}
+        self._moves: dict[int, tuple[Load, _Piece]] = {}
+        self._fetches: dict[tuple[int, int], tuple[Load, _Piece]] = {}
+        self._ended: list[Load] = []
+        self._moved_from_host = 0
+        self.loaded_blocks: dict[LevelName, int] = {"host": 0, "disk": 0}
+        self.failed: dict[LevelName, int] = {"host": 0, "disk": 0}
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._loads)
+
+    @property
+    def moves(self) -> int:
+        """Return the loads of one block that are under way."""
+        return len(self._moves)
+
+    def begin(
+        self,
+        table: BlockTable,
+        first: int,
+        copies: Sequence[Copy],
+        choice: LoadChoice,
+        now_s: float,
+    ) -> Load | None:
+        """Begin to fill the entries of a table from `first` on. Return None if there is no slot
+        for even one fetch. Only as many runs are loaded as slots could be had for.
+        """
+        pieces = self._pieces(table, first, copies)
+        if not pieces:
+            return None
+        held = self._cache.hold_blocks(table, first, now_s)
+        load = Load(table.namespace, first, held, pieces, choice, now_s)
+        load.under_way = len(pieces)
+        load.epoch = self._book.epochs[table.namespace]
+        self._loads[load] = None
+        for piece in pieces:
+            self._paces[piece.level].queued += 1
+        self._fetch(load, [piece for piece in pieces if piece.level == "disk"])
+        return load
+
+    def _pieces(self, table: BlockTable, first: int, copies: Sequence[Copy]) -> list[_Piece]:
+        """Return the pieces of a load, each with a slot that it holds."""
+        on_host = [copy.slot >= 0 for copy in copies]
+        for copy in copies:
+            if copy.slot >= 0:
+                self._book.hold(copy.slot)  # before a fetch takes it for itself
+        payer, pieces = table.account.payer_account, list[_Piece]()
+        for copy, block, is_here in zip(
+            copies, islice(table.blocks, first, None), on_host, strict=False
+        ):
+            if is_here:
+                pieces.append(_Piece(copy, "host", copy.slot, block, self._check_of(copy)))
+                continue
+            slot = self._book.take_slot(payer.payer, payer.quota) if copy.record_id else None
+            if slot is None:
+                break
+            pieces.append(_Piece(copy, "disk", slot, block, b""))
+        for copy, is_here in zip(copies[len(pieces) :], on_host[len(pieces) :], strict=True):
+            if is_here:
+                self._book.release(copy.slot)
+        return pieces
+
+    def give_up(self, load: Load) -> None:
+        """End a load that nobody wants any more; what has not begun is not begun."""
+        if not load.is_ended:
+            self._end(load, 0)
+
+    def void(self, namespace: Namespace) -> None:
+        """End the loads of a namespace: what they bring is nobody's."""
+        for load in list(self._loads):
+            if load.namespace == namespace and not load.is_ended:
+                self._end(load, 0)
+                self._ended.append(load)
+
+    def next_moves(self, collected_step: int) -> list[Move]:
+        """Return the moves to submit now, the oldest load first. O(pieces of loads)."""
+        moves: list[Move] = []
+        for load in self._loads:
+            if load.is_ended or load.after_step > collected_step:
+                continue
+            for piece in load.pieces:
+                if len(self._moves) >= MOVES_MAX:
+                    return moves
+                if piece.state is _State.READY:
+                    move_id = self._next_id()
+                    piece.state = _State.MOVING
+                    self._moves[move_id] = (load, piece)
+                    moves.append(Move(move_id, "load", piece.block, piece.slot, piece.check))
+        return moves
+
+    def moved(self, outcome: Moved) -> bool:
+        """Take the outcome of a move; return whether it was one of a load."""
+        found = self._moves.pop(outcome.move_id, None)
+        if found is None:
+            return False
+        load, piece = found
+        if outcome.is_done:
+            self._paces["host"].record_block(outcome.seconds)
+        self._piece_ended(load, piece, is_done=outcome.is_done)
+        return True
+
+    def fetched_one(self, outcome: Fetched) -> None:
+        """Take the outcome of one record's fetch: its slot is full, or it has failed."""
+        found = self._fetches.pop((outcome.call_id, outcome.record_id), None)
+        if found is None:
+            return
+        load, piece = found
+        is_current = load.epoch == self._book.epochs[load.namespace]
+        if not outcome.is_done:
+            self._piece_ended(load, piece, is_done=False)
+            return
+        self.fetched += 1
+        self._paces["disk"].record_block(outcome.seconds)
+        copy = piece.copy
+        if is_current and copy.parent is not None and copy.slot < 0:
+            self._book.hold(piece.slot)  # one for the copy, one for this load
+            self._book.give(copy, piece.slot)
+        if load.is_ended:
+            self._let_go(load, piece)
+        else:
+            piece.state = _State.READY
+
+    def take_ended(self, now_s: float) -> list[Load]:
+        """Return the loads that have ended since the last call, by success, failure or deadline;
+        forget those whose moves have ended too.
+        """
+        ended, self._ended = self._ended, []
+        for load in list(self._loads):
+            if not load.is_ended:
+                done = self._done(load)
+                is_cut = done < len(load.pieces) and load.pieces[done].state is _State.FAILED
+                if done == len(load.pieces) or is_cut or now_s >= load.deadline_at_s:
+                    if now_s >= load.deadline_at_s and done < len(load.pieces) and not is_cut:
+                        self.failed[load.pieces[done].level] += 1
+                    self._end(load, done)
+                    ended.append(load)
+            if load.is_ended and not load.under_way:
+                del self._loads[load]
+                self._cache.unhold(load.held)
+        return ended
+
+    # -- internals ----------------------------------------------------------------------------
+
+    def _check_of(self, copy: Copy) -> bytes:
+        """Return the digest to verify, for one of so many loads from host memory."""
+        self._moved_from_host += 1
+        return copy.check if self._moved_from_host % self._verify_host == 0 else b""
+
+    def _fetch(self, load: Load, pieces: list[_Piece]) -> None:
+        for start in range(0, len(pieces), FETCH_RECORDS_MAX):
+            some = pieces[start : start + FETCH_RECORDS_MAX]
+            call_id = self._next_id()
+            for piece in some:
+                self._fetches[call_id, piece.copy.record_id] = (load, piece)
+            records = tuple(piece.copy.record_id for piece in some)
+            assert self._storage is not None, "records come from a storage"
+            slots = tuple(piece.slot for piece in some)
+            self._storage.send(Fetch(call_id, load.namespace, records, slots))
+
+    def _done(self, load: Load) -> int:
+        """Return how many leading pieces are done."""
+        for index, piece in enumerate(load.pieces):
+            if piece.state is not _State.DONE:
+                return index
+        return len(load.pieces)
+
+    def _end(self, load: Load, loaded: int) -> None:
+        load.is_ended, load.loaded = True, loaded
+        for piece in load.pieces[:loaded]:
+            self.loaded_blocks[piece.level] += 1
+        for piece in load.pieces:
+            if piece.state is _State.READY:  # it was never begun
+                piece.state = _State.FAILED
+                self._let_go(load, piece)
+
+    def _piece_ended(self, load: Load, piece: _Piece, *, is_done: bool) -> None:
+        piece.state = _State.DONE if is_done else _State.FAILED
+        if not is_done:
+            self.failed[piece.level] += 1
+            self._book.strike(piece.copy, piece.slot)
+        self._let_go(load, piece)
+
+    def _let_go(self, load: Load, piece: _Piece) -> None:
+        """Release the slot of a piece whose moves have ended, or will not begin."""
+        self._paces[piece.level].queued -= 1
+        self._book.release(piece.slot)
+        load.under_way -= 1

@@ -1,0 +1,296 @@
+"""Offloading: which blocks are copied to host memory, and the moves that do it.
+
+Promised prefixes are copied as they are committed, and the blocks that would be evicted next ahead
+of need, each from the root on, so that no prefix lacks its head. All else stays on the device.
+Nothing waits for bytes to leave: a block that was not copied in time is simply evicted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Final
+
+from engine.cache import BlockTable, PrefixCache
+from engine.cache.accounts import NamespaceAccount
+from engine.cache.prefix_tree import Node
+from engine.levels.copies import CopyBook
+from engine.levels.stored_prefixes import Copy
+from engine.moves import Move, Moved
+
+MOVES_MAX: Final = 64
+"""Offloads of one block under way at a time."""
+CLEAN_AHEAD: Final = 256
+"""Of the next blocks to be evicted, how many are to have a copy; at most a part of the pool."""
+CLEAN_PART: Final = 1 / 8
+"""The part of the pool that is copied ahead, and that offloads may pin at a time."""
+VICTIMS_SEEN: Final = 16
+"""Victims of each payer that one turn looks at."""
+PAUSE_S: Final = 1.0
+FAILURES_MAX: Final = 2
+"""After so many failed moves in a row no offload begins for a while."""
+WAITING_MAX: Final = 4096
+"""Promised prefixes that may wait for their offload; the oldest is given up for the next."""
+
+
+class _Offload:
+    """The moves of one path. `nodes`: from the root on; `first`: the first one that is copied."""
+
+    __slots__ = (
+        "account",
+        "checks",
+        "epoch",
+        "first",
+        "held",
+        "leases",
+        "left",
+        "nodes",
+        "pinned",
+        "slots",
+    )
+
+    def __init__(
+        self, account: NamespaceAccount, nodes: Sequence[Node], first: int, slots: list[int]
+    ) -> None:
+        self.account = account
+        self.nodes = nodes
+        self.first = first
+        self.slots = slots
+        self.checks: list[bytes | None] = [None] * len(slots)
+        self.left = len(slots)
+        self.leases: tuple[tuple[str, int], ...] = ()
+        self.epoch = 0
+        self.pinned = 0
+        self.held: BlockTable | None = None
+
+
+class Offloading:
+    """What is to be copied, and what is under way.
+
+    `on_copied` is called with the copies that one offload has made, from the root on. `is_storing`
+    says whether stores are under way, which will free slots.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        book: CopyBook,
+        next_id: Callable[[], int],
+        on_copied: Callable[[list[Copy]], None],
+    ) -> None:
+        self._cache = cache
+        self._book = book
+        self._next_id = next_id
+        self._on_copied = on_copied
+        self._moves: dict[int, tuple[_Offload, int]] = {}
+        self._busy: set[Node] = set()
+        self._pinned = 0
+        self._promised: deque[tuple[Node, tuple[tuple[str, int], ...]]] = deque(maxlen=WAITING_MAX)
+        self._clean_ahead = min(CLEAN_AHEAD, max(1, int(cache.blocks * CLEAN_PART)))
+        self._pinned_max = max(1, int(cache.blocks * CLEAN_PART))
+        self._failures = 0
+        self._is_paused = False
+        self._resume_at_s = float("-inf")
+        self.is_storing: Callable[[], bool] = lambda: False
+        self.offloaded = 0
+        self.failed = 0
+
+    @property
+    def moves(self) -> int:
+        """Return the offloads of one block that are under way."""
+        return len(self._moves)
+
+    @property
+    def pinned(self) -> int:
+        """Return the blocks that moves pin beside those of running sequences."""
+        return self._pinned
+
+    @property
+    def has_promised(self) -> bool:
+        """Return whether a promised prefix waits for its offload, and not for a pause to end."""
+        return bool(self._promised) and not self._is_paused
+
+    def promised(self, node: Node, leases: tuple[tuple[str, int], ...]) -> None:
+        """Have the path to a promised node copied. `leases`: those that cover it, with the tokens
+        of each.
+        """
+        self._promised.append((node, leases))
+
+    def next_moves(self, now_s: float, running: Iterable[BlockTable]) -> list[Move]:
+        """Return the moves to submit now. `running`: the tables of the sequences that would be
+        preempted first, for whose blocks no more than these moves are wanted.
+        """
+        moves: list[Move] = []
+        if self._failures >= FAILURES_MAX:
+            self._failures, self._resume_at_s = 0, now_s + PAUSE_S
+        self._is_paused = now_s < self._resume_at_s
+        if self._is_paused:
+            return moves
+        while self._promised and self._has_room(moves):
+            node, leases = self._promised.popleft()
+            begun = self._begin(node, leases, moves, now_s)
+            if begun is None:  # it waits for moves under way, or for a slot
+                self._promised.append((node, leases))
+                break
+        if self._cache.free_blocks < self._clean_ahead and self._has_room(moves):
+            few = self._clean_ahead - self._cache.free_blocks
+            for victim in list(islice(self._cache.next_victims(VICTIMS_SEEN), few)):
+                if not self._has_room(moves):
+                    break
+                self._clean(victim, moves, now_s)
+        for table in running:
+            if len(self._moves) >= MOVES_MAX:
+                break
+            self._clean(table.node, moves, now_s, pins=False)
+        return moves
+
+    def moved(self, outcome: Moved) -> bool:
+        """Take the outcome of a move; return whether it was an offload."""
+        found = self._moves.pop(outcome.move_id, None)
+        if found is None:
+            return False
+        offload, index = found
+        offload.left -= 1
+        if outcome.is_done:
+            offload.checks[index] = outcome.check
+            self._failures = 0
+        else:
+            self.failed += 1
+            self._failures += 1
+        if not offload.left:
+            self._finish(offload)
+        return True
+
+    # -- internals ----------------------------------------------------------------------------
+
+    def _has_room(self, moves: Sequence[Move]) -> bool:
+        return len(self._moves) < MOVES_MAX and (
+            not self._pinned or self._pinned < self._pinned_max
+        )
+
+    def _clean(self, node: Node, moves: list[Move], now_s: float, *, pins: bool = True) -> None:
+        """Have a node copied that may leave the device; of a tail, the node above it."""
+        if len(node.run) < self._cache.block_size:
+            if node.parent is None:
+                return
+            node = node.parent
+        if node.run and node not in self._busy and self._book.of_node(node) is None:
+            self._begin(node, (), moves, now_s, pins=pins)
+
+    def _begin(
+        self,
+        node: Node,
+        leases: tuple[tuple[str, int], ...],
+        moves: list[Move],
+        now_s: float,
+        *,
+        pins: bool = True,
+    ) -> bool | None:
+        """Begin to copy what has no copy on the path to `node`, as far as there are slots. Return
+        whether anything was begun; None where it has to wait. `pins`: no sequence pins the path.
+        """
+        account = self._cache.account_of(node)
+        if account is None:
+            return False
+        path = _path_to(node, self._cache.block_size)
+        first, parent = 0, self._book.prefixes.root(account.namespace)
+        while first < len(path) and (copy := self._book.child(parent, path[first])) is not None:
+            first, parent = first + 1, copy
+        self._extend_leases(path, first, leases)
+        wanted = path[first : first + MOVES_MAX - len(self._moves)]
+        if not wanted:
+            return False
+        if not self._busy.isdisjoint(wanted):
+            return None
+        slots: list[int] = []
+        for _ in wanted:
+            slot = self._book.take_slot(
+                account.payer_account.payer,
+                used_at_s=node.last_use_s if pins and not leases else None,
+            )
+            if slot is None:
+                break
+            slots.append(slot)
+        if not slots or (parent.parent is None and not parent.is_root):
+            for slot in slots:  # dropping made room by taking the very copies it would hang on
+                self._book.release(slot)
+            may_come = bool(self._moves) or self.is_storing()
+            return None if leases and may_come else False
+        offload = _Offload(account, path[: first + len(slots)], first, slots)
+        offload.leases, offload.epoch = leases, self._book.epochs[account.namespace]
+        offload.held = self._cache.hold(account, offload.nodes, now_s)
+        offload.pinned = len(offload.nodes) if pins else 0
+        self._pinned += offload.pinned
+        for index, (slot, one) in enumerate(zip(slots, wanted, strict=False)):
+            move_id = self._next_id()
+            self._moves[move_id] = (offload, index)
+            self._busy.add(one)
+            moves.append(Move(move_id, "offload", one.block, slot))
+        if len(slots) < len(path) - first and leases:
+            self._promised.append((node, leases))
+        return True
+
+    def _extend_leases(
+        self, path: Sequence[Node], copied: int, leases: tuple[tuple[str, int], ...]
+    ) -> None:
+        """Note leases on the copies there are."""
+        for lease_id, tokens in leases:
+            runs = min(copied, -(-tokens // self._cache.block_size))
+            if runs and (copy := self._book.of_node(path[runs - 1])) is not None:
+                self._book.prefixes.extend_lease(lease_id, copy)
+
+    def _finish(self, offload: _Offload) -> None:
+        """Make copies of what has arrived, from the root on, up to the first failure."""
+        book, namespace = self._book, offload.account.namespace
+        payer = offload.account.payer_account.payer
+        made: list[Copy] = []
+        is_void = offload.epoch != book.epochs[namespace]
+        parent: Copy | None = None if is_void else self._parent_of(offload)
+        nodes = islice(offload.nodes, offload.first, None)
+        for node, slot, check in zip(nodes, offload.slots, offload.checks, strict=True):
+            self._busy.discard(node)
+            copy = None
+            if parent is not None and check is not None and node.parent is not None:
+                copy = book.child(parent, node)
+                if copy is None:
+                    copy = book.prefixes.add(parent, node.run, payer, node.last_use_s)
+                    book.link(copy, node)
+                if copy.slot < 0:
+                    book.hold(slot)
+                    book.give(copy, slot, check)
+                    if not copy.record_id:
+                        book.first_sync(copy, node)
+                    self.offloaded += 1
+                    made.append(copy)
+            parent = copy
+            book.release(slot)
+        if not is_void and made:
+            self._extend_leases(offload.nodes, offload.first + len(made), offload.leases)
+        assert offload.held is not None, "it is held since it began"
+        self._pinned -= offload.pinned
+        self._cache.unhold(offload.held)
+        if made:
+            self._on_copied(made)
+
+    def _parent_of(self, offload: _Offload) -> Copy | None:
+        """Return the copy under which the first new one hangs; None if it was dropped."""
+        parent = self._book.prefixes.root(offload.account.namespace)
+        for node in islice(offload.nodes, offload.first):
+            copy = self._book.child(parent, node)
+            if copy is None:
+                return None
+            parent = copy
+        return parent
+
+
+def _path_to(node: Node, run_tokens: int) -> list[Node]:
+    """Return the nodes from the first to this one, without a tail. O(depth)."""
+    path: list[Node] = []
+    step: Node | None = node
+    while step is not None and step.run:
+        if len(step.run) == run_tokens:
+            path.append(step)
+        step = step.parent
+    path.reverse()
+    return path

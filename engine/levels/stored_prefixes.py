@@ -1,0 +1,306 @@
+"""The tree of copies below the device: token runs by namespace, each in a host slot, on disk or
+both.
+
+It stands beside the device's prefix tree and is closed upward: where a run has a copy, all runs
+before it have one. Only whole runs have copies. Tokens prove equality, as on the device. The tree
+knows no block, no payer's share and no clock; `HostAccounts` owns the slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import count, islice
+
+from engine.api import Namespace, Payer
+from engine.cache.leases import Deadlines
+from engine.cache.prefix_tree import Node
+from engine.errors import InvariantViolation
+from engine.moves import RecordId
+
+Run = tuple[int, ...]
+NO_LEASES: Set[str] = frozenset()
+LEASES_HANDED_UP_MAX = 64
+"""Leases that a copy may inherit from copies below it that were dropped."""
+
+
+class Copy:
+    """The copies of one run below the device.
+
+    `slot`: its slot of host memory, or -1; `check`: the digest of that slot's bytes, if known.
+    `record_id`: its record on disk, or 0. `limit_at_s`: not matched at or after; `promise_at_s`:
+    promised until. `hits`: how often it was matched. `node`: the device's node with the same
+    tokens, where one is known. `ending_leases`: the leases whose last copy this is. `is_storing`: a
+    store is under way. `order_key`: its place among the copies that may be dropped, or None. A copy
+    that left the tree has no parent; the root of a namespace has an empty run.
+    """
+
+    __slots__ = (
+        "check",
+        "children",
+        "ending_leases",
+        "has_deadline",
+        "hits",
+        "is_kept",
+        "is_storing",
+        "last_use_s",
+        "limit_at_s",
+        "namespace",
+        "node",
+        "order_key",
+        "parent",
+        "payer",
+        "promise_at_s",
+        "record_id",
+        "run",
+        "serial",
+        "slot",
+    )
+
+    def __init__(
+        self, namespace: Namespace, payer: Payer, run: Run, parent: Copy | None, serial: int
+    ) -> None:
+        self.namespace = namespace
+        self.payer = payer
+        self.run = run
+        self.parent = parent
+        self.serial = serial
+        self.children: dict[Run, Copy] = {}
+        self.slot = -1
+        self.check = b""
+        self.record_id: RecordId = 0
+        self.limit_at_s = math.inf
+        self.promise_at_s = -math.inf
+        self.last_use_s = 0.0
+        self.hits = 0
+        self.node: Node | None = None
+        self.ending_leases: Set[str] = NO_LEASES
+        self.has_deadline = False
+        self.is_storing = False
+        self.is_kept = False
+        self.order_key: tuple[float, int] | None = None
+
+    @property
+    def is_root(self) -> bool:
+        """Return whether this is the root of its namespace, which has no copy."""
+        return not self.run
+
+    def subtree(self) -> list[Copy]:
+        """Return this copy and all below it, children before parents."""
+        found, stack = [], [self]
+        while stack:
+            copy = stack.pop()
+            found.append(copy)
+            stack.extend(copy.children.values())
+        found.reverse()
+        return found
+
+    def path(self) -> list[Copy]:
+        """Return the copies from the first run to this one. O(depth)."""
+        found: list[Copy] = []
+        copy: Copy | None = self
+        while copy is not None and not copy.is_root:
+            found.append(copy)
+            copy = copy.parent
+        found.reverse()
+        return found
+
+
+class StoredPrefixes:
+    """The copies of every namespace.
+
+    `on_removed` is called with each copy that has left the tree, `on_changed` with each whose
+    children have changed. `expired_total` counts copies that reached their limit.
+    """
+
+    def __init__(
+        self,
+        run_tokens: int,
+        on_removed: Callable[[Copy], None],
+        on_changed: Callable[[Copy], None],
+    ) -> None:
+        self.run_tokens = run_tokens
+        self.expired_total = 0
+        self._on_removed = on_removed
+        self._on_changed = on_changed
+        self._roots: dict[Namespace, Copy] = {}
+        self._lease_ends: dict[tuple[Namespace, str], dict[Copy, None]] = {}
+        self._limits: Deadlines[Copy] = Deadlines()
+        self._serials = count(1)
+
+    def __iter__(self) -> Iterator[Copy]:
+        """Iterate over every copy, children before parents. O(copies)."""
+        for root in self._roots.values():
+            yield from (copy for copy in root.subtree() if not copy.is_root)
+
+    def has(self, namespace: Namespace) -> bool:
+        """Return whether the namespace has any copy. O(1)."""
+        return namespace in self._roots
+
+    def root(self, namespace: Namespace) -> Copy:
+        """Return the namespace's root; it is kept once something is added below it."""
+        return self._roots.get(namespace) or Copy(namespace, b"", (), None, 0)
+
+    def match(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> list[Copy]:
+        """Return the copies of the longest leading part of `tokens`, in whole runs, leaving one
+        token at least. O(runs matched).
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return []
+        path, children = [], root.children
+        for run in zip(*[islice(tokens, len(tokens) - 1)] * self.run_tokens, strict=False):
+            copy = children.get(run)
+            if copy is None or copy.limit_at_s <= now_s:
+                break
+            path.append(copy)
+            children = copy.children
+        return path
+
+    def add(self, parent: Copy, run: Run, payer: Payer, now_s: float) -> Copy:
+        """Add a copy of `run` below `parent`, which has none yet. O(1)."""
+        if len(run) != self.run_tokens or run in parent.children:
+            raise InvariantViolation("a copy is made once for each whole run")
+        if parent.is_root and self._roots.setdefault(parent.namespace, parent) is not parent:
+            raise InvariantViolation("a copy below a root that is not the namespace's")
+        copy = Copy(parent.namespace, payer, run, parent, next(self._serials))
+        copy.last_use_s = now_s
+        parent.children[run] = copy
+        self._on_changed(parent)
+        return copy
+
+    def remove(self, top: Copy) -> int:
+        """Remove a copy and all below it. Return how many. O(these)."""
+        parent = top.parent
+        if parent is None:
+            raise InvariantViolation("a copy was removed twice")
+        del parent.children[top.run]
+        gone = top.subtree()
+        for copy in gone:
+            self._hand_up_leases(copy, parent)
+            copy.parent = None
+        for copy in gone:
+            self._on_removed(copy)
+        if not parent.is_root:
+            self._on_changed(parent)
+        elif not parent.children:
+            del self._roots[parent.namespace]
+        return len(gone)
+
+    # -- limits -------------------------------------------------------------------------------
+
+    def set_limit(self, copy: Copy, limit_at_s: float) -> None:
+        """Set the time from which a copy is not matched. O(log copies) the first time."""
+        copy.limit_at_s = limit_at_s
+        if limit_at_s < math.inf and not copy.has_deadline:
+            copy.has_deadline = True
+            self._limits.add(limit_at_s, copy)
+
+    def expire(self, now_s: float) -> int:
+        """Remove every copy whose limit has passed, and what lies below. Return how many."""
+        gone = 0
+        for copy in self._limits.take_due(now_s):
+            copy.has_deadline = False
+            if copy.parent is None:
+                continue
+            if copy.limit_at_s > now_s:
+                self.set_limit(copy, copy.limit_at_s)
+            else:
+                gone += self.remove(copy)
+        self.expired_total += gone
+        return gone
+
+    # -- erasure ------------------------------------------------------------------------------
+
+    def under(self, namespace: Namespace, tokens: Sequence[int] | None) -> list[Copy]:
+        """Return the topmost copies whose tokens begin with all of `tokens`; None: of the whole
+        namespace. O(runs of `tokens`, children of the last).
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return []
+        if not tokens:
+            return list(root.children.values())
+        copy, size = root, self.run_tokens
+        for start in range(0, len(tokens) - size + 1, size):
+            child = copy.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                return []
+            copy = child
+        if not (rest := tuple(tokens[len(tokens) // size * size :])):
+            return [copy]
+        return [child for run, child in copy.children.items() if run[: len(rest)] == rest]
+
+    def extend_lease(self, lease_id: str, copy: Copy) -> None:
+        """Note that a lease covers everything up to `copy`. O(1)."""
+        if copy.is_root:
+            return
+        if copy.parent is not None and lease_id in copy.parent.ending_leases:
+            self._drop_lease(lease_id, copy.parent)
+        if isinstance(copy.ending_leases, set):
+            copy.ending_leases.add(lease_id)
+        else:
+            copy.ending_leases = {lease_id}
+        self._lease_ends.setdefault((copy.namespace, lease_id), {})[copy] = None
+
+    def revoke(self, namespace: Namespace, lease_id: str) -> list[Copy]:
+        """Forget a lease. Return the topmost copies that it alone covered."""
+        ended = list(self._lease_ends.get((namespace, lease_id), ()))
+        for copy in ended:
+            self._drop_lease(lease_id, copy)
+        return list({_topmost_uncovered(copy): None for copy in ended if not _is_covered(copy)})
+
+    # -- internals ----------------------------------------------------------------------------
+
+    def _drop_lease(self, lease_id: str, copy: Copy) -> None:
+        assert isinstance(copy.ending_leases, set), "a lease ends here"
+        copy.ending_leases.remove(lease_id)
+        ends = self._lease_ends[copy.namespace, lease_id]
+        del ends[copy]
+        if not ends:
+            del self._lease_ends[copy.namespace, lease_id]
+
+    def _hand_up_leases(self, copy: Copy, above: Copy) -> None:
+        for lease_id in tuple(copy.ending_leases):
+            self._drop_lease(lease_id, copy)
+            if not above.is_root and len(above.ending_leases) < LEASES_HANDED_UP_MAX:
+                self.extend_lease(lease_id, above)
+
+    def check(self) -> None:
+        """Check the shape of the tree and the ends of leases. Raises InvariantViolation.
+        O(copies).
+        """
+        ends = 0
+        for root in self._roots.values():
+            for copy in root.subtree():
+                for run, child in copy.children.items():
+                    if child.parent is not copy or child.run != run:
+                        raise InvariantViolation("a copy below another parent")
+                if copy.is_root:
+                    continue
+                if copy.slot < 0 and not copy.record_id:
+                    raise InvariantViolation("a run in the tree of copies without a copy")
+                ends += len(copy.ending_leases)
+        noted = sum(map(len, self._lease_ends.values()))
+        if noted != ends:
+            raise InvariantViolation(f"{noted} ends of leases on copies, recounted: {ends}")
+
+
+def _is_covered(top: Copy) -> bool:
+    """Return whether a lease ends at `top` or below."""
+    stack = [top]
+    while stack:
+        copy = stack.pop()
+        if copy.ending_leases:
+            return True
+        stack.extend(copy.children.values())
+    return False
+
+
+def _topmost_uncovered(copy: Copy) -> Copy:
+    """Return the topmost ancestor of an uncovered copy that no lease covers either."""
+    while (above := copy.parent) is not None and not above.is_root and not above.ending_leases:
+        if any(_is_covered(child) for child in above.children.values() if child is not copy):
+            break
+        copy = above
+    return copy

@@ -1,0 +1,154 @@
+"""Storing: which copies in host memory are written to disk.
+
+Promised prefixes are stored at once; others when they have been matched at least once and are long
+enough, within the day's writes. Records hang on the records before them, so a path is stored from
+its first run without a record on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from engine.levels.copies import CopyBook
+from engine.levels.stored_prefixes import Copy
+from engine.moves import ROOT, Fidelity, RunToStore, Storage, Stored, StoreRuns
+
+RUNS_MAX: Final = 64
+"""Runs of one store."""
+STORES_MAX: Final = 4
+"""Stores under way at a time."""
+WAITING_MAX: Final = 4096
+"""Paths that may wait for their store; the oldest is given up for the next."""
+
+
+class Storing:
+    """The paths that wait to be stored, and the stores under way."""
+
+    def __init__(
+        self,
+        book: CopyBook,
+        storage: Storage,
+        next_id: Callable[[], int],
+        fidelity_of: Callable[[bytes], Fidelity],
+        tokens_min: int,
+    ) -> None:
+        self._book = book
+        self._storage = storage
+        self._next_id = next_id
+        self._fidelity_of = fidelity_of
+        self._tokens_min = tokens_min
+        self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
+        self._stores: dict[int, tuple[list[Copy], list[int], Copy]] = {}
+        self.has_budget = True
+        self.failed = 0
+        self.stored = 0
+        self.refusal = ""
+
+    @property
+    def stores(self) -> int:
+        """Return the stores under way."""
+        return len(self._stores)
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a store is under way or waits."""
+        return bool(self._stores or self._waiting)
+
+    def copied(self, copies: Iterable[Copy], now_s: float) -> None:
+        """Consider copies that have just come to host memory."""
+        wanted = None
+        for copy in copies:
+            if self._is_wanted(copy, now_s):
+                wanted = copy
+        if wanted is not None:
+            self._waiting.append(wanted)
+
+    def next_stores(self, now_s: float) -> list[StoreRuns]:
+        """Return the stores to send now."""
+        commands: list[StoreRuns] = []
+        while self._waiting and len(self._stores) < STORES_MAX:
+            end = self._waiting.popleft()
+            if (command := self._store(end, now_s)) is not None:
+                commands.append(command)
+        return commands
+
+    def finished(self, outcome: Stored) -> None:
+        """Take the outcome of a store."""
+        found = self._stores.pop(outcome.call_id, None)
+        if found is None:
+            return
+        copies, slots, end = found
+        for index, (copy, slot) in enumerate(zip(copies, slots, strict=True)):
+            copy.is_storing = False
+            if index < len(outcome.record_ids) and copy.parent is not None:
+                self._book.set_record(copy, outcome.record_ids[index])
+                self.stored += 1
+            self._book.release(slot)
+        if len(outcome.record_ids) < len(copies):
+            self.failed += 1
+            self.refusal = outcome.code
+            if outcome.code == "no_parent":  # the record before it is gone
+                above = copies[0].parent
+                if above is not None and not above.is_root:
+                    self._forget_records(above)
+        elif end.parent is not None and not end.record_id:
+            self._waiting.appendleft(end)
+
+    # -- internals ----------------------------------------------------------------------------
+
+    def _forget_records(self, copy: Copy) -> None:
+        for one in copy.path():
+            if one.parent is None or not one.record_id:
+                continue
+            self._book.set_record(one, 0)
+            if one.slot < 0:
+                self._book.prefixes.remove(one)
+                return
+
+    def _is_wanted(self, copy: Copy, now_s: float) -> bool:
+        if copy.promise_at_s > now_s:
+            return True
+        if not self.has_budget or not (copy.hits or (copy.node is not None and copy.node.hits)):
+            return False
+        return len(copy.path()) * len(copy.run) >= self._tokens_min
+
+    def _store(self, end: Copy, now_s: float) -> StoreRuns | None:
+        """Return the store of the first runs without a record on the path to `end`."""
+        if end.parent is None:
+            return None
+        path = end.path()
+        first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
+        wanted = path[first : first + RUNS_MAX]
+        count = next(
+            (i for i, c in enumerate(wanted) if c.slot < 0 or not c.check or c.is_storing),
+            len(wanted),
+        )
+        copies = wanted[:count]
+        if not copies:
+            return None
+        parent = path[first - 1].record_id if first else ROOT
+        runs, leases = [], set[str]()
+        for copy in copies:
+            copy.is_storing = True
+            self._book.hold(copy.slot)
+            limit_s = None if copy.limit_at_s == math.inf else max(0.0, copy.limit_at_s - now_s)
+            promise_s = max(0.0, copy.promise_at_s - now_s)
+            promise_s = promise_s if limit_s is None else min(promise_s, limit_s)
+            runs.append(RunToStore(copy.run, copy.slot, copy.check, limit_s, promise_s))
+        for copy in path[first:]:
+            leases |= set(copy.ending_leases)
+        call_id = self._next_id()
+        self._stores[call_id] = (copies, [copy.slot for copy in copies], end)
+        namespace = copies[0].namespace
+        return StoreRuns(
+            call_id,
+            namespace,
+            copies[0].payer,
+            parent,
+            tuple(runs),
+            tuple(sorted(leases)),
+            self._fidelity_of(namespace),
+        )

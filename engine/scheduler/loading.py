@@ -1,0 +1,150 @@
+"""Sequences that wait for a level below the device, in two places.
+
+Outside the line, as while a grammar is compiled: until the disk has said what it knows of the
+prompt, and no longer than `look_ms`. In the batch: a sequence that was admitted holds its blocks
+and its slot, and computes nothing while they are filled from host memory or disk. It can be
+cancelled, preempted and timed out like any other. Only the scheduler and core call this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.cache import BlockTable, PrefixCache, TreeMatch
+from engine.levels.levels import Levels, LoadPlan
+from engine.levels.loads import Load
+from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.running_set import RunningSet
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.step_cost import StepCost
+
+
+class Loading:
+    """The sequences that wait for a look, and those that are being loaded.
+
+    `looking`: by id, with the time at which the wait ends; it begins with the next turn.
+    """
+
+    def __init__(
+        self, levels: Levels, cache: PrefixCache, queue: RequestQueue, step_cost: StepCost
+    ) -> None:
+        self.levels = levels
+        self._cache = cache
+        self._queue = queue
+        self._step_cost = step_cost
+        self.looking: dict[int, tuple[Sequence, float | None]] = {}
+        self._loading: dict[Load, Sequence] = {}
+        self._launched = 0
+
+    def __len__(self) -> int:
+        return len(self.looking) + len(self._loading)
+
+    @property
+    def loading(self) -> int:
+        """Return the number of running sequences that are being loaded."""
+        return len(self._loading)
+
+    # -- looks --------------------------------------------------------------------------------
+
+    def look(self, sequence: Sequence, now_s: float) -> bool:
+        """Let a new sequence wait for what the disk knows, if that may help; return whether it
+        waits.
+        """
+        request = sequence.parent.request
+        if not request.grant.read or request.prompt_logprobs is not None:
+            return False
+        if not self.levels.has_records(request.grant.namespace):
+            return False
+        here = self._cache.find(request.grant.namespace, sequence.tokens, now_s).cached_tokens
+        if not self.levels.look(sequence.sequence_id, request.grant, request.tokens, here):
+            return False
+        self.looking[sequence.sequence_id] = (sequence, None)
+        return True
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended, or lost its blocks."""
+        self.looking.pop(sequence.sequence_id, None)
+        if (load := sequence.load) is not None:
+            sequence.load = None
+            del self._loading[load]
+            self.levels.give_up(load)
+
+    # -- loads --------------------------------------------------------------------------------
+
+    def plan(self, sequence: Sequence, found: TreeMatch | None, now_s: float) -> LoadPlan | None:
+        """Return what to load for a waiting sequence behind what the device has, or None."""
+        if found is None:
+            return None
+        grant = sequence.parent.request.grant
+        seconds = self._step_cost.seconds_of_slice
+        return self.levels.plan(grant, sequence.tokens, len(found.path), seconds, now_s)
+
+    def begin(self, sequence: Sequence, plan: LoadPlan | None, now_s: float) -> None:
+        """Begin the planned load of a sequence that has just been admitted, where it still fits."""
+        table = sequence.table
+        assert table is not None, "it was admitted"
+        self.levels.used(sequence.parent.request.grant, table, now_s)
+        size = self._cache.block_size
+        if plan is None or table.committed != plan.first or table.kv_tokens != plan.first * size:
+            return
+        if not self._cache.grow(table, (plan.first + len(plan.copies)) * size, now_s):
+            return
+        load = self.levels.begin(plan, table, self._launched, now_s)
+        if load is not None:
+            sequence.load = load
+            self._loading[load] = sequence
+
+    # -- turns --------------------------------------------------------------------------------
+
+    def turn(
+        self, now_s: float, launched: int, collected: int, running: RunningSet
+    ) -> list[Sequence]:
+        """Take what has come from the levels and begin what is next. Return the sequences whose
+        load has ended, with the part in place that it brought.
+
+        `launched`, `collected`: the last steps that were.
+        """
+        self._launched = launched
+        self.levels.turn(now_s, _tables(running), collected)
+        for sequence_id in self.levels.take_looked():
+            self._end_look(sequence_id)
+        for sequence_id, (sequence, until_s) in list(self.looking.items()):
+            if until_s is None:
+                until_s = now_s + self.levels.config.look_ms / 1000
+                self.looking[sequence_id] = (sequence, until_s)
+            elif now_s >= until_s:
+                self._end_look(sequence_id)
+        ended = []
+        for load in self.levels.take_ended(now_s):
+            sequence = self._loading.pop(load)
+            sequence.load = None
+            self._commit(sequence, load, now_s)
+            ended.append(sequence)
+        return ended
+
+    # -- internals ----------------------------------------------------------------------------
+
+    def _end_look(self, sequence_id: int) -> None:
+        found = self.looking.pop(sequence_id, None)
+        if found is not None:
+            self._queue.add(found[0])
+
+    def _commit(self, sequence: Sequence, load: Load, now_s: float) -> None:
+        """Commit what a load has brought, as if it had been computed."""
+        table, size = sequence.table, self._cache.block_size
+        assert table is not None, "a sequence that is loaded has its blocks"
+        if not load.loaded:
+            return
+        self._cache.commit(table, sequence.tokens, (load.first + load.loaded) * size, now_s)
+        sequence.computed = table.kv_tokens
+        self.levels.committed_load(load, table)
+        active = sequence.parent
+        if active.started_at_s is None:
+            active.loaded_tokens = load.tokens_by_level(size)
+
+
+def _tables(running: RunningSet) -> Iterator[BlockTable]:
+    """Yield the tables of running sequences, those first that would be preempted first."""
+    for sequence in sorted(running, key=lambda s: s.rank, reverse=True):
+        if sequence.table is not None and sequence.load is None:
+            yield sequence.table

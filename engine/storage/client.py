@@ -1,0 +1,407 @@
+"""The engine's end of the storage process: `StorageClient` implements `engine.moves.Storage`.
+
+A thread of its own starts the process, reads its frames and starts the next one when it is lost.
+`send` and `poll` never block: while the process is away, dead or silent, every command fails at
+once. After five deaths in a minute it stays away, and the engine serves without a disk.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Protocol
+
+from engine.api import Clock, Namespace, Payer, Quota
+from engine.config import LevelsConfig
+from engine.errors import EngineError
+from engine.moves import (
+    EraseStored,
+    Fetch,
+    Fetched,
+    Look,
+    Looked,
+    Renew,
+    SetStoredQuotas,
+    StorageCommand,
+    StorageOutcome,
+    StorageStats,
+    Stored,
+    StoredErased,
+    StoreRuns,
+)
+from engine.protocol import FrameError
+from engine.storage.arena import HostArena
+from engine.storage.messages import DiskSettings, HeldNamespaces, encode_frame, outcome_decoder
+
+READ_BYTES = 2**18
+UNSENT_BYTES_MAX = 64 * 2**20
+"""Bytes that wait for a process which reads slowly; further commands fail at once."""
+START_S_MAX = 60.0
+"""Seconds from the start of a process to its first heartbeat: it may wait for a lock and open a
+large index."""
+PAUSES_S = (0.0, 0.1, 0.5, 1.0)
+DEATHS_MAX, DEATHS_S = 5, 60.0
+REAP_S = 1.0
+FINISH_S = 15.0
+MIB, GIB = 2**20, 2**30
+
+
+class StorageProcess(Protocol):
+    """A running storage process."""
+
+    wire: socket.socket
+    """Our end of its socket."""
+
+    def kill(self) -> None:
+        """End it at once. Safe to repeat."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; return whether it has ended."""
+
+
+class _ChildProcess:
+    """A storage process of its own."""
+
+    def __init__(self, arena_fd: int) -> None:
+        self.wire, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    (sys.executable, "-m", "engine.storage.process"),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(arena_fd,),
+                    start_new_session=True,  # only the gateway handles a terminal's interrupt
+                )
+        except BaseException:
+            self.wire.close()
+            raise
+
+    def kill(self) -> None:
+        """See `StorageProcess`."""
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `StorageProcess`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.returncode is not None
+
+
+def start_process(settings: DiskSettings) -> StorageProcess:
+    """Start a storage process, which inherits the arena. Raises OSError."""
+    return _ChildProcess(settings.arena_fd)
+
+
+def disk_settings(config: LevelsConfig, arena: HostArena, run_tokens: int = 16) -> DiskSettings:
+    """Return the settings of a storage process for an engine's configuration."""
+    return DiskSettings(
+        dir=config.dir,
+        disk_bytes=int(config.disk_gib * GIB),
+        arena_fd=arena.fd,
+        slots=arena.slots,
+        slot_bytes=arena.slot_bytes,
+        slab_bytes=config.slab_mib * MIB,
+        io_threads=config.io_threads,
+        write_bytes_per_day=int(config.disk_write_gib_per_day * GIB),
+        run_tokens=run_tokens,
+    )
+
+
+class StorageClient:
+    """The storage as the brain sees it. `send`, `poll` and `has_records` belong to one thread.
+
+    `start` starts a process; `on_outcome` is called from the client's thread whenever `poll` has
+    something new; `silence_s`: without a heartbeat for so long the process counts as dead;
+    `pauses_s`: before the next start, by deaths of the last minute.
+    """
+
+    def __init__(
+        self,
+        settings: DiskSettings,
+        *,
+        start: Callable[[DiskSettings], StorageProcess] = start_process,
+        clock: Clock = time.monotonic,
+        on_outcome: Callable[[], None] = lambda: None,
+        silence_s: float = 2.0,
+        pauses_s: tuple[float, ...] = PAUSES_S,
+    ) -> None:
+        self._settings, self._start, self._clock = settings, start, clock
+        self._on_outcome, self._silence_s, self._pauses_s = on_outcome, silence_s, pauses_s
+        self._lock = threading.Condition()
+        self._outcomes: list[StorageOutcome] = []
+        self._stats: StorageStats | None = None
+        self._open: dict[int, StorageCommand] = {}
+        self._to_fetch: dict[int, list[int]] = {}  # by call: record ids without an outcome
+        self._held: set[Namespace] = set()
+        self._quotas: dict[Payer, Quota] = {}
+        self._unsent = bytearray()
+        self._wire: socket.socket | None = None  # while the process is there
+        self._is_ready = False  # its first heartbeat has come
+        self._closing = threading.Event()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._deaths_s: deque[float] = deque(maxlen=DEATHS_MAX)
+        self._thread = threading.Thread(target=self._run, name="storage-client", daemon=True)
+        self._thread.start()
+
+    # -- Storage --------------------------------------------------------------------------------
+
+    def send(self, command: StorageCommand) -> None:
+        """See `Storage`. About 20 us; a store's tokens are encoded here."""
+        with self._lock:
+            if isinstance(command, SetStoredQuotas):
+                self._quotas.update({quota.payer: quota for quota in command.quotas})
+            if not self._is_ready or len(self._unsent) > UNSENT_BYTES_MAX:
+                self._add(failures_of(command))
+                return
+            try:
+                frame = encode_frame(command)
+            except (EngineError, OverflowError, ValueError):
+                self._add(failures_of(command))
+                return
+            if not isinstance(command, Renew | SetStoredQuotas):
+                self._open[command.call_id] = command
+            if isinstance(command, Fetch):
+                self._to_fetch[command.call_id] = list(command.record_ids)
+                if not command.record_ids:
+                    self._forget(command.call_id)
+            self._transmit(frame)
+
+    def poll(self) -> list[StorageOutcome]:
+        """See `Storage`. Of heartbeats only the latest is there."""
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, []
+            if self._stats is not None:
+                outcomes.append(self._stats)
+                self._stats = None
+            return outcomes
+
+    def has_records(self, namespace: Namespace) -> bool:
+        """See `Storage`."""
+        return namespace in self._held
+
+    def close(self) -> None:
+        """See `Storage`. Waits at most a second; what then runs on ends with its work."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            self._fail_open("the storage was closed")
+            self._wake()
+        self._thread.join(REAP_S)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `poll` has something; return whether it has. For tests and commands."""
+        with self._lock:
+            return self._lock.wait_for(lambda: bool(self._outcomes or self._stats), timeout_s)
+
+    # -- under the lock -------------------------------------------------------------------------
+
+    def _add(self, outcomes: Iterable[StorageOutcome]) -> None:
+        self._outcomes += outcomes
+        self._lock.notify_all()
+
+    def _transmit(self, frame: bytes) -> None:
+        """Send what the socket takes now; the thread sends the rest."""
+        assert self._wire is not None, "a process that is ready has a socket"
+        sent = 0
+        if not self._unsent:
+            with suppress(BlockingIOError, InterruptedError):
+                try:
+                    sent = self._wire.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                except (BrokenPipeError, ConnectionError):
+                    return  # the thread notices the end, and fails what is open
+        if sent < len(frame):
+            self._unsent += memoryview(frame)[sent:]
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:  # the thread has not ended
+            with suppress(BlockingIOError):
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _forget(self, call_id: int) -> None:
+        self._open.pop(call_id, None)
+        self._to_fetch.pop(call_id, None)
+
+    def _fail_open(self, reason: str) -> None:
+        """Fail every open command: the process is gone."""
+        self._is_ready = False
+        self._unsent.clear()
+        self._held = set()
+        for call_id, command in self._open.items():
+            self._outcomes += failures_of(command, self._to_fetch.get(call_id))
+        self._open.clear()
+        self._to_fetch.clear()
+        capacity = self._settings.disk_bytes
+        self._stats = StorageStats("off", reason, capacity_bytes=capacity)
+        self._lock.notify_all()
+
+    def _take(self, message: HeldNamespaces | StorageOutcome) -> None:
+        match message:
+            case HeldNamespaces():
+                self._held.update(message.gained)
+                self._held.difference_update(message.lost)
+            case StorageStats():
+                self._stats = message
+                if not self._is_ready:
+                    self._is_ready = True
+                    if self._quotas:
+                        quotas = SetStoredQuotas(tuple(self._quotas.values()))
+                        self._transmit(encode_frame(quotas))
+            case Fetched():
+                left = self._to_fetch.get(message.call_id, [])
+                if message.record_id in left:
+                    left.remove(message.record_id)
+                    self._outcomes.append(message)
+                    if not left:
+                        self._forget(message.call_id)
+            case _:
+                if self._open.pop(message.call_id, None) is not None:
+                    self._outcomes.append(message)
+        self._lock.notify_all()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Run one process after another."""
+        try:
+            while not self._closing.is_set():
+                reason = self._run_process()
+                with self._lock:
+                    if self._closing.is_set():
+                        break
+                    self._deaths_s.append(self._clock())
+                    is_last = (
+                        len(self._deaths_s) == DEATHS_MAX
+                        and self._deaths_s[-1] - self._deaths_s[0] < DEATHS_S
+                    )
+                    if is_last:
+                        reason = f"{reason}; {DEATHS_MAX} deaths in a minute: it stays away"
+                    self._fail_open(reason)
+                self._on_outcome()
+                if is_last:
+                    break
+                since_s = self._clock() - DEATHS_S
+                recent = sum(death_s > since_s for death_s in self._deaths_s)
+                self._pause(self._pauses_s[min(recent, len(self._pauses_s)) - 1])
+        finally:
+            with self._lock:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+
+    def _pause(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while not self._closing.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            select.select([self._wake_fd], [], [], left_s)
+            self._clear_wake()
+
+    def _clear_wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def _run_process(self) -> str:
+        """Start a process and serve it until it is lost; return why."""
+        try:
+            process = self._start(self._settings)
+        except OSError as error:
+            return f"the storage process did not start: {os.strerror(error.errno or 0)}"
+        with process.wire as wire:
+            with self._lock:
+                self._wire = wire
+                self._unsent += encode_frame(self._settings)
+            try:
+                reason = self._serve(wire)
+            finally:
+                with self._lock:
+                    self._wire, self._is_ready = None, False
+                    is_closing = self._closing.is_set()
+            if not is_closing:
+                # No thread of a killed process runs on, even where a call of the disk holds it:
+                # what it was to fill may be used again.
+                process.kill()
+                process.wait(REAP_S)
+                with self._lock:
+                    self._fail_open(reason)
+                self._on_outcome()
+        while not process.wait(FINISH_S if is_closing else REAP_S):
+            if is_closing or self._closing.is_set():
+                process.kill()
+                process.wait(REAP_S)
+                break
+        return reason
+
+    def _serve(self, wire: socket.socket) -> str:
+        """Carry frames both ways until the process ends or is silent; return why it was lost."""
+        decoder = outcome_decoder()
+        until_s = self._clock() + START_S_MAX
+        end_at_s: float | None = None
+        has_shut = False
+        while True:
+            with self._lock:
+                is_sending = bool(self._unsent)
+            if self._closing.is_set() and not is_sending and not has_shut:
+                has_shut = True
+                end_at_s = self._clock() + FINISH_S
+                with suppress(OSError):
+                    wire.shutdown(socket.SHUT_WR)
+            writable = [wire.fileno()] if is_sending else []
+            readable = [wire.fileno(), self._wake_fd]
+            ready, can_send, _ = select.select(readable, writable, [], 0.25)
+            self._clear_wake()
+            if can_send:
+                self._send_rest(wire)
+            now_s = self._clock()
+            if wire.fileno() in ready:
+                try:
+                    data = wire.recv(READ_BYTES)
+                    messages = list(decoder.feed(data))
+                except (ConnectionError, FrameError):
+                    return "the storage process ended in the middle of a frame"
+                if not data:
+                    return "the storage process ended"
+                if any(isinstance(message, StorageStats) for message in messages):
+                    until_s = now_s + self._silence_s
+                if not self._closing.is_set():
+                    with self._lock:
+                        for message in messages:
+                            self._take(message)
+                    self._on_outcome()
+            if end_at_s is not None and now_s > end_at_s:
+                return "the storage process did not finish in time"
+            if now_s > until_s and not has_shut:
+                return f"the storage process was silent for {self._silence_s:g} s"
+
+    def _send_rest(self, wire: socket.socket) -> None:
+        with self._lock, suppress(BlockingIOError, InterruptedError):
+            try:
+                sent = wire.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except (BrokenPipeError, ConnectionError):
+                sent = len(self._unsent)  # the end of the socket is noticed next
+            del self._unsent[:sent]
+
+
+def failures_of(
+    command: StorageCommand, record_ids: Iterable[int] | None = None
+) -> Iterator[StorageOutcome]:
+    """Yield the outcomes of a command that failed; `record_ids`: those of a fetch that are open."""
+    match command:
+        case StoreRuns():
+            yield Stored(command.call_id, (), "closed")
+        case Look():
+            yield Looked(command.call_id, ())
+        case Fetch():
+            for record_id in command.record_ids if record_ids is None else record_ids:
+                yield Fetched(command.call_id, record_id, False)
+        case EraseStored():
+            yield StoredErased(command.call_id, code="closed")
+        case Renew() | SetStoredQuotas():
+            pass

@@ -1,0 +1,468 @@
+"""The index of records: SQLite in WAL mode, held by one process.
+
+It knows rows, no slabs, no quotas and no clock: times are whole milliseconds that its caller gives.
+A row's `key` is a keyed digest of its run and only finds it; the run itself proves equality, from
+the root down. A record's parent exists, so whatever deletes a record deletes everything under it. A
+record id is never used again, also where a power cut takes commits back: ids come from ranges that
+are reserved durably.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import apsw
+from msgspec import Struct
+
+from engine.api import Namespace, Payer
+from engine.errors import EngineError
+from engine.moves import ROOT, RecordId
+from engine.storage.slabs import Place, sync_folder
+
+INDEX_NAME = "index.db"
+APPLICATION_ID = 0x74726B76
+SCHEMA_VERSION = 1
+FOREVER_MS = 2**62
+"""The limit of a record without one."""
+IDS_RESERVED = 2**20
+LOG_BYTES_MAX = 2**24
+_SCHEMA = f"""
+create table meta(name text primary key, value any) without rowid, strict;
+create table scopes(
+    scope_id integer primary key autoincrement, namespace blob not null unique, key blob not null
+) strict;
+create table payers(payer_id integer primary key autoincrement, payer blob not null unique) strict;
+create table records(
+    rec_id integer primary key, scope_id integer not null, parent integer not null,
+    key blob not null, run blob not null, payer_id integer not null, slab integer not null,
+    place integer not null, payload_bytes integer not null, place_bytes integer not null,
+    check128 blob not null, fidelity integer not null, limit_ms integer not null,
+    promise_ms integer not null, used_ms integer not null, hits integer not null default 0,
+    children integer not null default 0
+) strict;
+create unique index records_of_parent on records(scope_id, parent, key);
+create unique index records_at on records(slab, place);
+create index records_by_limit on records(limit_ms) where limit_ms < {FOREVER_MS};
+create index records_promised on records(promise_ms, payer_id, place_bytes) where promise_ms > 0;
+create index leaves on records(payer_id, place_bytes, hits > 0, used_ms, promise_ms)
+    where children = 0;
+create table leases(
+    scope_id integer not null, lease_id text not null, rec_id integer not null,
+    primary key(scope_id, lease_id, rec_id)
+) without rowid, strict;
+create index leases_of on leases(rec_id);
+"""
+_COLUMNS = (
+    "rec_id, scope_id, parent, run, payer_id, slab, place, payload_bytes, place_bytes, check128,"
+    " fidelity, limit_ms, promise_ms"
+)
+
+
+class IndexUnusable(EngineError):
+    """The index cannot be used as it is; the message says the way out."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("storage", message)
+
+
+class RecordRow(NamedTuple):
+    """A record's row. Times are wall-clock milliseconds of the store."""
+
+    record_id: RecordId
+    scope_id: int
+    parent: RecordId
+    run: bytes
+    payer_id: int
+    slab: int
+    position: int
+    payload_bytes: int
+    place_bytes: int
+    check: bytes
+    fidelity: int
+    limit_ms: int
+    promise_ms: int
+
+    @property
+    def place(self) -> Place:
+        """Where its bytes lie."""
+        return Place(self.slab, self.position)
+
+
+class Scope(Struct, frozen=True):
+    """A namespace, and the key of its digests."""
+
+    scope_id: int
+    namespace: Namespace
+    key: bytes
+
+
+class RecordIndex:
+    """An open index. One thread uses it; every method may raise apsw.Error."""
+
+    def __init__(self, path: Path, *, may_make: bool) -> None:
+        """Open the index; `may_make`: make it where there is none.
+
+        Raises IndexUnusable, apsw.Error, OSError.
+        """
+        self.path = path
+        if not path.exists():
+            if not may_make:
+                raise IndexUnusable(
+                    f"{path} is missing beside slabs. `trunkline levels rebuild` makes it from"
+                    " them; `trunkline levels init` begins anew."
+                )
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600))
+        self._db = apsw.Connection(str(path), apsw.SQLITE_OPEN_READWRITE)
+        try:
+            self._open(may_make)
+            self._scopes: dict[Namespace, Scope] = {}
+            self._scopes_by_id: dict[int, Scope] = {}
+            for found in self._all("select scope_id, namespace, key from scopes"):
+                self._add_scope(Scope(*found))
+            self._payers: dict[Payer, int] = {}
+            self._payer_names: dict[int, Payer] = {}
+            for number, payer in self._all("select payer_id, payer from payers"):
+                self._payers[payer], self._payer_names[number] = number, payer
+            self._next_id = self._ids_end = 0
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, may_make: bool) -> None:
+        for pragma in (
+            "locking_mode=exclusive",
+            "journal_mode=wal",
+            "synchronous=normal",
+            "secure_delete=on",
+            "cell_size_check=on",
+            "trusted_schema=off",
+            f"journal_size_limit={LOG_BYTES_MAX}",
+        ):
+            self._db.execute(f"pragma {pragma}").fetchall()
+        version = int(self._one("pragma user_version")[0])
+        application = int(self._one("pragma application_id")[0])
+        is_empty = not self._db.execute("select 1 from sqlite_schema").fetchall()
+        if may_make and is_empty and version == application == 0:
+            with self.change():
+                self._db.execute(_SCHEMA)
+                self._db.execute(f"pragma user_version={SCHEMA_VERSION}")
+                self._db.execute(f"pragma application_id={APPLICATION_ID}")
+                self.set_meta("store_id", os.urandom(16))
+            sync_folder(self.path.parent)
+            return
+        if application != APPLICATION_ID:
+            raise IndexUnusable(f"{self.path} is the database of another program.")
+        if version != SCHEMA_VERSION:
+            raise IndexUnusable(
+                f"{self.path} has version {version}; expected {SCHEMA_VERSION}. It was not changed:"
+                " `trunkline levels init` makes a new one."
+            )
+
+    def _all(self, sql: str, *values: object) -> list[Any]:
+        """Return all rows of a query. The schema's tables are strict, so types are as declared."""
+        return self._db.execute(sql, values).fetchall()
+
+    def _one(self, sql: str, *values: object) -> Any:
+        """Return the first row of a query, or None."""
+        return self._db.execute(sql, values).fetchone()
+
+    def close(self) -> None:
+        """Close the file. Safe to repeat; a disk that fails is left as it is."""
+        with suppress(apsw.Error):
+            self._db.close()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Make one transaction of what is done in this context."""
+        self._db.execute("begin immediate")
+        try:
+            yield
+            self._db.execute("commit")
+        except BaseException:
+            if self._db.in_transaction:
+                with suppress(apsw.Error):
+                    self._db.execute("rollback")
+            raise
+
+    @property
+    def log_path(self) -> Path:
+        """The write-ahead log; a commit is durable once it is synced."""
+        return self.path.with_name(f"{self.path.name}-wal")
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the database, and the most that its log keeps."""
+        return self.path.stat().st_size + LOG_BYTES_MAX
+
+    def empty_log(self) -> None:
+        """Move the log into the database and cut it: durable, and without deleted rows' bytes."""
+        self._db.execute("pragma wal_checkpoint(truncate)").fetchall()
+
+    def quick_check(self) -> str:
+        """Return "" for a sound file, else the first thing that is wrong. O(size)."""
+        found = [str(row[0]) for row in self._db.execute("pragma quick_check(1)")]
+        return "" if found == ["ok"] else found[0]
+
+    # -- meta, scopes, payers -------------------------------------------------------------------
+
+    def meta(self, name: str, default: int | bytes) -> Any:
+        """Return a value of the store, or the default."""
+        row = self._one("select value from meta where name=?", name)
+        return default if row is None else row[0]
+
+    def set_meta(self, name: str, value: int | bytes) -> None:
+        """Set a value of the store, in the caller's transaction or its own."""
+        self._db.execute("insert or replace into meta values(?,?)", (name, value))
+
+    @property
+    def store_id(self) -> bytes:
+        """16 random bytes that each of its records repeats."""
+        return bytes(self.meta("store_id", b""))
+
+    def next_id(self) -> RecordId:
+        """Return a record id that was never used. O(1)."""
+        assert self._next_id < self._ids_end, "`reserve_ids` is called before each transaction"
+        self._next_id += 1
+        return self._next_id - 1
+
+    def reserve_ids(self) -> None:
+        """Reserve record ids durably if few are left. Call outside a transaction."""
+        if self._ids_end - self._next_id > IDS_RESERVED // 2:
+            return
+        first = int(self.meta("next_id", ROOT + 1))
+        last = self._one("select max(rec_id) from records")[0] or ROOT
+        self._next_id = self._next_id or max(first, int(last) + 1)
+        self._ids_end = max(first, self._next_id) + IDS_RESERVED
+        self._db.execute("pragma synchronous=full")
+        self.set_meta("next_id", self._ids_end)
+        self._db.execute("pragma synchronous=normal")
+
+    @property
+    def scopes(self) -> list[Scope]:
+        """All scopes, also those that have lost their last record."""
+        return list(self._scopes.values())
+
+    def scope_of(self, row: RecordRow) -> Scope:
+        """Return a record's scope. Raises KeyError for a row of no scope."""
+        return self._scopes_by_id[row.scope_id]
+
+    def scope(self, namespace: Namespace) -> Scope | None:
+        """Return the namespace's scope, or None. O(1)."""
+        return self._scopes.get(namespace)
+
+    def scope_for(self, namespace: Namespace) -> Scope:
+        """Return the namespace's scope; make it if needed."""
+        scope = self._scopes.get(namespace)
+        if scope is None:
+            key = os.urandom(16)
+            self._db.execute("insert into scopes(namespace, key) values(?,?)", (namespace, key))
+            scope = Scope(self._db.last_insert_rowid(), namespace, key)
+            self._add_scope(scope)
+        return scope
+
+    def _add_scope(self, scope: Scope) -> None:
+        self._scopes[scope.namespace] = self._scopes_by_id[scope.scope_id] = scope
+
+    def remove_scope(self, namespace: Namespace) -> None:
+        """Delete the scope of a namespace that has no records."""
+        scope = self._scopes.pop(namespace)
+        del self._scopes_by_id[scope.scope_id]
+        self._db.execute("delete from scopes where scope_id=?", (scope.scope_id,))
+
+    def payer_id(self, payer: Payer) -> int:
+        """Return the payer's number; make it if needed."""
+        found = self._payers.get(payer)
+        if found is None:
+            self._db.execute("insert into payers(payer) values(?)", (payer,))
+            found = self._payers[payer] = self._db.last_insert_rowid()
+            self._payer_names[found] = payer
+        return found
+
+    def payer_name(self, payer_id: int) -> Payer:
+        """Return the payer of a number. Raises KeyError."""
+        return self._payer_names[payer_id]
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def row(self, record_id: RecordId) -> RecordRow | None:
+        """Return a record's row, or None. About 10 us."""
+        found = self._one(f"select {_COLUMNS} from records where rec_id=?", record_id)
+        return None if found is None else RecordRow(*found)
+
+    def child(self, scope: Scope, parent: RecordId, run: bytes) -> RecordRow | None:
+        """Return the record of a run below `parent`: found by digest, proved by its tokens."""
+        found = self._one(
+            f"select {_COLUMNS} from records where scope_id=? and parent=? and key=?",
+            scope.scope_id,
+            parent,
+            digest_of(scope, run),
+        )
+        return RecordRow(*found) if found is not None and found[3] == run else None
+
+    def children(self, scope: Scope, parent: RecordId) -> Iterator[RecordRow]:
+        """Yield the records below `parent`. O(children)."""
+        sql = f"select {_COLUMNS} from records where scope_id=? and parent=?"
+        for found in self._all(sql, scope.scope_id, parent):
+            yield RecordRow(*found)
+
+    def rows(self) -> Iterator[RecordRow]:
+        """Yield all records, parents before children. O(records)."""
+        sql = f"select {_COLUMNS} from records where rec_id > ? order by rec_id limit 1000"
+        found = self._all(sql, ROOT)
+        while found:
+            yield from (RecordRow(*one) for one in found)
+            found = self._all(sql, found[-1][0])
+
+    def places(self) -> list[tuple[int, int, int, RecordId]]:
+        """Return slab, index, bytes of the place and record id of each record. O(records)."""
+        return self._all("select slab, place, place_bytes, rec_id from records")
+
+    def sums(self) -> list[tuple[int, int, int, int]]:
+        """Return scope, payer, records and bytes of places, added up. O(records)."""
+        return self._all(
+            "select scope_id, payer_id, count(*), sum(place_bytes) from records"
+            " group by scope_id, payer_id"
+        )
+
+    def promised(self, now_ms: int) -> dict[int, int]:
+        """Return the promised bytes by payer. O(records with a promise)."""
+        return dict(
+            self._all(
+                "select payer_id, sum(place_bytes) from records where promise_ms > ?1"
+                " and promise_ms > 0 group by payer_id",
+                now_ms,
+            )
+        )
+
+    def leaves(self, payer_id: int, place_bytes: int, now_ms: int, limit: int) -> list[RecordId]:
+        """Return unpromised records without children, in places of this size: those never used
+        first, then the least recently used."""
+        return [
+            row[0]
+            for row in self._all(
+                "select rec_id from records indexed by leaves where payer_id=? and place_bytes=?"
+                " and children=0 and promise_ms <= ? order by hits > 0, used_ms limit ?",
+                payer_id,
+                place_bytes,
+                now_ms,
+                limit,
+            )
+        ]
+
+    def expired(self, now_ms: int, limit: int) -> list[RecordId]:
+        """Return records at or after their limit."""
+        return [
+            row[0]
+            for row in self._all(
+                f"select rec_id from records where limit_ms <= ? and limit_ms < {FOREVER_MS}"
+                " limit ?",
+                now_ms,
+                limit,
+            )
+        ]
+
+    def of_slab(self, slab: int, now_ms: int) -> tuple[list[RecordId], int, bool]:
+        """Return the records of a slab, their latest use and whether one is promised."""
+        rows = self._all("select rec_id, used_ms, promise_ms from records where slab=?", slab)
+        used_ms = max((row[1] for row in rows), default=0)
+        return [row[0] for row in rows], used_ms, any(row[2] > now_ms for row in rows)
+
+    def leased(self, scope: Scope, lease_id: str) -> list[RecordId]:
+        """Return what a lease alone covers: no other one covers it or anything under it."""
+        return [
+            row[0]
+            for row in self._all(
+                "with recursive kept(id) as ("
+                " select rec_id from leases where scope_id=?1 and lease_id<>?2"
+                " union select parent from records join kept on rec_id = id where parent <> 0)"
+                " select rec_id from leases where scope_id=?1 and lease_id=?2"
+                " and rec_id not in kept",
+                scope.scope_id,
+                lease_id,
+            )
+        ]
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def insert(self, row: RecordRow, scope: Scope, now_ms: int) -> None:
+        """Add a record below its parent, which exists. Its place and its run are free."""
+        self._db.execute(
+            "insert into records values(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0)",
+            (
+                row.record_id,
+                row.scope_id,
+                row.parent,
+                digest_of(scope, row.run),
+                row.run,
+                row.payer_id,
+                row.slab,
+                row.position,
+                row.payload_bytes,
+                row.place_bytes,
+                row.check,
+                row.fidelity,
+                row.limit_ms,
+                row.promise_ms,
+                now_ms,
+            ),
+        )
+        if row.parent != ROOT:
+            self._db.execute("update records set children=children+1 where rec_id=?", (row.parent,))
+
+    def lengthen(self, record_id: RecordId, limit_ms: int, promise_ms: int) -> None:
+        """Move limit and promise to the later of both instants."""
+        self._db.execute(
+            "update records set limit_ms=max(limit_ms, ?2), promise_ms=max(promise_ms, ?3)"
+            " where rec_id=?1 and (limit_ms < ?2 or promise_ms < ?3)",
+            (record_id, limit_ms, promise_ms),
+        )
+
+    def add_leases(self, scope: Scope, record_id: RecordId, lease_ids: Iterable[str]) -> None:
+        """Note that leases cover a record."""
+        for lease_id in lease_ids:
+            self._db.execute(
+                "insert or ignore into leases values(?,?,?)", (scope.scope_id, lease_id, record_id)
+            )
+
+    def remove_lease(self, scope: Scope, lease_id: str) -> None:
+        """Forget a lease; its records stay."""
+        self._db.execute(
+            "delete from leases where scope_id=? and lease_id=?", (scope.scope_id, lease_id)
+        )
+
+    def note_uses(self, uses: Sequence[tuple[RecordId, int, int]]) -> None:
+        """Note the latest use and further hits: record id, wall-clock milliseconds, hits."""
+        self._db.executemany(
+            "update records set used_ms=max(used_ms, ?2), hits=hits+?3 where rec_id=?1", uses
+        )
+
+    def delete_under(self, tops: Iterable[RecordId]) -> list[RecordRow]:
+        """Delete records and everything under them; return the rows. O(deleted log n)."""
+        gone: dict[RecordId, RecordRow] = {}
+        waiting = list(tops)
+        while waiting:
+            record_id = waiting.pop()
+            row = None if record_id in gone else self.row(record_id)
+            if row is None:
+                continue
+            gone[record_id] = row
+            sql = "select rec_id from records where scope_id=? and parent=?"
+            waiting += [found[0] for found in self._all(sql, row.scope_id, record_id)]
+        ids = [(record_id,) for record_id in gone]
+        self._db.executemany("delete from records where rec_id=?", ids)
+        self._db.executemany("delete from leases where rec_id=?", ids)
+        self._db.executemany(
+            "update records set children=children-1 where rec_id=?",
+            [(row.parent,) for row in gone.values() if row.parent not in gone],
+        )
+        return list(gone.values())
+
+
+def digest_of(scope: Scope, run: bytes) -> bytes:
+    """Return the keyed digest by which a run is found. 1 us."""
+    return hashlib.blake2b(run, digest_size=16, key=scope.key).digest()

@@ -1,0 +1,85 @@
+"""The threads that read and write for the storage process, and what they have ended.
+
+The main thread gives works and runs what follows them; it learns by a descriptor that becomes
+readable. This module knows no record and no disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+
+
+class IoThreads:
+    """Threads that read and write; what they have ended is handled by the main thread."""
+
+    def __init__(self, threads: int, monotonic_s: Callable[[], float]) -> None:
+        self._readers = ThreadPoolExecutor(threads, "storage-read")
+        self._writers = ThreadPoolExecutor(threads, "storage-write")
+        self._ordered = ThreadPoolExecutor(1, "storage-batch")
+        self._ended: SimpleQueue[tuple[int, Callable[[], None]]] = SimpleQueue()
+        self._monotonic_s = monotonic_s
+        self._began_s: dict[int, float] = {}
+        self._serial = 0
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def read(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        """Run `work` in a reading thread, and `then` in `take_ended`."""
+        self._submit(self._readers, work, then)
+
+    def order(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        """Run `work` after all such work before it, and `then` in `take_ended`."""
+        self._submit(self._ordered, work, then)
+
+    def run_all(self, works: list[Callable[[], None]]) -> None:
+        """Run works in the writing threads and wait for them. For the ordered thread."""
+        for future in [self._writers.submit(work) for work in works]:
+            future.result()
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, work: Callable[[], None], then: Callable[[], None]
+    ) -> None:
+        self._serial += 1
+        serial = self._serial
+        self._began_s[serial] = self._monotonic_s()
+        future = pool.submit(work)
+        future.add_done_callback(partial(self._end, serial, then))
+
+    def _end(self, serial: int, then: Callable[[], None], future: Future[None]) -> None:
+        self._ended.put((serial, then))
+        os.eventfd_write(self.wake_fd, 1)
+
+    @property
+    def under_way(self) -> int:
+        """Number of works that have not been handled."""
+        return len(self._began_s)
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds since the oldest of them began."""
+        now_s = self._monotonic_s()
+        return now_s - min(self._began_s.values(), default=now_s)
+
+    def take_ended(self) -> list[Callable[[], None]]:
+        """Return what is to be run for works that have ended."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+        thens = []
+        with suppress(Empty):
+            while True:
+                serial, then = self._ended.get_nowait()
+                del self._began_s[serial]
+                thens.append(then)
+        return thens
+
+    def close(self) -> None:
+        """End the threads; works that hang are left."""
+        is_idle = not self._began_s
+        for pool in (self._readers, self._writers, self._ordered):
+            pool.shutdown(wait=is_idle, cancel_futures=True)
+        if is_idle:
+            os.close(self.wake_fd)

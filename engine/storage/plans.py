@@ -1,0 +1,95 @@
+"""Stores and fetches on their way: decided in the main thread, done by another one.
+
+Plain mutable values. Until a plan has ended, one thread at a time has it: `engine.storage.store`
+makes it, an I/O thread fills in what became of it, and the store takes it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from engine.api import Namespace
+from engine.moves import RecordId, RunToStore, StoreRuns
+from engine.storage.index import RecordRow, Scope
+from engine.storage.slabs import Place
+
+SPARE_BYTES = 2 * 2**30
+"""Bytes that are left to others on the file system."""
+
+
+class StoreSettings:
+    """How much a store may take. `spare_bytes`: left to others on its file system."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        disk_bytes: int,
+        slot_bytes: int,
+        slab_bytes: int = 2**30,
+        write_bytes_per_day: int = 0,
+        run_tokens: int = 16,
+        spare_bytes: int = SPARE_BYTES,
+    ) -> None:
+        self.folder = folder
+        self.disk_bytes = disk_bytes
+        self.slot_bytes = slot_bytes
+        self.slab_bytes = slab_bytes
+        self.write_bytes_per_day = write_bytes_per_day or disk_bytes
+        self.run_tokens = run_tokens
+        self.spare_bytes = spare_bytes
+
+
+@dataclass(slots=True)
+class PlannedRun:
+    """A run of a store on its way. `place` None: a record has it already, or will after commit."""
+
+    run: RunToStore
+    record_id: RecordId
+    packed: bytes
+    limit_ms: int
+    promise_ms: int
+    place: Place | None = None
+    header: bytes = b""
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class PlannedStore:
+    """A `StoreRuns` on its way. `code`: why further runs are missing."""
+
+    command: StoreRuns
+    scope: Scope | None
+    runs: list[PlannedRun] = field(default_factory=list)
+    code: str = ""
+
+
+@dataclass(slots=True)
+class WriteBatch:
+    """Stores that are written and synced together. `error`: of the disk, if it failed."""
+
+    stores: list[PlannedStore] = field(default_factory=list)
+    error: OSError | None = None
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether a commit of it must survive a power cut."""
+        return any(
+            one.command.lease_ids or any(run.run.promise_s for run in one.runs)
+            for one in self.stores
+        )
+
+
+@dataclass(slots=True)
+class PlannedRead:
+    """A record on its way into a slot. `verdict` is set by `read`."""
+
+    call_id: int
+    namespace: Namespace
+    row: RecordRow
+    slot: int
+    verdict: Literal["done", "damaged", "failed"] = "failed"
+    error: OSError | None = None
+    seconds: float = 0.0

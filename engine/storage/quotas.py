@@ -1,0 +1,125 @@
+"""Shares of the disk: whose records go first when room is needed; the sums of who has what.
+
+The arithmetic of `engine.cache.fair_share`: the payer that is furthest over its floor, relative to
+its weight, gives first, and nothing is taken inside a floor. This module knows no index and no
+clock. `engine.storage.store` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+
+from engine.api import Namespace, Payer, Quota
+
+FLOORS_PART_MAX = 7 / 8
+"""The part of the disk that floors may take together; above it they are cut in one proportion."""
+
+
+class DiskQuotas:
+    """The quotas of payers, whose blocks count as places of `place_bytes`."""
+
+    def __init__(self, capacity_bytes: int, place_bytes: int) -> None:
+        self._room = int(capacity_bytes * FLOORS_PART_MAX)
+        self._place_bytes = place_bytes
+        self._by_payer: dict[Payer, Quota] = {}
+        self._floors = 0
+
+    def set(self, quotas: Iterable[Quota]) -> None:
+        """Replace the quotas of the payers that are named."""
+        for quota in quotas:
+            self._by_payer[quota.payer] = quota
+        self._floors = sum(one.floor_blocks for one in self._by_payer.values()) * self._place_bytes
+
+    def floor(self, payer: Payer) -> int:
+        """Return the bytes that others never take from this payer. O(1)."""
+        quota = self._by_payer.get(payer)
+        if quota is None:
+            return 0
+        floor = quota.floor_blocks * self._place_bytes
+        return floor if self._floors <= self._room else floor * self._room // self._floors
+
+    def ceiling(self, payer: Payer) -> int | None:
+        """Return the most bytes that this payer may take; None without a ceiling. O(1)."""
+        quota = self._by_payer.get(payer)
+        if quota is None or quota.ceiling_blocks is None:
+            return None
+        return quota.ceiling_blocks * self._place_bytes
+
+    def overage(self, payer: Payer, used: int) -> float:
+        """Return how far `used` bytes are over the payer's floor, relative to its weight."""
+        quota = self._by_payer.get(payer)
+        weight = quota.weight if quota is not None else 1.0
+        return (used - self.floor(payer)) / weight
+
+    def victim(
+        self, used: Mapping[Payer, int], taker: Payer, without: Container[Payer]
+    ) -> Payer | None:
+        """Return the payer that gives a place to `taker`, which wants one more; None if all others
+        are inside their floors and the taker has nothing. O(payers).
+
+        `without`: payers that have nothing that may go.
+        """
+        best: Payer | None = None
+        best_overage = 0.0
+        for payer, size in used.items():
+            if payer in without:
+                continue
+            is_taker = payer == taker
+            overage = self.overage(payer, size + self._place_bytes if is_taker else size)
+            if not is_taker and (size <= self.floor(payer) or overage <= 0):
+                continue
+            if best is None or overage > best_overage or (is_taker and overage == best_overage):
+                best, best_overage = payer, overage
+        return best
+
+
+class DiskBooks:
+    """Bytes by payer and records by namespace: the sums of the index, kept while it changes.
+
+    A store in flight is counted in bytes from its plan on, and in records from its commit on.
+    """
+
+    def __init__(self) -> None:
+        self.used: dict[Payer, int] = {}
+        self.used_bytes = 0
+        self.records = 0
+        self._by_namespace: dict[Namespace, int] = {}
+        self._gained: dict[Namespace, None] = {}
+        self._lost: dict[Namespace, None] = {}
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """The namespaces that have records."""
+        return list(self._by_namespace)
+
+    def has(self, namespace: Namespace) -> bool:
+        """Return whether the namespace has records."""
+        return namespace in self._by_namespace
+
+    def add_bytes(self, payer: Payer, size: int) -> None:
+        """Count bytes of a payer; a negative size takes them back."""
+        total = self.used.get(payer, 0) + size
+        self.used_bytes += size
+        if total:
+            self.used[payer] = total
+        else:
+            self.used.pop(payer, None)
+
+    def add_records(self, namespace: Namespace, count: int) -> None:
+        """Count records of a namespace; a negative count takes them back."""
+        total = self._by_namespace.get(namespace, 0) + count
+        self.records += count
+        if total:
+            if namespace not in self._by_namespace:
+                self._gained[namespace] = None
+                self._lost.pop(namespace, None)
+            self._by_namespace[namespace] = total
+        elif self._by_namespace.pop(namespace, None) is not None:
+            self._lost[namespace] = None
+            self._gained.pop(namespace, None)
+
+    def take_changes(self) -> tuple[tuple[Namespace, ...], tuple[Namespace, ...]]:
+        """Return the namespaces that got their first record and lost their last one since then."""
+        changes = tuple(self._gained), tuple(self._lost)
+        self._gained, self._lost = {}, {}
+        return changes

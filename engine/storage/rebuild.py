@@ -1,0 +1,198 @@
+"""What an operator does to a store while no server uses it: begin anew, rebuild, verify.
+
+Each holds the folder's lock, so a running server makes it fail with `FolderInUse`. The command line
+calls this module; it knows no engine and no process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import xxhash
+from msgspec import Struct
+
+from engine.moves import ROOT, RecordId
+from engine.storage.folder import FolderLock, FolderRefused, check_folder
+from engine.storage.index import INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.record import (
+    FIDELITIES,
+    HEADER_BYTES,
+    DamagedRecord,
+    RecordHeader,
+    decode_header,
+    place_bytes_of,
+)
+from engine.storage.slabs import DiskCalls, Place, SlabFiles, sync_folder
+
+REBUILD_BATCH = 1_024
+Progress = Callable[[int, int], None]
+"""Told how many places of how many are done."""
+
+
+class RebuiltIndex(Struct, frozen=True):
+    """The outcome of a rebuild. `left_out`: headers whose record is past its limit, older than
+    another of the same run, or without its parent."""
+
+    records: int
+    left_out: int
+
+
+class VerifiedStore(Struct, frozen=True):
+    """The outcome of a verification: records read, and those that were damaged and are gone."""
+
+    records: int
+    damaged: int
+
+
+def clear_folder(folder: Path) -> int:
+    """Delete a store, so that the next start begins with an empty one. Returns the bytes freed.
+
+    Other files of the folder stay. Raises FolderRefused, FolderInUse, OSError.
+    """
+    with _owned(folder):
+        freed = 0
+        for path in [*_index_files(folder), *folder.glob("*.slab")]:
+            with suppress(FileNotFoundError):
+                freed += path.stat().st_size
+                path.unlink()
+        sync_folder(folder)
+        return freed
+
+
+def rebuild_index(
+    folder: Path, now_ms: int, progress: Progress = lambda done, total: None
+) -> RebuiltIndex:
+    """Make a new index from the headers of all slabs; the old one is deleted. Leases are gone.
+
+    Reads 4,096 bytes a place. `now_ms`: the wall clock; what is past its limit stays out. Raises
+    FolderRefused, FolderInUse, OSError, apsw.Error.
+    """
+    with _owned(folder):
+        slabs = SlabFiles(folder, HEADER_BYTES, HEADER_BYTES, DiskCalls())
+        with closing(slabs):
+            found = list(_headers(slabs, progress))
+            chosen = _choose(found, now_ms)
+            for path in _index_files(folder):
+                path.unlink()
+            index = RecordIndex(folder / INDEX_NAME, may_make=True)
+            with closing(index):
+                _fill(index, chosen, [header for _, header in found])
+                index.empty_log()
+        return RebuiltIndex(len(chosen), len(found) - len(chosen))
+
+
+def verify_store(folder: Path, progress: Progress = lambda done, total: None) -> VerifiedStore:
+    """Read every record, and delete those whose bytes are damaged, with everything under them.
+
+    Raises FolderRefused, FolderInUse, IndexUnusable, OSError, apsw.Error.
+    """
+    with _owned(folder):
+        slabs = SlabFiles(folder, HEADER_BYTES, HEADER_BYTES, DiskCalls())
+        with closing(slabs):
+            index = RecordIndex(folder / INDEX_NAME, may_make=False)
+            with closing(index):
+                rows, damaged = list(index.rows()), []
+                for number, row in enumerate(rows):
+                    if not _is_sound(slabs, index, row):
+                        damaged.append(row.record_id)
+                    progress(number + 1, len(rows))
+                with index.change():
+                    gone = index.delete_under(damaged)
+                index.empty_log()
+        return VerifiedStore(len(rows), len(gone))
+
+
+def _owned(folder: Path) -> closing[FolderLock]:
+    if problem := check_folder(folder):
+        raise FolderRefused(problem)
+    if not folder.exists():
+        raise FolderRefused(f"{folder} does not exist; expected the folder of a store.")
+    return closing(FolderLock(folder))
+
+
+def _index_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{INDEX_NAME}*"))
+
+
+def _headers(slabs: SlabFiles, progress: Progress) -> Iterator[tuple[Place, RecordHeader]]:
+    """Yield each place that begins with a sound header that fits it."""
+    buffer = memoryview(bytearray(HEADER_BYTES))
+    places = list(slabs.all_places())
+    for number, (place, place_bytes) in enumerate(places):
+        progress(number + 1, len(places))
+        if slabs.read(place, buffer) < HEADER_BYTES:
+            continue
+        with suppress(DamagedRecord):
+            header = decode_header(buffer)
+            if place_bytes_of(header.payload_bytes) == place_bytes:
+                yield place, header
+
+
+def _choose(
+    found: list[tuple[Place, RecordHeader]], now_ms: int
+) -> list[tuple[Place, RecordHeader]]:
+    """Return the records to keep, parents before children: of one store, of each run the latest,
+    below a record that is kept."""
+    stores = Counter(header.store_id for _, header in found)
+    store_id = max(stores, key=lambda one: stores[one], default=b"")
+    latest: dict[tuple[bytes, RecordId, bytes], tuple[Place, RecordHeader]] = {}
+    for place, header in sorted(found, key=lambda one: one[1].record_id):
+        if header.store_id == store_id and header.limit_ms > now_ms:
+            latest[header.namespace, header.parent, header.run] = place, header
+    kept = {ROOT}
+    chosen = []
+    for place, header in sorted(latest.values(), key=lambda one: one[1].record_id):
+        if header.parent in kept and header.record_id not in kept:
+            kept.add(header.record_id)
+            chosen.append((place, header))
+    return chosen
+
+
+def _fill(
+    index: RecordIndex, chosen: list[tuple[Place, RecordHeader]], found: list[RecordHeader]
+) -> None:
+    with index.change():
+        if chosen:
+            index.set_meta("store_id", chosen[0][1].store_id)
+        index.set_meta("next_id", max((one.record_id for one in found), default=ROOT) + 1)
+        index.set_meta("last_ms", max((one.written_ms for one in found), default=0))
+    for at in range(0, len(chosen), REBUILD_BATCH):
+        with index.change():
+            for place, header in chosen[at : at + REBUILD_BATCH]:
+                scope = index.scope_for(header.namespace)
+                row = RecordRow(
+                    header.record_id,
+                    scope.scope_id,
+                    header.parent,
+                    header.run,
+                    index.payer_id(header.payer),
+                    place.slab,
+                    place.position,
+                    header.payload_bytes,
+                    place_bytes_of(header.payload_bytes),
+                    header.check,
+                    FIDELITIES.index(header.fidelity),
+                    header.limit_ms,
+                    header.promise_ms,
+                )
+                index.insert(row, scope, header.written_ms)
+
+
+def _is_sound(slabs: SlabFiles, index: RecordIndex, row: RecordRow) -> bool:
+    buffer = memoryview(bytearray(row.place_bytes))
+    if not slabs.has(row.place, row.place_bytes):
+        return False
+    try:
+        is_whole = slabs.read(row.place, buffer) == row.place_bytes
+        header = decode_header(buffer)
+    except (DamagedRecord, OSError):
+        return False
+    payload = buffer[HEADER_BYTES : HEADER_BYTES + row.payload_bytes]
+    said = (header.store_id, header.record_id, header.parent, header.run, header.check)
+    known = (index.store_id, row.record_id, row.parent, row.run, row.check)
+    is_named = header.namespace == index.scope_of(row).namespace
+    is_same = xxhash.xxh3_128_digest(payload) == row.check
+    return is_whole and said == known and is_named and is_same

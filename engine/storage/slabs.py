@@ -1,0 +1,311 @@
+"""Slabs: files of equal places, laid out when they are made, so that a full disk shows then.
+
+A slab's name says the bytes of its places and its number: `372736-000007.slab`. This module writes,
+reads, syncs and wipes places and knows which are free; the index says what they hold. A place that
+was given back is *dirty* until it was written anew or wiped. Only its own thread takes and gives
+back places; `write`, `read`, `sync` and `wipe` may run in any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, FALLOC_ZERO_RANGE = 0x01, 0x02, 0x10
+UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+ZEROS = bytes(2**20)
+_NAME = re.compile(r"([0-9]{4,12})-([0-9]{6,9})\.slab\Z")
+
+
+class Place(NamedTuple):
+    """Where a record lies: the number of its slab, and its position there."""
+
+    slab: int
+    position: int
+
+
+class DiskCalls:
+    """The system calls on slabs; tests replace them by a disk that fails."""
+
+    def __init__(self) -> None:
+        self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        self._fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+    def lay_out(self, fd: int, length: int) -> None:
+        """Give a file its length and its room on the disk. Raises OSError."""
+        os.posix_fallocate(fd, 0, length)
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        """Write parts at an offset; return how many bytes the system took. Raises OSError."""
+        return os.pwritev(fd, parts, offset)
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Read into a buffer; return how many bytes came. Raises OSError."""
+        return os.preadv(fd, [buffer], offset)
+
+    def sync(self, fd: int) -> None:
+        """Wait until what was written is durable. Raises OSError."""
+        os.fdatasync(fd)
+
+    def erase(self, fd: int, offset: int, length: int) -> None:
+        """Make a range read as zeros, by the cheapest way that the file system has. Raises
+        OSError."""
+        for mode in (FALLOC_ZERO_RANGE, FALLOC_PUNCH_HOLE):
+            if self._fallocate(fd, mode | FALLOC_KEEP_SIZE, offset, length) == 0:
+                return
+            if ctypes.get_errno() not in UNSUPPORTED:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        for at in range(0, length, len(ZEROS)):
+            part = ZEROS[: min(len(ZEROS), length - at)]
+            write_all(self, fd, [part], offset + at)
+
+
+def write_all(calls: DiskCalls, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+    """Write all bytes, however few each call takes. Raises OSError."""
+    total = sum(len(part) for part in parts)
+    done = calls.write(fd, parts, offset)
+    while done < total:
+        rest = memoryview(b"".join(parts))[done:]  # rare: a call cut short
+        wrote = calls.write(fd, [rest], offset + done)
+        if wrote <= 0:
+            raise OSError(errno.EIO, "the disk takes no more bytes")
+        done += wrote
+
+
+class _Slab:
+    """An open slab file."""
+
+    __slots__ = ("fd", "free", "number", "path", "place_bytes", "places")
+
+    def __init__(self, path: Path, fd: int, number: int, place_bytes: int, length: int) -> None:
+        self.path, self.fd, self.number = path, fd, number
+        self.place_bytes = place_bytes
+        self.places = length // place_bytes
+        self.free: list[int] = []  # a heap: a slab is filled from its beginning
+
+
+class SlabFiles:
+    """The slabs of a folder. New ones have places of `place_bytes`; others are only read."""
+
+    def __init__(self, folder: Path, place_bytes: int, slab_bytes: int, calls: DiskCalls) -> None:
+        """Open what is there; every place counts as taken until `set_used`. Raises OSError."""
+        self.place_bytes = place_bytes
+        self._folder, self._calls = folder, calls
+        self._slab_bytes = max(1, slab_bytes // place_bytes) * place_bytes
+        self._slabs: dict[int, _Slab] = {}
+        self._dirty: set[Place] = set()
+        self._bad: set[Place] = set()
+        try:
+            for path in sorted(folder.glob("*.slab")):
+                if (match := _NAME.match(path.name)) is not None and path.is_file():
+                    size, number = int(match[1]), int(match[2])
+                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    self._slabs[number] = _Slab(path, fd, number, size, os.fstat(fd).st_size)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- places ---------------------------------------------------------------------------------
+
+    def set_used(self, used: Iterable[Place]) -> None:
+        """Make every other place free, and dirty: its bytes may be of anyone."""
+        taken: dict[int, set[int]] = {number: set() for number in self._slabs}
+        for place in used:
+            if place.slab in taken:
+                taken[place.slab].add(place.position)
+        for number, slab in self._slabs.items():
+            slab.free = [index for index in range(slab.places) if index not in taken[number]]
+            heapify(slab.free)
+            self._dirty.update(Place(number, index) for index in slab.free)
+
+    def has(self, place: Place, place_bytes: int) -> bool:
+        """Return whether this place exists, with this size."""
+        slab = self._slabs.get(place.slab)
+        return (
+            slab is not None
+            and slab.place_bytes == place_bytes
+            and 0 <= place.position < slab.places
+        )
+
+    def all_places(self) -> Iterator[tuple[Place, int]]:
+        """Yield every place with its size, in order."""
+        for number, slab in sorted(self._slabs.items()):
+            for position in range(slab.places):
+                yield Place(number, position), slab.place_bytes
+
+    def take(self) -> Place | None:
+        """Take a free place of the present size; None if there is none. O(slabs)."""
+        for slab in self._slabs.values():
+            if slab.free and slab.place_bytes == self.place_bytes:
+                place = Place(slab.number, heappop(slab.free))
+                self._dirty.discard(place)
+                return place
+        return None
+
+    def give_back(self, place: Place) -> None:
+        """Make a place free; its bytes stay until it is written anew or wiped."""
+        slab = self._slabs.get(place.slab)
+        if slab is not None and place not in self._bad:
+            heappush(slab.free, place.position)
+            self._dirty.add(place)
+
+    def retire(self, place: Place) -> None:
+        """Leave a place out of use: it returned other bytes than it was given."""
+        self._bad.add(place)
+
+    @property
+    def places(self) -> int:
+        """Number of places of the present size, free or not."""
+        return sum(
+            slab.places for slab in self._slabs.values() if slab.place_bytes == self.place_bytes
+        )
+
+    @property
+    def free_places(self) -> int:
+        """Number of free places of the present size."""
+        return sum(
+            len(slab.free) for slab in self._slabs.values() if slab.place_bytes == self.place_bytes
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all slabs, of any size of places."""
+        return sum(slab.places * slab.place_bytes for slab in self._slabs.values())
+
+    @property
+    def new_slab_bytes(self) -> int:
+        """Bytes of the next slab."""
+        return self._slab_bytes
+
+    def foreign(self) -> list[int]:
+        """Return the numbers of slabs whose places have another size."""
+        return [
+            slab.number for slab in self._slabs.values() if slab.place_bytes != self.place_bytes
+        ]
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def make_slab(self, bytes_max: int) -> None:
+        """Lay out one more slab, of at most so many bytes. Raises OSError, with nothing made."""
+        length = min(self._slab_bytes, bytes_max // self.place_bytes * self.place_bytes)
+        number = max(self._slabs, default=0) + 1
+        path = self._folder / f"{self.place_bytes:04d}-{number:06d}.slab"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
+        try:
+            self._calls.lay_out(fd, length)
+            self._calls.sync(fd)
+            sync_folder(self._folder)
+        except BaseException:
+            os.close(fd)
+            with suppress(OSError):
+                path.unlink()
+            raise
+        slab = _Slab(path, fd, number, self.place_bytes, length)
+        slab.free = list(range(slab.places))
+        self._slabs[number] = slab
+
+    def remove_if_empty(self, number: int) -> bool:
+        """Delete a slab all of whose places are free. Raises OSError."""
+        slab = self._slabs[number]
+        if len(slab.free) < slab.places:
+            return False
+        slab.path.unlink()
+        os.close(slab.fd)
+        del self._slabs[number]
+        self._dirty = {place for place in self._dirty if place.slab != number}
+        return True
+
+    def close(self) -> None:
+        """Close the files. Safe to repeat."""
+        for slab in self._slabs.values():
+            os.close(slab.fd)
+        self._slabs.clear()
+
+    # -- bytes: any thread ----------------------------------------------------------------------
+
+    def write(self, place: Place, header: bytes, payload: memoryview) -> None:
+        """Write a record; it is durable after `sync`. Raises OSError."""
+        slab = self._slabs[place.slab]
+        offset = place.position * slab.place_bytes
+        write_all(self._calls, slab.fd, (header, payload), offset)
+
+    def read(self, place: Place, buffer: memoryview) -> int:
+        """Read a place from its beginning; return the bytes that came. Raises OSError."""
+        slab = self._slabs[place.slab]
+        offset, done = place.position * slab.place_bytes, 0
+        while done < len(buffer):
+            came = self._calls.read(slab.fd, buffer[done:], offset + done)
+            if came <= 0:
+                break
+            done += came
+        return done
+
+    def sync(self, numbers: Iterable[int]) -> None:
+        """Make what was written to these slabs durable. Raises OSError."""
+        for number in sorted(set(numbers)):
+            self._calls.sync(self._slabs[number].fd)
+
+    def take_dirty(self) -> list[Place]:
+        """Return the dirty places that are free, for `wipe`, and keep them from use meanwhile."""
+        dirty, self._dirty = sorted(self._dirty), set()
+        by_slab: dict[int, set[int]] = {}
+        for place in dirty:
+            by_slab.setdefault(place.slab, set()).add(place.position)
+        for number, indexes in by_slab.items():
+            slab = self._slabs[number]
+            slab.free = [index for index in slab.free if index not in indexes]
+            heapify(slab.free)
+        return dirty
+
+    def wipe(self, places: Sequence[Place]) -> None:
+        """Make the bytes of places read as zeros, durably. Raises OSError.
+
+        Neighbours cost one call.
+        """
+        for first, count in _ranges(places):
+            slab = self._slabs.get(first.slab)
+            if slab is not None:
+                size = slab.place_bytes
+                self._calls.erase(slab.fd, first.position * size, count * size)
+        self.sync(place.slab for place in places if place.slab in self._slabs)
+
+    def put_wiped(self, places: Sequence[Place], *, is_wiped: bool) -> None:
+        """Make places free again after `wipe`; they stay dirty if it failed."""
+        for place in places:
+            if (slab := self._slabs.get(place.slab)) is not None:
+                heappush(slab.free, place.position)
+                if not is_wiped:
+                    self._dirty.add(place)
+
+
+def _ranges(places: Sequence[Place]) -> Iterator[tuple[Place, int]]:
+    """Yield the first place and the length of each run of neighbours, in order."""
+    ordered = sorted(places)
+    if not ordered:
+        return
+    first, count = ordered[0], 1
+    for before, place in pairwise(ordered):
+        if place == Place(before.slab, before.position + 1):
+            count += 1
+        else:
+            yield first, count
+            first, count = place, 1
+    yield first, count
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a folder's entries durable. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,756 @@
+"""The disk's decisions: what is stored where, found, renewed, erased, and dropped for room.
+
+`DiskStore` belongs to one thread, the storage process's main one, and waits for no slab: a store is
+`plan`, then `write` in another thread, then `commit`; a fetch is `plan_fetch`, `read` in another
+thread, `finish_read`. A place is written and synced before its row is committed, and a row is gone
+before its place is used again; whatever a crash leaves between the two is a free place, or a row
+that its place's header contradicts, which is dropped when it is read.
+
+It knows no socket and no process. An `apsw.Error` or an `OSError` that leaves a method means that
+the disk cannot be used: the store is closed and opened again later.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from mmap import mmap
+
+import xxhash
+
+from engine.api import Namespace, Payer, Quota
+from engine.moves import (
+    ROOT,
+    EraseStored,
+    Fetch,
+    Fetched,
+    Look,
+    Looked,
+    PayerBytes,
+    RecordId,
+    Renew,
+    RunToStore,
+    StorageStats,
+    Stored,
+    StoredErased,
+    StoredRun,
+    StoreRuns,
+)
+from engine.storage.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow, Scope
+from engine.storage.plans import (
+    PlannedRead,
+    PlannedRun,
+    PlannedStore,
+    StoreSettings,
+    WriteBatch,
+)
+from engine.storage.quotas import DiskBooks, DiskQuotas
+from engine.storage.record import (
+    FIDELITIES,
+    HEADER_BYTES,
+    NAME_BYTES_MAX,
+    DamagedRecord,
+    RecordHeader,
+    decode_header,
+    encode_header,
+    pack_run,
+    place_bytes_of,
+)
+from engine.storage.slabs import DiskCalls, Place, SlabFiles
+from engine.storage.wall_clock import StoreClock
+
+BATCH_RECORDS = 64
+"""Records that one sync makes durable, if so many wait."""
+DROP_BATCH, DROP_PART = 16, 1 / 128
+"""Records that are dropped at once for room: at most so many, and so small a part of the places."""
+EXPIRE_BATCH = 2_048
+HIGH_PART, RESUME_PART = 0.95, 0.90
+"""Parts of the disk above which records are dropped ahead of need, and below which a disk that was
+full takes records again."""
+NO_SLAB_MS = 60_000
+FOREIGN_MS = 7 * 86_400_000
+DAY_MS = 86_400_000
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskStore:
+    """An open store. `view` returns a slot's bytes."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        view: Callable[[int], memoryview],
+        wall_ms: Callable[[], int],
+        uptime_s: Callable[[], float],
+        calls: DiskCalls,
+    ) -> None:
+        """Open the store of a folder that is ready, or make it. O(records).
+
+        Raises IndexUnusable, apsw.Error, OSError.
+        """
+        self._settings, self._view, self._calls = settings, view, calls
+        self._uptime_s = uptime_s
+        self._place_bytes = place_bytes_of(settings.slot_bytes)
+        folder = settings.folder
+        self._index = RecordIndex(folder / INDEX_NAME, may_make=not any(folder.glob("*.slab")))
+        try:
+            self._slabs = SlabFiles(folder, self._place_bytes, settings.slab_bytes, calls)
+            try:
+                self._index.reserve_ids()
+                last_ms = int(self._index.meta("last_ms", 0))
+                self.clock = StoreClock(wall_ms, uptime_s, last_ms)
+                self._quotas = DiskQuotas(settings.disk_bytes, self._place_bytes)
+                self._books = DiskBooks()
+                self._reset_counts()
+                self._load()
+            except BaseException:
+                self._slabs.close()
+                raise
+        except BaseException:
+            self._index.close()
+            raise
+
+    def _reset_counts(self) -> None:
+        self._batch: WriteBatch | None = None
+        self._pinned: set[RecordId] = set()
+        self._reading: Counter[Place] = Counter()
+        self._deferred: set[Place] = set()
+        self._bad: set[Place] = set()
+        self._uses: dict[RecordId, tuple[int, int]] = {}
+        self._full_reason = ""
+        self._no_slab_until_ms = 0
+        self._promised: dict[int, int] = {}
+        self._written_day = int(self._index.meta("written_day", 0))
+        self._written_today = int(self._index.meta("written_today", 0))
+        self.stored_total = self.fetched_total = self.dropped_total = 0
+        self.expired_total = self.damaged_total = self.written_bytes_total = 0
+        self.read_bytes = 0
+        self.read_seconds = 0.0
+        self._buffers = threading.local()
+
+    def _load(self) -> None:
+        """Take stock: places, sums, and rows whose place does not exist."""
+        self._store_id = self._index.store_id
+        gone = [
+            record_id
+            for slab, position, size, record_id in self._index.places()
+            if not self._slabs.has(Place(slab, position), size)
+        ]
+        if gone:
+            with self._index.change():
+                self.damaged_total += len(self._index.delete_under(gone))
+        self._slabs.set_used(Place(slab, position) for slab, position, _, _ in self._index.places())
+        scopes = {scope.scope_id: scope.namespace for scope in self._index.scopes}
+        for scope_id, payer_id, count, size in self._index.sums():
+            self._books.add_bytes(self._index.payer_name(payer_id), size)
+            self._books.add_records(scopes[scope_id], count)
+        with self._index.change():
+            for scope in self._index.scopes:
+                if not self._books.has(scope.namespace):
+                    self._index.remove_scope(scope.namespace)
+            self._note_time()
+        self._promised = self._index.promised(self.clock.now_ms())
+
+    def close(self) -> None:
+        """Write down what is in memory alone, and close the files. Safe to repeat."""
+        with suppress(Exception):  # the disk may be why the store is closed
+            with self._index.change():
+                self._flush_uses()
+                self._note_time()
+            self._index.empty_log()
+        self._index.close()
+        self._slabs.close()
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """The namespaces that have records."""
+        return self._books.namespaces
+
+    def take_changes(self) -> tuple[tuple[Namespace, ...], tuple[Namespace, ...]]:
+        """Return the namespaces that got their first record and lost their last one since then."""
+        return self._books.take_changes()
+
+    def set_quotas(self, quotas: Iterable[Quota]) -> None:
+        """Replace the quotas of the payers that are named."""
+        self._quotas.set(quotas)
+
+    # -- store: plan, write, commit -------------------------------------------------------------
+
+    def plan(self, commands: Sequence[StoreRuns]) -> WriteBatch:
+        """Take places for the runs that have no record yet. At most one batch is under way."""
+        assert self._batch is None, "one batch at a time: no run is planned twice"
+        batch = WriteBatch()
+        planned: dict[tuple[int, RecordId, bytes], RecordId] = {}
+        self._index.reserve_ids()
+        with self._index.change():
+            for command in commands:
+                batch.stores.append(self._plan_store(command, planned))
+        self._batch = batch
+        return batch
+
+    def _plan_store(
+        self, command: StoreRuns, planned: dict[tuple[int, RecordId, bytes], RecordId]
+    ) -> PlannedStore:
+        now_ms = self.clock.now_ms()
+        if max(len(command.namespace), len(command.payer)) > NAME_BYTES_MAX:
+            return PlannedStore(command, None, code="write_failed")
+        scope = self._index.scope_for(command.namespace)
+        store = PlannedStore(command, scope)
+        parent = command.parent
+        if parent != ROOT and self._live_row(scope, parent, now_ms) is None:
+            store.code = "no_parent"
+            return store
+        self._pinned.add(parent)
+        for run in command.runs:
+            one = self._plan_run(scope, command, parent, run, planned)
+            if isinstance(one, str):
+                store.code = one
+                break
+            store.runs.append(one)
+            parent = one.record_id
+            self._pinned.add(parent)
+        return store
+
+    def _plan_run(
+        self,
+        scope: Scope,
+        command: StoreRuns,
+        parent: RecordId,
+        run: RunToStore,
+        planned: dict[tuple[int, RecordId, bytes], RecordId],
+    ) -> PlannedRun | str:
+        """Return the plan for one run, or why there is none."""
+        now_ms = self.clock.now_ms()
+        try:
+            packed = pack_run(run.tokens)
+        except struct.error:
+            packed = b""
+        if len(packed) != 4 * self._settings.run_tokens:
+            return "write_failed"
+        limit_ms = FOREVER_MS if run.limit_s is None else now_ms + int(run.limit_s * 1_000)
+        promise_ms = now_ms + int(run.promise_s * 1_000) if run.promise_s else 0
+        key = (scope.scope_id, parent, packed)
+        found = planned.get(key, ROOT)
+        if not found and (row := self._index.child(scope, parent, packed)) is not None:
+            if row.limit_ms > now_ms:
+                found = row.record_id
+            else:
+                self.expired_total += self._drop([row.record_id])
+        if found:
+            return PlannedRun(run, found, packed, limit_ms, promise_ms)
+        payer = command.payer or command.namespace
+        place = self._take_place(payer, is_promised=bool(promise_ms))
+        if isinstance(place, str):
+            return place
+        record_id = planned[key] = self._index.next_id()
+        header = RecordHeader(
+            self._store_id,
+            record_id,
+            scope.scope_id,
+            parent,
+            command.namespace,
+            payer,
+            packed,
+            command.fidelity,
+            self._settings.slot_bytes,
+            run.check,
+            now_ms,
+            limit_ms,
+            promise_ms,
+        )
+        self._books.add_bytes(payer, self._place_bytes)
+        return PlannedRun(
+            run, record_id, packed, limit_ms, promise_ms, place, encode_header(header)
+        )
+
+    def write(self, batch: WriteBatch, run_all: Callable[[list[Callable[[], None]]], None]) -> None:
+        """Write the batch's records and sync them. For another thread; `run_all` runs calls and
+        waits for them. Errors are noted in the batch."""
+        new = [run for store in batch.stores for run in store.runs if run.place is not None]
+        try:
+            run_all([partial(self._write_run, batch, run) for run in new])
+            self._slabs.sync(
+                run.place.slab for run in new if run.place is not None and not run.failure
+            )
+        except OSError as error:
+            batch.error = error
+            for run in new:
+                run.failure = run.failure or "write_failed"
+
+    def _write_run(self, batch: WriteBatch, run: PlannedRun) -> None:
+        assert run.place is not None, "only new runs are written"
+        try:
+            payload = self._view(run.run.slot)
+            if xxhash.xxh3_128_digest(payload) != run.run.check:
+                run.failure = "damaged"
+                return
+            self._slabs.write(run.place, run.header, payload)
+        except IndexError:
+            run.failure = "damaged"
+        except OSError as error:
+            batch.error = error
+            run.failure = "write_failed"
+
+    def commit(self, batch: WriteBatch) -> list[Stored]:
+        """Commit the rows of what was written; return the outcomes. `sync_log` makes them last."""
+        assert batch is self._batch, "the batch that was planned last"
+        self._batch = None
+        self._pinned.clear()
+        with self._index.change():
+            outcomes = [self._commit_store(store) for store in batch.stores]
+            self._index.set_meta("written_day", self._written_day)
+            self._index.set_meta("written_today", self._written_today)
+        if batch.error is not None:
+            self._note_write_error(batch.error)
+        return outcomes
+
+    def _commit_store(self, store: PlannedStore) -> Stored:
+        stored: list[RecordId] = []
+        code, parent = store.code, store.command.parent
+        if code != "erased" and parent != ROOT and self._index.row(parent) is None:
+            code = "no_parent"
+        failure = code if code in ("erased", "no_parent") else ""
+        for run in store.runs:
+            failure = failure or run.failure or self._commit_run(store, run, parent)
+            if failure:
+                code = failure
+                self._give_up(store, run)
+                continue
+            parent = run.record_id
+            stored.append(parent)
+        return Stored(store.command.call_id, tuple(stored), code)
+
+    def _commit_run(self, store: PlannedStore, run: PlannedRun, parent: RecordId) -> str:
+        scope, command = store.scope, store.command
+        assert scope is not None, "a store without a scope has no runs"
+        if run.place is None:
+            row = self._index.row(run.record_id)
+            if row is None:
+                return "no_parent"
+            self._index.lengthen(run.record_id, run.limit_ms, run.promise_ms)
+        else:
+            payer = command.payer or command.namespace
+            row = RecordRow(
+                run.record_id,
+                scope.scope_id,
+                parent,
+                run.packed,
+                self._index.payer_id(payer),
+                run.place.slab,
+                run.place.position,
+                self._settings.slot_bytes,
+                self._place_bytes,
+                run.run.check,
+                FIDELITIES.index(command.fidelity),
+                run.limit_ms,
+                run.promise_ms,
+            )
+            self._index.insert(row, scope, self.clock.now_ms())
+            self._books.add_records(command.namespace, 1)
+            self._count_write()
+        self._index.add_leases(scope, run.record_id, command.lease_ids)
+        return ""
+
+    def _count_write(self) -> None:
+        day = self.clock.now_ms() // DAY_MS
+        if day != self._written_day:
+            self._written_day, self._written_today = day, 0
+        self._written_today += self._place_bytes
+        self.written_bytes_total += self._place_bytes
+        self.stored_total += 1
+
+    def _give_up(self, store: PlannedStore, run: PlannedRun) -> None:
+        if run.place is not None:
+            command = store.command
+            self._books.add_bytes(command.payer or command.namespace, -self._place_bytes)
+            self._slabs.give_back(run.place)
+            run.place = None
+
+    def _note_write_error(self, error: OSError) -> None:
+        if error.errno not in NO_ROOM:
+            raise error
+        self._set_full(f"the disk is full: {error.strerror}")
+
+    def sync_log(self) -> None:
+        """Make all commits survive a power cut. For another thread. Raises OSError."""
+        fd = os.open(self._index.log_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._calls.sync(fd)
+        finally:
+            os.close(fd)
+
+    # -- room -----------------------------------------------------------------------------------
+
+    def _take_place(self, payer: Payer, *, is_promised: bool) -> Place | str:
+        """Take a place, after dropping records by their order if none is free; or say why not."""
+        size = self._place_bytes
+        if self._full_reason:
+            return "full"
+        if not is_promised and self._written_now() + size > self._settings.write_bytes_per_day:
+            return "write_budget"
+        ceiling = self._quotas.ceiling(payer)
+        is_over = ceiling is not None and self._books.used.get(payer, 0) + size > ceiling
+        if is_over and not self._drop_leaves(payer, 1):
+            return "over_quota"
+        while (place := self._slabs.take()) is None:
+            if not self._grow() and not self._make_room(payer):
+                return "full"
+        return place
+
+    def _written_now(self) -> int:
+        is_today = self._written_day == self.clock.now_ms() // DAY_MS
+        return self._written_today if is_today else 0
+
+    def _grow(self) -> bool:
+        """Lay out one more slab if the disk may hold it."""
+        now_ms = self.clock.now_ms()
+        left = self._settings.disk_bytes - self._slabs.total_bytes - self._index.file_bytes
+        if now_ms < self._no_slab_until_ms or left < self._place_bytes:
+            return False
+        found = os.statvfs(self._settings.folder)
+        wanted = min(left, self._slabs.new_slab_bytes)
+        free = found.f_bavail * found.f_frsize - self._settings.spare_bytes
+        if free < wanted:
+            self._set_full("the file system has less than 2 GiB to spare")
+            return False
+        try:
+            self._slabs.make_slab(left)
+        except OSError as error:
+            self._note_write_error(error)
+            return False
+        return True
+
+    def _set_full(self, reason: str) -> None:
+        self._full_reason = reason
+        self._no_slab_until_ms = self.clock.now_ms() + NO_SLAB_MS
+
+    def _make_room(self, taker: Payer) -> bool:
+        """Drop what goes first; return whether anything went."""
+        if self._drop_foreign():
+            return True
+        batch = max(1, min(DROP_BATCH, int(self._slabs.places * DROP_PART)))
+        without: set[Payer] = set()
+        while (victim := self._quotas.victim(self._books.used, taker, without)) is not None:
+            over = self._books.used[victim] - self._quotas.floor(victim)
+            most = batch if victim == taker else -(-over // self._place_bytes)
+            if self._drop_leaves(victim, max(1, min(batch, most))):
+                return True
+            without.add(victim)
+        return False
+
+    def _drop_foreign(self) -> bool:
+        """Remove the slab of another size that was used longest ago: after 7 days, or where
+        records of the present size have no place at all."""
+        now_ms = self.clock.now_ms()
+        best: tuple[int, int, list[RecordId]] | None = None
+        for number in self._slabs.foreign():
+            ids, used_ms, is_promised = self._index.of_slab(number, now_ms)
+            is_old = used_ms < now_ms - FOREIGN_MS or self._slabs.places == 0
+            if is_old and not is_promised and (best is None or used_ms < best[0]):
+                best = used_ms, number, ids
+        if best is None:
+            return False
+        self.dropped_total += self._drop(best[2])
+        return self._slabs.remove_if_empty(best[1])
+
+    def _drop_leaves(self, payer: Payer, count: int) -> int:
+        """Drop records of a payer that nothing hangs on; return how many went."""
+        self._flush_uses()
+        found = self._index.leaves(
+            self._index.payer_id(payer),
+            self._place_bytes,
+            self.clock.now_ms(),
+            count + len(self._pinned),
+        )
+        dropped = self._drop([one for one in found if one not in self._pinned][:count])
+        self.dropped_total += dropped
+        return dropped
+
+    def _drop(self, tops: Sequence[RecordId]) -> int:
+        """Delete records with everything under them, in the caller's transaction."""
+        rows = self._index.delete_under(tops)
+        for row in rows:
+            self._books.add_bytes(self._index.payer_name(row.payer_id), -row.place_bytes)
+            self._books.add_records(self._index.scope_of(row).namespace, -1)
+            self._uses.pop(row.record_id, None)
+            if row.place in self._reading:
+                self._deferred.add(row.place)
+            else:
+                self._free(row.place)
+        return len(rows)
+
+    def _free(self, place: Place) -> None:
+        if place in self._bad:
+            self._slabs.retire(place)
+        else:
+            self._slabs.give_back(place)
+
+    # -- look, fetch, renew ---------------------------------------------------------------------
+
+    def _live_row(self, scope: Scope | None, record_id: RecordId, now_ms: int) -> RecordRow | None:
+        row = self._index.row(record_id)
+        if row is None or scope is None or row.scope_id != scope.scope_id:
+            return None
+        return row if row.limit_ms > now_ms else None
+
+    def look(self, command: Look) -> Looked:
+        """Walk the tokens from the root. About 10 us a run."""
+        found: list[StoredRun] = []
+        scope = self._index.scope(command.namespace)
+        size, now_ms = self._settings.run_tokens, self.clock.now_ms()
+        parent = ROOT
+        runs = len(command.tokens) // size if scope is not None else 0
+        for number in range(runs):
+            assert scope is not None, "there are no runs without a scope"
+            try:
+                packed = pack_run(command.tokens[number * size : (number + 1) * size])
+            except struct.error:
+                break
+            row = self._index.child(scope, parent, packed)
+            if row is None or row.limit_ms <= now_ms:
+                break
+            parent = row.record_id
+            if number >= command.skip:
+                limit_s = None if row.limit_ms >= FOREVER_MS else (row.limit_ms - now_ms) / 1_000
+                promise_s = max(0, row.promise_ms - now_ms) / 1_000
+                found.append(StoredRun(parent, FIDELITIES[row.fidelity], limit_s, promise_s))
+        return Looked(command.call_id, tuple(found))
+
+    def plan_fetch(self, command: Fetch) -> list[PlannedRead | Fetched]:
+        """Return a read for each record, or its failure where there is nothing to read."""
+        now_ms = self.clock.now_ms()
+        scope = self._index.scope(command.namespace)
+        plans: list[PlannedRead | Fetched] = []
+        slots = [*command.slots, *([-1] * len(command.record_ids))]
+        for record_id, slot in zip(command.record_ids, slots, strict=False):
+            row = self._live_row(scope, record_id, now_ms)
+            if row is None or row.payload_bytes != self._settings.slot_bytes or slot < 0:
+                plans.append(Fetched(command.call_id, record_id, False))
+                continue
+            self._reading[row.place] += 1
+            plans.append(PlannedRead(command.call_id, command.namespace, row, slot))
+        return plans
+
+    def read(self, plan: PlannedRead) -> None:
+        """Read a record, check it against its row, and copy it to its slot. For any thread."""
+        began_s = self._uptime_s()
+        row = plan.row
+        try:
+            buffer = self._buffer()[: row.place_bytes]
+            is_whole = self._slabs.read(row.place, buffer) == row.place_bytes
+            payload = buffer[HEADER_BYTES : HEADER_BYTES + row.payload_bytes]
+            if not is_whole or not self._agrees(plan, decode_header(buffer), payload):
+                plan.verdict = "damaged"
+                return
+            self._view(plan.slot)[:] = payload
+            plan.verdict = "done"
+        except DamagedRecord:
+            plan.verdict = "damaged"
+        except (KeyError, IndexError):  # no such slab; no such slot
+            plan.verdict = "failed"
+        except OSError as error:
+            plan.error = error
+        finally:
+            plan.seconds = self._uptime_s() - began_s
+
+    def _buffer(self) -> memoryview:
+        """Return this thread's own buffer: a slot only ever gets bytes that were checked."""
+        if not hasattr(self._buffers, "view"):
+            self._buffers.view = memoryview(mmap(-1, self._place_bytes))
+        view: memoryview = self._buffers.view
+        return view
+
+    def _agrees(self, plan: PlannedRead, header: RecordHeader, payload: memoryview) -> bool:
+        row = plan.row
+        said = (
+            header.store_id,
+            header.record_id,
+            header.parent,
+            header.namespace,
+            header.run,
+            header.payload_bytes,
+            header.check,
+            header.fidelity,
+        )
+        known = (
+            self._store_id,
+            row.record_id,
+            row.parent,
+            plan.namespace,
+            row.run,
+            row.payload_bytes,
+            row.check,
+            FIDELITIES[row.fidelity],
+        )
+        return said == known and xxhash.xxh3_128_digest(payload) == row.check
+
+    def finish_read(self, plan: PlannedRead) -> Fetched:
+        """Return the outcome; strike a damaged record. Raises OSError if the disk failed."""
+        row = plan.row
+        self._reading[row.place] -= 1
+        if not self._reading[row.place]:
+            del self._reading[row.place]
+            if row.place in self._deferred:
+                self._deferred.discard(row.place)
+                self._free(row.place)
+        now_ms = self.clock.now_ms()
+        is_there = self._index.row(row.record_id) is not None and row.limit_ms > now_ms
+        if plan.verdict == "damaged" and is_there:
+            self._bad.add(row.place)
+            with self._index.change():
+                self.damaged_total += self._drop([row.record_id])
+        is_done = plan.verdict == "done" and is_there
+        if is_done:
+            self._note_use(row.record_id, now_ms, 1)
+            self.fetched_total += 1
+            self.read_bytes += row.payload_bytes
+            self.read_seconds += plan.seconds
+        return Fetched(plan.call_id, row.record_id, is_done, plan.seconds)
+
+    def renew(self, command: Renew) -> None:
+        """Note a use of records, and lengthen their limits and promises."""
+        now_ms = self.clock.now_ms()
+        scope = self._index.scope(command.namespace)
+        if scope is None:
+            return
+        limit_ms = 0
+        if command.limit_s is not None:
+            limit_ms = now_ms + int(command.limit_s * 1_000)
+        promise_ms = now_ms + int(command.promise_s * 1_000) if command.promise_s else 0
+        with self._index.change():
+            for record_id in command.record_ids:
+                if self._live_row(scope, record_id, now_ms) is not None:
+                    self._note_use(record_id, now_ms, 1)
+                    if limit_ms or promise_ms:
+                        self._index.lengthen(record_id, limit_ms, promise_ms)
+                    self._index.add_leases(scope, record_id, command.lease_ids)
+
+    def _note_use(self, record_id: RecordId, now_ms: int, hits: int) -> None:
+        _, before = self._uses.get(record_id, (0, 0))
+        self._uses[record_id] = now_ms, before + hits
+
+    def _flush_uses(self) -> None:
+        if self._uses:
+            self._index.note_uses([(one, *use) for one, use in self._uses.items()])
+            self._uses.clear()
+
+    # -- erase, expire, drop --------------------------------------------------------------------
+
+    def erase(self, command: EraseStored) -> StoredErased:
+        """Delete what is named, durably; stores of the namespace under way bring nothing.
+
+        The bytes are wiped by the caller: `take_dirty`, `wipe`, `put_wiped`.
+        """
+        for store in self._batch.stores if self._batch is not None else ():
+            if store.command.namespace == command.namespace:
+                store.code = "erased"
+        scope = self._index.scope(command.namespace)
+        if scope is None:
+            return StoredErased(command.call_id)
+        before = self._books.used_bytes
+        with self._index.change():
+            if command.lease_id is not None:
+                tops = self._index.leased(scope, command.lease_id)
+            else:
+                tops = self._tops_under(scope, command.tokens or ())
+            count = self._drop(tops)
+            if command.lease_id is not None:
+                self._index.remove_lease(scope, command.lease_id)
+            if not self._books.has(command.namespace) and not self._is_planned(scope):
+                self._index.remove_scope(command.namespace)
+        self._index.empty_log()
+        return StoredErased(command.call_id, count, before - self._books.used_bytes)
+
+    def _is_planned(self, scope: Scope) -> bool:
+        stores = self._batch.stores if self._batch is not None else ()
+        return any(store.scope is scope for store in stores)
+
+    def _tops_under(self, scope: Scope, tokens: Sequence[int]) -> list[RecordId]:
+        """Return the topmost records whose path begins with all of `tokens`."""
+        size, parent, at = self._settings.run_tokens, ROOT, 0
+        try:
+            packed = pack_run(tokens)
+        except struct.error:
+            return []
+        while len(tokens) - at > size:
+            row = self._index.child(scope, parent, packed[4 * at : 4 * (at + size)])
+            if row is None:
+                return []
+            parent, at = row.record_id, at + size
+        rest = packed[4 * at :]
+        return [
+            row.record_id for row in self._index.children(scope, parent) if row.run.startswith(rest)
+        ]
+
+    def maintain(self) -> None:
+        """Delete what has expired, and drop ahead of need. Call each second."""
+        now_ms = self.clock.now_ms()
+        self._index.reserve_ids()
+        with self._index.change():
+            self._flush_uses()
+            self._note_time()
+            expired = [
+                one for one in self._index.expired(now_ms, EXPIRE_BATCH) if one not in self._pinned
+            ]
+            self.expired_total += self._drop(expired)
+            self._drop_ahead()
+        self._promised = self._index.promised(now_ms)
+
+    def _drop_ahead(self) -> None:
+        room = self._settings.disk_bytes
+        if self._full_reason:
+            room = self._slabs.places * self._place_bytes
+        part = RESUME_PART if self._full_reason else HIGH_PART
+        while self._books.used_bytes > part * room:
+            if not self._make_room(b""):
+                return
+        if self._full_reason and (room or self.clock.now_ms() >= self._no_slab_until_ms):
+            self._full_reason = ""
+
+    def _note_time(self) -> None:
+        self._index.set_meta("last_ms", self.clock.now_ms())
+
+    def take_dirty(self) -> list[Place]:
+        """Return the free places whose old bytes are still there, for `wipe`."""
+        return self._slabs.take_dirty()
+
+    def wipe(self, places: Sequence[Place]) -> None:
+        """Make their bytes read as zeros. For another thread. Raises OSError."""
+        self._slabs.wipe(places)
+
+    def put_wiped(self, places: Sequence[Place], *, is_wiped: bool) -> None:
+        """Make places free again after `wipe`."""
+        self._slabs.put_wiped(places, is_wiped=is_wiped)
+
+    # -- statistics -----------------------------------------------------------------------------
+
+    def stats(self) -> StorageStats:
+        """Return the heartbeat. O(payers)."""
+        promised = {self._index.payer_name(number): size for number, size in self._promised.items()}
+        return StorageStats(
+            "full" if self._full_reason else "open",
+            self._full_reason,
+            capacity_bytes=self._settings.disk_bytes,
+            used_bytes=self._books.used_bytes,
+            promised_bytes=sum(promised.values()),
+            records=self._books.records,
+            stored_total=self.stored_total,
+            fetched_total=self.fetched_total,
+            dropped_total=self.dropped_total,
+            expired_total=self.expired_total,
+            damaged_total=self.damaged_total,
+            written_bytes_total=self.written_bytes_total,
+            written_bytes_today=self._written_now(),
+            read_bytes_per_s=self.read_bytes / self.read_seconds if self.read_seconds else 0.0,
+            namespaces=len(self._books.namespaces),
+            payers=tuple(
+                PayerBytes(payer, size, promised.get(payer, 0))
+                for payer, size in self._books.used.items()
+            ),
+        )

@@ -1,0 +1,227 @@
+"""The models that one gateway serves: each has its name, its renderer and its engine.
+
+A request's `model` selects one of them here and nowhere else. Background jobs and reports go over
+all of them: a namespace contains its model, so each namespace is in one engine. The engines know
+nothing of each other; the loss of one ends its own requests alone. `gateway.app` makes the models,
+handlers find them in `gateway.context`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.api import EngineInfo, Erased, Namespace, NamespaceStats, Stats
+from engine.client.cache_event_totals import BlockMoves
+from engine.client.client import Engine
+from engine.errors import EngineError, EngineUnavailable
+from gateway.caching.namespaces import parts_of
+from gateway.prompt import Renderer
+from gateway.waiting_requests import WaitingBounds, WaitingRequests
+
+RETRY_AFTER_S = 2.0
+"""Seconds that a client should wait for an engine that is being started."""
+_MODEL_PART = 2
+"""Where the model stands among the parts of a namespace."""
+_COUNTS = tuple(
+    name for name in Stats.__struct_fields__ if name not in ("call_id", "changed", "levels")
+)
+
+
+def _no_restarts() -> int:
+    return 0
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """One model and what serves it.
+
+    `name`: what clients send, and what usage and prices name. `aliases`: further names. `restarts`:
+    of its engine. `quota_scale`: factor of tenants' floors, ceilings and promises in this model's
+    pool. `waiting`: requests that its engine has not started. `suffix`: tells its namespaces from
+    those of another served model of the same digest.
+    """
+
+    name: str
+    engine: Engine
+    renderer: Renderer
+    aliases: tuple[str, ...] = ()
+    restarts: Callable[[], int] = _no_restarts
+    quota_scale: float = 1.0
+    waiting: WaitingRequests = field(
+        default_factory=lambda: WaitingRequests(WaitingBounds(512, 1_000_000))
+    )
+    suffix: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names under which clients may address the model, its own first."""
+        return tuple(dict.fromkeys((self.name, *self.aliases)))
+
+    def origin(self) -> tuple[str, str] | None:
+        """Return the model as its namespaces name it, and the digest of its template; None without
+        an engine."""
+        info = self.engine.info
+        if info is None:
+            return None
+        return info.model_digest + self.suffix, self.renderer.template_digest
+
+    def unavailable(self, *, is_alone: bool) -> EngineUnavailable:
+        """Return the error of a request while there is no engine. `is_alone`: it is the only model
+        and need not be named."""
+        what = "The engine" if is_alone else f"The engine of the model `{self.name}`"
+        return EngineUnavailable("not_ready", f"{what} is starting.", RETRY_AFTER_S)
+
+
+class ServedModels:
+    """The served models. Belongs to the event loop; the models never change."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        """`models`: the default one first. Raises ValueError for a name that two of them have."""
+        self._models = tuple(models)
+        self.default = self._models[0]
+        self.by_name: dict[str, ServedModel] = {}
+        """Each model by its name and its aliases."""
+        self._by_key: dict[str, ServedModel] = {}
+        digests: set[str] = set()
+        for model in self._models:
+            for name in model.names:
+                if name in self.by_name:
+                    raise ValueError(f"two models have the name {name!r}; expected one")
+                self.by_name[name] = model
+            digest = model.renderer.card.digest
+            model.suffix = f"@{model.name}" if digest in digests else ""
+            digests.add(digest)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one model, so that reports tell them apart."""
+        return len(self._models) > 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of all models."""
+        return tuple(self.by_name)
+
+    def of_namespace(self, namespace: Namespace) -> ServedModel | None:
+        """Return the model of a namespace; None if its model is not served, or not yet known."""
+        parts = parts_of(namespace)
+        if not parts:
+            return None
+        for model in self._models:
+            if (info := model.engine.info) is not None:
+                self._by_key[info.model_digest + model.suffix] = model
+        return self._by_key.get(parts[_MODEL_PART])
+
+    # -- over all engines -----------------------------------------------------------------------
+
+    def is_alive(self, epoch: str) -> bool:
+        """Return whether an engine of this epoch still holds what it cached."""
+        return any(model.engine.is_alive(epoch) for model in self._models)
+
+    def epochs(self) -> set[str]:
+        """Return the epochs of the engines that accept requests."""
+        ready = [one.engine for one in self._models if one.engine.ready()]
+        return {engine.info.epoch for engine in ready if engine.info is not None}
+
+    def epoch_of(self, namespace: Namespace) -> str:
+        """Return the epoch of the engine of a namespace; "" without one."""
+        info = self.info_of(namespace)
+        return "" if info is None else info.epoch
+
+    def info_of(self, namespace: Namespace) -> EngineInfo | None:
+        """Return the description of the engine of a namespace; None without one."""
+        model = self._only_or_of(namespace)
+        return None if model is None else model.engine.info
+
+    def losses_of(self, namespace: Namespace) -> dict[str, int]:
+        """Return the blocks that a namespace has lost, by cause."""
+        model = self._only_or_of(namespace)
+        return {} if model is None else model.engine.cache_events.losses_of(namespace)
+
+    def namespaces(self) -> Iterator[NamespaceStats]:
+        """Yield the statistics of the namespaces of all engines."""
+        for model in self._models:
+            yield from model.engine.namespaces
+
+    def evictions_by_taker(self) -> Counter[tuple[Namespace, Namespace]]:
+        """Return evicted blocks by (owner, taker), for pairs of different namespaces."""
+        found: Counter[tuple[Namespace, Namespace]] = Counter()
+        for model in self._models:
+            found.update(model.engine.cache_events.evictions_by_taker())
+        return found
+
+    def take_moves(self) -> dict[Namespace, BlockMoves]:
+        """Return the moves of blocks since the last call. Has one caller."""
+        found: dict[Namespace, BlockMoves] = {}
+        for model in self._models:
+            found |= model.engine.cache_events.take_moves()
+        return found
+
+    def stats(self) -> Stats:
+        """Return the sums of all engines' latest heartbeats, rates too: they run side by side.
+
+        The levels are those of the first model that has any.
+        """
+        return _sum([model.engine.stats for model in self._models])
+
+    def floor_blocks_max(self) -> int | None:
+        """Return the most that floors together may ask for, so that they fit in every pool; None
+        without an engine. Floors count by each model's `quota_scale`."""
+        found = [
+            int(info.floor_blocks_max / model.quota_scale)
+            for model in self._models
+            if (info := model.engine.info) is not None
+        ]
+        return min(found, default=None)
+
+    async def refresh(self) -> Stats:
+        """Ask the engines for fresh statistics, all that are ready; return their sums.
+
+        Raises EngineError if none answers.
+        """
+        ready = [model.engine for model in self._models if model.engine.ready()]
+        asked = ready or [self.default.engine]
+        found = await asyncio.gather(*(one.get_stats() for one in asked), return_exceptions=True)
+        errors = [one for one in found if isinstance(one, BaseException)]
+        for error in errors:
+            if len(errors) == len(asked) or not isinstance(error, EngineError):
+                raise error
+        return _sum([one for one in found if isinstance(one, Stats)])
+
+    async def refresh_all(self) -> None:
+        """Ask every engine for fresh statistics. Raises EngineUnavailable if one does not answer:
+        what it held cannot be told."""
+        await asyncio.gather(*(model.engine.get_stats() for model in self._models))
+
+    async def erase(self, namespace: Namespace, lease_id: str | None = None) -> Erased:
+        """Erase a namespace, or a lease in it; return what was erased. Nothing for a model that is
+        not served: no engine can read its blocks. Raises EngineError."""
+        model = self._only_or_of(namespace)
+        if model is None:
+            return Erased(0, 0)
+        return await model.engine.erase(namespace, lease_id=lease_id)
+
+    def restarts(self) -> int:
+        """Return the restarts of all engines together."""
+        return sum(model.restarts() for model in self._models)
+
+    def _only_or_of(self, namespace: Namespace) -> ServedModel | None:
+        return self.of_namespace(namespace) if self.are_several else self.default
+
+
+def _sum(each: Sequence[Stats]) -> Stats:
+    if len(each) == 1:
+        return each[0]
+    levels = next((one.levels for one in each if one.levels), ())
+    return Stats(
+        **{name: sum(getattr(one, name) for one in each) for name in _COUNTS}, levels=levels
+    )

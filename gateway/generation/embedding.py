@@ -1,0 +1,354 @@
+"""One request for embeddings: parse, tokenize, look up, hold, encode, settle, send.
+
+It has the same admission as a generation (a place among the tenant's requests, its rate limits, its
+budget, an idempotency key) and the same ledger: one entry, however it ends. An answer is charged
+when it is complete and before its first byte leaves; a request that ends before has delivered
+nothing and is charged nothing. The chat model's engine takes no part. `gateway.api.generate` calls
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from aiohttp import web
+
+from gateway.context import Context
+from gateway.dialects.canonical import UsageRecord
+from gateway.dialects.openai import embeddings as dialect
+from gateway.dialects.openai.embeddings import EmbeddingCall, EmbeddingInput
+from gateway.dialects.validation import invalid_field
+from gateway.embeddings.embedder import Embedder, TextLookup, cut_vector
+from gateway.embeddings.text_tokenizer import TokenizedText
+from gateway.errors import TOO_LONG, Kind, Refusal
+from gateway.generation import rate_limits
+from gateway.generation.idempotency import (
+    KEY_HEADER,
+    IdempotentRequest,
+    parse_idempotency_key,
+    replay,
+)
+from gateway.generation.preparation import INLINE_CHARS_MAX, parse_body
+from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER
+from gateway.http.request_body import BODY_SHARE, read_body
+from gateway.http.request_context import STATE, RequestState, request_metadata
+from gateway.http.response import ClientGone, send
+from gateway.ledger.metering import LedgerReservation
+from gateway.observability.tracing import operation_name
+from gateway.retention_classes import BEST_EFFORT
+from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
+from tenancy.ledger.idempotency import StoredResponse
+from tenancy.limits import NO_DEMAND, Demand, Reservation
+from tenancy.types import Identity
+
+TRUNCATED_HEADER = "X-Trunkline-Truncated"
+"""Names the inputs that were cut at the model's limit, by index, and their number."""
+TRUNCATED_SHOWN = 20
+
+INPUT_CHARS = 32
+"""How many characters an input counts as, however short it is."""
+TOKENS_MAX = 300_000
+"""Most tokens of one request, as OpenAI has it."""
+INLINE_NUMBERS_MAX = 4_096
+"""Numbers of an answer that the event loop encodes; more are encoded in a thread."""
+NOTHING = UsageRecord(total_in=0, read={}, fresh=0, out=0, physical_cached=0)
+
+
+class EmbeddingRequest:
+    """One request from its body to its last byte."""
+
+    def __init__(self, gateway: Context, request: web.BaseRequest) -> None:
+        self._gateway = gateway
+        self._request = request
+        self._state: RequestState = request[STATE]
+        self._idempotent: IdempotentRequest | None = None
+        self._head = {"Content-Type": "application/json"}
+
+    @property
+    def _identity(self) -> Identity:
+        identity = self._state.identity
+        assert identity is not None, "this route asks for a key"
+        return identity
+
+    @property
+    def _place(self) -> Reservation:
+        place = self._state.place
+        assert place is not None, "the middleware takes a place for each request of a tenant"
+        return place
+
+    async def run(self) -> web.StreamResponse:
+        """Read and parse the request, then execute it. Raises Refusal, and what the ledger and the
+        limits raise."""
+        gateway, state, embedder = self._gateway, self._state, self._gateway.embeddings
+        tenant_id = self._identity.tenant.tenant_id
+        if embedder is None:
+            message = "Embeddings are not offered: the server's embeddings.model is not set."
+            raise Refusal(Kind.NOT_FOUND, "not_served", message)
+        _check_open(gateway)
+        state.operation = operation_name(dialect.SHAPE.name)
+        body = await read_body(self._request, gateway.config.server)
+        metadata = request_metadata(self._request, gateway.config.server.tolerance)
+        call = await parse_body(gateway, tenant_id, dialect.parse, body, metadata)
+        state.model = embedder.name
+        check_embedding_model(gateway, embedder, call.model)
+        _check_dimensions(embedder, call.dimensions)
+        if (replayed := await self._find_replay(body)) is not None:
+            return replayed
+        del body
+        texts = await tokenize(gateway, embedder, tenant_id, call)
+        share = self._request[BODY_SHARE]
+        share.budget.release(share)
+        _check_sizes(embedder, call, texts)
+        self._set_head(call, texts)
+        _check_open(gateway)
+        work = self._execute(embedder, call, texts)
+        if self._idempotent is None:
+            return await work
+        # The client will retry and get the response that it pays for.
+        return await gateway.run_to_completion(work)
+
+    async def _execute(
+        self, embedder: Embedder, call: EmbeddingCall, texts: Sequence[TokenizedText]
+    ) -> web.StreamResponse:
+        """Run a request from the rate-limit reservation to the last byte."""
+        gateway, state, identity = self._gateway, self._state, self._identity
+        lookup = embedder.look_up(identity.tenant.tenant_id, identity.workspace, texts)
+        hold = LedgerReservation(
+            gateway.ledger,
+            gateway.wall,
+            state.request_id,
+            identity,
+            embedder.name,
+            most=Demand(lookup.tokens, 0),
+            dialect=dialect.SHAPE.name,
+            claim=None if self._idempotent is None else self._idempotent.claim,
+        )
+        if gateway.user_notes is not None and call.client_user:
+            tenant_id = identity.tenant.tenant_id
+            gateway.user_notes.note(state.request_id, tenant_id, call.client_user)
+        demand = Demand(lookup.tokens - lookup.cached_tokens, 0)
+        place = self._reserve(demand)
+        gateway.enter(identity.tenant.tenant_id)
+        ending = "failed"
+        try:
+            try:
+                await hold.open()
+                state.submitted_s = gateway.clock()
+                answer, record = await self._embed(embedder, call, lookup)
+            except (TenancyError, Refusal):
+                place.settle(NO_DEMAND)
+                raise
+            finally:
+                self._set_limit_headers(place)
+            await self._settle(hold, answer, record, lookup)
+            place.settle(demand)
+            return await self._send(answer)
+        except (asyncio.CancelledError, ClientGone):
+            ending = "cancelled"
+            raise
+        except Refusal as error:
+            ending = error.code
+            raise
+        finally:
+            gateway.leave(identity.tenant.tenant_id)
+            if hold.is_open:
+                await gateway.run_to_completion(_close(hold, ending))
+
+    async def _embed(
+        self, embedder: Embedder, call: EmbeddingCall, lookup: TextLookup
+    ) -> tuple[bytes, UsageRecord]:
+        """Return the answer and its usage. Raises Refusal without an encoder or after the longest
+        wait."""
+        gateway = self._gateway
+        limit_s = gateway.config.limits.queue_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                vectors = await embedder.complete(lookup)
+        except TimeoutError:
+            message = f"The request waited longer than {limit_s:g} s to be embedded."
+            raise Refusal(Kind.BUSY, "queue_timeout", message, retry_after_s=5.0) from None
+        cached = lookup.cached_tokens
+        record = UsageRecord(
+            total_in=lookup.tokens,
+            read={BEST_EFFORT: cached} if cached else {},
+            fresh=lookup.tokens - cached,
+            out=0,
+            physical_cached=cached,
+        )
+        work = partial(_encode, call, vectors, record)
+        dimensions = call.dimensions or embedder.card.dimensions
+        if len(vectors) * dimensions <= INLINE_NUMBERS_MAX:
+            return work(), record
+        answer = await gateway.preparations.run(
+            lookup.tenant_id, lambda _: work(), is_admitted=True
+        )
+        return answer, record
+
+    async def _settle(
+        self, hold: LedgerReservation, answer: bytes, record: UsageRecord, lookup: TextLookup
+    ) -> None:
+        """Write the entry, and wait until it is durable."""
+        state, replayed = self._state, None
+        self._head[CACHE_HEADER] = f"read={record.read_tokens()}; fresh={record.fresh}"
+        if self._idempotent is not None:
+            self._idempotent.record(answer)
+            replayed = self._idempotent.to_store(self._head, self._gateway.wall())
+        settled = hold.settle("done", record, None, replayed)
+        state.prompt_tokens = record.total_in
+        state.cached_tokens = record.physical_cached
+        state.cache_read_tokens = record.read_tokens()
+        telemetry = self._gateway.telemetry
+        tenant = telemetry.tenant_label(self._identity.tenant.name)
+        counts = len(lookup.vectors), record.total_in, record.physical_cached
+        telemetry.embeddings.add(tenant, *counts)
+        await settled
+        state.settled_s = self._gateway.clock()
+
+    async def _send(self, answer: bytes) -> web.StreamResponse:
+        response = await send(self._request, 200, answer, self._head)
+        self._state.is_complete = True
+        return response
+
+    async def _find_replay(self, body: bytes) -> web.StreamResponse | None:
+        """Replay the stored response of an idempotent request; None if it has to run."""
+        if KEY_HEADER not in self._request.headers:
+            return None
+        gateway = self._gateway
+        self._idempotent = parse_idempotency_key(
+            self._request, body, self._identity, gateway.config.idempotency
+        )
+        stored = await self._idempotent.find(gateway)
+        return None if stored is None else await self._replay(stored)
+
+    async def _replay(self, stored: StoredResponse) -> web.StreamResponse:
+        """Send the stored response. It counts as one request and no tokens."""
+        place = self._reserve(NO_DEMAND)
+        place.settle(NO_DEMAND)
+        self._set_limit_headers(place)
+        self._state.operation, self._state.ending = "", "replayed"
+        return await replay(self._request, stored, {}, is_stream=False)
+
+    def _reserve(self, demand: Demand) -> Reservation:
+        """Reserve the tokens of a request that has its place. Raises Refusal."""
+        place = self._place
+        try:
+            place.extend(demand)
+        except LimitExceeded as error:
+            self._gateway.limited[self._identity.tenant.tenant_id] += 1
+            self._set_limit_headers(place)
+            raise rate_limits.refusal_of(error) from error
+        return place
+
+    def _set_limit_headers(self, place: Reservation) -> None:
+        left, now_ms = place.status(), self._gateway.wall()
+        self._state.headers.update(rate_limits.limit_headers(dialect.SHAPE.name, left, now_ms))
+
+    def _set_head(self, call: EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
+        cut = [index for index, text in enumerate(texts) if not text.is_whole]
+        if cut:
+            shown = ", ".join(map(str, cut[:TRUNCATED_SHOWN]))
+            self._head[TRUNCATED_HEADER] = f"{len(cut)} of {len(texts)} inputs: {shown}"
+        if call.ignored:
+            self._head[IGNORED_HEADER] = ", ".join(call.ignored)
+
+
+def _check_open(gateway: Context) -> None:
+    if gateway.is_draining:
+        message = "The server is shutting down."
+        raise Refusal(Kind.BUSY, "shutting_down", message, retry_after_s=5.0)
+
+
+def check_embedding_model(gateway: Context, embedder: Embedder, name: str) -> None:
+    """Check that a name is the embedding model's. Raises Refusal if it is not."""
+    if name in embedder.names:
+        return
+    names = ", ".join(embedder.names)
+    if name in gateway.models.names:
+        message = f"model: {name[:80]!r} is a chat model; expected an embedding model: {names}."
+        raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
+    message = f"Model not found: the model `{name[:80]}` does not exist; expected one of: {names}."
+    raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
+
+
+async def tokenize(
+    gateway: Context, embedder: Embedder, tenant_id: int, call: EmbeddingCall
+) -> list[TokenizedText]:
+    """Return the tokens of a call's inputs; of long ones in a thread. Raises Refusal for a token id
+    outside the vocabulary."""
+    work = partial(_tokenize, embedder, call)
+    if sum(INPUT_CHARS + len(one) for one in call.inputs) <= INLINE_CHARS_MAX:
+        return work(lambda: False)
+    return await gateway.preparations.run(tenant_id, work)
+
+
+def _tokenize(
+    embedder: Embedder, call: EmbeddingCall, is_abandoned: Callable[[], bool]
+) -> list[TokenizedText]:
+    found: list[TokenizedText] = []
+    for index, one in enumerate(call.inputs):
+        if is_abandoned():
+            break
+        found.append(_tokens_of(embedder, one, call.path(index)))
+    return found
+
+
+def _tokens_of(embedder: Embedder, one: EmbeddingInput, path: str) -> TokenizedText:
+    tokenizer = embedder.tokenizer
+    if isinstance(one, str):
+        return tokenizer.tokenize(one)
+    try:
+        return tokenizer.wrap(one)
+    except ValueError as error:
+        size = tokenizer.vocab_size
+        problem = f"token id {error.args[0]} is outside the vocabulary (0 to {size - 1})."
+        raise invalid_field(path, problem) from None
+
+
+def _check_sizes(embedder: Embedder, call: EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
+    """Refuse a request of too many tokens, and a text that is too long where none is cut."""
+    tokens = sum(text.tokens for text in texts)
+    if tokens > TOKENS_MAX:
+        message = f"The inputs have {tokens} tokens; expected at most {TOKENS_MAX} per request."
+        raise Refusal(Kind.BAD, TOO_LONG, message, param="input", size=(tokens, TOKENS_MAX))
+    if embedder.settings.truncate:
+        return
+    limit = embedder.card.tokens_max
+    for index, text in enumerate(texts):
+        if not text.is_whole:
+            path = call.path(index)
+            message = f"{path}: the text has more than the model's {limit} tokens."
+            raise Refusal(Kind.BAD, TOO_LONG, message, param=path, size=(limit + 1, limit))
+
+
+def _check_dimensions(embedder: Embedder, dimensions: int | None) -> None:
+    card = embedder.card
+    if dimensions is None or dimensions in (card.dimensions, *card.cuts):
+        return
+    allowed = ", ".join(map(str, (*card.cuts, card.dimensions)))
+    problem = f"{dimensions}; this model's vectors may have {allowed} dimensions."
+    if not card.cuts:
+        problem = (
+            f"{dimensions}; this model was not trained to have its vectors cut; expected"
+            f" {card.dimensions}, or no value."
+        )
+    raise invalid_field("dimensions", problem)
+
+
+def _encode(call: EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord) -> bytes:
+    """Return the answer's body."""
+    if call.dimensions is not None and vectors and 4 * call.dimensions < len(vectors[0]):
+        vectors = [cut_vector(vector, call.dimensions) for vector in vectors]
+    items = [
+        dialect.encode_vector(vector, index, call.encoding_format)
+        for index, vector in enumerate(vectors)
+    ]
+    return dialect.join_answer(call.model, items, record)
+
+
+async def _close(hold: LedgerReservation, ending: str) -> None:
+    """Settle a request that ended without an answer: nothing was delivered."""
+    with suppress(LedgerUnavailable):  # the hold stays and is settled at the next start
+        await hold.settle(ending, NOTHING)

@@ -1,0 +1,72 @@
+"""What holds of a store after any death of its process: index, slabs and what was said agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+from engine.storage.index import INDEX_NAME, RecordIndex
+from engine.storage.rebuild import verify_store
+from engine.storage.record import HEADER_BYTES
+from engine.storage.slabs import DiskCalls, SlabFiles
+from tests.crash.storage_child import expected, tokens_of
+from tests.fakes import FakeClock
+from tests.unit.engine.storage.local_storage import LocalRig
+
+Stores = dict[bytes, set[int]]
+"""The numbers of the paths that were said to be stored, by namespace."""
+
+
+def check_structure(folder: Path) -> int:
+    """Check index and slabs without a store; return how many records there are."""
+    verified = verify_store(folder)
+    assert verified.damaged == 0, verified
+    with (
+        closing(RecordIndex(folder / INDEX_NAME, may_make=False)) as index,
+        closing(SlabFiles(folder, HEADER_BYTES, HEADER_BYTES, DiskCalls())) as slabs,
+    ):
+        assert index.quick_check() == ""
+        rows = {row.record_id: row for row in index.rows()}
+        children = Counter(row.parent for row in rows.values() if row.parent)
+        assert set(children) <= set(rows), "a record without its parent"
+        assert len({row.place for row in rows.values()}) == len(rows), "a place of two records"
+        assert all(slabs.has(row.place, row.place_bytes) for row in rows.values())
+    known = {"index.db", "index.db-wal", "index.db-shm", "lock"}
+    others = [path.name for path in folder.iterdir() if path.suffix != ".slab"]
+    assert set(others) <= known, others
+    return len(rows)
+
+
+def check_contents(folder: Path, stored: Stores, erased: set[bytes]) -> int:
+    """Check that what was said stored is there, and what was said erased is not."""
+    rig = LocalRig(folder, clock=FakeClock(1e6 - 1))
+    found = 0
+    try:
+        for namespace, numbers in stored.items():
+            for number in numbers:
+                ids = rig.found(namespace, tokens_of(number))
+                assert len(ids) == len(tokens_of(number)) // 4, (namespace, number, ids)
+                assert rig.fetch(namespace, ids[-1:]) == [expected(namespace, number)]
+                found += 1
+        data = b"".join(path.read_bytes() for path in folder.iterdir())
+        for namespace in erased:
+            assert not rig.storage.has_records(namespace), namespace
+            assert namespace not in data, f"bytes of {namespace!r}"
+    finally:
+        rig.close()
+    return found
+
+
+def read_said(lines: list[str], stored: Stores, erased: set[bytes]) -> None:
+    """Add what a child has said. What it was erasing when it died may be there or not."""
+    for line in lines:
+        word, name, number = line.split()
+        namespace = name.encode()
+        if word == "stored":
+            stored.setdefault(namespace, set()).add(int(number))
+            erased.discard(namespace)
+        elif word == "erasing":
+            stored.pop(namespace, None)
+        elif word == "erased":
+            erased.add(namespace)

@@ -1,0 +1,133 @@
+"""The whole brain with levels below the device, under hypothesis: moves that are late, out of
+order, failed or damaged, a disk that outlives the engine, erasures and limits in any order.
+
+The token oracle finds a load that brought another prefix; the machine compares every slot of host
+memory and every record with the tokens that it is kept under, and recounts the books.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+
+from engine.api import Erase
+from engine.cache import PrefixCache
+from engine.config import LevelsConfig
+from engine.levels.levels import Levels
+from tests.checkers import MakeLevels, expect
+from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fakes import FakeRunner, tag_after
+from tests.property.test_engine_machine import EngineMachine
+from tests.strategies import NAMESPACES, namespaces, tokens
+
+CONFIG = LevelsConfig(host_mib=1, disk_gib=1.0, host_tokens_min=1, disk_tokens_min=1, verify_host=2)
+
+
+class LevelsMachine(EngineMachine):
+    """The engine machine with a host level of few slots and a disk."""
+
+    has_disk = True
+
+    def levels_below(self) -> MakeLevels | None:
+        """Return a host level that is smaller than the device and a disk, both faulty."""
+        self.chance = random.Random(self.seed)
+        self.weather = Weather(polls_max=2)
+        self.disk: FakeStorage | None = None
+        self.confirmed: set[bytes] = set()
+
+        def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+            self.memory = FakeTransferEngine(runner, 12, self.chance, self.weather)
+            before, self.disk = self.disk, None
+            if self.has_disk:
+                self.disk = FakeStorage(self.memory, self.chance, self.weather)
+                self.disk.take_over(before)
+            self.levels = Levels(cache, CONFIG, self.memory, self.disk)
+            return self.levels
+
+        return make
+
+    seed = 1
+
+    @rule(polls=st.integers(0, 6), fails=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+    def change_weather(self, polls: int, fails: float) -> None:
+        """Let moves become slower or faster, and fail more or less often."""
+        self.weather.polls_max, self.weather.fails = polls, fails
+
+    @rule()
+    def restart(self) -> None:
+        """Start another engine over the same disk."""
+        self.world.settle()
+        self.world.restart()
+
+    @rule(namespace=namespaces)
+    def erase_and_wait(self, namespace: bytes) -> None:
+        """Erase a namespace; once that is confirmed, the disk has nothing of it."""
+        answers: list[object] = []
+        self.world.core.erase(Erase(1, namespace), answers.append)
+        self.world.written[namespace] = []
+        expect(not self.levels.book.prefixes.has(namespace), "copies of an erased namespace")
+        while not answers:
+            self.world.step()
+        live = {stream.request.grant.namespace for stream in self.world.live.values()}
+        if self.disk is not None and namespace not in live:
+            expect(not self.disk.has_records(namespace), "records of an erased namespace")
+
+    @rule(namespace=namespaces, prompt=tokens)
+    def match_holds_limits(self, namespace: bytes, prompt: tuple[int, ...]) -> None:
+        """Nothing is matched at or after its limit."""
+        now_s = self.world.clock()
+        for copy in self.levels.book.prefixes.match(namespace, prompt, now_s):
+            expect(copy.limit_at_s > now_s, "a copy matched beyond its limit", copy.limit_at_s)
+
+    @invariant()
+    def copies_hold_their_prefix(self) -> None:
+        """Every slot and every record holds the prefix under which it is found."""
+        if not hasattr(self, "world"):
+            return
+        self.levels.check()
+        for copy in self.levels.book.prefixes:
+            path = tuple(token for one in copy.path() for token in one.run)
+            if copy.slot >= 0:
+                content = self.memory.contents[copy.slot]
+                expect(content == prefix_slots(copy.namespace, path, len(copy.run)), "a slot", path)
+        for record_id, record in () if self.disk is None else self.disk.records.items():
+            path = self.disk.path(record_id) if self.disk else ()
+            slots = prefix_slots(record.namespace, path, len(record.tokens))
+            expect(record.content == slots, "a record", path)
+
+    def teardown(self) -> None:
+        """Check that everything comes to rest and no slot is left to a move."""
+        super().teardown()
+        if hasattr(self, "world"):
+            expect(not self.levels.is_busy, "moves at rest")
+            held = sum(1 for copy in self.levels.book.prefixes if copy.slot >= 0)
+            expect(self.levels.book.accounts.used == held, "slots that no copy has", held)
+            for namespace in NAMESPACES:
+                self.world.core.erase(Erase(1, namespace))
+            self.world.settle()
+            expect(self.levels.book.accounts.used == 0, "slots after the erasure of all")
+
+
+class HostMachine(LevelsMachine):
+    """The same without a disk."""
+
+    has_disk = False
+
+
+def prefix_slots(namespace: bytes, path: tuple[int, ...], last: int) -> tuple[object, ...]:
+    """Return what the slots of the last `last` tokens of a path hold."""
+    tag, slots = 0, []
+    for token in path:
+        tag = tag_after(tag, token)
+        slots.append((namespace, 0, tag))
+    return tuple(slots[-last:])
+
+
+TestLevelsMachine = LevelsMachine.TestCase
+TestLevelsMachine.settings = settings(stateful_step_count=40)
+TestHostMachine = HostMachine.TestCase
+TestHostMachine.settings = settings(stateful_step_count=40)

@@ -1,0 +1,124 @@
+"""Packed formats of a storage: sizes, refusals, and C and torch in turn."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from engine.kv.format import KvFormat, KvGroup, Layout
+from engine.kv.packing import PackedFormat, StoragePacker, packed_format
+from engine.kv.storage import KvStorage
+from engine.kv.transfer import BlockPacker, CpuTransferEngine
+from engine.moves import Move
+from kernels import reference_kv
+from kernels.cpu.build import compile_library
+from kernels.reference_kv import PackedName
+
+NAMES: tuple[PackedName, ...] = get_args(PackedName)
+FORMAT = KvFormat(2, 2, 32, 16, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+def storage(dtype: torch.dtype = torch.bfloat16, layout: Layout = "slots") -> KvStorage:
+    """Return three blocks of noise; as bits any layout is as good."""
+    kv = KvStorage(msgspec.structs.replace(FORMAT, dtype=dtype, layout=layout), 3, CPU)
+    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(4)))
+    return kv
+
+
+class Memory:
+    """Slots of host memory."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self.memory = bytearray(slots * slot_bytes)
+
+    def view(self, slot: int) -> memoryview:
+        """Return a slot's bytes."""
+        return memoryview(self.memory)[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+
+def test_formats_say_their_bytes_and_fidelity() -> None:
+    """The brain counts levels in these bytes, and keeps lossy copies from exact requests."""
+    assert packed_format("int8c", FORMAT) == PackedFormat("int8c", 4480, "near")
+    assert packed_format("int4c", FORMAT) == PackedFormat("int4c", 2816, "rough")
+    assert packed_format("int8t", FORMAT) == PackedFormat("int8t", 4352, "near")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("int2", {}, "no packed format 'int2'; expected one of: int8c, int4c, int8t"),
+        ("int4c", {"head_dim": 80}, "a power of two; this model's have 80; int8c takes any"),
+        ("int8c", {"parts": 1}, "this model keeps latents"),
+        ("int8c", {"groups": (KvGroup(0, (0,)), KvGroup(4, (1,)))}, "this model has 2"),
+        ("int8c", {"block_size": 32}, "blocks of 16 tokens; these have 32"),
+    ],
+)
+def test_pools_that_a_format_does_not_fit_are_refused(
+    name: str, change: dict[str, object], message: str
+) -> None:
+    """At the start, by name: not when the first block is packed."""
+    with pytest.raises(ValueError, match=message):
+        packed_format(name, msgspec.structs.replace(FORMAT, **change))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", ["slots", "panels"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_c_and_torch_write_the_same_bytes(
+    name: PackedName, layout: Layout, dtype: torch.dtype
+) -> None:
+    """A record that a machine with a compiler wrote is read by one without."""
+    kv = storage(dtype, layout)
+    plain, fast = StoragePacker(kv, name), StoragePacker(kv, name, compile_library())
+    first = np.zeros(plain.block_bytes, np.uint8)
+    second = np.ones(plain.block_bytes, np.uint8)
+    for tokens in (16, 5):
+        plain.pack(0, first, tokens)
+        fast.pack(0, second, tokens)
+        plain.unpack(first, 1, tokens)
+        fast.unpack(first, 2, tokens)
+
+        assert np.array_equal(first, second)
+        assert torch.equal(kv.data[1], kv.data[2])
+
+
+def test_a_space_of_another_size_is_refused() -> None:
+    """C would write behind its end."""
+    packer = StoragePacker(storage(), "int8c")
+
+    with pytest.raises(ValueError, match="4479 bytes for a packed block; expected 4480"):
+        packer.pack(0, np.zeros(4479, np.uint8))
+
+
+@pytest.mark.parametrize("library", [None, compile_library()])
+def test_packed_blocks_move_through_the_transfer_engine(library: Path | None) -> None:
+    """A move with a format packs into the slot, and back; a block with a NaN fails alone."""
+    kv = storage()
+    kv.data[1].fill_(torch.nan)
+    packers: dict[str, BlockPacker] = {name: StoragePacker(kv, name, library) for name in NAMES}
+    memory = Memory(3, max(packer.block_bytes for packer in packers.values()))
+    ended = threading.Semaphore(0)
+    engine = CpuTransferEngine(kv, memory, packers=packers, on_moved=ended.release)
+    before = kv.data[0].clone()
+    engine.submit([
+        Move(1, "offload", 0, 0, format="int8c"),
+        Move(2, "offload", 1, 1, format="int8c"),
+        Move(3, "load", 2, 0, format="int8c"),
+    ])  # fmt: skip
+    for _ in range(3):
+        assert ended.acquire(timeout=20)
+    moved = engine.poll()
+    engine.close()
+
+    assert [outcome.is_done for outcome in moved] == [True, False, True]
+    packed = reference_kv.pack(before, "int8c")
+    expected = reference_kv.unpack(packed, "int8c", (2, 2, 32), torch.bfloat16)
+    assert torch.equal(kv.data[2], expected)

@@ -1,0 +1,384 @@
+"""Whatever becomes of the bytes on disk, no wrong byte is served; a lost index can be rebuilt."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import apsw
+import pytest
+import xxhash
+
+from engine.errors import EngineError
+from engine.moves import RecordId
+from engine.storage.folder import FolderLock, FolderRefused
+from engine.storage.index import IndexUnusable
+from engine.storage.rebuild import clear_folder, rebuild_index, verify_store
+from engine.storage.record import (
+    HEADER_BYTES,
+    DamagedRecord,
+    RecordHeader,
+    decode_header,
+    encode_header,
+    pack_run,
+    place_bytes_of,
+)
+from tests.unit.engine.storage.local_storage import LocalRig
+from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, A, B, content_of
+
+PLACE = place_bytes_of(SLOT_BYTES)
+RECORDS = 24
+Damage = Callable[[bytearray, random.Random], None]
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[LocalRig]:
+    """Return a store with one slab of `RECORDS` records, each a prefix of its own."""
+    made = LocalRig(tmp_path / "levels", slab_bytes=RECORDS * PLACE)
+    yield made
+    made.close()
+
+
+def path_of(number: int) -> tuple[int, ...]:
+    """Return the run of a record."""
+    return (number, 5, 6, 7)
+
+
+def fill(rig: LocalRig, count: int = RECORDS) -> dict[int, RecordId]:
+    """Store records; return their ids by number."""
+    return {number: rig.store(A, path_of(number))[0] for number in range(count)}
+
+
+def slab_of(rig: LocalRig) -> Path:
+    """Return the only slab."""
+    (path,) = rig.folder.glob("*.slab")
+    return path
+
+
+def damage(rig: LocalRig, change: Damage, seed: int) -> None:
+    """Change the slab while the store is closed."""
+    rig.local.close()
+    data = bytearray(slab_of(rig).read_bytes())
+    change(data, random.Random(seed))
+    slab_of(rig).write_bytes(data)
+    rig.start()
+
+
+def served(rig: LocalRig) -> dict[int, bytes]:
+    """Return the records that come back: each must be exact."""
+    found = {}
+    for number in range(RECORDS):
+        ids = rig.found(A, path_of(number))
+        for data in rig.fetch(A, ids):
+            if data is not None:
+                assert data == content_of(A, path_of(number)), number
+                found[number] = data
+    return found
+
+
+def flip_a_bit_of_each(data: bytearray, rng: random.Random) -> None:
+    """One bit somewhere in each place."""
+    for at in range(0, len(data), PLACE):
+        bit = rng.randrange(8 * PLACE)
+        data[at + bit // 8] ^= 1 << bit % 8
+
+
+def flip_a_header_bit_of_each(data: bytearray, rng: random.Random) -> None:
+    """One bit in what each header says."""
+    for at in range(0, len(data), PLACE):
+        bit = rng.randrange(8 * 200)
+        data[at + bit // 8] ^= 1 << bit % 8
+
+
+def swap_places(data: bytearray, rng: random.Random) -> None:
+    """Every record lies in the place of another one."""
+    data[:] = data[PLACE:] + data[:PLACE]
+
+
+def swap_payloads(data: bytearray, rng: random.Random) -> None:
+    """Every header is in its place, with the bytes of another one."""
+    payloads = [data[at + HEADER_BYTES : at + PLACE] for at in range(0, len(data), PLACE)]
+    for number in range(len(payloads)):
+        at = number * PLACE + HEADER_BYTES
+        data[at : at + len(payloads[0])] = payloads[number - 1]
+
+
+def forge_headers(data: bytearray, rng: random.Random) -> None:
+    """A sound header of another record, whose digest is right."""
+    for at in range(0, len(data), PLACE):
+        header = decode_header(bytes(data[at : at + HEADER_BYTES]))
+        other = RecordHeader(
+            header.store_id,
+            header.record_id + 1,
+            header.scope_id,
+            header.parent,
+            header.namespace,
+            header.payer,
+            header.run,
+            header.fidelity,
+            header.payload_bytes,
+            header.check,
+            header.written_ms,
+            header.limit_ms,
+            header.promise_ms,
+        )
+        data[at : at + HEADER_BYTES] = encode_header(other)
+
+
+def zero(data: bytearray, rng: random.Random) -> None:
+    """The disk forgot all of it."""
+    data[:] = bytes(len(data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        flip_a_bit_of_each,
+        flip_a_header_bit_of_each,
+        swap_places,
+        swap_payloads,
+        forge_headers,
+        zero,
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_damage_is_found_before_a_byte_is_served(rig: LocalRig, change: Damage, seed: int) -> None:
+    """Each damaged record is a miss, counted once and struck from the index."""
+    fill(rig)
+    damage(rig, change, seed)
+
+    assert served(rig) == {}
+    assert rig.disk.stats().damaged_total == RECORDS
+    assert rig.disk.stats().records == 0
+
+
+def test_undamaged_records_are_served(rig: LocalRig) -> None:
+    """The control."""
+    fill(rig)
+    damage(rig, lambda data, rng: None, 0)
+
+    assert len(served(rig)) == RECORDS
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_each_bit_of_a_number_counts(rig: LocalRig, bit: int) -> None:
+    """Of a number in bf16, the last bit as well as the sign."""
+    fill(rig, 2)
+
+    def flip(data: bytearray, rng: random.Random) -> None:
+        data[HEADER_BYTES + 2 * rng.randrange(SLOT_BYTES // 2) + bit // 8] ^= 1 << bit % 8
+
+    damage(rig, flip, bit)
+
+    assert served(rig).keys() == {1}
+
+
+def test_a_damaged_record_takes_what_hangs_on_it(rig: LocalRig) -> None:
+    """A prefix without a run is none."""
+    tokens = tuple(range(3 * RUN))
+    ids = rig.store(A, tokens)
+
+    def flip(data: bytearray, rng: random.Random) -> None:
+        data[PLACE + HEADER_BYTES] ^= 1
+
+    damage(rig, flip, 0)
+
+    assert rig.fetch(A, [ids[1]]) == [None]
+    assert rig.found(A, tokens) == [ids[0]]
+
+
+def test_a_damaged_place_is_not_used_again(rig: LocalRig) -> None:
+    """It returned other bytes than it was given."""
+    fill(rig, 1)
+    damage(rig, flip_a_bit_of_each, 1)
+    served(rig)
+    fill(rig)
+
+    assert len(list(rig.folder.glob("*.slab"))) == 2
+
+
+@pytest.mark.parametrize("length", [0, 100, PLACE, 5 * PLACE + 17])
+def test_a_truncated_slab_loses_what_it_lost(rig: LocalRig, length: int) -> None:
+    """Rows beyond its end are dropped when it is opened."""
+    fill(rig)
+    rig.local.close()
+    with slab_of(rig).open("r+b") as file:
+        file.truncate(length)
+    rig.start()
+
+    assert len(served(rig)) == length // PLACE
+    assert rig.disk.stats().records == length // PLACE
+
+
+def test_an_index_older_than_its_slabs_serves_nothing_wrong(rig: LocalRig) -> None:
+    """A restored backup: each place that was written anew contradicts its row."""
+    fill(rig, 4)
+    rig.local.close()
+    shutil.copy(rig.folder / "index.db", rig.folder / "old")
+    rig.start()
+    rig.erase(A)
+    for number in range(4):
+        rig.store(B, path_of(number))
+    rig.local.close()
+    shutil.move(rig.folder / "old", rig.folder / "index.db")
+    rig.start()
+
+    assert served(rig) == {}
+    assert rig.disk.stats().damaged_total == 4
+
+
+def test_a_lost_index_is_rebuilt_from_the_slabs(rig: LocalRig) -> None:
+    """With parents, payers, limits and promises; leases are gone."""
+    tokens = tuple(range(4 * RUN))
+    ids = rig.store(A, tokens, limit_s=100.0, promise_s=50.0, lease_ids=("one",))
+    rig.store(B, path_of(1), limit_s=1.0)
+    rig.store(B, path_of(2), payer=b"other")
+    rig.local.close()
+    for path in rig.folder.glob("index.db*"):
+        path.unlink()
+    rig.clock.advance(10.0)
+    outcome = rebuild_index(rig.folder, int(rig.clock() * 1_000))
+    rig.start()
+
+    assert (outcome.records, outcome.left_out) == (5, 1)
+    assert rig.found(A, tokens) == list(ids)
+    assert (rig.look(A, tokens)[0].limit_s, rig.look(A, tokens)[0].promise_s) == (90.0, 40.0)
+    assert rig.fetch(A, ids[3:]) == [content_of(A, tokens)]
+    assert {payer.payer for payer in rig.disk.stats().payers} == {b"payer", b"other"}
+    assert rig.erase(A, lease_id="one").records == 0
+    assert min(rig.store(B, path_of(3))) > max(ids)
+
+
+def test_a_rebuild_brings_back_nothing_that_was_erased(rig: LocalRig) -> None:
+    """Erased places hold zeros, and a run that was stored anew counts once."""
+    rig.store(A, tuple(range(3 * RUN)))
+    rig.erase(A)
+    (again,) = rig.store(A, tuple(range(RUN)))
+    rig.local.close()
+    outcome = rebuild_index(rig.folder, int(rig.clock() * 1_000))
+    rig.start()
+
+    assert outcome.records == 1
+    assert rig.found(A, tuple(range(3 * RUN))) == [again]
+
+
+def test_a_rebuild_leaves_damage_and_orphans_out(rig: LocalRig) -> None:
+    """A header that is unsound, and what hangs on its record."""
+    tokens = tuple(range(3 * RUN))
+    rig.store(A, tokens)
+
+    def flip(data: bytearray, rng: random.Random) -> None:
+        data[PLACE + 20] ^= 1
+
+    damage(rig, flip, 0)
+    rig.local.close()
+
+    assert rebuild_index(rig.folder, 0).records == 1
+    rig.start()
+
+
+def test_a_verification_reads_everything_and_strikes_damage(rig: LocalRig) -> None:
+    """And says how much that was."""
+    fill(rig)
+
+    def flip(data: bytearray, rng: random.Random) -> None:
+        for number in (3, 7):
+            data[number * PLACE + HEADER_BYTES + 100] ^= 1
+
+    damage(rig, flip, 0)
+    rig.local.close()
+    told: list[tuple[int, int]] = []
+    outcome = verify_store(rig.folder, lambda done, total: told.append((done, total)))
+    rig.start()
+
+    assert (outcome.records, outcome.damaged) == (RECORDS, 2)
+    assert told[-1] == (RECORDS, RECORDS)
+    assert served(rig).keys() == set(range(RECORDS)) - {3, 7}
+
+
+def test_a_cleared_folder_begins_anew(rig: LocalRig) -> None:
+    """What is not the store's stays."""
+    fill(rig)
+    rig.local.close()
+    (rig.folder / "notes.txt").write_text("mine")
+
+    assert clear_folder(rig.folder) > RECORDS * PLACE
+    assert sorted(path.name for path in rig.folder.iterdir()) == ["lock", "notes.txt"]
+    rig.start()
+    assert rig.disk.stats().records == 0
+
+
+def test_nothing_is_done_to_the_store_of_a_running_server(rig: LocalRig) -> None:
+    """Each command needs the folder for itself."""
+    lock = FolderLock(rig.folder)
+    for work in (clear_folder, verify_store, lambda folder: rebuild_index(folder, 0)):
+        with pytest.raises(FolderRefused, match="in use by process"):
+            work(rig.folder)
+    lock.close()
+    with pytest.raises(FolderRefused, match="does not exist"):
+        clear_folder(rig.folder / "nothing")
+
+
+def test_a_file_that_is_no_index_is_refused_and_kept(rig: LocalRig) -> None:
+    """It may be someone's."""
+    rig.local.close()
+    path = rig.folder / "index.db"
+    path.write_bytes(random.Random(1).randbytes(20_000))
+    with pytest.raises(apsw.NotADBError):
+        rig.open(rig.arena)
+
+    assert path.read_bytes() == random.Random(1).randbytes(20_000)
+    path.unlink()
+    rig.start()
+
+
+HEADER = RecordHeader(
+    b"s" * 16, 9, 3, 7, b"namespace", b"payer", pack_run((1, 2, 2**32 - 1)), "near", 8_192,
+    b"c" * 16, 1, 2**62, 3,
+)  # fmt: skip
+
+
+def test_a_header_says_what_it_was_given() -> None:
+    """To the byte, in 4,096 of them."""
+    data = encode_header(HEADER)
+
+    assert len(data) == HEADER_BYTES
+    assert decode_header(data) == HEADER
+
+
+def test_no_bytes_make_the_parser_fail_otherwise() -> None:
+    """Lengths are read with bounds, whatever a file says; a seeded search with right digests."""
+    rng = random.Random(7)
+    good = encode_header(HEADER)
+    for _ in range(3_000):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 6)):
+            at = rng.randrange(8, 160)
+            data[at] = rng.choice((0, 1, 17, 0x7F, 0xFF))
+        body = bytes(data[:-8])
+        data[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+        try:
+            header = decode_header(bytes(data))
+        except DamagedRecord:
+            continue
+        assert len(header.run) <= 1_024
+        assert header.parent < header.record_id
+    for size in (0, 8, 4_095):
+        with pytest.raises(DamagedRecord):
+            decode_header(good[:size])
+
+
+def test_names_that_do_not_fit_a_header_are_refused() -> None:
+    """The store checks before; this is the last border."""
+    with pytest.raises(ValueError, match="expected at most 1024 bytes"):
+        encode_header(
+            RecordHeader(b"s" * 16, 9, 3, 7, b"n" * 1_025, b"", b"", "exact", 1, b"c" * 16, 1, 2, 3)
+        )
+
+
+def test_errors_of_the_index_are_the_engines() -> None:
+    """The process tells them by their message."""
+    assert issubclass(IndexUnusable, EngineError)

@@ -1,0 +1,523 @@
+"""The disk's decisions: whose records go, what is refused, and what a reopened store knows."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.api import Quota
+from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
+from engine.storage.index import LOG_BYTES_MAX, IndexUnusable
+from engine.storage.record import place_bytes_of
+from engine.storage.slabs import DiskCalls
+from engine.storage.store import NO_SLAB_MS
+from tests.unit.engine.storage.local_storage import LocalRig, run_in_turn
+from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, A, B, content_of
+
+LONG = tuple(range(5 * RUN))
+PLACE = place_bytes_of(SLOT_BYTES)
+WIDE = 2**18
+"""Bytes of a slot where the number of places matters: more than the index of a test."""
+WIDE_PLACE = place_bytes_of(WIDE)
+MakeRig = Callable[..., LocalRig]
+
+
+def room_for(places: int, slab_places: int = 0) -> dict[str, int]:
+    """Return the settings of a disk with room for so many places, and no more."""
+    return {
+        "disk_bytes": LOG_BYTES_MAX + places * WIDE_PLACE + WIDE,
+        "slab_bytes": (slab_places or places) * WIDE_PLACE,
+        "slot_bytes": WIDE,
+    }
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeRig]:
+    """Return a function that opens stores; they are closed at the end."""
+    rigs: list[LocalRig] = []
+
+    def open_rig(**settings: Any) -> LocalRig:
+        rigs.append(LocalRig(tmp_path / "levels", **settings))
+        return rigs[-1]
+
+    yield open_rig
+    for rig in rigs:
+        rig.close()
+
+
+def path_of(number: int) -> tuple[int, ...]:
+    """Return the only run of a prefix."""
+    return (number, 1, 2, 3)
+
+
+def fill(rig: LocalRig, numbers: Sequence[int], payer: bytes = b"p", ns: bytes = A) -> list[str]:
+    """Store prefixes of one run; return the codes."""
+    codes = []
+    for number in numbers:
+        rig.clock.advance(0.01)
+        command = rig.store_command(ns, path_of(number), payer=payer)
+        codes.append(rig.send_store(command).code)
+    return codes
+
+
+def is_there(rig: LocalRig, number: int, ns: bytes = A) -> bool:
+    """Return whether a prefix of one run is found."""
+    return rig.found(ns, path_of(number)) != []
+
+
+def test_a_reopened_store_knows_what_it_knew(make: MakeRig) -> None:
+    """Records, limits, promises and leases are on disk."""
+    rig = make()
+    ids = rig.store(A, LONG, limit_s=100.0, promise_s=50.0, lease_ids=("one",))
+    rig.store(B, LONG)
+    rig.clock.advance(10.0)
+    rig.reopen()
+    (first, *_) = rig.look(A, LONG)
+
+    assert rig.found(A, LONG) == list(ids)
+    assert (first.limit_s, first.promise_s) == (90.0, 40.0)
+    assert rig.fetch(A, ids[4:]) == [content_of(A, LONG)]
+    assert sorted(rig.disk.namespaces) == [A, B]
+    assert rig.disk.stats().used_bytes == 10 * PLACE
+    assert rig.erase(A, lease_id="one").records == 5
+
+
+def test_record_ids_are_not_used_again_after_a_restart(make: MakeRig) -> None:
+    """Also where the records with the highest ids are gone."""
+    rig = make()
+    ids = rig.store(A, LONG)
+    rig.erase(A)
+    rig.reopen()
+
+    assert min(rig.store(A, LONG)) > max(ids)
+
+
+def test_a_clock_that_went_back_lengthens_no_limit(make: MakeRig) -> None:
+    """The store's own time goes on from the latest instant that it has seen."""
+    rig = make()
+    rig.store(A, LONG[:4], limit_s=100.0)
+    rig.clock.advance(60.0)
+    rig.disk.maintain()
+    rig.wall_offset_s = -3_600.0
+    rig.reopen()
+    assert rig.look(A, LONG)[0].limit_s == pytest.approx(40.0)
+
+    rig.clock.advance(39.0)
+    assert rig.found(A, LONG) != []
+    rig.clock.advance(1.0)
+    assert rig.found(A, LONG) == []
+
+
+def test_a_clock_that_jumps_ahead_expires_and_stays_there(make: MakeRig) -> None:
+    """Instants already on disk count from the later clock."""
+    rig = make()
+    rig.store(A, LONG[:4], limit_s=100.0)
+    rig.wall_offset_s = 1_000.0
+    assert rig.found(A, LONG) == []
+
+    rig.wall_offset_s = 0.0
+    assert rig.found(A, LONG) == []
+
+
+def test_what_has_expired_leaves_the_disk_without_traffic(make: MakeRig) -> None:
+    """A limit is a promise to forget, too; everything under it goes along."""
+    rig = make()
+    ids = rig.store(A, LONG[:8], limit_s=10.0)
+    rig.store(A, LONG[8:12], parent=ids[1], above=LONG[:8])
+    rig.store(B, LONG[:4])
+    rig.clock.advance(11.0)
+    rig.disk.maintain()
+
+    stats = rig.disk.stats()
+    assert (stats.records, stats.expired_total) == (1, 3)
+    assert not rig.storage.has_records(A)
+
+
+def test_a_full_disk_drops_what_was_used_longest_ago(make: MakeRig) -> None:
+    """Never used before used, leaves before what they hang on."""
+    rig = make(**room_for(8))
+    fill(rig, range(8))
+    ids = rig.found(A, path_of(0))
+    rig.fetch(A, ids)
+    fill(rig, [100])
+
+    assert is_there(rig, 100)
+    assert is_there(rig, 0), "it was used"
+    assert not is_there(rig, 1), "it was not, and is the oldest"
+
+
+def test_a_parent_outlives_its_children(make: MakeRig) -> None:
+    """A prefix whose beginning is gone is worth nothing."""
+    rig = make(**room_for(8))
+    ids = rig.store(A, LONG)
+    rig.clock.advance(1.0)
+    for number in range(100, 107):
+        fill(rig, [number])
+        found = rig.found(A, LONG)
+        assert found == list(ids[: len(found)])
+
+
+def test_nothing_promised_is_dropped(make: MakeRig) -> None:
+    """Room that is all promised refuses; the promise ends, and the room is there."""
+    rig = make(**room_for(5))
+    ids = rig.store(A, LONG, promise_s=60.0)
+    assert fill(rig, [1]) == ["full"]
+    assert rig.found(A, LONG) == list(ids)
+
+    rig.clock.advance(61.0)
+    assert fill(rig, [1]) == [""]
+
+
+def test_a_stream_of_one_payer_takes_nothing_inside_anothers_floor(make: MakeRig) -> None:
+    """And beyond the floor, the payer that is furthest over its share gives first."""
+    rig = make(**room_for(10))
+    rig.storage.send(SetStoredQuotas((Quota(floor_blocks=4, payer=b"quiet"),)))
+    fill(rig, range(4), payer=b"quiet", ns=B)
+    assert set(fill(rig, range(100, 150), payer=b"loud")) == {""}
+
+    assert all(is_there(rig, number, B) for number in range(4))
+    assert rig.disk.stats().records == 10
+
+
+def test_a_payers_own_stream_replaces_its_own_records(make: MakeRig) -> None:
+    """The quiet payer has no floor here, and is under its share all the same."""
+    rig = make(**room_for(10))
+    fill(rig, range(3), payer=b"quiet", ns=B)
+    fill(rig, range(100, 150), payer=b"loud")
+
+    assert all(is_there(rig, number, B) for number in range(3))
+
+
+def test_a_weight_gives_more_room(make: MakeRig) -> None:
+    """With three times the weight, three times as much stays."""
+    rig = make(**room_for(12))
+    rig.storage.send(SetStoredQuotas((Quota(weight=3.0, payer=b"heavy"),)))
+    for number in range(60):
+        fill(rig, [number], payer=b"heavy", ns=A)
+        fill(rig, [number], payer=b"light", ns=B)
+    used = {payer.payer: payer.used // WIDE_PLACE for payer in rig.disk.stats().payers}
+
+    assert used == {b"heavy": 9, b"light": 3}
+
+
+def test_a_ceiling_holds_where_there_is_room(make: MakeRig) -> None:
+    """The payer's own oldest record makes way; promised ones do not."""
+    rig = make()
+    rig.storage.send(SetStoredQuotas((Quota(ceiling_blocks=2, payer=b"p"),)))
+    assert fill(rig, range(5)) == [""] * 5
+    assert [is_there(rig, number) for number in range(5)] == [False] * 3 + [True] * 2
+
+    rig.store(A, LONG[:8], promise_s=60.0, payer=b"p")
+    refused = rig.send_store(rig.store_command(A, path_of(9), payer=b"p"))
+    assert refused.code == "over_quota"
+
+
+def test_the_days_write_budget_refuses_all_but_promises(make: MakeRig) -> None:
+    """Wear is bounded; tomorrow is another day, and a restart is not."""
+    rig = make(write_bytes_per_day=3 * PLACE)
+    assert fill(rig, range(1, 5)) == ["", "", "", "write_budget"]
+    rig.reopen()
+    assert fill(rig, [9]) == ["write_budget"]
+    rig.store(A, LONG[:4], promise_s=60.0)
+
+    assert rig.disk.stats().written_bytes_today == 4 * PLACE
+    rig.clock.advance(86_400.0)
+    assert fill(rig, [9]) == [""]
+
+
+def test_a_batch_stores_a_run_once(make: MakeRig) -> None:
+    """Two requests with one beginning arrive together."""
+    rig = make()
+    first, second = rig.store_command(A, LONG), rig.store_command(A, LONG)
+    batch = rig.disk.plan([first, second])
+    rig.disk.write(batch, run_in_turn)
+    one, two = rig.disk.commit(batch)
+
+    assert one.record_ids == two.record_ids
+    assert rig.disk.stats().records == 5
+
+
+def test_a_parent_that_goes_while_its_child_is_written_takes_the_child_along(
+    make: MakeRig,
+) -> None:
+    """No record without its parent; the place is free again."""
+    rig = make()
+    (top,) = rig.store(A, LONG[:4], limit_s=10.0)
+    batch = rig.disk.plan([rig.store_command(A, LONG[4:8], parent=top, above=LONG[:4])])
+    rig.disk.write(batch, run_in_turn)
+    rig.disk._drop([top])
+    (outcome,) = rig.disk.commit(batch)
+
+    assert (outcome.record_ids, outcome.code) == ((), "no_parent")
+    assert rig.disk.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("what", ["namespace", "lease", "prefix"])
+def test_a_store_that_ends_after_an_erasure_brings_nothing(make: MakeRig, what: str) -> None:
+    """Whatever was erased of its namespace."""
+    rig = make()
+    batch = rig.disk.plan([rig.store_command(A, LONG), rig.store_command(B, LONG)])
+    rig.disk.write(batch, run_in_turn)
+    rig.erase(
+        A,
+        lease_id="any" if what == "lease" else None,
+        tokens=LONG[:4] if what == "prefix" else None,
+    )
+    erased, kept = rig.disk.commit(batch)
+
+    assert (erased.record_ids, erased.code) == ((), "erased")
+    assert len(kept.record_ids) == 5
+    assert rig.found(A, LONG) == []
+
+
+def test_a_fetch_that_ends_after_an_erasure_brings_nothing(make: MakeRig) -> None:
+    """And its place is not written anew while it is read."""
+    rig = make()
+    ids = rig.store(A, LONG[:4])
+    (plan,) = rig.disk.plan_fetch(Fetch(1, A, ids, (9,)))
+    assert not isinstance(plan, Fetched)
+    rig.erase(A)
+    rig.store(B, LONG)
+    rig.disk.read(plan)
+
+    assert rig.disk.finish_read(plan).is_done is False
+    assert plan.verdict == "done"
+
+
+class FailingCalls(DiskCalls):
+    """System calls that fail, or take fewer bytes, on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: dict[str, int] = {}
+        self.bytes_max = 2**40
+
+    def _check(self, call: str) -> None:
+        if call in self.fails:
+            raise OSError(self.fails[call], os.strerror(self.fails[call]))
+
+    def lay_out(self, fd: int, length: int) -> None:
+        self._check("lay_out")
+        super().lay_out(fd, length)
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
+        self._check("write")
+        data = b"".join(parts)[: self.bytes_max]
+        return super().write(fd, [data], offset)
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._check("read")
+        return super().read(fd, buffer[: self.bytes_max], offset)
+
+    def sync(self, fd: int) -> None:
+        self._check("sync")
+        super().sync(fd)
+
+    def erase(self, fd: int, offset: int, length: int) -> None:
+        self._check("erase")
+        super().erase(fd, offset, length)
+
+
+def test_calls_that_take_few_bytes_are_repeated(make: MakeRig) -> None:
+    """POSIX allows them, and a record is whole all the same."""
+    calls = FailingCalls()
+    calls.bytes_max = 1_000
+    rig = make(calls=calls)
+    ids = rig.store(A, LONG)
+
+    assert rig.fetch(A, ids[4:]) == [content_of(A, LONG)]
+
+
+def test_a_disk_without_room_for_a_slab_is_full_until_there_is_some(make: MakeRig) -> None:
+    """What is stored is served on; the next attempt is a minute later."""
+    calls = FailingCalls()
+    rig = make(calls=calls, slab_bytes=4 * PLACE)
+    fill(rig, range(4))
+    calls.fails["lay_out"] = errno.ENOSPC
+    assert fill(rig, [10]) == [""], "the oldest record makes way in the slab there is"
+    assert rig.disk.stats().state == "full"
+    assert fill(rig, [11]) == ["full"]
+    assert is_there(rig, 3)
+
+    rig.disk.maintain()
+    assert rig.disk.stats().state == "open", "below 90 % of what it has"
+    assert fill(rig, [12]) == [""]
+    calls.fails.clear()
+    rig.clock.advance(NO_SLAB_MS / 1_000 + 1)
+    fill(rig, range(20, 26))
+    assert rig.disk.stats().records > 4
+
+
+def test_a_disk_without_any_room_refuses_and_serves_on(make: MakeRig) -> None:
+    """Not one slab could be made."""
+    calls = FailingCalls()
+    calls.fails["lay_out"] = errno.ENOSPC
+    rig = make(calls=calls)
+
+    assert fill(rig, [1, 2]) == ["full", "full"]
+    rig.disk.maintain()
+    assert rig.disk.stats().state == "full"
+    assert rig.found(A, path_of(1)) == []
+    calls.fails.clear()
+    rig.clock.advance(NO_SLAB_MS / 1_000 + 1)
+    rig.disk.maintain()
+    assert fill(rig, [1]) == [""]
+
+
+def test_a_full_disk_under_a_write_fails_that_store(make: MakeRig) -> None:
+    """A file system may give less than it laid out."""
+    calls = FailingCalls()
+    rig = make(calls=calls)
+    fill(rig, range(3))
+    calls.fails["write"] = errno.ENOSPC
+
+    assert fill(rig, [10]) == ["write_failed"]
+    assert rig.disk.stats().state == "full"
+    assert is_there(rig, 2)
+
+
+@pytest.mark.parametrize("call", ["write", "sync"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS])
+def test_a_failed_write_stores_nothing_and_closes_the_level(
+    make: MakeRig, call: str, error: int
+) -> None:
+    """After a failed sync nobody knows what the disk has; a reopened store has what was said."""
+    calls = FailingCalls()
+    rig = make(calls=calls)
+    fill(rig, [1])
+    calls.fails[call] = error
+    with pytest.raises(OSError, match=os.strerror(error)):
+        fill(rig, [2])
+    calls.fails.clear()
+    rig.reopen()
+
+    assert is_there(rig, 1)
+    assert not is_there(rig, 2)
+    assert rig.disk.stats().used_bytes == PLACE
+
+
+def test_a_failed_read_is_a_miss_and_no_damage(make: MakeRig) -> None:
+    """The record may be read when the disk is back."""
+    calls = FailingCalls()
+    rig = make(calls=calls)
+    ids = rig.store(A, LONG[:4])
+    calls.fails["read"] = errno.EIO
+    assert rig.fetch(A, ids) == [None]
+    calls.fails.clear()
+
+    assert rig.fetch(A, ids) == [content_of(A, LONG[:4])]
+    assert rig.disk.stats().damaged_total == 0
+
+
+def test_a_failed_wipe_keeps_the_places_dirty(make: MakeRig) -> None:
+    """They are wiped at the next attempt."""
+    calls = FailingCalls()
+    rig = make(calls=calls)
+    rig.store(A, LONG)
+    calls.fails["erase"] = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        rig.erase(A)
+    calls.fails.clear()
+    rig.reopen()
+    rig.local.wipe()
+
+    data = b"".join(path.read_bytes() for path in rig.folder.glob("*.slab"))
+    assert data.count(0) == len(data)
+
+
+def test_records_of_another_size_age_out(make: MakeRig) -> None:
+    """Another model's records keep their room for seven days without use."""
+    rig = make(**room_for(8, slab_places=4))
+    fill(rig, range(8))
+    rig.close()
+    small = room_for(8) | {"slot_bytes": SLOT_BYTES, "slab_bytes": 4 * PLACE}
+    other = make(**small | {"disk_bytes": small["disk_bytes"] - WIDE})
+    assert is_there(other, 0)
+    assert other.fetch(A, other.found(A, path_of(0))) == [None]
+
+    fill(other, range(1_000, 1_090))
+    assert not is_there(other, 0), "the present size had no place at all"
+    assert is_there(other, 7), "seven days have not passed"
+    other.clock.advance(8 * 86_400.0)
+    fill(other, range(3_000, 3_010))
+    assert not is_there(other, 7)
+
+
+def test_files_and_folder_are_the_owners_alone(make: MakeRig) -> None:
+    """They say what prompts said."""
+    rig = make()
+    rig.store(A, LONG, promise_s=1.0)
+
+    modes = {path.name: path.stat().st_mode & 0o777 for path in rig.folder.iterdir()}
+    assert set(modes.values()) == {0o600}
+    assert len(modes) >= 3
+
+
+def test_erased_bytes_and_tokens_are_in_no_file(make: MakeRig) -> None:
+    """Neither the KV nor the tokens, in no place, page or log."""
+    rig = make()
+    tokens = (0x5EC2E711, 0x5EC2E712, 0x5EC2E713, 0x5EC2E714)
+    kept = (1, 2, 3, 0x0D15EA5E)
+    rig.store(b"marked namespace", tokens)
+    rig.store(b"marked namespace", tokens, limit_s=1.0)
+    rig.store(B, kept)
+    markers = [
+        content_of(b"marked namespace", tokens)[:64],
+        b"marked namespace",
+        tokens[2].to_bytes(4, "little"),
+    ]
+
+    def holds(marker: bytes) -> bool:
+        return any(marker in path.read_bytes() for path in rig.folder.iterdir())
+
+    assert all(map(holds, markers)), "the control: they are there before"
+    rig.erase(b"marked namespace")
+    assert not any(map(holds, markers))
+    assert holds(kept[3].to_bytes(4, "little"))
+
+
+def test_an_index_of_another_version_is_not_changed(make: MakeRig) -> None:
+    """A newer program's store is left alone; the message says the way out."""
+    rig = make()
+    rig.store(A, LONG)
+    rig.disk._index._db.execute("pragma user_version=7")
+    rig.local.close()
+    before = {path.name: path.read_bytes() for path in rig.folder.iterdir()}
+    with pytest.raises(IndexUnusable, match=r"version 7; expected 1.*trunkline levels init"):
+        rig.open(rig.arena)
+
+    assert {path.name: path.read_bytes() for path in rig.folder.iterdir()} == before
+
+
+def test_slabs_without_an_index_are_not_overwritten(make: MakeRig) -> None:
+    """They can be rebuilt."""
+    rig = make()
+    rig.store(A, LONG)
+    rig.local.close()
+    for path in rig.folder.glob("index.db*"):
+        path.unlink()
+    with pytest.raises(IndexUnusable, match="trunkline levels rebuild"):
+        rig.open(rig.arena)
+
+    assert not (rig.folder / "index.db").exists()
+
+
+def test_bad_commands_are_refused_one_by_one(make: MakeRig) -> None:
+    """Names and tokens that no engine sends."""
+    rig = make()
+    long_name = rig.store_command(b"n" * 2_000, LONG)
+    short_run = rig.store_command(A, LONG[:3])
+    no_token = rig.store_command(A, (-1, 2**33, 0, 0))
+
+    for command in (long_name, short_run, no_token):
+        assert rig.send_store(command).code == "write_failed"
+    assert rig.look(A, (-1, 0, 0, 2**40)) == ()
+    assert rig.erase(A, tokens=(-1,)).records == 0
+    assert rig.disk.stats().records == 0
+    assert rig.found(A, LONG) == []
+    assert rig.store(A, LONG[:4], parent=ROOT)

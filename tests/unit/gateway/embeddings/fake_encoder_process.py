@@ -1,0 +1,51 @@
+"""An encoder's process without torch: a text's vector is its own bytes.
+
+A text that begins with `DIES` ends the process, one that begins with `HANGS` stops it. The folder
+of the first message may be a code to reject with, or empty for a process that ends at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from engine.encoder.protocol import (
+    EncodedBatch,
+    EncoderReady,
+    EncoderRejected,
+    StartEncoder,
+    encode_message,
+    read_to_encoder,
+    unpack_ids,
+)
+from engine.protocol import Decoder
+
+DIES, HANGS = 666, 667
+
+
+def main() -> int:
+    """Serve until the gateway leaves."""
+    decoder = Decoder(read_to_encoder)
+    with socket.socket(fileno=sys.stdin.fileno()) as wire:
+        while data := wire.recv(2**16):
+            for message in decoder.feed(data):
+                if isinstance(message, StartEncoder):
+                    if not message.folder:
+                        return 1
+                    if message.folder != "ready":
+                        wire.sendall(encode_message(EncoderRejected(message.folder, "no model")))
+                        return 1
+                    wire.sendall(encode_message(EncoderReady(1)))
+                    continue
+                firsts = [unpack_ids(text)[0] for text in message.texts]
+                if DIES in firsts:
+                    return 1
+                if HANGS in firsts:
+                    signal.pause()
+                wire.sendall(encode_message(EncodedBatch(message.number, message.texts)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Tokens of texts, and the cache of vectors by tenant and workspace."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.encoder.card import EncoderCard
+from engine.encoder.protocol import unpack_ids
+from gateway.config import EmbeddingsConfig
+from gateway.embeddings.embedder import Embedder, cut_vector
+from gateway.embeddings.text_tokenizer import CUT_CHARS, TextTokenizer, TokenizedText
+from tests.encoders import LETTERS, TOKENS_MAX, VOCABULARY, WORDS, prepared_encoder
+from tests.unit.gateway.fake_encoder import FakeEncoder
+
+CLS, SEP = 2, 3
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> EncoderCard:
+    return prepared_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(card: EncoderCard) -> TextTokenizer:
+    return TextTokenizer(card)
+
+
+def ids_of(text: TokenizedText) -> list[int]:
+    return unpack_ids(text.data).tolist()
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def test_tokens_stand_between_the_two_of_the_model(tokenizer: TextTokenizer) -> None:
+    """They count."""
+    found = tokenizer.tokenize("hello world")
+
+    assert ids_of(found) == [
+        CLS, VOCABULARY.index("hello"), VOCABULARY.index("world"), SEP,
+    ]  # fmt: skip
+    assert (found.tokens, found.is_whole) == (4, True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_text_has_the_first_tokens_of_the_whole_text(
+    seed: int, tokenizer: TextTokenizer, card: EncoderCard
+) -> None:
+    """However little of it is tokenized: words, runs of spaces, and words without a space."""
+    chance = random.Random(seed)
+    pieces = (*WORDS, *LETTERS, " ", "  \n", " " * 3_000, "x" * 3_000)
+    text = "".join(chance.choice(pieces) + chance.choice(("", " ")) for _ in range(3_000))
+    plain = Tokenizer.from_file(str(card.tokenizer_path))
+    whole = plain.encode(text, add_special_tokens=False).ids
+
+    found = tokenizer.tokenize(text)
+
+    assert len(text) > CUT_CHARS
+    assert ids_of(found)[1:-1] == whole[: TOKENS_MAX - 2]
+    assert found.is_whole == (len(whole) <= TOKENS_MAX - 2)
+
+
+def test_a_long_text_without_many_tokens_is_whole(tokenizer: TextTokenizer) -> None:
+    """Spaces have none, and a word of more than a hundred letters has one."""
+    found = tokenizer.tokenize(" " * 5 * CUT_CHARS + "hello" + "x" * 3 * CUT_CHARS + " the")
+
+    assert (found.tokens, found.is_whole) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((7, 8), [CLS, 7, 8, SEP]),
+        ((CLS, 7, 8, SEP), [CLS, 7, 8, SEP]),
+        ((CLS, 7), [CLS, CLS, 7, SEP]),
+        ((SEP,), [CLS, SEP, SEP]),
+        ((CLS, SEP), [CLS, SEP]),
+    ],
+)
+def test_token_ids_get_the_two_around_them_once(
+    given: tuple[int, ...], expected: list[int], tokenizer: TextTokenizer
+) -> None:
+    """Libraries give ids with or without them."""
+    assert ids_of(tokenizer.wrap(given)) == expected
+
+
+@pytest.mark.parametrize("wrong", [-1, len(VOCABULARY), 2**40])
+def test_token_id_outside_the_vocabulary_is_refused(wrong: int, tokenizer: TextTokenizer) -> None:
+    """It would index past the embeddings."""
+    with pytest.raises(ValueError, match=str(wrong)):
+        tokenizer.wrap((1, wrong))
+
+
+# --- cache ---------------------------------------------------------------------------------------
+
+
+async def embedded(
+    embedder: Embedder, *texts: str, tenant: int = 1, workspace: str = "default"
+) -> tuple[list[bytes], int]:
+    """Embed texts; return their vectors and the cached tokens."""
+    found = [embedder.tokenizer.tokenize(text) for text in texts]
+    lookup = embedder.look_up(tenant, workspace, found)
+    return await embedder.complete(lookup), lookup.cached_tokens
+
+
+def embedder_of(card: EncoderCard, cache_mib: int = 64) -> tuple[Embedder, FakeEncoder]:
+    encoder = FakeEncoder()
+    settings = EmbeddingsConfig(model="tiny-bert", cache_mib=cache_mib)
+    return Embedder(card, settings, encoder), encoder
+
+
+@pytest.fixture
+def fail_on_blocking_calls() -> None:
+    """Allow these tests to read the tokenizer's file."""
+
+
+async def test_a_workspace_finds_only_its_own_vectors(card: EncoderCard) -> None:
+    """Neither another tenant's nor another workspace's."""
+    embedder, encoder = embedder_of(card)
+    first, _ = await embedded(embedder, "hello")
+    again, cached = await embedded(embedder, "hello")
+    other = [
+        (await embedded(embedder, "hello", tenant=2))[1],
+        (await embedded(embedder, "hello", workspace="lab"))[1],
+    ]
+
+    assert (again, cached) == (first, 3)
+    assert other == [0, 0]
+    assert len(encoder.seen) == 3
+
+
+async def test_an_erasure_removes_one_workspace_or_all(card: EncoderCard) -> None:
+    """And says how many vectors there were."""
+    embedder, _ = embedder_of(card)
+    await embedded(embedder, "hello", "the")
+    await embedded(embedder, "hello", workspace="lab")
+    await embedded(embedder, "hello", tenant=2)
+
+    assert embedder.erase(1, "lab") == 1
+    assert embedder.erase(1, "lab") == 0
+    assert embedder.erase(1) == 2
+    assert embedder.owners == {2}
+    assert (await embedded(embedder, "hello"))[1] == 0
+    assert (await embedded(embedder, "hello", tenant=2))[1] == 3
+    assert embedder.erase(3) == 0
+
+
+async def test_the_cache_is_bounded_and_shared_fairly(card: EncoderCard) -> None:
+    """A tenant that embeds without end pushes out its own vectors."""
+    embedder, _ = embedder_of(card, cache_mib=1)
+    await embedded(embedder, "hello", tenant=2)
+    for start in range(0, 6_000, 500):
+        words = [f"{number:x}" for number in range(start, start + 500)]
+        await embedded(embedder, *words)
+
+    assert 0.9 * 2**20 < embedder.cached_bytes <= 2**20
+    assert (await embedded(embedder, "hello", tenant=2))[1] == 3
+    assert (await embedded(embedder, "0"))[1] == 0
+    assert (await embedded(embedder, f"{5_999:x}"))[1] > 0
+
+
+async def test_without_a_cache_nothing_is_found(card: EncoderCard) -> None:
+    """`cache_mib = 0`. A text that occurs twice in a request is encoded once all the same."""
+    embedder, encoder = embedder_of(card, cache_mib=0)
+    await embedded(embedder, "hello")
+    vectors, cached = await embedded(embedder, "hello", "hello")
+
+    assert (cached, vectors[0] == vectors[1], embedder.cached_bytes) == (3, True, 0)
+    assert [len(texts) for _, texts in encoder.seen] == [1, 1]
+
+
+async def test_a_failed_text_is_not_stored(card: EncoderCard) -> None:
+    """It is encoded when it comes again."""
+    embedder, encoder = embedder_of(card)
+    encoder.error = RuntimeError("lost")
+    with pytest.raises(RuntimeError):
+        await embedded(embedder, "hello")
+    encoder.error = None
+
+    assert (await embedded(embedder, "hello"))[1] == 0
+
+
+def test_a_cut_vector_has_length_one() -> None:
+    """The first coordinates keep their ratio."""
+    cut = array("f", [])
+    cut.frombytes(cut_vector(array("f", [3.0, 4.0, 12.0]).tobytes(), 2))
+
+    assert cut.tolist() == pytest.approx([0.6, 0.8])
+    assert math.hypot(*cut) == pytest.approx(1)
+    assert cut_vector(bytes(12), 2) == bytes(8)
+
+
+def test_names_have_the_model_first(card: EncoderCard, tmp_path: Path) -> None:
+    """An alias that equals the name is listed once."""
+    settings = EmbeddingsConfig(model="m", aliases=("ada-002", card.name))
+
+    assert Embedder(card, settings, FakeEncoder()).names == (card.name, "ada-002")
