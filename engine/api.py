@@ -482,7 +482,7 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     """The blocks and live requests of one namespace; zeros where it has none left.
 
     `promised_by_class`: blocks under a live promise, each in the class that promises it longest.
-    `host_bytes`: copies in host memory.
+    `host_bytes`: copies in host memory. `is_stored`: whether the disk has records of it.
     """
 
     namespace: Namespace
@@ -492,6 +492,7 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     waiting: Count
     promised_by_class: dict[str, Count] = {}
     host_bytes: Count = 0
+    is_stored: bool = False
 
     @property
     def promised_blocks(self) -> int:

@@ -109,9 +109,6 @@ class StoreRuns(Struct, frozen=True, tag="store"):
     fidelity: Fidelity = "exact"
 
 
-Store = StoreRuns
-
-
 class Stored(Struct, frozen=True, tag="stored"):
     """The records of a `StoreRuns`, durable, one a run from the first; fewer where it failed.
 
@@ -249,6 +246,13 @@ class Storage(Protocol):
 
     def has_records(self, namespace: Namespace) -> bool:
         """Return whether a `Look` in this namespace may find anything. O(1)."""
+
+    def namespaces(self) -> set[Namespace]:
+        """Return the namespaces that have records. O(these)."""
+
+    def take_changed(self) -> set[Namespace]:
+        """Return the namespaces that got their first record, or lost their last one, since the last
+        call. A process that dies loses none."""
 
     def close(self) -> None:
         """Let the process finish what it was given, and leave it."""

@@ -151,6 +151,7 @@ class Gateway:
         `read_webhooks`: reads them again from a reloaded configuration, None to keep them.
         `models`: the served models, the default one first, in place of `engine` and `renderer`,
         which are a single model under its card's name.
+
         Without `ledger` or `analytics`, they run in this process. Raises StoreError.
         """
         self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))

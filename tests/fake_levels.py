@@ -125,12 +125,14 @@ class FakeStorage:
         self.memory = memory
         self.records: dict[RecordId, Record] = {}
         self.is_closed = False
+        self.is_away = False  # stores and fetches fail
         self.commands: list[StorageCommand] = []
         self._chance = chance
         self._weather = weather
         self._last: RecordId = 0
         self._outcomes: list[tuple[int, StorageCommand]] = []
         self._ready: list[StorageOutcome] = []
+        self._told: set[Namespace] = set()
 
     def send(self, command: StorageCommand) -> None:
         """Take a command; it is done at a later poll, those before an erasure before it."""
@@ -158,6 +160,15 @@ class FakeStorage:
         """Return whether any record is of this namespace."""
         return any(record.namespace == namespace for record in self.records.values())
 
+    def namespaces(self) -> set[Namespace]:
+        """Return the namespaces that have records."""
+        return {record.namespace for record in self.records.values()}
+
+    def take_changed(self) -> set[Namespace]:
+        """Return those that got or lost records since the last call."""
+        before, self._told = self._told, self.namespaces()
+        return before ^ self._told
+
     def close(self) -> None:
         """End."""
         self.is_closed = True
@@ -182,7 +193,7 @@ class FakeStorage:
             self._erase(command)
 
     def _fails(self) -> bool:
-        return self._chance.random() < self._weather.fails
+        return self.is_away or self._chance.random() < self._weather.fails
 
     def _store(self, command: StoreRuns) -> None:
         parent, made, code = command.parent, list[RecordId](), ""

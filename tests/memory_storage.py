@@ -78,6 +78,7 @@ class MemoryStorage:
         self._outcomes: list[StorageOutcome] = []
         self._next_id = ROOT + 1
         self._is_closed = False
+        self._told: set[Namespace] = set()
         self.records: dict[RecordId, MemoryRecord] = {}
         self.quotas: SetStoredQuotas | None = None
 
@@ -105,6 +106,15 @@ class MemoryStorage:
     def has_records(self, namespace: Namespace) -> bool:
         """See `Storage`."""
         return any(record.namespace == namespace for record in self.records.values())
+
+    def namespaces(self) -> set[Namespace]:
+        """See `Storage`."""
+        return {record.namespace for record in self.records.values()}
+
+    def take_changed(self) -> set[Namespace]:
+        """See `Storage`."""
+        before, self._told = self._told, self.namespaces()
+        return before ^ self._told
 
     def close(self) -> None:
         """See `Storage`: later commands fail."""

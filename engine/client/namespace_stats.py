@@ -33,7 +33,8 @@ class NamespaceTable:
         for stats in changed:
             name = stats.namespace
             before = self._current.pop(name, None)
-            if stats.blocks or stats.running or stats.waiting or stats.host_bytes:
+            below = stats.host_bytes or stats.is_stored
+            if stats.blocks or stats.running or stats.waiting or below:
                 self._current[name] = stats
             for noted in self._changed_by_reader.values():
                 noted.setdefault(name, before)

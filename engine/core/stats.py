@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.api import Namespace, NamespaceStats, Payer, Stats
+from engine.api import LevelStats, Namespace, NamespaceStats, Payer, Stats
 from engine.cache import NamespaceUse, PrefixCache
 from engine.levels.levels import Levels
 from engine.scheduler.request_table import RequestTable, RequestTotals
@@ -25,10 +25,14 @@ DECODES_PER_RECORD = 8
 
 
 class EngineStats:
-    """Totals since the start of the epoch, and smoothed rates."""
+    """Totals since the start of the epoch, and smoothed rates.
+
+    `levels_off`: what is told of levels that are configured and could not be had.
+    """
 
     def __init__(self, step_cost: StepCost | None = None) -> None:
         self.step_cost = step_cost or StepCost()
+        self.levels_off: tuple[LevelStats, ...] = ()
         self.step = 0
         self.failed_steps = 0
         self.prompt_tokens = 0
@@ -134,7 +138,7 @@ class EngineStats:
             preemptions_total=scheduler.preemptions,
             steps_per_s=1 / self._step_s if self._step_s > 0 else 0.0,
             prefill_tokens_per_s=self._prefill_per_s,
-            levels=() if levels is None else levels.stats(),
+            levels=self.levels_off if levels is None else levels.stats(),
             loading=0 if loading is None else len(loading),
             changed=tuple(
                 _namespace_stats(cache.use(name), live, running, levels) for name in names
@@ -154,6 +158,7 @@ def _namespace_stats(
         waiting=live.requests_of(use.namespace) - runs,
         promised_by_class=use.promised,
         host_bytes=0 if levels is None else levels.host_bytes(use.namespace),
+        is_stored=levels is not None and levels.has_records(use.namespace),
     )
 
 

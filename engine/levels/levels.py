@@ -8,6 +8,7 @@ it. The rules are in `engine/levels/README.md`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -19,6 +20,7 @@ from engine.api import (
     LevelName,
     LevelStats,
     Namespace,
+    PayerBytes,
     Quota,
 )
 from engine.cache import BlockTable, PrefixCache
@@ -78,27 +80,35 @@ class Levels:
         config: LevelsConfig,
         transfer: TransferEngine,
         storage: Storage | None = None,
+        *,
+        close_memory: Callable[[], None] = lambda: None,
     ) -> None:
+        """`close_memory` is called when the transfer engine and the storage have been closed."""
         self.config = config
         self.cache = cache
         self.book = CopyBook(cache, transfer.slots)
         self.on_erased: Callable[[int, LevelErased], None] = lambda call_id, erased: None
         self._transfer = transfer
         self._storage = storage
+        self._close_memory = close_memory
         self._last_id = 0
-        self._paces: dict[LevelName, LevelPace] = {
+        self.paces: dict[LevelName, LevelPace] = {
             "host": LevelPace("host", transfer.slot_bytes),
             "disk": LevelPace("disk", transfer.slot_bytes, config.io_threads),
         }
-        self.loads = Loads(
-            cache, self.book, storage, self._paces, self._next_id, config.verify_host
-        )
+        self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, config.verify_host)
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
         self._fidelity: dict[Namespace, Fidelity] = {}
+        self._never_at_rest: set[Namespace] = set()
         self._storing: Storing | None = None
         if storage is not None:
             self._storing = Storing(
-                self.book, storage, self._next_id, self._fidelity_of, config.disk_tokens_min
+                self.book,
+                storage,
+                self._next_id,
+                self._fidelity_of,
+                self._never_at_rest,
+                config.disk_tokens_min,
             )
             self.offloading.is_storing = self._is_storing
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
@@ -107,9 +117,11 @@ class Levels:
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
+        self._chosen: Counter[LevelName] = Counter()
+        self._declined: Counter[LevelName] = Counter()
         self._collected = 0
         self._now_s = 0.0
-        cache.set_on_evict(self._evicting)
+        cache.watch(self._evicting, self._committed)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -157,12 +169,14 @@ class Levels:
             return None
         choice = choose_load(
             [copy.slot >= 0 for copy in copies],
-            self._paces["host"],
-            self._paces["disk"],
+            self.paces["host"],
+            self.paces["disk"],
             lambda blocks: compute_s(whole * size, blocks * size),
             self._blocks_min,
             now_s,
         )
+        level: LevelName = "host" if copies[0].slot >= 0 else "disk"
+        (self._chosen if choice.blocks else self._declined)[level] += 1
         return LoadPlan(whole, copies[: choice.blocks], choice) if choice.blocks else None
 
     def begin(
@@ -209,15 +223,6 @@ class Levels:
             copy = self.book.nearest(node)
             if copy is not None and node is not None:
                 self._renew(copy, node, lease.lease_id, now_s)
-
-    def committed(self, table: BlockTable, before: int) -> None:
-        """Have a sequence's blocks copied that were committed since there were `before`, if they
-        are promised. O(leases).
-        """
-        if not table.requested_leases or table.committed == before or not table.node.promised:
-            return
-        leases = tuple((lease.lease_id, lease.tokens) for lease, _ in table.requested_leases)
-        self.offloading.promised(table.node, leases)
 
     def set_quota(self, quota: Quota) -> None:
         """Apply a payer's changed quota on every level."""
@@ -310,13 +315,15 @@ class Levels:
         return tuple(pair for pair in counts if pair[1])
 
     def take_changed(self) -> set[Namespace]:
-        """Return the namespaces whose bytes have changed since the last call. O(changed)."""
+        """Return the namespaces whose bytes, or records, have changed since the last call.
+        O(changed)."""
         changed, self.book.changed = self.book.changed, set()
-        return changed
+        return changed if self._storage is None else changed | self._storage.take_changed()
 
     def namespaces(self) -> list[Namespace]:
-        """Return the namespaces with copies in host memory. O(these)."""
-        return list(self.book.host_blocks)
+        """Return the namespaces with copies in host memory or on disk. O(these)."""
+        stored = set() if self._storage is None else self._storage.namespaces()
+        return list(stored.union(self.book.host_blocks))
 
     def host_bytes(self, namespace: Namespace) -> int:
         """Return the bytes of a namespace's copies in host memory. O(1)."""
@@ -324,7 +331,7 @@ class Levels:
 
     def stats(self) -> tuple[LevelStats, ...]:
         """Return the statistics of host memory, and of the disk if there is one. O(1)."""
-        loads, size, pace = self.loads, self._transfer.slot_bytes, self._paces["host"]
+        loads, size, pace = self.loads, self._transfer.slot_bytes, self.paces["host"]
         host = LevelStats(
             name="host",
             state="open",
@@ -339,6 +346,13 @@ class Levels:
             loaded_tokens_total=self._loaded_tokens["host"],
             regret_s_total=pace.regret_s,
             bytes_per_s=pace.bytes_per_s,
+            chosen_total=self._chosen["host"],
+            declined_total=self._declined["host"],
+            payers=tuple(
+                PayerBytes(share.payer, share.used * size, 0)
+                for share in self.book.accounts.shares()
+                if share.used
+            ),
         )
         return (host,) if self._storing is None else (host, self._disk_stats(self._storing))
 
@@ -347,10 +361,11 @@ class Levels:
         self.book.check()
 
     def close(self) -> None:
-        """End the transfer engine, then the storage."""
+        """End the transfer engine, then the storage, then their memory."""
         self._transfer.close()
         if self._storage is not None:
             self._storage.close()
+        self._close_memory()
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -367,6 +382,8 @@ class Levels:
     def _note_grant(self, grant: CacheGrant) -> None:
         if grant.fidelity != "exact":
             self._fidelity[grant.namespace] = grant.fidelity
+        if not grant.at_rest:
+            self._never_at_rest.add(grant.namespace)
         if self._storage is not None and self._quotas.get(grant.payer) != grant.quota:
             self._tell_quota(grant.quota, grant.payer)
 
@@ -404,8 +421,10 @@ class Levels:
                 erased = LevelErased("disk", outcome.records, outcome.bytes, outcome.code)
                 self.on_erased(outcome.call_id, erased)
         else:
-            self._disk = outcome
+            was_open, self._disk = self._disk.state == "open", outcome
             if self._storing is not None:
+                if outcome.state == "open" and not was_open:
+                    self._storing.copied_all(self.book.prefixes, self._now_s)
                 per_day = self.config.disk_write_gib_per_day or self.config.disk_gib
                 self._storing.has_budget = (
                     outcome.state == "open" and outcome.written_bytes_today < per_day * 2**30
@@ -439,6 +458,21 @@ class Levels:
     def _copied(self, copies: list[Copy]) -> None:
         if self._storing is not None:
             self._storing.copied(copies, self._now_s)
+
+    def _committed(self, table: BlockTable, before: int) -> None:
+        """Have a sequence's blocks copied that were committed since there were `before`, if they
+        are promised. O(these, leases).
+        """
+        if not table.requested_leases or table.committed == before:
+            return
+        node: Node | None = table.node
+        for _ in range(table.committed - before):
+            if node is None or node.promised:
+                break
+            node = node.parent
+        if node is not None and node.promised:
+            leases = tuple((lease.lease_id, lease.tokens) for lease, _ in table.requested_leases)
+            self.offloading.promised(node, leases)
 
     def _evicting(self, account: NamespaceAccount, node: Node) -> None:
         """The device is about to evict a leaf: its copy takes over what is known of it."""
@@ -481,10 +515,10 @@ class Levels:
         if load.loaded == len(load.pieces):
             names: list[LevelName] = [piece.level for piece in load.pieces]
             level: LevelName = "disk" if "disk" in names else "host"
-            self._paces[level].record_load(now_s - load.began_s, load.choice.compute_s, now_s)
+            self.paces[level].record_load(now_s - load.began_s, load.choice.compute_s, now_s)
 
     def _disk_stats(self, storing: Storing) -> LevelStats:
-        disk, pace = self._disk, self._paces["disk"]
+        disk, pace = self._disk, self.paces["disk"]
         return LevelStats(
             name="disk",
             state=disk.state,
@@ -504,6 +538,11 @@ class Levels:
             regret_s_total=pace.regret_s,
             bytes_per_s=disk.read_bytes_per_s or pace.bytes_per_s,
             written_bytes_today=disk.written_bytes_today,
+            written_bytes_total=disk.written_bytes_total,
+            chosen_total=self._chosen["disk"],
+            declined_total=self._declined["disk"],
+            pending_erasures=len(self._erasures),
+            payers=disk.payers,
         )
 
 

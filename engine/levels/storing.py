@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Final
 
+from engine.api import Namespace
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
 from engine.moves import ROOT, Fidelity, RunToStore, Storage, Stored, StoreRuns
@@ -33,12 +34,15 @@ class Storing:
         storage: Storage,
         next_id: Callable[[], int],
         fidelity_of: Callable[[bytes], Fidelity],
+        never_at_rest: Container[Namespace],
         tokens_min: int,
     ) -> None:
+        """`never_at_rest`: the namespaces of which nothing may be written to disk."""
         self._book = book
         self._storage = storage
         self._next_id = next_id
         self._fidelity_of = fidelity_of
+        self._never_at_rest = never_at_rest
         self._tokens_min = tokens_min
         self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
         self._stores: dict[int, tuple[list[Copy], list[int], Copy]] = {}
@@ -66,12 +70,30 @@ class Storing:
         if wanted is not None:
             self._waiting.append(wanted)
 
+    def copied_all(self, copies: Iterable[Copy], now_s: float) -> None:
+        """Have all promised copies stored that are not: the disk is back, or has just come.
+        `copies`: children before parents. O(copies).
+        """
+        seen = set[Copy]()
+        for copy in copies:
+            if copy.promise_at_s > now_s and not copy.record_id and copy not in seen:
+                self._waiting.append(copy)
+                seen.update(copy.path())
+
     def next_stores(self, now_s: float) -> list[StoreRuns]:
         """Return the stores to send now."""
         commands: list[StoreRuns] = []
-        while self._waiting and len(self._stores) < STORES_MAX:
+        for _ in range(len(self._waiting)):
+            if len(self._stores) >= STORES_MAX:
+                break
             end = self._waiting.popleft()
-            if (command := self._store(end, now_s)) is not None:
+            if end.parent is None or end.namespace in self._never_at_rest:
+                continue
+            path = end.path()
+            first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
+            if first < len(path) and path[first].is_storing:
+                self._waiting.append(end)  # what it hangs on is under way
+            elif (command := self._store(end, path, first, now_s)) is not None:
                 commands.append(command)
         return commands
 
@@ -115,12 +137,10 @@ class Storing:
             return False
         return len(copy.path()) * len(copy.run) >= self._tokens_min
 
-    def _store(self, end: Copy, now_s: float) -> StoreRuns | None:
-        """Return the store of the first runs without a record on the path to `end`."""
-        if end.parent is None:
-            return None
-        path = end.path()
-        first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
+    def _store(self, end: Copy, path: list[Copy], first: int, now_s: float) -> StoreRuns | None:
+        """Return the store of the runs from `first` on, the first without a record, on the path to
+        `end`; None if there is nothing to store.
+        """
         wanted = path[first : first + RUNS_MAX]
         count = next(
             (i for i, c in enumerate(wanted) if c.slot < 0 or not c.check or c.is_storing),

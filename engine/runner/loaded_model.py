@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.kv.format import KvFormat
+from engine.kv.storage import KvStorage
 from engine.plan import Runner
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`blocks`: KV blocks. `context`: tokens of the longest sequence. `pipeline_depth`: steps that
-    may be in flight at once."""
+    may be in flight at once. `kv`: the memory of the blocks, where the CPU reaches it."""
 
     runner: Runner
     kv_format: KvFormat
@@ -19,3 +20,4 @@ class LoadedModel:
     context: int
     device: str
     pipeline_depth: int
+    kv: KvStorage | None = None

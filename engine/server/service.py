@@ -329,6 +329,8 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
     """
     import torch
 
+    from engine.server.levels_below import build_levels
+
     card = load_card(folder)
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         from engine.runner.gpu_build import build_gpu_runner
@@ -338,13 +340,15 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         from engine.runner.cpu_runner import build_runner
 
         built = build_runner(card, config)
+    cache = PrefixCache(
+        blocks=built.blocks,
+        block_size=config.block_size,
+        context_tokens=built.context,
+        windows=built.kv_format.windows,
+    )
+    levels, off = build_levels(cache, config, built.kv_format, built.kv)
     core = Core(
-        PrefixCache(
-            blocks=built.blocks,
-            block_size=config.block_size,
-            context_tokens=built.context,
-            windows=built.kv_format.windows,
-        ),
+        cache,
         built.runner,
         config,
         time.monotonic,
@@ -352,7 +356,9 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         context_tokens=built.context,
         pipeline_depth=built.pipeline_depth,
         constraints=_constraints(card, config),
+        levels=levels,
     )
+    core.engine_stats.levels_off = off
     info = EngineInfo(
         epoch=secrets.token_hex(8),
         model=card.name,

@@ -142,6 +142,7 @@ class StorageClient:
         self._open: dict[int, StorageCommand] = {}
         self._to_fetch: dict[int, list[int]] = {}  # by call: record ids without an outcome
         self._held: set[Namespace] = set()
+        self._changed: set[Namespace] = set()
         self._quotas: dict[Payer, Quota] = {}
         self._unsent = bytearray()
         self._wire: socket.socket | None = None  # while the process is there
@@ -187,6 +188,17 @@ class StorageClient:
     def has_records(self, namespace: Namespace) -> bool:
         """See `Storage`."""
         return namespace in self._held
+
+    def namespaces(self) -> set[Namespace]:
+        """See `Storage`."""
+        with self._lock:
+            return set(self._held)
+
+    def take_changed(self) -> set[Namespace]:
+        """See `Storage`."""
+        with self._lock:
+            changed, self._changed = self._changed, set()
+            return changed
 
     def close(self) -> None:
         """See `Storage`. Waits at most a second; what then runs on ends with its work."""
@@ -250,6 +262,7 @@ class StorageClient:
             case HeldNamespaces():
                 self._held.update(message.gained)
                 self._held.difference_update(message.lost)
+                self._changed.update(message.gained, message.lost)
             case StorageStats():
                 self._stats = message
                 if not self._is_ready:

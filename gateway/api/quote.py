@@ -23,7 +23,6 @@ from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens
-from gateway.generation.fidelity import parse_fidelity
 from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
 from gateway.generation.stored_responses import parse_with_history
 from gateway.generation.usage import sum_usage
@@ -31,6 +30,7 @@ from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE, request_metadata
 from gateway.http.response import send
+from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.types import Identity
@@ -56,7 +56,8 @@ def _quote_handler(gateway: Context) -> Handler:
         state = request[STATE]
         assert state.identity is not None, "this route requires a key"
         tenant = state.identity.tenant
-        fidelity = parse_fidelity(request, state.identity)
+        asked = request.headers.getall(FIDELITY_HEADER, [])
+        fidelity = parse_fidelity(asked, state.identity.policy.fidelity)
         data = await read_body(request, gateway.config.server)
         body = await parse_body(gateway, tenant.tenant_id, _parse, data)
         found = find_endpoint(body.endpoint)

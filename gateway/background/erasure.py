@@ -21,6 +21,7 @@ from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
+from gateway.levels.report import is_disk_away
 from tenancy.accounts.cached_contents import end_cached_contents
 from tenancy.accounts.deletion import filter_deleted
 from tenancy.accounts.erasure_receipts import (
@@ -79,6 +80,11 @@ class Holding(Struct, frozen=True):
     tenant_id: int
     workspace: str
     stats: NamespaceStats
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any level has copies of it."""
+        return bool(self.stats.blocks or self.stats.host_bytes or self.stats.is_stored)
 
     @property
     def scope_id(self) -> int | None:
@@ -156,7 +162,7 @@ async def erase_removed(gateway: Context) -> None:
     """
     await gateway.models.refresh()
     everything = list_holdings(gateway.models.namespaces())
-    found = [one for one in everything if one.stats.blocks]
+    found = [one for one in everything if one.is_held]
     owners = {one.tenant_id for one in found}
     if gateway.embeddings is not None:
         owners |= gateway.embeddings.owners
@@ -179,6 +185,8 @@ async def retry_pending(gateway: Context) -> None:
     Erases what was named as it is now: what was written since goes too. Raises EngineUnavailable
     and StoreError.
     """
+    if is_disk_away(gateway.models.stats()):
+        return
     for receipt in await asyncio.to_thread(list_pending, gateway.store):
         target = target_of(receipt)
         names = await _names_of(gateway, target)
@@ -311,6 +319,9 @@ async def _erase_all(
                     before.bytes + one.bytes,
                     "pending" if one.code else before.state,
                 )
+    if is_disk_away(gateway.models.stats()):  # it may have namespaces that are not known
+        before = sums.get("disk", ErasedLevel(0, 0))
+        sums["disk"] = replace(before, state="pending")
     return blocks, {"device": ErasedLevel(blocks, size), **sums}
 
 

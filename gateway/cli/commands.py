@@ -64,6 +64,11 @@ COMMANDS: Mapping[str, Command] = {
     "shared-scope": Command(
         "List, create, change or remove caches that tenants share.", "gateway.cli.shared_scopes"
     ),
+    "levels": Command(
+        "Show the levels of the cache; make, verify or empty the disk.",
+        "gateway.cli.levels",
+        has_actions=True,
+    ),
     "audit": Command(
         "List changes of tenants, keys, prices, budgets and caches.", "gateway.cli.audit"
     ),

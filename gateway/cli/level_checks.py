@@ -9,9 +9,9 @@ from msgspec import Struct
 
 from engine.errors import ModelError
 from engine.model_store import resolve
+from engine.storage.folder import doubt_about, type_of_file_system
 from gateway.config import Config
 from gateway.levels.disk_speed import DiskSpeed, measure_disk
-from gateway.levels.folder import existing_parent, file_system_of
 from gateway.levels.model_cost import (
     find_architecture,
     flops_per_token,
@@ -19,7 +19,12 @@ from gateway.levels.model_cost import (
     kv_bytes_per_token,
     measure_flops_per_s,
 )
-from gateway.levels.placement import find_problems, levels_dir, total_memory_mib
+from gateway.levels.placement import (
+    existing_parent,
+    find_problems,
+    levels_dir,
+    total_memory_mib,
+)
 from gateway.levels.worth import level_worth
 
 FIXES = {
@@ -27,10 +32,6 @@ FIXES = {
     "engine.levels.disk_gib": "set engine.levels.disk_gib to what the file system has room for",
     "engine.levels.host_mib": "lower engine.levels.host_mib",
     "engine.levels.stage_mib": "lower engine.levels.stage_mib",
-}
-BUFFERED = {
-    "overlay": "a container's own layer is lost with the container: mount a volume there",
-    "tmpfs": "tmpfs is memory, not a disk: it is empty after a restart of the machine",
 }
 
 
@@ -61,12 +62,13 @@ def check_levels(config: Config) -> list[LevelCheck]:
 
 def _check_disk(config: Config) -> list[LevelCheck]:
     folder = levels_dir(config)
-    kind = file_system_of(existing_parent(folder))
+    kind = type_of_file_system(existing_parent(folder))
+    doubt = doubt_about(existing_parent(folder))
     where = LevelCheck(
         "disk level",
         True,
         f"{folder}, {config.engine.levels.disk_gib:g} GiB on {kind or 'an unknown file system'}",
-        BUFFERED.get(kind),
+        f"choose a disk: {doubt.removesuffix('.')}" if doubt else None,
     )
     try:
         speed = measure_disk(existing_parent(folder), time.perf_counter)

@@ -18,6 +18,7 @@ from engine.client.cache_event_totals import BlockMoves
 from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
 from gateway.caching.namespaces import parts_of
+from gateway.levels.report import sum_levels
 from gateway.prompt import Renderer
 from gateway.waiting_requests import WaitingBounds, WaitingRequests
 
@@ -167,10 +168,7 @@ class ServedModels:
         return found
 
     def stats(self) -> Stats:
-        """Return the sums of all engines' latest heartbeats, rates too: they run side by side.
-
-        The levels are those of the first model that has any.
-        """
+        """Return the sums of all engines' latest heartbeats, rates too: they run side by side."""
         return _sum([model.engine.stats for model in self._models])
 
     def floor_blocks_max(self) -> int | None:
@@ -221,7 +219,5 @@ class ServedModels:
 def _sum(each: Sequence[Stats]) -> Stats:
     if len(each) == 1:
         return each[0]
-    levels = next((one.levels for one in each if one.levels), ())
-    return Stats(
-        **{name: sum(getattr(one, name) for one in each) for name in _COUNTS}, levels=levels
-    )
+    counts = {name: sum(getattr(one, name) for one in each) for name in _COUNTS}
+    return Stats(**counts, levels=sum_levels(one.levels for one in each))

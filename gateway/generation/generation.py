@@ -29,7 +29,6 @@ from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation import rate_limits
 from gateway.generation.admission import AdmissionContext, admit
-from gateway.generation.fidelity import FIDELITY_HEADER, parse_fidelity
 from gateway.generation.idempotency import (
     KEY_HEADER,
     IdempotentRequest,
@@ -57,6 +56,7 @@ from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import STATE, RequestState, request_metadata
 from gateway.http.response import ClientGone, begin, send, streamed, write
 from gateway.ledger.metering import LedgerReservation
+from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
 from gateway.observability.tracing import operation_name
 from gateway.waiting_requests import WaitingPlace
 from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
@@ -104,7 +104,8 @@ class Generation:
             raise _shutting_down()
         fidelity = None
         if FIDELITY_HEADER in self._request.headers:
-            fidelity = parse_fidelity(self._request, identity)
+            asked = self._request.headers.getall(FIDELITY_HEADER)
+            fidelity = parse_fidelity(asked, identity.policy.fidelity)
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = await parse_body(

@@ -15,8 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.config import EngineConfig, LevelsConfig
+from engine.storage.folder import check_folder
 from gateway.config import Config, ConfigError
-from gateway.levels.folder import check_folder, existing_parent
 
 GIB, MIB = 2**30, 2**20
 FOLDER = "levels"
@@ -55,6 +55,14 @@ def engine_config(config: Config, engine: EngineConfig, model: str = "") -> Engi
     return replace(engine, levels=replace(engine.levels, dir=str(folder.absolute())))
 
 
+def existing_parent(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def total_memory_mib(meminfo: Path, cgroup: Path) -> int | None:
     """Return the memory of the machine, or of its container if that is less; None if not told."""
     try:
@@ -86,7 +94,7 @@ def find_problems(config: Config, memory_mib: int | None) -> list[LevelProblem]:
         return found
     folder = levels_dir(config)
     if problem := check_folder(folder):
-        found.append(LevelProblem("engine.levels.dir", f"{str(folder)!r}: {problem}"))
+        found.append(LevelProblem("engine.levels.dir", problem.removesuffix(".")))
         return found
     size_gib = shutil.disk_usage(existing_parent(folder)).total / GIB
     if levels.disk_gib > size_gib:

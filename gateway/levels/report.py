@@ -6,11 +6,13 @@ bytes of the cache are in one table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
+from itertools import chain
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from engine.api import EngineInfo, LevelStats, NamespaceStats, Stats
 from engine.config import LevelsConfig
@@ -18,37 +20,69 @@ from gateway.levels.worth import level_worth
 
 SWITCH_ON = "[engine.levels]\ndisk_gib = 100"
 """The two lines of the configuration file that give the cache a disk."""
+STATES = ("open", "full", "off")
+"""States of a level, from the best to the worst."""
+_SUMMED = tuple(
+    name
+    for name in LevelStats.__struct_fields__
+    if name not in ("name", "state", "reason", "bytes_per_s")
+)
 ROWS_MAX = 1_000
 """Most rows of a table by tenant: those with most bytes."""
+
+
+class EngineLevels(Struct, frozen=True):
+    """One model's engine as it reports its levels. `promised_blocks`: on the device."""
+
+    model: str
+    info: EngineInfo | None
+    stats: Stats
+    promised_blocks: int
+
+
+def sum_levels(each: Iterable[Sequence[LevelStats]]) -> tuple[LevelStats, ...]:
+    """Return the levels of several engines by name: sums of their counts, the worst of their
+    states with its reason, the best of their rates."""
+    found: dict[str, LevelStats] = {}
+    for one in chain.from_iterable(each):
+        before = found.get(one.name)
+        if before is None:
+            found[one.name] = one
+            continue
+        worst = max(before, one, key=lambda level: STATES.index(level.state))
+        sums = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
+        rate = max(before.bytes_per_s, one.bytes_per_s)
+        found[one.name] = replace(worst, bytes_per_s=rate, **sums)
+    return tuple(found.values())
 
 
 def levels_report(
     config: LevelsConfig,
     folder: str,
-    info: EngineInfo | None,
-    stats: Stats,
-    promised_blocks: int,
+    engines: Sequence[EngineLevels],
     since_ms: Callable[[str], int | None],
 ) -> dict[str, Any]:
-    """Return the levels with their sizes, counts and worth.
+    """Return the levels of all engines together, with their sizes, counts and worth.
 
-    `folder`: of the disk level. `promised_blocks`: on the device. `since_ms`: when a level got its
-    present state.
+    `folder`: of the disk level. `since_ms`: when a level got its present state.
     """
-    levels = [] if info is None else [_device(info, stats, promised_blocks)]
-    for one in stats.levels:
+    levels: list[dict[str, Any]] = []
+    known = [one for one in engines if one.info is not None]
+    if known:
+        levels.append(_device(known))
+    for one in sum_levels(engine.stats.levels for engine in engines):
         shown = {name: value for name, value in asdict(one).items() if name != "payers"}
         shown["free_bytes"] = max(0, one.capacity_bytes - one.used_bytes)
         shown["since_ms"] = since_ms(one.name)
-        shown["worth"] = _worth(one, info, stats)
+        shown["worth"] = _worth(one, known[0]) if len(known) == 1 else None
         levels.append(shown)
-    is_on = config.is_on or bool(stats.levels)
+    is_on = config.is_on or len(levels) > 1
     return {
         "is_on": is_on,
         "switch_on": None if is_on else SWITCH_ON,
         "folder": folder if config.disk_gib else None,
         "write_bytes_per_day_max": int((config.disk_write_gib_per_day or config.disk_gib) * 2**30),
-        "loading": stats.loading,
+        "loading": sum(one.stats.loading for one in engines),
         "levels": levels,
     }
 
@@ -58,16 +92,23 @@ def holds_promises(stats: Stats) -> bool:
     return any(one.name == "disk" and one.state != "off" for one in stats.levels)
 
 
+def is_disk_away(stats: Stats) -> bool:
+    """Return whether there is a disk that does not serve now: what it has cannot be told."""
+    return any(
+        one.name == "disk" and one.state == "off" and one.capacity_bytes > 0 for one in stats.levels
+    )
+
+
 def tenants_report(
-    stats: Stats,
-    info: EngineInfo | None,
-    namespaces: Iterable[NamespaceStats],
+    levels: Iterable[LevelStats],
+    namespaces: Iterable[tuple[NamespaceStats, int]],
     owner_of: Callable[[bytes], int | None],
     name_of: Callable[[int], str],
 ) -> list[dict[str, Any]]:
     """Return the bytes that each tenant has on each level, most first, at most `ROWS_MAX` rows.
 
-    Payers are tenant ids (`gateway.caching.namespaces.payer_of`). O(namespaces + payers).
+    `namespaces`: with the bytes of a block. Payers are tenant ids
+    (`gateway.caching.namespaces.payer_of`). O(namespaces + payers).
     """
     rows: dict[int, dict[str, dict[str, int]]] = {}
 
@@ -78,12 +119,11 @@ def tenants_report(
         cell["used_bytes"] += used
         cell["promised_bytes"] += promised
 
-    size = 0 if info is None else info.kv_bytes_per_block
-    for one in namespaces:
+    for one, size in namespaces:
         owner = owner_of(one.namespace)
         if owner is not None and one.blocks:
             add(owner, "device", one.blocks * size, one.promised_blocks * size)
-    for level in stats.levels:
+    for level in levels:
         for payer in level.payers:
             if payer.payer.isdigit():
                 add(int(payer.payer), level.name, payer.used, payer.promised)
@@ -98,28 +138,32 @@ def _sum(levels: Mapping[str, Mapping[str, int]]) -> int:
     return sum(cell["used_bytes"] for cell in levels.values())
 
 
-def _device(info: EngineInfo, stats: Stats, promised_blocks: int) -> dict[str, Any]:
-    size, used = info.kv_bytes_per_block, stats.blocks - stats.free_blocks
-    loaded = sum(one.loaded_tokens_total for one in stats.levels)
+def _device(engines: Sequence[EngineLevels]) -> dict[str, Any]:
+    def total(of: Callable[[EngineLevels], int]) -> int:
+        return sum(map(of, engines))
+
+    def size(one: EngineLevels) -> int:
+        return 0 if one.info is None else one.info.kv_bytes_per_block
+
+    loaded = sum(level.loaded_tokens_total for engine in engines for level in engine.stats.levels)
+    cached = total(lambda one: one.stats.cached_tokens_total)
     return {
         "name": "device",
         "state": "open",
         "reason": "",
-        "capacity_bytes": stats.blocks * size,
-        "used_bytes": used * size,
-        "free_bytes": stats.free_blocks * size,
-        "promised_bytes": promised_blocks * size,
-        "blocks": used,
-        "loaded_tokens_total": max(0, stats.cached_tokens_total - loaded),
+        "capacity_bytes": total(lambda one: one.stats.blocks * size(one)),
+        "used_bytes": total(lambda one: (one.stats.blocks - one.stats.free_blocks) * size(one)),
+        "free_bytes": total(lambda one: one.stats.free_blocks * size(one)),
+        "promised_bytes": total(lambda one: one.promised_blocks * size(one)),
+        "blocks": total(lambda one: one.stats.blocks - one.stats.free_blocks),
+        "loaded_tokens_total": max(0, cached - loaded),
     }
 
 
-def _worth(one: LevelStats, info: EngineInfo | None, stats: Stats) -> dict[str, Any] | None:
+def _worth(one: LevelStats, engine: EngineLevels) -> dict[str, Any] | None:
     """Return what the level saves by its measured rate; None before both rates are known."""
-    if info is None or one.name == "device" or not one.bytes_per_s:
-        return None
-    rate = stats.prefill_tokens_per_s
-    if not rate or not info.kv_bytes_per_block:
+    info, rate = engine.info, engine.stats.prefill_tokens_per_s
+    if info is None or not (one.bytes_per_s and rate and info.kv_bytes_per_block):
         return None
     per_token = info.kv_bytes_per_block / info.block_size
     worth = level_worth(one.name, per_token, one.bytes_per_s, rate)

@@ -22,6 +22,12 @@ PRINTED = {
         "gpt-4o-mini",
     ),
     "budget": (r'"completion_tokens":16', r"acme .*month .*20\.000000.*16\.000000"),
+    "disk": (
+        r"^ok +disk level speed +[0-9,]+ MB/s written",
+        r"^ok +disk level worth",
+        r"^device +open",
+        r"/levels is empty",
+    ),
     "docker": (r'"completion_tokens":16', r"default +1 "),
     "from-litellm": (r'"object":"list"',),
     "from-openai": (r"(\d+) 0\n\1 [1-9]",),
@@ -57,7 +63,7 @@ ASKED = {
 """Beginnings of what the stand-ins of a page were asked."""
 
 
-STOPPED = ("another-model", "gpu", "systemd", "two-models")
+STOPPED = ("another-model", "disk", "gpu", "systemd", "two-models")
 """Pages that begin without a server."""
 
 

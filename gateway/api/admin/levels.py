@@ -10,7 +10,7 @@ from gateway.context import Context
 from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.levels.placement import configured_dir
-from gateway.levels.report import levels_report, tenants_report
+from gateway.levels.report import EngineLevels, levels_report, tenants_report
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -18,28 +18,35 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def levels(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
-        engine = gateway.models.default.engine
         update_churn(gateway)
-        report = levels_report(
-            gateway.config.engine.levels,
-            str(configured_dir(gateway.config)),
-            engine.info,
-            engine.stats,
-            sum(one.promised_blocks for one in engine.namespaces),
-            gateway.level_history.since_ms,
-        )
-        minutes = gateway.level_history.minutes()
+        engines = [
+            EngineLevels(
+                model.name,
+                model.engine.info,
+                model.engine.stats,
+                sum(one.promised_blocks for one in model.engine.namespaces),
+            )
+            for model in gateway.models
+        ]
+        folder = str(configured_dir(gateway.config))
+        since_ms, minutes = gateway.level_history.since_ms, gateway.level_history.minutes()
+        report = levels_report(gateway.config.engine.levels, folder, engines, since_ms)
         return json_api.answer({**report, "minutes": minutes, "at_ms": gateway.wall()})
 
     async def tenants(request: web.BaseRequest) -> web.StreamResponse:
         is_csv = json_api.wants_csv(json_api.query(request, "format"))
-        engine = gateway.models.default.engine
 
         def name_of(tenant_id: int) -> str:
             found = gateway.registry.tenant(tenant_id)
             return str(tenant_id) if found is None else found.tenant.name
 
-        rows = tenants_report(engine.stats, engine.info, engine.namespaces, owner_of, name_of)
+        spaces = (
+            (one, info.kv_bytes_per_block)
+            for model in gateway.models
+            if (info := model.engine.info) is not None
+            for one in model.engine.namespaces
+        )
+        rows = tenants_report(gateway.models.stats().levels, spaces, owner_of, name_of)
         if is_csv:
             return json_api.csv_answer(rows, "levels")
         return json_api.answer({"tenants": rows})

@@ -44,6 +44,7 @@ class LocalStorage:
     def __init__(self, store: DiskStore) -> None:
         self.store = store
         self._is_closed = False
+        self._told: set[bytes] = set()
         self._outcomes: list[StorageOutcome] = []
 
     def send(self, command: StorageCommand) -> None:
@@ -91,6 +92,15 @@ class LocalStorage:
     def has_records(self, namespace: bytes) -> bool:
         """See `Storage`."""
         return not self._is_closed and namespace in self.store.namespaces
+
+    def namespaces(self) -> set[bytes]:
+        """See `Storage`."""
+        return set() if self._is_closed else set(self.store.namespaces)
+
+    def take_changed(self) -> set[bytes]:
+        """See `Storage`."""
+        before, self._told = self._told, self.namespaces()
+        return before ^ self._told
 
     def close(self) -> None:
         """See `Storage`."""

@@ -273,3 +273,15 @@ def test_refused_below_a_limit_of_records() -> None:
     assert (len(outcome.record_ids), outcome.code) == (2, "full")
     assert storage.stats().records == 2
     arena.close()
+
+
+def test_namespaces_with_records_are_told_once(rig: StorageRig) -> None:
+    """The gateway learns from them what an erasure has to reach."""
+    rig.store(A, LONG)
+    rig.store(B, LONG[:RUN])
+    assert rig.storage.namespaces() == {A, B}
+    assert rig.storage.take_changed() == {A, B}
+    assert rig.storage.take_changed() == set()
+
+    rig.store(A, (*LONG, *LONG))
+    assert rig.storage.take_changed() == set()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import Erased, LevelErased, Namespace, NamespaceStats, Retention
+from engine.client.namespace_stats import NamespaceTable
 from engine.errors import EngineUnavailable
 from gateway.background.erasure import (
     ErasureTarget,
@@ -94,9 +95,15 @@ class LevelledEngine(ReportedEngine):
 
     code = ""
 
-    async def erase(self, namespace: Namespace, *, lease_id: str | None = None) -> Erased:
+    async def erase(
+        self,
+        namespace: Namespace,
+        *,
+        lease_id: str | None = None,
+        tokens: tuple[int, ...] | None = None,
+    ) -> Erased:
         """Erase on the device, and tell of two blocks in host memory and three on disk."""
-        erased: Erased = await self.engine.erase(namespace, lease_id=lease_id)
+        erased: Erased = await self.engine.erase(namespace, lease_id=lease_id, tokens=tokens)
         disk = LevelErased("disk", 0 if self.code else 3, 0 if self.code else 12, self.code)
         return Erased(erased.call_id, erased.blocks, (LevelErased("host", 2, 8), disk))
 
@@ -104,7 +111,7 @@ class LevelledEngine(ReportedEngine):
 def with_levels(gateway: GatewayFixture) -> LevelledEngine:
     context = gateway.gateway.context
     engine = LevelledEngine(context.engine, STATS)
-    setattr(context, "engine", engine)  # noqa: B010 (another class than the declared one)
+    context.models.default.engine = engine
     return engine
 
 
@@ -145,6 +152,40 @@ async def test_what_a_level_cannot_confirm_is_tried_again(gateway: GatewayFixtur
     logged = gateway.lines
     assert [line["pending"] for line in logged if "pending" in line] == [["disk"]]
     assert sum(line["event"] == "erasure_confirmed" for line in logged) == 1
+
+
+async def test_a_disk_that_is_away_is_pending_until_it_is_back(gateway: GatewayFixture) -> None:
+    """What it has is not known while it is away, so no receipt may say that it is gone."""
+    engine, context = with_levels(gateway), gateway.gateway.context
+    engine.set_level("disk", state="off", reason="it does not answer")
+    first = await erase(context, ErasureTarget(1, 7))
+    await retry_pending(context)
+    (before,) = list_receipts(gateway.store, 1)
+    engine.set_level("disk", state="open", reason="")
+    await retry_pending(context)
+    (after,) = list_receipts(gateway.store, 1)
+
+    assert (
+        first.levels
+        == before.levels
+        == {
+            "device": ErasedLevel(0, 0),
+            "disk": ErasedLevel(0, 0, "pending"),
+        }
+    )
+    assert (after.levels or {})["disk"].state == "gone"
+
+
+async def test_what_only_a_disk_has_is_erased_too(gateway: GatewayFixture) -> None:
+    """After a restart the device is empty, and the disk's namespaces are known by the heartbeat."""
+    engine, context = with_levels(gateway), gateway.gateway.context
+    space = namespace_of(identity_of(1, "default"), "m", "t", "")
+    engine.namespaces = NamespaceTable()
+    engine.namespaces.add([NamespaceStats(space, 0, 0, 0, 0, is_stored=True)])
+    receipt = await erase(context, ErasureTarget(1, 7))
+
+    assert receipt.namespaces == 1
+    assert (receipt.levels or {})["disk"] == ErasedLevel(3, 12)
 
 
 @pytest.mark.parametrize(

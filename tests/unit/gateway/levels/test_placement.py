@@ -65,7 +65,7 @@ def test_several_models_have_a_folder_each() -> None:
         ({"disk_gib": 1.0, "stage_mib": 3_000}, "engine.levels.stage_mib: 3000 MiB, and this"),
         ({"disk_gib": 1e9}, "engine.levels.disk_gib: 1e+09 GiB, and the file system of "),
         ({"disk_gib": 0.5}, "0.5 GiB is less than one slab of 1024 MiB; expected at least 1"),
-        ({"disk_gib": 1.0, "dir": "file"}, "it is a file; expected a folder"),
+        ({"disk_gib": 1.0, "dir": "file"}, "is a file; expected a folder"),
     ],
 )
 def test_problem_names_key_value_and_what_would_be_right(

@@ -7,7 +7,13 @@ from msgspec.structs import replace
 from engine.api import EngineInfo, LevelStats, NamespaceStats, Stats
 from engine.config import LevelsConfig
 from gateway.levels.level_history import MINUTES, LevelHistory
-from gateway.levels.report import SWITCH_ON, levels_report, tenants_report
+from gateway.levels.report import (
+    SWITCH_ON,
+    EngineLevels,
+    levels_report,
+    sum_levels,
+    tenants_report,
+)
 from tests.unit.gateway.levels.reported_levels import DISK, HOST, STATS
 
 INFO = EngineInfo(
@@ -29,9 +35,28 @@ ON = LevelsConfig(host_mib=1, disk_gib=2.0)
 MINUTE_MS = 60_000
 
 
+def of(stats: Stats, promised_blocks: int = 0) -> EngineLevels:
+    """Return the levels of one engine."""
+    return EngineLevels("m", INFO, stats, promised_blocks)
+
+
+def test_levels_of_several_models_are_one_of_each() -> None:
+    """Counts add up; the state is the worst one, with its reason, and the rate the best."""
+    other = replace(HOST, state="off", reason="no memory", bytes_per_s=5_000.0, blocks=1)
+    two = [of(STATS), EngineLevels("n", INFO, replace(STATS, levels=(other,)), 2)]
+    device, host, disk = levels_report(ON, "", two, lambda name: None)["levels"]
+
+    assert (host["state"], host["reason"]) == ("off", "no memory")
+    assert (host["blocks"], host["capacity_bytes"], host["bytes_per_s"]) == (5, 2_000, 5_000)
+    assert (device["capacity_bytes"], device["promised_bytes"]) == (2 * 8 * 160, 2 * 160)
+    assert disk["blocks"] == 90
+    assert host["worth"] is None
+    assert [one.payers for one in sum_levels([(DISK,), (DISK,)])] == [DISK.payers * 2]
+
+
 def test_the_device_is_a_level_too() -> None:
     """Then all bytes of the cache are in one table, and tokens found add up."""
-    found = levels_report(ON, "/kv", INFO, STATS, 3, lambda name: 7)
+    found = levels_report(ON, "/kv", [of(STATS, 3)], lambda name: 7)
     device, host, disk = found["levels"]
 
     assert (device["capacity_bytes"], device["free_bytes"]) == (8 * 160, 2 * 160)
@@ -45,19 +70,22 @@ def test_the_device_is_a_level_too() -> None:
 
 
 def test_off_says_the_two_lines_that_switch_a_disk_on() -> None:
-    found = levels_report(LevelsConfig(), "/kv", INFO, Stats(blocks=8), 0, lambda name: None)
+    found = levels_report(LevelsConfig(), "/kv", [of(Stats(blocks=8))], lambda name: None)
 
     assert (found["is_on"], found["switch_on"], found["folder"]) == (False, SWITCH_ON, None)
     assert [one["name"] for one in found["levels"]] == ["device"]
-    assert levels_report(ON, "", None, Stats(), 0, lambda name: None)["levels"] == []
+    assert (
+        levels_report(ON, "", [EngineLevels("m", None, Stats(), 0)], lambda name: None)["levels"]
+        == []
+    )
 
 
 def test_worth_is_told_by_measured_rates() -> None:
     """10 bytes a token at 1,000 a second against 50 tokens a second: twice as fast; and without a
     rate there is nothing to tell."""
     stats = replace(STATS, prefill_tokens_per_s=50.0)
-    _, host, disk = levels_report(ON, "", INFO, stats, 0, lambda name: None)["levels"]
-    _, unmeasured, _ = levels_report(ON, "", INFO, STATS, 0, lambda name: None)["levels"]
+    _, host, disk = levels_report(ON, "", [of(stats)], lambda name: None)["levels"]
+    _, unmeasured, _ = levels_report(ON, "", [of(STATS)], lambda name: None)["levels"]
 
     worth = host["worth"]
     assert (worth["load_us_per_token"], worth["compute_us_per_token"]) == (10_000, 20_000)
@@ -75,7 +103,8 @@ def test_bytes_by_tenant_and_level_most_first() -> None:
     def owner_of(namespace: bytes) -> int | None:
         return int(namespace[:1]) if namespace[:1].isdigit() else None
 
-    rows = tenants_report(stats, INFO, spaces, owner_of, {1: "ada", 2: "bob"}.__getitem__)
+    named = {1: "ada", 2: "bob"}.__getitem__
+    rows = tenants_report(stats.levels, [(one, 160) for one in spaces], owner_of, named)
 
     assert [row["tenant"] for row in rows] == ["ada", "bob"]
     assert rows[0]["levels"] == {

@@ -17,7 +17,7 @@ def report(gateway: GatewayFixture) -> ReportedEngine:
     """Let the gateway see an engine with levels."""
     context = gateway.gateway.context
     engine = ReportedEngine(context.engine, STATS)
-    setattr(context, "engine", engine)  # noqa: B010 (another class than the declared one)
+    context.models.default.engine = engine
     return engine
 
 

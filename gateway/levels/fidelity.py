@@ -1,28 +1,30 @@
 """Read the header with which a request restricts how far copies of its KV may be from exact.
 
 A request may only be stricter than its tenant's setting. Without the header it gets the tenant's.
-`gateway.generation.generation` and the quote handler call it before they parse the body.
+Pure: `gateway.generation.generation` and the quote handler call it with the header's values before
+they parse the body.
 """
 
 from __future__ import annotations
 
-from aiohttp import web
+from collections.abc import Sequence
 
 from gateway.errors import Kind, Refusal
-from tenancy.types import FIDELITIES, Fidelity, Identity
+from tenancy.types import FIDELITIES, Fidelity
 
 FIDELITY_HEADER = "X-Trunkline-Fidelity"
 SHOWN_CHARS_MAX = 32
 """Characters of a wrong value that its error repeats."""
 
 
-def parse_fidelity(request: web.BaseRequest, identity: Identity) -> Fidelity | None:
-    """Return the fidelity that the request's header asks for; None without the header.
+def parse_fidelity(values: Sequence[str], least: Fidelity) -> Fidelity | None:
+    """Return the fidelity that a request's headers ask for; None without the header.
+
+    `least`: the tenant's, the least strict that the request may ask for.
 
     Raises Refusal for a value that is not one of the words, for a header that is sent twice, and
     for a fidelity that is less strict than the tenant's.
     """
-    values = request.headers.getall(FIDELITY_HEADER, [])
     if not values:
         return None
     words, expected = [one for one in FIDELITIES if one in values], ", ".join(FIDELITIES)
@@ -30,7 +32,7 @@ def parse_fidelity(request: web.BaseRequest, identity: Identity) -> Fidelity | N
         given = "sent twice" if len(values) > 1 else repr(values[0][:SHOWN_CHARS_MAX])
         message = f"{FIDELITY_HEADER}: {given}; expected one of: {expected}."
         raise Refusal(Kind.BAD, "invalid_value", message, param=FIDELITY_HEADER)
-    (asked,), least = words, identity.policy.fidelity
+    (asked,) = words
     if FIDELITIES.index(asked) > FIDELITIES.index(least):
         allowed = ", ".join(FIDELITIES[: FIDELITIES.index(least) + 1])
         message = f"{FIDELITY_HEADER}: {asked!r} is not allowed; expected one of: {allowed}."

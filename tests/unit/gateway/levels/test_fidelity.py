@@ -8,7 +8,7 @@ import pytest
 
 from gateway.background.erasure import list_holdings
 from gateway.caching.namespaces import owner_of, parts_of
-from gateway.generation.fidelity import FIDELITY_HEADER
+from gateway.levels.fidelity import FIDELITY_HEADER
 from tenancy.accounts.tenants import change_tenant, find_tenant_record
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

@@ -1,0 +1,53 @@
+"""Builds the levels below an engine's device pool from its configuration: host memory, disk.
+
+A level that cannot be had costs hits, never the start: the engine then runs without levels, and its
+statistics say why.
+"""
+
+from __future__ import annotations
+
+from engine.api import LevelStats
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.kv.format import KvFormat
+from engine.kv.storage import KvStorage
+from engine.kv.transfer import CpuTransferEngine
+from engine.levels.levels import Levels
+from engine.storage.arena import HostArena
+from engine.storage.client import StorageClient, disk_settings
+
+SLOTS_MIN = 8
+"""Fewer slots of host memory hold no prefix that is worth a load."""
+
+
+def build_levels(
+    cache: PrefixCache, config: EngineConfig, kv_format: KvFormat, kv: KvStorage | None
+) -> tuple[Levels | None, tuple[LevelStats, ...]]:
+    """Return the configured levels; or None, with what statistics say of levels that are off.
+
+    `kv`: the device's blocks, None where no transfer engine reaches them. Raises nothing: a machine
+    that gives no memory has no levels.
+    """
+    wanted = config.levels
+    if not wanted.is_on:
+        return None, ()
+    slots = (wanted.host_mib or wanted.stage_mib) * 2**20 // kv_format.block_bytes
+    if kv_format.windows:
+        return None, _off(f"the model has windows of {kv_format.windows} tokens")
+    if kv is None:
+        return None, _off("no transfer engine reaches this device's memory")
+    if slots < SLOTS_MIN:
+        return None, _off(f"{slots} slots of {kv_format.block_bytes} bytes; at least {SLOTS_MIN}")
+    try:
+        arena = HostArena.create(slots, kv_format.block_bytes)
+    except (OSError, ValueError) as error:
+        return None, _off(f"no host memory: {error}")
+    transfer = CpuTransferEngine(kv, arena)
+    storage = None
+    if wanted.disk_gib > 0:
+        storage = StorageClient(disk_settings(wanted, arena, config.block_size))
+    return Levels(cache, wanted, transfer, storage, close_memory=arena.close), ()
+
+
+def _off(reason: str) -> tuple[LevelStats, ...]:
+    return (LevelStats("host", "off", reason),)

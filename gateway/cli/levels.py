@@ -1,0 +1,152 @@
+"""`trunkline levels`: the levels of the cache of a running server, and its disk while none runs."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import apsw
+
+from engine.storage.folder import prepare_folder
+from engine.storage.rebuild import clear_folder, rebuild_index, verify_store
+from gateway.cli.arguments import shared_options
+from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
+from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
+from gateway.config import Config, parse_address
+from gateway.levels.placement import ServerLock, levels_dir
+from gateway.levels.report import SWITCH_ON
+from tenancy.types import wall_ms
+
+TIMEOUT_S = 5.0
+"""Longest wait for the server's answer."""
+NUMBERS = ("size", "used", "promised", "free", "found tokens", "reads at")
+
+
+def _add_actions(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    shared = shared_options()
+    texts = {
+        "show": "Show the levels of the running server.",
+        "init": "Make the disk level's folder, or empty it; no server may run.",
+        "clear": "Delete everything on the disk level; no server may run.",
+        "verify": "Read the whole disk level and drop what is damaged; no server may run.",
+        "rebuild": "Make the disk level's index anew from its files; no server may run.",
+    }
+    for action, text in texts.items():
+        actions.add_parser(action, help=text, description=text, parents=[shared])
+
+
+def _run(call: CommandCall) -> CommandResult:
+    """Run one action. Raises CommandError, and EngineError for a folder that cannot be used."""
+    if call.options.action == "show":
+        return levels_show(call.config)
+    folder = levels_dir(call.config)
+    try:
+        if not folder.is_dir():
+            return _change(call)
+        with closing(ServerLock(folder)):  # a server's storage process may be between two lives
+            return _change(call)
+    except (apsw.Error, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CommandError(f"{folder}: {reason}; trunkline levels clear begins anew") from error
+
+
+def _change(call: CommandCall) -> CommandResult:
+    folder = levels_dir(call.config)
+    progress = partial(call.show, "levels")
+    match call.options.action:
+        case "init":
+            prepare_data_dir(call.config)
+            prepare_folder(folder)
+            freed = clear_folder(folder)
+            return CommandResult(
+                f"{folder} is ready, and empty", {"folder": str(folder), "freed_bytes": freed}
+            )
+        case "clear":
+            freed = clear_folder(folder)
+            return CommandResult(
+                f"{folder} is empty: {size_text(freed)} freed",
+                {"folder": str(folder), "freed_bytes": freed},
+            )
+        case "verify":
+            found = verify_store(folder, progress)
+            data = {"folder": str(folder), "records": found.records, "damaged": found.damaged}
+            text = f"{found.records} records read, {found.damaged} damaged or under such, and gone"
+            return CommandResult(text, data, 1 if found.damaged else 0)
+        case _:
+            made = rebuild_index(folder, wall_ms(), progress)
+            data = {"folder": str(folder), "records": made.records, "left_out": made.left_out}
+            return CommandResult(f"{made.records} records kept, {made.left_out} left out", data)
+
+
+def levels_show(config: Config) -> CommandResult:
+    """Return the levels of the running server. Raises CommandError if none answers."""
+    found = _ask(config, "/admin/v1/levels")
+    rows: list[dict[str, object]] = [
+        {
+            "level": one["name"],
+            "state": one["state"],
+            "size": size_text(one["capacity_bytes"]),
+            "used": size_text(one["used_bytes"]),
+            "promised": size_text(one["promised_bytes"]),
+            "free": size_text(one["free_bytes"]),
+            "found tokens": one["loaded_tokens_total"],
+            "reads at": f"{size_text(int(rate))}/s" if (rate := one.get("bytes_per_s")) else None,
+        }
+        for one in found["levels"]
+    ]
+    text = table_text(rows, right=NUMBERS) if rows else "the engine is starting"
+    for one in found["levels"]:
+        if one["reason"]:
+            text += f"\nthe {one['name']} level is {one['state']}: {one['reason']}"
+    if not found["is_on"]:
+        lines = SWITCH_ON.replace("\n", "\n  ")
+        text += f"\nnothing is kept below the device; these lines give the cache a disk:\n  {lines}"
+    return CommandResult(text, found, has_heading=bool(rows))
+
+
+def size_text(size: int) -> str:
+    """Return bytes as people read them, such as 1.5 GiB."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20)):
+        if size >= 2**power:
+            return f"{size / 2**power:.1f} {unit}"
+    return f"{size / 2**10:.1f} KiB"
+
+
+def _ask(config: Config, path: str) -> Any:
+    """Return the admin listener's answer, asked with the administrator's key of the data directory.
+
+    Raises CommandError.
+    """
+    listen, file = config.admin.listen, config.data / ADMIN_KEY_FILE
+    host, port = parse_address(listen, "admin.listen")
+    if not host.strip("0.:"):  # a listener on all addresses
+        host = "127.0.0.1"
+    try:
+        key = file.read_text().strip()
+    except OSError as error:
+        raise CommandError(
+            f"{file} cannot be read: {error.strerror}; it has the administrator's key"
+        ) from error
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise CommandError(
+            f"no server answers at {listen} (admin.listen): is it running?"
+        ) from error
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise CommandError(f"the server at {listen} refuses: {body['error']['message']}")
+    return body
+
+
+COMMANDS: Mapping[str, Entry] = {"levels": Entry(_add_actions, _run)}

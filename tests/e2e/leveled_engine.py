@@ -1,0 +1,95 @@
+"""A real engine with a disk, in a process that may be killed: python -m tests.e2e.leveled_engine
+
+Prints one JSON line for each prompt of 2,048 tokens that it answered, and for what its disk has.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.api import (
+    CacheGrant,
+    Finished,
+    LeaseRequest,
+    Request,
+    Retention,
+    Sampling,
+    Started,
+    Tokens,
+)
+from engine.config import EngineConfig, LevelsConfig
+from engine.core.core import Core
+from engine.server.service import core_of_model, smoke_test
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 2048, 8
+WAIT_S = 30.0
+
+
+def answer(core: Core, name: str, tokens: tuple[int, ...], grant: CacheGrant) -> dict[str, Any]:
+    """Answer one prompt; return its tokens, what was cached, and the time to the first token."""
+    began_s = time.monotonic()
+    first_s, out = 0.0, list[int]()
+    core.submit(Request(name, tokens, OUTPUT_TOKENS, grant, Sampling(temperature=0)))
+    found: dict[str, Any] = {"name": name}
+    while True:
+        for event in core.step():
+            if isinstance(event, Started):
+                found |= {"cached": event.cached_tokens, "loaded": dict(event.loaded_tokens)}
+            elif isinstance(event, Tokens):
+                first_s = first_s or time.monotonic() - began_s
+                out += [token.token_id for token in event.tokens]
+            elif isinstance(event, Finished):
+                return found | {"tokens": out, "first_s": round(first_s, 4)}
+        if core.is_waiting_for_levels:
+            time.sleep(0.0005)
+
+
+def say(facts: dict[str, Any]) -> None:
+    """Print one line."""
+    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
+    sys.stdout.flush()
+
+
+def wait_for_disk(core: Core, records: int) -> None:
+    """Run until the disk has `records` records."""
+    until_s = time.monotonic() + WAIT_S
+    while time.monotonic() < until_s:
+        core.step()
+        disk = core.stats().levels[-1]
+        if disk.name == "disk" and disk.state == "open" and disk.blocks >= records:
+            return
+        time.sleep(0.002)
+    raise TimeoutError(f"{core.stats().levels[-1]}; expected {records} records")
+
+
+def main() -> None:
+    """Answer; with `stay`, then say that the disk has it all and wait to be killed."""
+    model, folder, task = sys.argv[1:4]
+    levels = LevelsConfig(disk_gib=1.0, dir=folder, slab_mib=64)
+    config = EngineConfig(kv_memory_mib=128, levels=levels)
+    core, _ = core_of_model(Path(model), config)
+    smoke_test(core)
+    chance = random.Random(1)
+    warm = tuple(chance.randrange(40_000) for _ in range(PROMPT_TOKENS))
+    cold = tuple(chance.randrange(40_000) for _ in range(PROMPT_TOKENS))
+    kept = LeaseRequest(PROMPT_TOKENS, Retention("hour", 3600, 7200), "lease")
+    if task == "stay":
+        say(answer(core, "cold", warm, CacheGrant(b"n", leases=(kept,))))
+        wait_for_disk(core, PROMPT_TOKENS // 16)
+        say({"name": "stored"})
+        time.sleep(WAIT_S)
+    else:
+        wait_for_disk(core, 1)
+        say(answer(core, "warm", warm, CacheGrant(b"n")))
+        say(answer(core, "other", cold, CacheGrant(b"n")))
+    core.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The default model with a disk: an engine that is killed, and the next one on the same folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.e2e.leveled_engine import PROMPT_TOKENS
+from tests.e2e.real_core import real_card
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+
+def run_engine(folder: Path, task: str) -> subprocess.Popen[str]:
+    """Start a real engine over this folder."""
+    command = [sys.executable, "-m", "tests.e2e.leveled_engine"]
+    command += [str(real_card().folder), str(folder), task]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def facts(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    """Yield what the engine says."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield msgspec.json.decode(line)
+
+
+def test_a_killed_engines_prefix_is_loaded_from_disk(tmp_path: Path) -> None:
+    """The answer equals the cold one, and comes in a fraction of its time."""
+    tmp_path.chmod(0o700)
+    with run_engine(tmp_path, "stay") as first:
+        said = facts(first)
+        cold = next(said)
+        assert next(said) == {"name": "stored"}
+        first.kill()
+    with run_engine(tmp_path, "read") as second:
+        warm, other = facts(second)
+
+    assert warm["tokens"] == cold["tokens"]
+    assert warm["loaded"] == {"disk": PROMPT_TOKENS - 16}
+    assert other["cached"] == 0
+    assert warm["first_s"] < other["first_s"] / 3

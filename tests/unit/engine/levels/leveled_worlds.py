@@ -1,0 +1,129 @@
+"""Engines of a few blocks over the token oracle, with a host level and a disk below."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from engine.api import CacheGrant, LeaseRequest, Peek, Quota, Request, Retention, Sampling
+from engine.cache import PrefixCache
+from engine.config import EngineConfig, LevelsConfig
+from engine.levels.levels import Levels
+from tests.checkers import World
+from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fakes import FakeRunner
+
+PAYER = Quota(payer=b"payer")
+HOUR = Retention("hour", promise_s=3600, limit_s=7200)
+LIMITED = Retention("limited", limit_s=50, clock="absolute", renewed_on_read=False)
+
+
+def prompt(number: int, count: int = 13) -> tuple[int, ...]:
+    """Return the tokens of a prompt that shares its first two blocks with no other number."""
+    chance = random.Random(number)
+    digits = tuple(number >> bit & 1 for bit in range(8))
+    return digits + tuple(chance.randrange(2) for _ in range(count - 8))
+
+
+def ask(name: str, tokens: tuple[int, ...], **wanted: Any) -> Request:
+    """Return a greedy request for two tokens in the namespace n."""
+    settings: dict[str, Any] = {
+        "request_id": name,
+        "tokens": tokens,
+        "max_tokens": 2,
+        "grant": CacheGrant(b"n", PAYER),
+        "sampling": Sampling(temperature=0),
+    }
+    return Request(**(settings | wanted))
+
+
+def leased(tokens: int, retention: Retention = HOUR, lease_id: str = "lease") -> CacheGrant:
+    """Return a grant with one lease."""
+    return CacheGrant(b"n", PAYER, leases=(LeaseRequest(tokens, retention, lease_id),))
+
+
+class LeveledWorld(World):
+    """A checked engine of 40 blocks of 4 with 120 host slots, and a disk that outlives it."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 120,
+        disk: bool = True,
+        blocks: int = 40,
+        depth: int = 1,
+        **settings: Any,
+    ) -> None:
+        self.weather, self.chance = Weather(), random.Random(1)
+        self.disk: FakeStorage | None = None
+        wanted: dict[str, Any] = {
+            "host_mib": 1,
+            "disk_gib": 1.0 if disk else 0.0,
+            "disk_tokens_min": 4,
+        }
+        wanted |= {"host_tokens_min": 4} | settings
+
+        def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather)
+            before, self.disk = self.disk, None
+            if disk:
+                self.disk = FakeStorage(self.memory, self.chance, self.weather)
+                self.disk.take_over(before)
+            self.levels = Levels(cache, LevelsConfig(**wanted), self.memory, self.disk)
+            return self.levels
+
+        super().__init__(
+            EngineConfig(step_tokens_max=64, sequences_max=8),
+            blocks=blocks,
+            block_size=4,
+            context_tokens=48,
+            depth=depth,
+            make_levels=below,
+        )
+
+    def run(self, *requests: Request) -> list[int]:
+        """Run requests at once; return the cached tokens that each began with."""
+        self.clock.advance(0.1)
+        for request in requests:
+            self.submit(request)
+        self.settle()
+        return [self.cached(request.request_id) for request in requests]
+
+    def cached(self, name: str) -> int:
+        """Return the cached tokens that a request began with."""
+        started = self.streams[name].started
+        assert started is not None
+        return started.cached_tokens
+
+    def loaded(self, name: str) -> dict[str, int]:
+        """Return the tokens that were loaded for a request, by level."""
+        started = self.streams[name].started
+        assert started is not None
+        return dict(started.loaded_tokens)
+
+    def below(self, tokens: tuple[int, ...]) -> tuple[int, dict[str, int]]:
+        """Return the tokens of a prompt that the device has, and those that levels have more."""
+        peeked = self.core.peek(Peek(1, b"n", tokens))
+        return peeked.cached_tokens, dict(peeked.stored_tokens)
+
+    def stored(self) -> set[tuple[int, ...]]:
+        """Return the prefixes of twelve tokens in the namespace n that the disk has."""
+        assert self.disk is not None
+        records = self.disk.records.items()
+        paths = {self.disk.path(i) for i, record in records if record.namespace == b"n"}
+        return {path for path in paths if len(path) == 12}
+
+    def step_until_loading(self) -> None:
+        """Step until a request waits for a level."""
+        for _ in range(20):
+            if self.core.stats().loading:
+                return
+            self.step()
+        raise AssertionError("nothing is loaded")
+
+    def push_out(self, count: int = 16) -> None:
+        """Run other prompts in another namespace until the device has evicted all before."""
+        for number in range(count):
+            name = f"push{len(self.streams)}"
+            self.run(ask(name, prompt(number + 100, 13), grant=CacheGrant(b"other", PAYER)))

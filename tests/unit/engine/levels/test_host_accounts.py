@@ -1,0 +1,119 @@
+"""Slots of host memory: floors, ceilings, weights, probation, and who gives the next slot."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import InvariantViolation
+from engine.levels.host_accounts import HostAccounts
+from engine.levels.stored_prefixes import Copy
+
+
+class Shelf:
+    """Accounts of a few slots, with copies that hang on nothing."""
+
+    def __init__(self, slots: int) -> None:
+        self.dropped: list[str] = []
+        self.accounts = HostAccounts(slots, lambda copy: self.dropped.append(self.names[copy]))
+        self.names: dict[Copy, str] = {}
+        self.copies: dict[str, Copy] = {}
+
+    def put(self, name: str, at_s: float, *, hits: int = 0, fresh: bool = False) -> bool:
+        """Make a copy for the payer that its name begins with; return whether it got a slot."""
+        payer = name[:1].encode()
+        slot = self.accounts.take(payer, at_s if fresh else None)
+        if slot is None:
+            return False
+        copy = Copy(b"n", payer, (len(self.names),), Copy(b"n", b"", (), None, 0), len(self.names))
+        copy.last_use_s, copy.hits = at_s, hits
+        self.names[copy], self.copies[name] = name, copy
+        self.accounts.give(copy, slot, b"")
+        return True
+
+
+def test_the_payer_furthest_above_its_floor_gives() -> None:
+    """By weight: the one with three times the weight may have three times as much."""
+    shelf = Shelf(6)
+    shelf.accounts.set_share(b"a", 0, None, 3.0)
+    for number in range(4):
+        shelf.put(f"a{number}", number)
+    shelf.put("b0", 10)
+    shelf.put("b1", 11)
+    shelf.put("c0", 12)
+
+    assert shelf.dropped == ["b0"]
+
+
+def test_nothing_inside_a_floor_is_taken_by_another() -> None:
+    """Then the taker replaces its own, or gets nothing."""
+    shelf = Shelf(3)
+    shelf.accounts.set_share(b"a", 3, None, 1.0)
+    for number in range(3):
+        shelf.put(f"a{number}", number)
+
+    assert not shelf.put("b0", 10)
+    assert shelf.dropped == []
+
+
+def test_a_ceiling_is_never_exceeded() -> None:
+    """Its payer replaces its own while slots are free."""
+    shelf = Shelf(8)
+    shelf.accounts.set_share(b"a", 0, 2, 1.0)
+    for number in range(4):
+        shelf.put(f"a{number}", number)
+
+    assert shelf.dropped == ["a0", "a1"]
+
+
+def test_a_scan_does_not_flush_what_is_used() -> None:
+    """Copies that were never matched go first while they are more than a quarter."""
+    shelf = Shelf(4)
+    shelf.put("a used", 0, hits=1)
+    shelf.put("a also", 1, hits=1)
+    for number in range(10):
+        shelf.put(f"a{number}", 10 + number)
+
+    assert not {"a used", "a also"} & set(shelf.dropped)
+
+
+def test_two_copies_do_not_take_each_others_place_for_ever() -> None:
+    """Only an older copy gives way to a block that is copied ahead of need."""
+    shelf = Shelf(1)
+    shelf.put("a new", 5)
+
+    assert not shelf.put("a old", 4, fresh=True)
+    assert shelf.put("a newer", 6, fresh=True)
+
+
+def test_a_slot_that_a_move_reads_is_not_dropped() -> None:
+    """It may be dropped again when the move has ended."""
+    shelf = Shelf(1)
+    shelf.put("a0", 0)
+    slot = shelf.copies["a0"].slot
+    shelf.accounts.hold(slot)
+
+    assert not shelf.put("a1", 1)
+    shelf.accounts.release(slot)
+    assert shelf.put("a2", 2)
+
+
+def test_a_slot_is_freed_once() -> None:
+    """A second release would give one slot to two."""
+    shelf = Shelf(2)
+    slot = shelf.accounts.take(b"a")
+    assert slot is not None
+    shelf.accounts.release(slot)
+
+    with pytest.raises(InvariantViolation, match="freed twice"):
+        shelf.accounts.release(slot)
+
+
+def test_the_recount_finds_a_lost_reference() -> None:
+    """The books are compared with the copies and the moves."""
+    shelf = Shelf(2)
+    shelf.put("a0", 0)
+    shelf.accounts.check(shelf.names, {})
+    shelf.accounts.hold(shelf.copies["a0"].slot)
+
+    with pytest.raises(InvariantViolation, match="slot"):
+        shelf.accounts.check(shelf.names, {})

@@ -1,0 +1,389 @@
+"""Levels below a whole engine over the token oracle: what is copied, loaded, given up and erased.
+
+`World` checks every answer against the one from nothing, and every block and slot after each step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.api import CacheGrant, Erase, Erased, Finished, Quota, Retention
+from engine.errors import InvariantViolation
+from engine.levels.loads import Loads
+from engine.levels.stored_prefixes import StoredPrefixes
+from engine.moves import Look, Renew, StorageStats
+from tests.checkers import RuleBroken
+from tests.fake_levels import MoveError
+from tests.fakes import OracleError
+from tests.unit.engine.levels.leveled_worlds import (
+    LIMITED,
+    PAYER,
+    LeveledWorld,
+    ask,
+    leased,
+    prompt,
+)
+
+
+@pytest.fixture(params=[1, 2])
+def world(request: pytest.FixtureRequest) -> LeveledWorld:
+    """Return an engine with levels, with one step at a time and with one step in flight."""
+    return LeveledWorld(depth=request.param)
+
+
+def test_an_evicted_prefix_is_loaded_from_host_memory(world: LeveledWorld) -> None:
+    """The next victims have been copied ahead, so eviction costs nothing."""
+    world.run(ask("first", prompt(1)))
+    world.push_out()
+
+    assert world.below(prompt(1)) == (0, {"host": 12})
+    assert world.run(ask("again", prompt(1))) == [12]
+    assert world.loaded("again") == {"host": 12}
+
+
+def test_a_promised_prefix_survives_a_restart_on_disk(world: LeveledWorld) -> None:
+    """It is stored as soon as it is committed, without any pressure."""
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.restart()
+
+    assert world.run(ask("again", prompt(1))) == [12]
+    assert world.loaded("again") == {"disk": 12}
+
+
+def test_an_unpromised_prefix_is_stored_after_a_second_use(world: LeveledWorld) -> None:
+    """A prompt that never comes back wears no disk."""
+    world.run(ask("once", prompt(1)), ask("twice", prompt(2)))
+    world.run(ask("twice again", prompt(2)))
+    world.push_out()
+
+    assert world.stored() == {prompt(2)[:12]}
+
+
+def test_a_promise_is_stored_when_the_disk_comes_back() -> None:
+    """A storage process that starts after the first requests, or again, misses nothing."""
+    world = LeveledWorld()
+    assert world.disk is not None
+    world.disk.is_away = True
+    world.run(ask("first", prompt(1), grant=leased(13)), ask("more", prompt(2), grant=leased(13)))
+    assert not world.stored()
+
+    world.disk.is_away = False
+    world.disk.beat(StorageStats("open"))
+    for _ in range(3):
+        world.step()
+    world.settle()
+
+    assert world.stored() == {prompt(1)[:12], prompt(2)[:12]}
+
+
+def test_nothing_is_stored_beyond_the_days_writes() -> None:
+    """Promised prefixes are counted, and never refused for it."""
+    world = LeveledWorld()
+    assert world.disk is not None
+    world.disk.beat(StorageStats("open", written_bytes_today=2**31))
+    world.run(ask("twice", prompt(2)))
+    world.run(ask("twice again", prompt(2)), ask("leased", prompt(3), grant=leased(13)))
+    world.push_out()
+
+    assert world.stored() == {prompt(3)[:12]}
+
+
+def test_a_request_waits_for_a_look_no_longer_than_allowed() -> None:
+    """A disk that does not answer costs `look_ms`, and then the prompt is computed."""
+    world = LeveledWorld(look_ms=20.0)
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.restart()
+    world.weather.polls_max = 10**6
+    world.chance.seed(4)
+    world.submit(ask("again", prompt(1)))
+    world.step()
+    assert world.core.stats().loading == 1
+
+    world.clock.advance(0.021)
+    for _ in range(4):
+        world.step()
+
+    assert world.cached("again") == 0
+
+
+def test_a_failed_load_is_computed_and_its_copy_never_tried_again(world: LeveledWorld) -> None:
+    """There is no third outcome beside done and failed."""
+    world.run(ask("first", prompt(1)))
+    world.push_out()
+    world.weather.fails = 1.0
+
+    assert world.run(ask("again", prompt(1))) == [0]
+    world.weather.fails = 0.0
+    assert world.below(prompt(1))[1] == {}
+    assert world.core.stats().levels[0].failed_total > 0
+
+
+def test_a_damaged_record_is_not_served() -> None:
+    """What came before it counts; the rest is computed."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.restart()
+    assert world.disk is not None
+    last = max(world.disk.records)
+    world.submit(ask("again", prompt(1)))
+    world.step()
+    del world.disk.records[last]
+    world.settle()
+
+    assert world.cached("again") == 8
+
+
+def test_a_load_ends_at_its_deadline(world: LeveledWorld) -> None:
+    """A transfer engine that hangs holds its blocks, and no request."""
+    world.run(ask("first", prompt(1)))
+    world.push_out()
+    world.weather.polls_max = 10**6
+    world.chance.seed(1)
+    world.submit(ask("again", prompt(1)))
+    for _ in range(5):
+        world.step()
+    assert world.core.stats().loading == 1
+
+    world.clock.advance(0.3)
+    for _ in range(12):
+        world.step()
+
+    assert isinstance(world.streams["again"].finished, Finished)
+    assert len(world.levels.loads) == 1
+
+
+def test_a_cancelled_load_frees_its_blocks_when_its_moves_have_ended(world: LeveledWorld) -> None:
+    """Until then nobody else may have them."""
+    world.run(ask("first", prompt(1)))
+    world.push_out()
+    world.weather.polls_max = 3
+    world.submit(ask("again", prompt(1)))
+    world.step_until_loading()
+    world.cancel("again")
+
+    assert world.core.stats().pinned_blocks == 3
+    world.settle()
+    assert world.core.stats().pinned_blocks == 0
+
+
+def test_two_requests_load_one_prefix_once(world: LeveledWorld) -> None:
+    """A sequence that is being loaded leads the others."""
+    world.run(ask("first", prompt(1, 20)))
+    world.push_out()
+    world.weather.polls_max = 3
+    copied = world.core.stats().levels[0].loaded_total
+
+    assert world.run(ask("a", prompt(1, 20)), ask("b", prompt(1, 20))) == [16, 16]
+    assert world.core.stats().levels[0].loaded_total - copied == 4
+
+
+def test_an_erased_namespace_is_gone_from_every_level(world: LeveledWorld) -> None:
+    """The answer tells the copies of each level, and comes when the disk has confirmed."""
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.weather.polls_max = 5
+    world.chance.seed(2)
+    answers: list[Erased] = []
+    world.core.erase(Erase(7, b"n"), answers.append)
+    world.written[b"n"] = []
+    assert not answers
+    world.settle()
+    (answer,) = answers
+
+    assert (answer.call_id, answer.blocks) == (7, 4)
+    assert [(level.level, level.blocks) for level in answer.levels] == [("host", 3), ("disk", 3)]
+    world.restart()
+    assert world.run(ask("again", prompt(1))) == [0]
+
+
+def test_what_is_under_way_during_an_erasure_brings_nothing(world: LeveledWorld) -> None:
+    """An offload, a store and a load that began before it end as nobody's."""
+    world.run(ask("first", prompt(1)))
+    world.push_out()
+    world.weather.polls_max = 4
+    world.submit(ask("again", prompt(1)))
+    world.step_until_loading()
+    world.core.erase(Erase(1, b"n"))
+    world.written[b"n"] = []
+    world.settle()
+
+    assert world.cached("again") == 0
+    assert world.below(prompt(1)) == (0, {})
+
+
+def test_an_erased_lease_takes_only_what_it_alone_covers() -> None:
+    """The copies of a prefix that another lease covers stay."""
+    world = LeveledWorld(disk=False, blocks=24)
+    world.run(ask("one", prompt(1, 21), grant=leased(20, lease_id="one")))
+    world.run(ask("two", prompt(1, 9) + prompt(2, 12), grant=leased(16, lease_id="two")))
+    world.settle()
+    (erased,) = world.core.erase(Erase(1, b"n", lease_id="one")).levels
+
+    assert erased.blocks == 2  # of five, three are in both
+    assert len(world.levels.book.prefixes.match(b"n", prompt(1, 9) + prompt(2, 12), 0.0)) == 4
+
+
+def test_a_copy_has_its_blocks_limit(world: LeveledWorld) -> None:
+    """Nothing is matched at or after its limit, on any level."""
+    world.run(ask("first", prompt(1), grant=leased(13, LIMITED)))
+    world.push_out()
+    assert world.below(prompt(1))[1] == {"host": 12}
+
+    world.clock.advance(51)
+
+    assert world.below(prompt(1))[1] == {}
+    assert world.run(ask("again", prompt(1))) == [0]
+
+
+def test_a_read_renews_what_the_disk_has() -> None:
+    """Otherwise a promise that was renewed on the device would not survive a restart."""
+    world = LeveledWorld()
+    retention = Retention("kept", promise_s=100, limit_s=200)
+    world.run(ask("first", prompt(1), grant=leased(13, retention)))
+    world.clock.advance(90)
+    world.run(ask("again", prompt(1), grant=leased(13, retention)))
+    assert world.disk is not None
+    (renewed,) = [one for one in world.disk.commands if isinstance(one, Renew)]
+
+    assert renewed.promise_s == pytest.approx(100)
+    assert len(renewed.record_ids) == 3
+
+
+def test_what_may_not_be_written_leaves_nothing(world: LeveledWorld) -> None:
+    """Such a request may read copies; its own blocks go nowhere."""
+    world.run(ask("private", prompt(1), grant=CacheGrant(b"n", PAYER, write=False)))
+    world.push_out()
+
+    assert not world.levels.book.prefixes.has(b"n")
+
+
+def test_what_may_not_rest_on_disk_stays_in_host_memory() -> None:
+    """Not even a promise, and not what an earlier request had queued."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=replace(leased(13), at_rest=False)))
+
+    assert not world.stored()
+    assert world.levels.host_bytes(b"n") > 0
+
+
+def test_a_request_that_may_not_read_loads_nothing(world: LeveledWorld) -> None:
+    """Not even a look is sent for it."""
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.restart()
+    world.run(ask("again", prompt(1), grant=CacheGrant(b"n", PAYER, read=False)))
+    assert world.disk is not None
+
+    assert not [command for command in world.disk.commands if isinstance(command, Look)]
+
+
+def test_one_payers_stream_takes_no_copies_inside_anothers_floor() -> None:
+    """Host memory has the device's floors, in proportion."""
+    world = LeveledWorld(slots=24, disk=False)
+    north = CacheGrant(b"north", Quota(floor_blocks=4))
+    world.run(ask("first", prompt(1), grant=north))
+    for number in range(12):
+        name = f"south{number}"
+        world.run(ask(name, prompt(number, 40), grant=CacheGrant(b"south")))
+
+    assert world.run(ask("again", prompt(1), grant=north)) == [12]
+
+
+def test_loads_that_would_be_slower_are_computed() -> None:
+    """The cost model compares measured paces."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1)))
+    world.push_out()
+    for _ in range(200):
+        world.levels.paces["host"].record_block(10.0)
+
+    assert world.run(ask("again", prompt(1))) == [0]
+
+
+# -- planted faults ---------------------------------------------------------------------------
+
+
+def restart_and_read(world: LeveledWorld) -> None:
+    """Store a prefix, restart, read it, under slow moves."""
+    world.weather.polls_max = 3
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.restart()
+    world.run(ask("again", prompt(1)))
+
+
+def cancel_and_crowd(world: LeveledWorld) -> None:
+    """Cancel a request whose load is under way, and let others take the freed blocks."""
+    world.run(ask("first", prompt(1)))
+    world.push_out()
+    world.weather.polls_max = 8
+    for turn in range(6):
+        world.submit(ask(f"again{turn}", prompt(1)))
+        for _ in range(30):
+            world.step()
+            if world.core.stats().loading:
+                break
+        world.step()
+        world.cancel(f"again{turn}")
+        world.submit(ask(f"next{turn}", prompt(turn + 2, 40)))
+        for _ in range(6):
+            world.step()
+    world.settle()
+
+
+def read_under_failures(world: LeveledWorld) -> None:
+    """Read prefixes while half of all moves fail."""
+    for number in range(4):
+        world.run(ask(f"first{number}", prompt(number)))
+    world.push_out()
+    world.weather.fails = 0.5
+    for number in range(4):
+        world.run(ask(f"again{number}", prompt(number)))
+
+
+FAULTS: dict[str, tuple[Any, str, Any, Any]] = {
+    "blocks of a load are not held": (Loads, "begin", None, cancel_and_crowd),
+    "a failed load counts as loaded": (Loads, "_done", lambda self, load: 3, read_under_failures),
+    "copies are matched by position alone": (
+        StoredPrefixes,
+        "match",
+        lambda self, namespace, tokens, now_s: _first_path(self, namespace, tokens),
+        read_under_failures,
+    ),
+}
+
+
+def _first_path(prefixes: StoredPrefixes, namespace: bytes, tokens: Any) -> list[Any]:
+    path = list[Any]()
+    copy = prefixes.root(namespace)
+    while copy.children and 4 * (len(path) + 1) < len(tokens):
+        copy = next(iter(copy.children.values()))
+        path.append(copy)
+    return path
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle, the recount or the fakes notice it."""
+    owner, attribute, fault, life = FAULTS[name]
+    monkeypatch.setattr(owner, attribute, fault or _begin_without_hold(Loads.begin))
+
+    with pytest.raises((OracleError, RuleBroken, MoveError, InvariantViolation)):
+        life(LeveledWorld(blocks=16))
+
+
+@pytest.mark.parametrize("life", [restart_and_read, cancel_and_crowd, read_under_failures])
+def test_without_a_fault_nothing_is_found(life: Any) -> None:
+    """The lives that find the faults pass without them."""
+    life(LeveledWorld(blocks=16))
+
+
+def _begin_without_hold(begin: Any) -> Any:
+    def without(self: Any, table: Any, *rest: Any) -> Any:
+        load = begin(self, table, *rest)
+        if load is not None:
+            self._cache.unhold(load.held)
+            load.held = self._cache.hold_blocks(table, len(table.blocks), 0.0)
+        return load
+
+    return without

@@ -1,0 +1,110 @@
+"""Load or compute: the longest prefix that is no slower to load, and levels that lose are left."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.levels.load_choice import (
+    JUDGED_LOADS,
+    NOTHING,
+    PAUSE_S,
+    TRIAL_S,
+    TRIALS_WON,
+    LevelPace,
+    LoadChoice,
+    choose_load,
+)
+from engine.moves import LevelName
+
+BLOCK_BYTES = 400_000
+
+
+def paces(host_s: float, disk_s: float) -> tuple[LevelPace, LevelPace]:
+    """Return the paces of levels whose blocks take so long."""
+    host, disk = LevelPace("host", BLOCK_BYTES), LevelPace("disk", BLOCK_BYTES)
+    host.block_s, disk.block_s = host_s, disk_s
+    return host, disk
+
+
+def choose(
+    on_host: list[bool], host: LevelPace, disk: LevelPace, block_s: float, now_s: float = 0.0
+) -> LoadChoice:
+    """Choose where computing takes `block_s` a block and one block may be loaded."""
+
+    def least(level: LevelName) -> int:
+        return {"device": 0, "host": 1, "disk": 4}[level]
+
+    return choose_load(on_host, host, disk, lambda blocks: blocks * block_s, least, now_s)
+
+
+def test_a_faster_level_is_loaded_whole() -> None:
+    """Its time and that of computing are told, for the deadline and the regret."""
+    choice = choose([True] * 32, *paces(0.001, 1.0), block_s=0.01)
+
+    assert choice.blocks == 32
+    assert choice.load_s == pytest.approx(0.033)
+    assert choice.compute_s == pytest.approx(0.32)
+
+
+def test_a_slower_level_is_not_loaded() -> None:
+    """The disk of one machine loses against its device."""
+    assert choose([False] * 32, *paces(0.001, 0.02), block_s=0.01) == NOTHING
+
+
+def test_only_the_part_that_pays_is_loaded() -> None:
+    """A run of blocks on host goes on with blocks on a slow disk."""
+    choice = choose([True] * 16 + [False] * 16, *paces(0.001, 1.0), block_s=0.01)
+
+    assert choice.blocks == 16
+
+
+def test_a_short_prefix_on_disk_is_not_worth_a_fetch() -> None:
+    """The least lengths differ by level."""
+    fast = paces(0.0001, 0.0001)
+
+    assert choose([False] * 3, *fast, block_s=0.1) == NOTHING
+    assert choose([False] * 4, *fast, block_s=0.1).blocks == 4
+    assert choose([True] * 3, *fast, block_s=0.1).blocks == 3
+
+
+def test_a_queue_counts_as_time() -> None:
+    """What others are loading comes first."""
+    host, disk = paces(0.001, 1.0)
+    host.queued = 1000
+
+    assert choose([True] * 32, host, disk, block_s=0.01) == NOTHING
+
+
+def test_a_level_whose_loads_keep_losing_is_left_alone() -> None:
+    """After a pause it has one trial at a time, until three win."""
+    host, disk = paces(0.001, 1.0)
+    for _ in range(JUDGED_LOADS):
+        host.record_load(took_s=0.3, compute_s=0.1, now_s=10.0)
+
+    assert host.regret_s == pytest.approx(0.2 * JUDGED_LOADS)
+    assert choose([True] * 32, host, disk, 0.01, now_s=10.0 + PAUSE_S - 1) == NOTHING
+    now_s = 10.0 + PAUSE_S
+    for _ in range(TRIALS_WON):
+        assert choose([True] * 32, host, disk, 0.01, now_s).blocks == 32
+        host.record_load(took_s=0.01, compute_s=0.1, now_s=now_s)
+        now_s += TRIAL_S
+    assert choose([True] * 32, host, disk, 0.01, now_s - TRIAL_S).blocks == 32
+
+
+def test_a_paused_disk_leaves_what_host_has() -> None:
+    """The run of blocks ends at the first that only the disk has."""
+    host, disk = paces(0.001, 0.001)
+    for _ in range(JUDGED_LOADS):
+        disk.record_load(took_s=0.3, compute_s=0.1, now_s=10.0)
+
+    assert choose([True] * 8 + [False] * 8, host, disk, 0.01, now_s=11.0).blocks == 8
+
+
+def test_a_pace_follows_what_is_measured() -> None:
+    """Old measurements fade."""
+    host, _ = paces(0.001, 1.0)
+    for _ in range(100):
+        host.record_block(0.002)
+
+    assert host.block_s == pytest.approx(0.002, rel=0.01)
+    assert host.bytes_per_s == pytest.approx(BLOCK_BYTES / 0.002, rel=0.01)

@@ -1,0 +1,58 @@
+"""What operators learn of levels: whose bytes, what was chosen, what only the disk has."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from engine.api import CacheGrant, Erase
+from engine.client.namespace_stats import NamespaceTable
+from tests.unit.engine.levels.leveled_worlds import PAYER, LeveledWorld, ask, leased, prompt
+
+
+def test_the_disks_namespaces_are_known_after_a_restart() -> None:
+    """Otherwise an erasure would not find what only the disk has."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.restart()
+    core = world.core
+    table = NamespaceTable()
+    table.add(core.stats(names=core.namespaces() | core.take_changed()).changed)
+
+    (space,) = table
+    assert (space.namespace, space.blocks, space.is_stored) == (b"n", 0, True)
+
+    core.erase(Erase(1, b"n"))
+    for _ in range(20):
+        world.step()
+    table.add(core.stats(names=core.take_changed()).changed)
+    assert list(table) == []
+
+
+def test_what_a_tenant_keeps_off_the_disk_is_not_stored() -> None:
+    """Host memory may have it; promised or not, used again or not."""
+    world = LeveledWorld()
+    never = replace(leased(13), at_rest=False)
+    for name in ("first", "again"):
+        world.run(ask(name, prompt(1), grant=never))
+    world.push_out()
+
+    assert world.stored() == set()
+    assert world.levels.host_bytes(b"n") > 0
+    world.run(ask("allowed", prompt(2), grant=leased(13)))
+    assert world.stored() == set(), "nothing more of a namespace that has forbidden it"
+
+
+def test_statistics_tell_owners_and_choices() -> None:
+    """Bytes by payer, and for how many prompts loading was chosen."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1)))
+    world.push_out()
+    world.run(ask("again", prompt(1)))
+    host, disk = world.core.stats().levels
+
+    assert {one.payer: one.used for one in host.payers} == {b"payer": host.used_bytes}
+    assert (host.chosen_total, host.declined_total) == (1, 0)
+    assert (disk.chosen_total, disk.pending_erasures) == (0, 0)
+    world.core.erase(Erase(1, b"n"))
+    assert world.core.stats().levels[1].pending_erasures == 1
+    assert CacheGrant(b"n", PAYER).at_rest
