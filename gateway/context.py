@@ -155,10 +155,12 @@ class Context:
             return Obstacle("ledger_unavailable", "Usage cannot be recorded at the moment.")
         return None
 
-    def promised_blocks_default(self, info: EngineInfo) -> int | None:
-        """Return the bound on an engine's promises to a tenant that sets none; None for the
-        engine's own bound."""
-        return promised_blocks_default(info, self.config.caching, self.registry.active_tenants)
+    def promised_blocks_default(self, info: EngineInfo, model: str, tenant_id: int) -> int | None:
+        """Return the bound on the promises of a model's engine to a tenant that sets none; None for
+        the engine's own bound. Promises of the last second may not count yet."""
+        promised = self.holders.promised(model, tenant_id)
+        active = self.registry.active_tenants
+        return promised_blocks_default(info, self.config.caching, active, promised)
 
     def enter(self, tenant_id: int, requests: int = 1) -> None:
         """Count admitted requests of this tenant."""

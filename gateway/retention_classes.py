@@ -87,7 +87,9 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     `honour_broken_promises`: a promised prefix that was lost is still billed as read; the operator
     pays for the recomputation. `promised_share_default`: the share of the promisable blocks that a
-    tenant without `promised_blocks_max` may promise itself beside other tenants. `entries_max`:
+    tenant without `promised_blocks_max` may promise itself beside other tenants;
+    `promised_together_default`: the share up to which all promises together leave room for those of
+    such tenants. `entries_max`:
     written prefixes indexed; `entries_per_tenant_max`: of one tenant. `fingerprints_max` and
     `fingerprint_life_s`: prompts kept (as digests) to explain misses of later ones.
     `resources_per_tenant_max`, `resource_bytes_per_tenant_max`: number and total size of a tenant's
@@ -98,6 +100,7 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     profiles: dict[str, CacheProfile] = {}
     honour_broken_promises: bool = True
     promised_share_default: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    promised_together_default: Annotated[float, Meta(gt=0, le=1)] = 0.75
     entries_max: Annotated[int, Meta(ge=1, le=2**24)] = 200_000
     entries_per_tenant_max: Annotated[int, Meta(ge=1, le=2**24)] = 20_000
     fingerprints_max: Annotated[int, Meta(ge=0, le=2**24)] = 20_000

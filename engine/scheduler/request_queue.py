@@ -132,11 +132,6 @@ class RequestQueue:
         """Return the highest priority of all waiting sequences. O(priorities)."""
         return max(self._priorities, default=-math.inf)
 
-    def best_priority(self, payer: Payer) -> int:
-        """Return the highest priority of a payer's waiting sequences. O(1)."""
-        key: QueueKey = self._queues[payer][0][0]
-        return -key[0]
-
     def in_order(
         self,
         running: Iterable[Sequence] = (),

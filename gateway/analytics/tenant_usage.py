@@ -18,6 +18,7 @@ FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting")
 
 
 _NOTHING = [0] * len(FIELDS)
+_PROMISED = FIELDS.index("promised_blocks")
 
 
 class TenantCacheUsage:
@@ -27,6 +28,8 @@ class TenantCacheUsage:
         self._tables: dict[str, NamespaceTable | None] = {}
         self._sums: dict[str, dict[int, list[int]]] = {}
         """Sums by model and tenant."""
+        self._promised: Counter[str] = Counter()
+        """Promised blocks of all tenants by model."""
 
     def update(
         self,
@@ -41,11 +44,13 @@ class TenantCacheUsage:
         if table is not self._tables.get(model):
             self._tables[model] = table
             sums.clear()
+            self._promised[model] = 0
             changes = [(None, stats) for stats in table or ()]
         for before, after in changes:
             for stats, sign in ((before, -1), (after, 1)):
                 if stats is not None and (owner := owner_of(stats.namespace)) is not None:
                     _add(sums, owner, stats, sign)
+                    self._promised[model] += sign * stats.promised_blocks
 
     def total(self, name: str, model: str | None = None) -> int:
         """Return the sum of one of `FIELDS` over all tenants, of all models or of one.
@@ -53,6 +58,11 @@ class TenantCacheUsage:
         index = FIELDS.index(name)
         wanted = self._sums.values() if model is None else [self._sums.get(model, {})]
         return sum(row[index] for sums in wanted for row in sums.values())
+
+    def promised(self, model: str, tenant_id: int) -> tuple[int, int]:
+        """Return the blocks of a model that are promised to a tenant, and to all. O(1)."""
+        own = self._sums.get(model, {}).get(tenant_id, _NOTHING)
+        return own[_PROMISED], self._promised[model]
 
     def of(self, tenant_id: int) -> dict[str, int]:
         """Return what a tenant uses, by `FIELDS`. O(models)."""

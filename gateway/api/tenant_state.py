@@ -98,7 +98,8 @@ async def tenant_state(
     ]
     refusals = Refusals([*facts.written, *live])
     last_hour = refusals.since(now_ms - HOUR_MS)
-    status, since_ms, reasons = _status(found, facts, refusals, now_ms)
+    recent = gateway.ended.last_refused_ms.get(tenant.tenant_id, {})
+    status, since_ms, reasons = _status(found, facts, refusals, recent, now_ms)
     unwritten = [max(last.values()) for last, _ in own if last]
     return {
         "tenant": tenant.name,
@@ -160,9 +161,14 @@ def _limits_set_ms(store: Store, tenant_id: int, now_ms: int) -> int:
 
 
 def _status(
-    found: TenantRecord, facts: _Facts, refusals: Refusals, now_ms: int
+    found: TenantRecord,
+    facts: _Facts,
+    refusals: Refusals,
+    recent: Mapping[str, int],
+    now_ms: int,
 ) -> tuple[TenantStatus, int | None, list[str]]:
-    """Return the status, since when it holds, and sentences that say why."""
+    """Return the status, since when it holds, and sentences that say why. `recent`: the exact time
+    of the last refusal by each code, of which a written minute tells the start alone."""
     last_hour, reasons = refusals.since(now_ms - HOUR_MS), list[str]()
     states: list[tuple[TenantStatus, int | None]] = []
     if found.tenant.status == "suspended":
@@ -176,7 +182,9 @@ def _status(
         states.append(("over_budget", min(refused, default=None)))
         reasons += [_budget_sentence(one) for one in spent or hard]
         reasons += _counted(last_hour, BUDGET_CODES, "did not fit a budget")
-    limited = refusals.times(LIMIT_CODES, max(facts.limits_set_ms, now_ms - HOUR_MS))
+    after_ms = max(facts.limits_set_ms, now_ms - HOUR_MS)
+    limited = refusals.times(LIMIT_CODES, after_ms)
+    limited += [recent[code] for code in LIMIT_CODES if recent.get(code, 0) > after_ms]
     if limited and max(limited) > now_ms - LIMITED_MS - MINUTE_MS:
         states.append(("limited", _streak_began_ms(limited)))
         reasons += _counted(last_hour, LIMIT_CODES, "exceeded a limit")

@@ -80,9 +80,13 @@ class QuotaUpdates:
     def _send(self, tenants: dict[int, TenantRecord]) -> None:
         for model in self._gateway.models:
             info = model.engine.info
-            default = None if info is None else self._gateway.promised_blocks_default(info)
-            scale = model.quota_scale
-            quotas = [_current_quota(one, default, scale) for one in tenants.values()]
+            quotas = []
+            for one in tenants.values():
+                default = None
+                if info is not None:
+                    tenant_id = one.tenant.tenant_id
+                    default = self._gateway.promised_blocks_default(info, model.name, tenant_id)
+                quotas.append(_current_quota(one, default, model.quota_scale))
             with suppress(EngineError):  # `resend_recent` or the next request delivers it
                 model.engine.set_quotas(quotas)
 

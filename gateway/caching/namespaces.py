@@ -104,15 +104,24 @@ def scaled(policy: CachePolicy, scale: float) -> CachePolicy:
 
 
 def promised_blocks_default(
-    info: EngineInfo, caching: CachingConfig, active_tenants: int
+    info: EngineInfo,
+    caching: CachingConfig,
+    active_tenants: int,
+    promised: tuple[int, int] = (0, 0),
 ) -> int | None:
     """Return how many blocks a tenant without a bound of its own may promise itself.
 
     None, up to the engine's own bound, for a tenant that is alone: it takes them from no other.
+    `promised`: blocks that are promised to the tenant and to all. Tenants without a bound promise
+    themselves no more once all promises take `promised_together_default`: what is left is for
+    tenants whose bound or floor the operator has set.
     """
     if active_tenants <= 1 or not info.promisable_blocks:
         return None
-    return int(info.promisable_blocks * caching.promised_share_default)
+    own, every = promised
+    share = int(info.promisable_blocks * caching.promised_share_default)
+    left = int(info.promisable_blocks * caching.promised_together_default) - (every - own)
+    return max(0, min(share, left))
 
 
 _PARTS = 5

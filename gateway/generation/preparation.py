@@ -158,7 +158,7 @@ def admission_context(gateway: Context, model: ServedModel, tenant_id: int) -> A
         model_stop_token_ids=model.renderer.stop_token_ids,
         running=gateway.running[tenant_id],
         waiting=model.waiting,
-        promised_blocks_default=gateway.promised_blocks_default(info),
+        promised_blocks_default=gateway.promised_blocks_default(info, model.name, tenant_id),
         quota_scale=model.quota_scale,
     )
 

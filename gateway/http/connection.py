@@ -271,11 +271,6 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         stream = self._stream
         return stream is None or self._linger_timer is not None or stream.is_closing()
 
-    @property
-    def is_lingering(self) -> bool:
-        """Whether the connection has ended and drops what the client still sends."""
-        return self._linger_timer is not None
-
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return the socket transport's extra info `name`."""
         return default if self._stream is None else self._stream.get_extra_info(name, default)

@@ -98,6 +98,8 @@ class EndedRequests:
         self._refused_by_tenant: Counter[int] = Counter()
         self.last_hour: Sequence[Sample] = ()
         self.writing = asyncio.Lock()
+        self.last_refused_ms: dict[int, dict[str, int]] = {}
+        """When each tenant was refused last, by code; kept for an hour."""
 
     def count(self) -> bool:
         """Count up to `COUNTED_AT_ONCE` of the ended requests, and begin a minute when one is over.
@@ -108,7 +110,11 @@ class EndedRequests:
             record, segments = self._queue.popleft()
             self._running[ALL_TENANTS].add(record)
             if record.tenant_id:
-                self._running[record.tenant_id].add(record)
+                own = self._running[record.tenant_id]
+                own.add(record)
+                if record.code in own.last_refused_ms:
+                    last = self.last_refused_ms.setdefault(record.tenant_id, {})
+                    last[record.code] = own.last_refused_ms[record.code]
             self._keep(record, segments)
             self._measure(record)
         minute_ms = self._wall() // MINUTE_MS * MINUTE_MS
@@ -121,6 +127,12 @@ class EndedRequests:
         """End the running minute before its time, at a shutdown."""
         self._ended.append((self._minute_ms, self._running))
         self._running = _new_minute()
+        since_ms = self._wall() - HOUR_MS
+        self.last_refused_ms = {
+            tenant_id: last
+            for tenant_id, last in self.last_refused_ms.items()
+            if max(last.values()) > since_ms
+        }
 
     @property
     def ended_minutes(self) -> Sequence[Minute]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gateway.caching.namespaces import promised_blocks_default, quota_of
+from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import CachingConfig
-from tenancy.accounts.tenants import change_tenant
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.types import CachePolicy
 from tests.unit.gateway.gateway_fixture import BLOCKS, GatewayFixture
 
@@ -23,12 +27,12 @@ def promise(first: int) -> dict[str, Any]:
     return {"messages": message, "max_tokens": 1, "prompt_cache_options": cache}
 
 
-async def promise_all(gateway: GatewayFixture) -> tuple[int, str]:
+async def promise_all(gateway: GatewayFixture, who: str = "ada") -> tuple[int, str]:
     """Ask for promises until they end; return the promised blocks and what the header says."""
     said = ""
     for number in range(40):
         body = {**promise(1_000 + 100 * number), "model": gateway.model}
-        status, answer, response = await gateway.ask(body=body)
+        status, answer, response = await gateway.ask(body=body, who=who)
         assert status == 200, answer
         said = response.headers["X-Trunkline-Cache"]
         if "lease=refused" in said:
@@ -57,6 +61,48 @@ async def test_tenant_that_is_alone_may_promise_itself_all(gateway: GatewayFixtu
 
     assert promised > PROMISABLE * 3 // 4
     assert "bound=pool" in said
+
+
+def has(counted: Callable[[], int], expected: int) -> bool:
+    """Return whether a count is as expected."""
+    return counted() == expected
+
+
+async def test_default_tenants_together_leave_room_for_a_tenant_with_a_bound(
+    gateway: GatewayFixture,
+) -> None:
+    """Four of a quarter each would take all; a bound that the operator set is kept."""
+    holders = gateway.gateway.context.holders
+    for name in ("cid", "dan", "eve"):
+        tenant = create_tenant(gateway.store, wall_ms, name)
+        gateway.keys[name] = create_key(gateway.store, wall_ms, tenant.tenant_id)
+    gateway.gateway.context.registry.refresh_now()
+    said, promised = "", 0
+    for name in ("ada", "bob", "cid", "dan"):
+        promised, said = await promise_all(gateway, name)
+        counted = partial(holders.total, "promised_blocks")
+        await gateway.until(partial(has, counted, promised))
+    change_tenant(gateway.store, "eve", {"promised_blocks_max": 50})
+    gateway.gateway.context.registry.refresh_now()
+    with_bound, _ = await promise_all(gateway, "eve")
+
+    assert PROMISABLE * 5 // 8 < promised <= PROMISABLE * 3 // 4
+    assert "bound=quota" in said
+    assert promised + 20 < with_bound <= promised + 50
+
+
+@pytest.mark.parametrize(
+    ("promised", "bound"),
+    [((0, 0), 56), ((56, 112), 56), ((0, 140), 28), ((20, 160), 28), ((0, 224), 0)],
+)
+async def test_default_bound_shrinks_as_promises_grow(
+    gateway: GatewayFixture, promised: tuple[int, int], bound: int
+) -> None:
+    """What a tenant has already counts for it."""
+    info = gateway.engine.info
+    assert info is not None
+
+    assert promised_blocks_default(info, CachingConfig(), 5, promised) == bound
 
 
 @pytest.mark.parametrize(

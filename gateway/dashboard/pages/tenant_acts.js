@@ -188,7 +188,5 @@ export function Declared({ tenant }) {
     its settings are
     changed there.<//>` : null;
 }
-export const liveKeys = (keys, now = Date.now()) => keys.filter((one) => !one.revoked
-  && (!one.expires || new Date(one.expires).getTime() > now));
 export const endOf = (key) => (key.revoked ? `revoked ${instant(key.revoked)}` : key.expires
   ? instant(key.expires) : "without end");

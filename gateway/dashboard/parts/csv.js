@@ -11,7 +11,7 @@ function cell(value) {
 const guarded = (text) => (/^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text)) ? `'${text}`
   : text);
 
-export const csvOf = (heads, rows) =>
+const csvOf = (heads, rows) =>
   `${[heads, ...rows].map((row) => row.map(cell).join(",")).join("\r\n")}\r\n`;
 
 function save(name, text) {

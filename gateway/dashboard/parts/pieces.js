@@ -27,7 +27,6 @@ export function Tile({ label, value, unit, note, change, values, colour = "read"
 }
 
 export const Tiles = ({ children }) => html`<div class="tiles">${children}</div>`;
-export const Grid = ({ children }) => html`<div class="grid">${children}</div>`;
 export const Chip = ({ tone = "plain", children }) => html`<span
   class=${`chip ${tone}`}>${children}</span>`;
 

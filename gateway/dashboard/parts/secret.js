@@ -38,13 +38,13 @@ print(answer.text)`;
 }
 
 // The address of the public listener as this browser may reach it.
-export function publicAddress(listen) {
+function publicAddress(listen) {
   const port = listen.slice(listen.lastIndexOf(":") + 1), host = listen.slice(0, -port.length - 1);
   const anywhere = ["0.0.0.0", "[::]", "127.0.0.1", "[::1]", "localhost"].includes(host);
   return `http://${anywhere ? location.hostname : host}:${port}`;
 }
 
-export function Copyable({ text, label }) {
+function Copyable({ text, label }) {
   const [told, tell] = useState(""), box = useRef(null);
   const copy = async () => {
     try {

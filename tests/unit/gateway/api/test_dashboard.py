@@ -36,6 +36,21 @@ def test_every_module_that_is_imported_is_served() -> None:
         assert len(seen) > 10
 
 
+def test_every_export_is_imported() -> None:
+    """What no other file uses is private to its own, or dead."""
+    own = [path for path in FOLDER.rglob("*.js") if path.parent.name != "vendor"]
+    texts = {path: path.read_text() for path in own}
+    exported = re.compile(r"^export (?:async )?(?:const|function|let) (\w+)", re.MULTILINE)
+
+    unused = [
+        f"{path.name}: {name}"
+        for path, text in texts.items()
+        for name in exported.findall(text)
+        if not any(re.search(rf"\b{name}\b", other) for one, other in texts.items() if one != path)
+    ]
+    assert unused == []
+
+
 def test_public_listener_serves_no_administrators_page() -> None:
     """A tenant's page has neither the forms nor the paths of the admin API."""
     paths = {route.path for route in public_routes()}

@@ -104,6 +104,21 @@ async def test_a_changed_limit_ends_the_state(
     assert again["status"] == "limited"
 
 
+async def test_a_refusal_after_the_change_counts_once_its_minute_is_written(
+    admin: AdminClient,
+) -> None:
+    """A written minute is known by its start, which is before the change."""
+    gateway = admin.gateway
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"requests_per_minute": 1})
+    for _ in range(2):
+        await gateway.ask(body=gateway.chat())
+    sampling = HistorySampling(gateway.gateway.context, "")
+    await sampling.close()
+    found = await state(admin)
+
+    assert (found["status"], found["refusals_last_hour"]) == ("limited", {"rate_limit_exceeded": 1})
+
+
 async def test_refusals_are_known_after_their_minute_and_a_restart(
     unopened_gateway: GatewayFixture,
 ) -> None:
