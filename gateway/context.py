@@ -14,13 +14,12 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from engine.api import Clock, EngineInfo
+from engine.api import Clock
 from engine.client.client import Engine
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import TenantCacheUsage
 from gateway.caching import ContractManager
-from gateway.caching.namespaces import promised_blocks_default
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config
 from gateway.embeddings.embedder import Embedder
@@ -154,11 +153,6 @@ class Context:
         if not self.ledger.is_well:
             return Obstacle("ledger_unavailable", "Usage cannot be recorded at the moment.")
         return None
-
-    def promised_blocks_default(self, info: EngineInfo) -> int | None:
-        """Return the bound on an engine's promises to a tenant that sets none; None for the
-        engine's own bound."""
-        return promised_blocks_default(info, self.config.caching, self.registry.active_tenants)
 
     def enter(self, tenant_id: int, requests: int = 1) -> None:
         """Count admitted requests of this tenant."""

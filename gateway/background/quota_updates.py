@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from engine.api import Quota
+from engine.api import EngineInfo, Quota
 from engine.errors import EngineError
-from gateway.caching.namespaces import quota_of
+from gateway.caching.namespaces import promised_blocks_default, quota_of
 from gateway.context import Context
 from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, write_floor_blocks_max
 
@@ -77,10 +77,16 @@ class QuotaUpdates:
                 if cut is not None:
                     self._cuts[model.name] = cut
 
+    def _promised_default(self, info: EngineInfo) -> int | None:
+        gateway = self._gateway
+        return promised_blocks_default(
+            info, gateway.config.caching, gateway.registry.active_tenants
+        )
+
     def _send(self, tenants: dict[int, TenantRecord]) -> None:
         for model in self._gateway.models:
             info = model.engine.info
-            default = None if info is None else self._gateway.promised_blocks_default(info)
+            default = None if info is None else self._promised_default(info)
             scale = model.quota_scale
             quotas = [_current_quota(one, default, scale) for one in tenants.values()]
             with suppress(EngineError):  # `resend_recent` or the next request delivers it

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from engine.api import Retention
 from gateway.caching import CacheScope, Contract, PrefixOrigin
-from gateway.caching.namespaces import fidelity_of, namespace_of
+from gateway.caching.namespaces import fidelity_of, namespace_of, promised_blocks_default
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
 from gateway.engines.served_models import ServedModel
@@ -158,7 +158,9 @@ def admission_context(gateway: Context, model: ServedModel, tenant_id: int) -> A
         model_stop_token_ids=model.renderer.stop_token_ids,
         running=gateway.running[tenant_id],
         waiting=model.waiting,
-        promised_blocks_default=gateway.promised_blocks_default(info),
+        promised_blocks_default=promised_blocks_default(
+            info, gateway.config.caching, gateway.registry.active_tenants
+        ),
         quota_scale=model.quota_scale,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 
-from engine.api import EngineInfo, NamespaceStats, Stats
+from engine.api import EngineInfo, Erased, NamespaceStats, PayerBytes, Stats
 from engine.client.client import EngineConnection
 from engine.errors import EngineUnavailable, InvariantViolation
 from engine.model_store import ModelCard
@@ -15,6 +15,7 @@ from gateway.caching.namespaces import namespace_of
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.prompt import Renderer
 from tenancy.types import CachePolicy, Identity, Tenant
+from tests.unit.gateway.levels.reported_levels import DISK, HOST
 
 INFO = EngineInfo(
     epoch="e", model="m", model_digest="digest", model_dir="", vocab_size=9, context_tokens=64,
@@ -110,6 +111,29 @@ def test_statistics_are_sums_over_the_engines(renderer: Renderer) -> None:
     assert served(renderer, [SilentEngine(INFO, each[0])]).stats() is each[0]
 
 
+def test_levels_are_sums_of_each_name(renderer: Renderer) -> None:
+    """The worst state and the slowest rate; a tenant's bytes on both disks are one number."""
+    slow = replace(DISK, state="open", reason="", bytes_per_s=5.0, payers=(PayerBytes(b"1", 7, 1),))
+    each = [Stats(levels=(HOST, DISK)), Stats(levels=(slow,))]
+    models = served(renderer, [SilentEngine(INFO, stats) for stats in each])
+    host, disk = models.stats().levels
+
+    assert host == HOST
+    assert (disk.state, disk.reason, disk.bytes_per_s) == ("full", DISK.reason, 5.0)
+    assert (disk.blocks, disk.stored_total) == (2 * DISK.blocks, 2 * DISK.stored_total)
+    assert disk.payers == (PayerBytes(b"1", 8_007, 501), PayerBytes(b"2", 1_000, 0))
+
+
+def test_promises_survive_on_the_disk_of_their_own_model(renderer: Renderer) -> None:
+    """Another model's disk holds nothing of them."""
+    engines = [SilentEngine(INFO, Stats(levels=(DISK,))), SilentEngine(INFO)]
+    models = served(renderer, engines)
+
+    kept = [models.survives(namespace(f"digest{model.suffix}")) for model in models]
+
+    assert kept == [True, False]
+
+
 async def test_a_report_asks_the_engines_that_answer(renderer: Renderer) -> None:
     """One that is away costs the others nothing; a defect is no absence."""
     engines = [SilentEngine(INFO, Stats(blocks=1)), SilentEngine(INFO, Stats(blocks=2))]
@@ -137,19 +161,16 @@ async def test_an_erasure_asks_the_namespaces_engine(
     models = served(renderer, engines)
     asked: list[tuple[object, bytes]] = []
 
-    class Answer:
-        blocks = 3
-
-    async def erase(self: SilentEngine, space: bytes, *, lease_id: str | None = None) -> Answer:
+    async def erase(self: SilentEngine, space: bytes, *, lease_id: str | None = None) -> Erased:
         asked.append((self, space))
-        return Answer()
+        return Erased(1, 3)
 
     monkeypatch.setattr(SilentEngine, "erase", erase)
     space = namespace("digest@b")
 
-    assert await models.erase(space) == 3
+    assert (await models.erase(space)).blocks == 3
     assert asked == [(engines[1], space)]
-    assert await models.erase(namespace("gone")) == 0, "no engine can read it"
+    assert (await models.erase(namespace("gone"))).blocks == 0, "no engine can read it"
 
 
 def test_floors_fit_in_every_pool(renderer: Renderer) -> None:
