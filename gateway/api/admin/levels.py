@@ -33,8 +33,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             gateway.level_history.since_ms,
         )
         minutes = gateway.level_history.minutes()
-        several = {"model": model.name, "models": [one.name for one in gateway.models]}
-        named = several if gateway.models.are_several else {}
+        named = {"model": model.name, "models": [one.name for one in gateway.models]}
         return json_api.answer({**report, "minutes": minutes, "at_ms": gateway.wall(), **named})
 
     async def tenants(request: web.BaseRequest) -> web.StreamResponse:
