@@ -18,8 +18,6 @@ from engine.client.cache_event_totals import BlockMoves
 from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
 from gateway.caching.namespaces import parts_of
-from gateway.engines.level_sums import sum_levels
-from gateway.levels.report import holds_promises
 from gateway.prompt import Renderer
 from gateway.waiting_requests import WaitingBounds, WaitingRequests
 
@@ -149,11 +147,10 @@ class ServedModels:
         model = self._only_or_of(namespace)
         return {} if model is None else model.engine.cache_events.losses_of(namespace)
 
-    def survives(self, namespace: Namespace) -> bool:
-        """Return whether a disk now holds what engines of this namespace's model promised and that
-        have ended."""
+    def stats_of(self, namespace: Namespace) -> Stats:
+        """Return the latest heartbeat of the engine of a namespace; zeros without one."""
         model = self._only_or_of(namespace)
-        return model is not None and holds_promises(model.engine.stats)
+        return Stats() if model is None else model.engine.stats
 
     def namespaces(self) -> Iterator[NamespaceStats]:
         """Yield the statistics of the namespaces of all engines."""
@@ -229,7 +226,7 @@ class ServedModels:
 def _sum(each: Sequence[Stats]) -> Stats:
     if len(each) == 1:
         return each[0]
-    levels = sum_levels([one.levels for one in each])
+    levels = next((one.levels for one in each if one.levels), ())
     return Stats(
         **{name: sum(getattr(one, name) for one in each) for name in _COUNTS}, levels=levels
     )

@@ -117,16 +117,14 @@ def _views() -> tuple[Operation, ...]:
         Operation("GET", f"{API}/audit", READ, "List changes.", None, page, changes, content=TABLE),
         Operation("GET", f"{API}/me", "admin", "Show the asking administrator.", None, me),
         Operation("GET", f"{API}/analytics", READ, "Show analytics since the start."),
-        Operation(
-            "GET", f"{API}/levels", READ, "Show the cache's levels.", None, LevelsAnswer, ("model",)
-        ),
+        Operation("GET", f"{API}/levels", READ, "Show the cache's levels.", None, LevelsAnswer),
         Operation(
             "GET",
             f"{API}/levels/tenants",
             READ,
             "Show bytes by tenant and level.",
             answer=LevelTenants,
-            query=("format", "model"),
+            query=("format",),
             content=TABLE,
         ),
         Operation("GET", API + "/analytics/{name}", READ, "Show a tenant's analytics."),

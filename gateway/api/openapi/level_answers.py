@@ -51,8 +51,7 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
 class LevelsAnswer(Struct, frozen=True):
     """All levels. `switch_on`: the lines of the configuration that give the cache a disk, while
     there is no level below the device. `minutes`: by name, one value for each of the last minutes:
-    `minute` since the epoch, tokens found by level, blocks moved by flow, of all models. `model`:
-    the one whose levels these are, of all `models`."""
+    `minute` since the epoch, tokens found by level, blocks moved by flow."""
 
     is_on: bool
     switch_on: str | None
@@ -62,8 +61,6 @@ class LevelsAnswer(Struct, frozen=True):
     levels: list[LevelAnswer]
     minutes: dict[str, list[int]]
     at_ms: int
-    model: str
-    models: list[str]
 
 
 class LevelBytes(Struct, frozen=True):

@@ -6,8 +6,6 @@ import { useData } from "../parts/api.js";
 import { Chart } from "../parts/chart.js";
 import { about, bytes, count, number, seconds, share, time, words } from "../parts/format.js";
 import { Chip, Empty, Notice, Panel, TenantLink, Tile, Tiles, instead } from "../parts/pieces.js";
-import { setQuery } from "../parts/route.js";
-import { useSession } from "../parts/session.js";
 import { Table } from "../parts/table.js";
 
 const NAMES = ["device", "host", "disk"];
@@ -17,10 +15,7 @@ const rate = (n) => (n ? `${bytes(n)}/s` : "not measured yet");
 const micro = (us) => (us === undefined || us === null ? null : `${number(1)(us)} us`);
 
 export function Memory() {
-  const { query } = useSession(), chosen = query.get("model");
-  const of = chosen ? `?model=${encodeURIComponent(chosen)}` : "";
-  const now = useData(`/admin/v1/levels${of}`);
-  const tenants = useData(`/admin/v1/levels/tenants${of}`, 15_000);
+  const now = useData("/admin/v1/levels"), tenants = useData("/admin/v1/levels/tenants", 15_000);
   const missing = instead(now, "the levels of the cache");
   if (missing) return html`<${Panel} title="Memory" wide>${missing}<//>`;
   const all = now.data, { levels } = all;
@@ -28,10 +23,6 @@ export function Memory() {
   return html`${levels.filter((one) => one.state !== "open").map((one) => html`<${Notice}
       tone=${one.state === "off" ? "bad" : "warn"}>The ${one.name} level is ${one.state}${one.reason
         ? `: ${one.reason}` : ""}${one.since_ms ? `, since ${time(one.since_ms)}` : ""}.<//>`)}
-    ${all.models.length > 1 && html`<p><label>Model <select value=${all.model}
-      onChange=${(event) => setQuery({ model: event.target.value })}>${all.models.map((one) =>
-      html`<option value=${one} selected=${one === all.model}>${one}</option>`)}</select></label>
-      </p>`}
     ${!all.is_on && html`<${Off} lines=${all.switch_on} />`}
     <${Tiles}>${levels.map((one) => html`<${Tile} label=${`Found on ${one.name}`}
       value=${share(one.loaded_tokens_total / found)}

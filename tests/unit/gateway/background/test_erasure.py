@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import string
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -95,9 +94,15 @@ class LevelledEngine(ReportedEngine):
 
     code = ""
 
-    async def erase(self, namespace: Namespace, *, lease_id: str | None = None) -> Erased:
+    async def erase(
+        self,
+        namespace: Namespace,
+        *,
+        lease_id: str | None = None,
+        tokens: tuple[int, ...] | None = None,
+    ) -> Erased:
         """Erase on the device, and tell of two blocks in host memory and three on disk."""
-        erased: Erased = await self.engine.erase(namespace, lease_id=lease_id)
+        erased: Erased = await self.engine.erase(namespace, lease_id=lease_id, tokens=tokens)
         disk = LevelErased("disk", 0 if self.code else 3, 0 if self.code else 12, self.code)
         return Erased(erased.call_id, erased.blocks, (LevelErased("host", 2, 8), disk))
 
@@ -105,8 +110,7 @@ class LevelledEngine(ReportedEngine):
 def with_levels(gateway: GatewayFixture) -> LevelledEngine:
     context = gateway.gateway.context
     engine = LevelledEngine(context.engine, STATS)
-    served: Any = context.models.default  # the engine is of another class than the declared one
-    served.engine = engine
+    context.models.default.engine = engine
     return engine
 
 

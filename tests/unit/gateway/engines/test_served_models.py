@@ -7,15 +7,16 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 
-from engine.api import EngineInfo, Erased, NamespaceStats, PayerBytes, Stats
+from engine.api import EngineInfo, Erased, NamespaceStats, Stats
 from engine.client.client import EngineConnection
 from engine.errors import EngineUnavailable, InvariantViolation
 from engine.model_store import ModelCard
 from gateway.caching.namespaces import namespace_of
 from gateway.engines.served_models import ServedModel, ServedModels
+from gateway.levels.report import holds_promises
 from gateway.prompt import Renderer
 from tenancy.types import CachePolicy, Identity, Tenant
-from tests.unit.gateway.levels.reported_levels import DISK, HOST
+from tests.unit.gateway.levels.reported_levels import DISK
 
 INFO = EngineInfo(
     epoch="e", model="m", model_digest="digest", model_dir="", vocab_size=9, context_tokens=64,
@@ -111,27 +112,14 @@ def test_statistics_are_sums_over_the_engines(renderer: Renderer) -> None:
     assert served(renderer, [SilentEngine(INFO, each[0])]).stats() is each[0]
 
 
-def test_levels_are_sums_of_each_name(renderer: Renderer) -> None:
-    """The worst state and the slowest rate; a tenant's bytes on both disks are one number."""
-    slow = replace(DISK, state="open", reason="", bytes_per_s=5.0, payers=(PayerBytes(b"1", 7, 1),))
-    each = [Stats(levels=(HOST, DISK)), Stats(levels=(slow,))]
-    models = served(renderer, [SilentEngine(INFO, stats) for stats in each])
-    host, disk = models.stats().levels
-
-    assert host == HOST
-    assert (disk.state, disk.reason, disk.bytes_per_s) == ("full", DISK.reason, 5.0)
-    assert (disk.blocks, disk.stored_total) == (2 * DISK.blocks, 2 * DISK.stored_total)
-    assert disk.payers == (PayerBytes(b"1", 8_007, 501), PayerBytes(b"2", 1_000, 0))
-
-
-def test_promises_survive_on_the_disk_of_their_own_model(renderer: Renderer) -> None:
-    """Another model's disk holds nothing of them."""
+def test_a_heartbeat_is_that_of_the_namespaces_engine(renderer: Renderer) -> None:
+    """Promises survive on the disk of their own model alone."""
     engines = [SilentEngine(INFO, Stats(levels=(DISK,))), SilentEngine(INFO)]
     models = served(renderer, engines)
+    found = [models.stats_of(namespace(f"digest{model.suffix}")) for model in models]
 
-    kept = [models.survives(namespace(f"digest{model.suffix}")) for model in models]
-
-    assert kept == [True, False]
+    assert [holds_promises(stats) for stats in found] == [True, False]
+    assert models.stats_of(namespace("another")) == Stats()
 
 
 async def test_a_report_asks_the_engines_that_answer(renderer: Renderer) -> None:
@@ -163,7 +151,7 @@ async def test_an_erasure_asks_the_namespaces_engine(
 
     async def erase(self: SilentEngine, space: bytes, *, lease_id: str | None = None) -> Erased:
         asked.append((self, space))
-        return Erased(1, 3)
+        return Erased(0, 3)
 
     monkeypatch.setattr(SilentEngine, "erase", erase)
     space = namespace("digest@b")

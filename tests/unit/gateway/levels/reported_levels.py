@@ -57,6 +57,7 @@ class ReportedEngine:
 
     def __init__(self, engine: Any, stats: Stats) -> None:
         self.engine, self.stats = engine, stats
+        self.namespaces = engine.namespaces
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec.structs import replace
 
 from gateway.levels.report import SWITCH_ON
 from tenancy.accounts.tenants import find_tenant_record
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.gateway.levels.reported_levels import DISK, STATS, ReportedEngine
 
 LEVELS = "/admin/v1/levels"
@@ -19,8 +17,7 @@ def report(gateway: GatewayFixture) -> ReportedEngine:
     """Let the gateway see an engine with levels."""
     context = gateway.gateway.context
     engine = ReportedEngine(context.engine, STATS)
-    served: Any = context.models.default  # the engine is of another class than the declared one
-    served.engine = engine
+    context.models.default.engine = engine
     return engine
 
 
@@ -88,24 +85,3 @@ async def test_metrics_have_every_level(gateway: GatewayFixture) -> None:
         "trunkline_disk_written_bytes_total 700.0",
         "trunkline_pending_erasures 2.0",
     } <= set(lines)
-
-
-async def test_each_model_has_levels_of_its_own(unopened_gateway: GatewayFixture) -> None:
-    """The default one's, unless the question names another; each has a folder in the common one."""
-    gateway = unopened_gateway
-    gateway.more = {"second": GatedRunner(gateway.card.config.vocab)}
-    await gateway.open()
-    report(gateway)
-    admin = AdminClient(gateway)
-    _, first = await admin.ask("GET", LEVELS)
-    _, second = await admin.ask("GET", f"{LEVELS}?model=second")
-    _, tenants = await admin.ask("GET", f"{LEVELS}/tenants?model=second")
-    status, refused = await admin.ask("GET", f"{LEVELS}?model=third")
-    await gateway.close()
-
-    assert (first["model"], first["models"]) == (gateway.model, [gateway.model, "second"])
-    assert [one["name"] for one in first["levels"]] == ["device", "host", "disk"]
-    assert [one["name"] for one in second["levels"]] == ["device"]
-    assert tenants["tenants"] == []
-    assert status == 400
-    assert f"expected one of: {gateway.model}, second." in refused["error"]["message"]
