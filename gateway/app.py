@@ -378,7 +378,7 @@ def _contracts(config: Config, models: ServedModels, store: Store, clock: Clock)
         models.is_alive,
         has_past=has_history(store),
         tells_leases=config.server.tolerance != "strict",
-        survives=lambda: holds_promises(models.stats()),
+        survives=lambda namespace: holds_promises(models.stats_of(namespace)),
     )
 
 

@@ -34,7 +34,7 @@ async def refresh_metrics(gateway: Context) -> None:
     await asyncio.to_thread(telemetry.read_process)
     models = gateway.models
     telemetry.set_engine_stats(
-        models.default.engine.stats,
+        models.stats(),
         is_ready=gateway.is_ready(),
         restarts=models.default.restarts(),
         several=[

@@ -76,14 +76,14 @@ class ContractManager:
         *,
         has_past: bool = False,
         tells_leases: bool = True,
-        survives: Callable[[], bool] = lambda: False,
+        survives: Callable[[Namespace], bool] = lambda _: False,
     ) -> None:
         """`losses`: blocks that a namespace lost, by cause, as of the engine's latest heartbeat.
         `epoch`: the engine epoch that new prefixes of a namespace are written in. `is_alive`:
         whether the engine of an epoch still holds its cache. `has_past`: an earlier gateway process
         may have written prefixes that this index does not contain. `tells_leases`: whether usage
         says which lease was not granted whole, which the hosted APIs' usage cannot. `survives`:
-        whether a level now holds what was promised by engines that have ended.
+        whether a level now holds what was promised in a namespace by engines that have ended.
         """
         self.config = config
         self.clock = clock
@@ -93,7 +93,7 @@ class ContractManager:
         self.tells_leases = tells_leases
         self._began_s = clock() if has_past else -math.inf
         self.entries = PrefixIndex(config.entries_max, config.entries_per_tenant_max)
-        self.promises = PromiseTally(self.entries, lambda epoch: is_alive(epoch) or survives())
+        self.promises = PromiseTally(self.entries, is_alive, survives=survives)
         self.entries.on_drop = self.promises.record_given_up
         self.fingerprints = FingerprintIndex(config.fingerprints_max, config.fingerprint_life_s)
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from engine.api import LeaseGrant
+from engine.api import LeaseGrant, Namespace
 from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex, PrefixKey
 
 PromiseOutcome = Literal["given", "renewed", "clipped", "refused", "kept", "broken", "given_up"]
@@ -35,14 +35,20 @@ class PromiseTally:
     """The promise counts of one gateway. Belongs to one thread."""
 
     def __init__(
-        self, entries: PrefixIndex, is_alive: Callable[[str], bool], slack: int = ENDS_SLACK
+        self,
+        entries: PrefixIndex,
+        is_alive: Callable[[str], bool],
+        slack: int = ENDS_SLACK,
+        *,
+        survives: Callable[[Namespace], bool] = lambda _: False,
     ) -> None:
-        """`entries` hold the promises. `is_alive`: whether the engine of an epoch still
-        holds its cache. `slack`: entries that
-        the heap of ends may hold beyond twice the number of running promises."""
+        """`entries` hold the promises. `is_alive`: whether the engine of an epoch still holds its
+        cache. `survives`: whether a level holds what was promised in a namespace by engines that
+        have ended. `slack`: entries that the heap of ends may hold beyond twice the number of
+        running promises."""
         self._slack = slack
         self._entries = entries
-        self._is_alive = is_alive
+        self._is_alive, self._survives = is_alive, survives
         self._counts: dict[tuple[int, str], Counter[PromiseOutcome]] = {}
         self._running: dict[PromiseKey, int] = {}
         self._ends: list[tuple[float, PromiseKey]] = []
@@ -90,7 +96,9 @@ class PromiseTally:
                 heapq.heappush(self._ends, (until_s, promise))
             else:
                 entry = self._entries.find(promise[0])
-                lives = entry is not None and self._is_alive(entry.epoch)
+                lives = entry is not None and (
+                    self._is_alive(entry.epoch) or self._survives(entry.key[0])
+                )
                 self._end(promise, "kept" if lives else "broken")
 
     def counts(self, now_s: float) -> dict[tuple[int, str], dict[str, int]]:

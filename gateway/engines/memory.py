@@ -24,11 +24,13 @@ NVIDIA_CONTROL = Path("/dev/nvidiactl")
 
 
 class ModelMemory(Struct, frozen=True):
-    """The memory of one model, in MiB. `name`: "" for a single model."""
+    """The memory of one model, in MiB. `name`: "" for a single model. `host_mib`: of the host level
+    of its cache."""
 
     name: str
     model_mib: int
     kv_mib: int
+    host_mib: int = 0
 
 
 class MemoryPlan(Struct, frozen=True):
@@ -46,7 +48,7 @@ class MemoryPlan(Struct, frozen=True):
     @property
     def need_mib(self) -> int:
         """Memory of models, KV blocks and programs together."""
-        models_mib = sum(one.model_mib + one.kv_mib for one in self.models)
+        models_mib = sum(one.model_mib + one.kv_mib + one.host_mib for one in self.models)
         return self.work_mib + models_mib + self.embeddings_mib
 
     @property
@@ -61,6 +63,9 @@ class MemoryPlan(Struct, frozen=True):
             + (f"{one.name}'s KV" if one.name else "KV")
             for one in self.models
         ]
+        host_mib = sum(one.host_mib for one in self.models)
+        if host_mib:
+            parts.append(f"{host_mib} for the host levels of the cache")
         parts.append(f"{self.work_mib} for the processes")
         if self.embeddings_mib:
             parts.append(f"{self.embeddings_mib} for embeddings")
@@ -81,7 +86,9 @@ def plan_memory(config: Config) -> MemoryPlan | None:
         files = [source] if source.is_file() else [f for f in source.rglob("*") if f.is_file()]
         model_mib = sum(file.stat().st_size for file in files) // 2**20
         kv_mib = 0 if engine.kv_blocks else engine.kv_memory_mib
-        found.append(ModelMemory(one.name, model_mib, kv_mib))
+        levels = engine.levels
+        host_mib = levels.host_mib or (levels.stage_mib if levels.disk_gib else 0)
+        found.append(ModelMemory(one.name, model_mib, kv_mib, host_mib))
     own = config.embeddings
     embeddings_mib = ENCODER_MIB + own.cache_mib if own.model else 0
     if free_mib is None or not found:

@@ -148,6 +148,11 @@ class ServedModels:
         model = self._only_or_of(namespace)
         return {} if model is None else model.engine.cache_events.losses_of(namespace)
 
+    def stats_of(self, namespace: Namespace) -> Stats:
+        """Return the latest heartbeat of the engine of a namespace; zeros without one."""
+        model = self._only_or_of(namespace)
+        return Stats() if model is None else model.engine.stats
+
     def namespaces(self) -> Iterator[NamespaceStats]:
         """Yield the statistics of the namespaces of all engines."""
         for model in self._models:

@@ -47,7 +47,7 @@ class World:
             lambda _: self.epoch,
             lambda epoch: epoch == self.epoch,
             has_past=has_past,
-            survives=lambda: self.has_disk,
+            survives=lambda _: self.has_disk,
         )
 
     def resolve(

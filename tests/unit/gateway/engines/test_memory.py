@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from engine.config import EngineConfig, LevelsConfig
 from gateway.config import Config, ServedModelSettings
 from gateway.engines import memory
 from gateway.engines.memory import ENGINE_MIB, WORK_MIB, lacking_memory, plan_memory
@@ -41,6 +43,19 @@ def test_the_sum_must_fit(config: Config, monkeypatch: pytest.MonkeyPatch) -> No
     assert enough == ""
     assert f"{need - 1} MiB free, about {need} needed" in said
     assert "3 for big, 700 for big's KV, 3 for small, 0 for small's KV" in said
+
+
+def test_host_levels_are_part_of_it(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine has a host level of its own; a disk alone has its stage."""
+    set_free(monkeypatch, 1)
+    engine = EngineConfig(levels=LevelsConfig(disk_gib=1.0, stage_mib=50))
+    models = (
+        config.models[0],
+        ServedModelSettings("small", config.models[1].path, engine={"levels": {"host_mib": 7}}),
+    )
+    said = lacking_memory(replace(config, engine=engine, models=models))
+
+    assert "57 for the host levels of the cache" in said
 
 
 def test_only_host_memory_of_several_models_is_checked(

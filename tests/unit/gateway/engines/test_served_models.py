@@ -13,8 +13,10 @@ from engine.errors import EngineUnavailable, InvariantViolation
 from engine.model_store import ModelCard
 from gateway.caching.namespaces import namespace_of
 from gateway.engines.served_models import ServedModel, ServedModels
+from gateway.levels.report import holds_promises
 from gateway.prompt import Renderer
 from tenancy.types import CachePolicy, Identity, Tenant
+from tests.unit.gateway.levels.reported_levels import DISK
 
 INFO = EngineInfo(
     epoch="e", model="m", model_digest="digest", model_dir="", vocab_size=9, context_tokens=64,
@@ -108,6 +110,16 @@ def test_statistics_are_sums_over_the_engines(renderer: Renderer) -> None:
 
     assert (found.blocks, found.running, found.steps_per_s, found.call_id) == (12, 3, 2.5, 0)
     assert served(renderer, [SilentEngine(INFO, each[0])]).stats() is each[0]
+
+
+def test_a_heartbeat_is_that_of_the_namespaces_engine(renderer: Renderer) -> None:
+    """Promises survive on the disk of their own model alone."""
+    engines = [SilentEngine(INFO, Stats(levels=(DISK,))), SilentEngine(INFO)]
+    models = served(renderer, engines)
+    found = [models.stats_of(namespace(f"digest{model.suffix}")) for model in models]
+
+    assert [holds_promises(stats) for stats in found] == [True, False]
+    assert models.stats_of(namespace("another")) == Stats()
 
 
 async def test_a_report_asks_the_engines_that_answer(renderer: Renderer) -> None:
