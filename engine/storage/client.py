@@ -145,7 +145,7 @@ class StorageClient:
         self._quotas: dict[Payer, Quota] = {}
         self._unsent = bytearray()
         self._wire: socket.socket | None = None  # while the process is there
-        self._is_ready = False  # its first heartbeat has come
+        self._is_ready = False  # its latest heartbeat says that it has a disk
         self._closing = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._deaths_s: deque[float] = deque(maxlen=DEATHS_MAX)
@@ -161,6 +161,9 @@ class StorageClient:
                 self._quotas.update({quota.payer: quota for quota in command.quotas})
             if not self._is_ready or len(self._unsent) > UNSENT_BYTES_MAX:
                 self._add(failures_of(command))
+                if isinstance(command, EraseStored) and self._wire is not None:
+                    with suppress(EngineError, OverflowError, ValueError):
+                        self._transmit(encode_frame(command))  # made up for when it is back
                 return
             try:
                 frame = encode_frame(command)
@@ -252,11 +255,10 @@ class StorageClient:
                 self._held.difference_update(message.lost)
             case StorageStats():
                 self._stats = message
-                if not self._is_ready:
-                    self._is_ready = True
-                    if self._quotas:
-                        quotas = SetStoredQuotas(tuple(self._quotas.values()))
-                        self._transmit(encode_frame(quotas))
+                was_ready, self._is_ready = self._is_ready, message.state != "off"
+                if self._is_ready and not was_ready and self._quotas:
+                    quotas = SetStoredQuotas(tuple(self._quotas.values()))
+                    self._transmit(encode_frame(quotas))
             case Fetched():
                 left = self._to_fetch.get(message.call_id, [])
                 if message.record_id in left:

@@ -88,16 +88,20 @@ class DiskStore:
         wall_ms: Callable[[], int],
         uptime_s: Callable[[], float],
         calls: DiskCalls,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the store of a folder that is ready, or make it. O(records).
 
+        `tick` is called now and then while a long query or change runs; it may call `stats`.
         Raises IndexUnusable, apsw.Error, OSError.
         """
         self._settings, self._view, self._calls = settings, view, calls
         self._uptime_s = uptime_s
         self._place_bytes = place_bytes_of(settings.slot_bytes)
         folder = settings.folder
-        self._index = RecordIndex(folder / INDEX_NAME, may_make=not any(folder.glob("*.slab")))
+        self._index = RecordIndex(
+            folder / INDEX_NAME, may_make=not any(folder.glob("*.slab")), tick=tick
+        )
         try:
             self._slabs = SlabFiles(folder, self._place_bytes, settings.slab_bytes, calls)
             try:

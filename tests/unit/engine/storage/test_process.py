@@ -311,13 +311,21 @@ def test_the_threads_say_how_long_the_oldest_work_takes() -> None:
     def wait() -> None:
         gate.wait(20.0)
 
-    io.read(wait, lambda: ended.append(1))
-    clock.advance(30.0)
+    has_begun = Event()
 
-    assert (io.under_way, io.oldest_s) == (1, 30.0)
+    def begin() -> None:
+        has_begun.set()
+        wait()
+
+    io.read(begin, lambda: ended.append(1))
+    assert has_begun.wait(20.0)
+    clock.advance(30.0)
+    io.read(wait, lambda: None)
+
+    assert (io.under_way, io.oldest_s) == (2, 30.0), "what waits for a thread does not hang"
     gate.set()
-    while not ended:
+    while io.under_way:
         for then in io.take_ended():
             then()
-    assert (io.under_way, io.oldest_s) == (0, 0.0)
+    assert (ended, io.oldest_s) == ([1], 0.0)
     io.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
-from engine.storage.index import LOG_BYTES_MAX, IndexUnusable
+from engine.storage.index import LOG_BYTES_MAX, IndexUnusable, RecordIndex, RecordRow
 from engine.storage.record import place_bytes_of
 from engine.storage.store import NO_SLAB_MS
 from tests.unit.engine.storage.failing_calls import FailingCalls
@@ -471,6 +472,27 @@ def test_slabs_without_an_index_are_not_overwritten(make: MakeRig) -> None:
         rig.open(rig.arena)
 
     assert not (rig.folder / "index.db").exists()
+
+
+def test_a_long_change_ticks(tmp_path: Path) -> None:
+    """The heartbeat goes on while a large namespace is erased."""
+    ticks: list[int] = []
+    with closing(
+        RecordIndex(tmp_path / "index.db", may_make=True, tick=lambda: ticks.append(1))
+    ) as index:
+        with index.change():
+            scope, payer_id = index.scope_for(A), index.payer_id(b"p")
+            for number in range(1, 8_001):
+                run = number.to_bytes(16, "little")
+                row = RecordRow(
+                    number, scope.scope_id, ROOT, run, payer_id, 1, number, 1, 1, b"", 0, 9, 0
+                )
+                index.insert(row, scope, 1)
+        ticks.clear()
+        with index.change():
+            assert len(index.delete_under(range(1, 8_001))) == 8_000
+
+        assert ticks
 
 
 def test_bad_commands_are_refused_one_by_one(make: MakeRig) -> None:
