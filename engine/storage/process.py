@@ -247,14 +247,16 @@ class StorageService:
         time.sleep(seconds)
 
     def _lose(self, reason: str) -> None:
-        """Close the store as soon as no thread uses it; until then all there is is failures."""
+        """Close the store as soon as no thread uses it; until then there are only failures.
+
+        The namespaces stay told: their records are still there for an erasure to reach.
+        """
         store, self._store = self._store, None
         self._reason = reason
         self._retry_at_s = self._monotonic_s() + RETRY_S
         if store is None:
             return
         self._log("levels_lost", reason=reason)
-        self._tell((), tuple(store.namespaces))
         self._dying = store
         while self._waiting:
             self._send(Stored(self._waiting.popleft().call_id, (), "closed"))
