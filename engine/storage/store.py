@@ -652,11 +652,20 @@ class DiskStore:
             one for one in self._index.expired(now_ms, EXPIRE_BATCH) if one not in self._pinned
         ]
         is_due = now_ms - self._noted_ms >= NOTE_MS
-        if expired or is_due or self._full_reason or self._books.used_bytes > self._high_bytes:
+        is_over = self._slabs.total_bytes > self._settings.disk_bytes and self._batch is None
+        if (
+            expired
+            or is_due
+            or is_over
+            or self._full_reason
+            or self._books.used_bytes > self._high_bytes
+        ):
             with self._index.change():
                 self._flush_uses()
                 self._note_time()
                 self.expired_total += self._drop(expired)
+                if is_over:
+                    self._shrink()
                 self._drop_ahead()
         if now_ms >= self._count_promised_at_ms:
             began_s = self._uptime_s()
@@ -667,6 +676,19 @@ class DiskStore:
     @property
     def _high_bytes(self) -> float:
         return HIGH_PART * self._settings.disk_bytes
+
+    def _shrink(self) -> None:
+        """Remove a slab if the disk got smaller by configuration: the last one without promises.
+
+        Its records go, with everything under them; one slab a call.
+        """
+        now_ms = self.clock.now_ms()
+        for number in sorted(self._slabs.sizes, reverse=True):
+            ids, _, is_promised = self._index.of_slab(number, now_ms)
+            if not is_promised and self._pinned.isdisjoint(ids):
+                self.dropped_total += self._drop(ids)
+                if self._slabs.remove_if_empty(number):
+                    return
 
     def _drop_ahead(self) -> None:
         room = self._settings.disk_bytes

@@ -415,6 +415,23 @@ def test_records_of_another_size_age_out(make: MakeRig) -> None:
     assert not is_there(other, 7)
 
 
+def test_a_disk_that_was_made_smaller_gives_its_room_back(make: MakeRig) -> None:
+    """By whole slabs; those with promises stay until these have ended."""
+    rig = make(**room_for(8, slab_places=2))
+    fill(rig, range(1, 8))
+    rig.store(A, LONG[:4], promise_s=60.0)
+    rig.close()
+    smaller = make(**room_for(8, slab_places=2) | {"disk_bytes": 5 * WIDE_PLACE})
+    for _ in range(4):
+        smaller.disk.maintain()
+
+    size = sum(path.stat().st_size for path in smaller.folder.glob("*.slab"))
+    assert size == 4 * WIDE_PLACE
+    assert smaller.found(A, LONG[:4]) != []
+    assert smaller.disk.stats().used_bytes <= 0.95 * 5 * WIDE_PLACE
+    smaller.disk.check()
+
+
 def test_files_and_folder_are_the_owners_alone(make: MakeRig) -> None:
     """They say what prompts said."""
     rig = make()
