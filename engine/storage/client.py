@@ -121,7 +121,8 @@ class StorageClient:
 
     `start` starts a process; `on_outcome` is called from the client's thread whenever `poll` has
     something new; `silence_s`: without a heartbeat for so long the process counts as dead;
-    `pauses_s`: before the next start, by deaths of the last minute.
+    `pauses_s`: before the next start, by deaths of the last minute; `deaths_max`: after so many in
+    a minute it stays away.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class StorageClient:
         on_outcome: Callable[[], None] = lambda: None,
         silence_s: float = 2.0,
         pauses_s: tuple[float, ...] = PAUSES_S,
+        deaths_max: int = DEATHS_MAX,
     ) -> None:
         self._settings, self._start, self._clock = settings, start, clock
         self._on_outcome, self._silence_s, self._pauses_s = on_outcome, silence_s, pauses_s
@@ -148,7 +150,7 @@ class StorageClient:
         self._is_ready = False  # its latest heartbeat says that it has a disk
         self._closing = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._deaths_s: deque[float] = deque(maxlen=DEATHS_MAX)
+        self._deaths_s: deque[float] = deque(maxlen=deaths_max)
         self._thread = threading.Thread(target=self._run, name="storage-client", daemon=True)
         self._thread.start()
 
@@ -283,11 +285,13 @@ class StorageClient:
                         break
                     self._deaths_s.append(self._clock())
                     is_last = (
-                        len(self._deaths_s) == DEATHS_MAX
+                        len(self._deaths_s) == self._deaths_s.maxlen
                         and self._deaths_s[-1] - self._deaths_s[0] < DEATHS_S
                     )
                     if is_last:
-                        reason = f"{reason}; {DEATHS_MAX} deaths in a minute: it stays away"
+                        reason = (
+                            f"{reason}; {len(self._deaths_s)} deaths in a minute: it stays away"
+                        )
                     self._fail_open(reason)
                 self._on_outcome()
                 if is_last:
