@@ -438,7 +438,10 @@ class StorageService:
         then: Callable[[], None],
     ) -> None:
         store.put_wiped(places, is_wiped=not failures)
-        then()
+        if store is self._store and not failures:
+            self._wipe(store, then)  # the rest, and what was given back meanwhile
+        else:
+            then()
         self._bury()
         if failures and store is self._store:
             raise failures[0]

@@ -401,6 +401,8 @@ class DiskStore:
         if is_over and not self._drop_leaves(payer, 1):
             return "over_quota"
         while (place := self._slabs.take()) is None:
+            if self._slabs.is_wiping:
+                return "full"  # for a moment: nothing is dropped for it
             if not self._grow() and not self._make_room(payer):
                 return "full"
         return place

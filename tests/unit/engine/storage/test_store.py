@@ -397,6 +397,22 @@ def test_a_failed_wipe_keeps_the_places_dirty(make: MakeRig) -> None:
     assert data.count(0) == len(data)
 
 
+def test_a_wipe_drops_nothing_and_grows_nothing(make: MakeRig) -> None:
+    """After each start all free places are wiped; a store meanwhile takes another free one."""
+    rig = make(**room_for(8))
+    fill(rig, range(4))
+    rig.reopen()
+    places = rig.disk.take_dirty()
+    assert fill(rig, [10, 11]) == ["", ""]
+    assert fill(rig, [12]) == ["full"], "for a moment"
+    rig.disk.wipe(places)
+    rig.disk.put_wiped(places, is_wiped=True)
+
+    assert fill(rig, [12]) == [""]
+    assert all(is_there(rig, number) for number in (0, 1, 2, 3, 10, 11, 12))
+    assert len(list(rig.folder.glob("*.slab"))) == 1
+
+
 def test_records_of_another_size_age_out(make: MakeRig) -> None:
     """Another model's records keep their room for seven days without use."""
     rig = make(**room_for(8, slab_places=4))
