@@ -121,7 +121,8 @@ class StorageClient:
 
     `start` starts a process; `on_outcome` is called from the client's thread whenever `poll` has
     something new; `silence_s`: without a heartbeat for so long the process counts as dead;
-    `pauses_s`: before the next start, by deaths of the last minute.
+    `pauses_s`: before the next start, by deaths of the last minute; `deaths_max`: after so many in
+    a minute it stays away.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class StorageClient:
         on_outcome: Callable[[], None] = lambda: None,
         silence_s: float = 2.0,
         pauses_s: tuple[float, ...] = PAUSES_S,
+        deaths_max: int = DEATHS_MAX,
     ) -> None:
         self._settings, self._start, self._clock = settings, start, clock
         self._on_outcome, self._silence_s, self._pauses_s = on_outcome, silence_s, pauses_s
@@ -146,10 +148,10 @@ class StorageClient:
         self._quotas: dict[Payer, Quota] = {}
         self._unsent = bytearray()
         self._wire: socket.socket | None = None  # while the process is there
-        self._is_ready = False  # its first heartbeat has come
+        self._is_ready = False  # its latest heartbeat says that it has a disk
         self._closing = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._deaths_s: deque[float] = deque(maxlen=DEATHS_MAX)
+        self._deaths_s: deque[float] = deque(maxlen=deaths_max)
         self._thread = threading.Thread(target=self._run, name="storage-client", daemon=True)
         self._thread.start()
 
@@ -162,6 +164,9 @@ class StorageClient:
                 self._quotas.update({quota.payer: quota for quota in command.quotas})
             if not self._is_ready or len(self._unsent) > UNSENT_BYTES_MAX:
                 self._add(failures_of(command))
+                if isinstance(command, EraseStored) and self._wire is not None:
+                    with suppress(EngineError, OverflowError, ValueError):
+                        self._transmit(encode_frame(command))  # made up for when it is back
                 return
             try:
                 frame = encode_frame(command)
@@ -265,11 +270,10 @@ class StorageClient:
                 self._changed.update(message.gained, message.lost)
             case StorageStats():
                 self._stats = message
-                if not self._is_ready:
-                    self._is_ready = True
-                    if self._quotas:
-                        quotas = SetStoredQuotas(tuple(self._quotas.values()))
-                        self._transmit(encode_frame(quotas))
+                was_ready, self._is_ready = self._is_ready, message.state != "off"
+                if self._is_ready and not was_ready and self._quotas:
+                    quotas = SetStoredQuotas(tuple(self._quotas.values()))
+                    self._transmit(encode_frame(quotas))
             case Fetched():
                 left = self._to_fetch.get(message.call_id, [])
                 if message.record_id in left:
@@ -294,11 +298,13 @@ class StorageClient:
                         break
                     self._deaths_s.append(self._clock())
                     is_last = (
-                        len(self._deaths_s) == DEATHS_MAX
+                        len(self._deaths_s) == self._deaths_s.maxlen
                         and self._deaths_s[-1] - self._deaths_s[0] < DEATHS_S
                     )
                     if is_last:
-                        reason = f"{reason}; {DEATHS_MAX} deaths in a minute: it stays away"
+                        reason = (
+                            f"{reason}; {len(self._deaths_s)} deaths in a minute: it stays away"
+                        )
                     self._fail_open(reason)
                 self._on_outcome()
                 if is_last:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,8 @@ FOREVER_MS = 2**62
 """The limit of a record without one."""
 IDS_RESERVED = 2**20
 LOG_BYTES_MAX = 2**24
+TICK_STEPS = 200_000
+"""Steps of SQLite's machine, about 0.1 us each, between two ticks."""
 _SCHEMA = f"""
 create table meta(name text primary key, value any) without rowid, strict;
 create table scopes(
@@ -104,9 +106,12 @@ class Scope(Struct, frozen=True):
 class RecordIndex:
     """An open index. One thread uses it; every method may raise apsw.Error."""
 
-    def __init__(self, path: Path, *, may_make: bool) -> None:
+    def __init__(
+        self, path: Path, *, may_make: bool, tick: Callable[[], None] = lambda: None
+    ) -> None:
         """Open the index; `may_make`: make it where there is none.
 
+        `tick` is called about each 20 ms of a long query or change; it may not use the index.
         Raises IndexUnusable, apsw.Error, OSError.
         """
         self.path = path
@@ -118,6 +123,12 @@ class RecordIndex:
                 )
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600))
         self._db = apsw.Connection(str(path), apsw.SQLITE_OPEN_READWRITE)
+
+        def progress() -> bool:
+            tick()
+            return False  # go on
+
+        self._db.set_progress_handler(progress, TICK_STEPS)
         try:
             self._open(may_make)
             self._scopes: dict[Namespace, Scope] = {}

@@ -23,7 +23,8 @@ class IoThreads:
         self._ordered = ThreadPoolExecutor(1, "storage-batch")
         self._ended: SimpleQueue[tuple[int, Callable[[], None]]] = SimpleQueue()
         self._monotonic_s = monotonic_s
-        self._began_s: dict[int, float] = {}
+        self._given: set[int] = set()
+        self._began_s: dict[int, float] = {}  # of works that a thread has taken up
         self._serial = 0
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -44,10 +45,13 @@ class IoThreads:
         self, pool: ThreadPoolExecutor, work: Callable[[], None], then: Callable[[], None]
     ) -> None:
         self._serial += 1
-        serial = self._serial
+        self._given.add(self._serial)
+        future = pool.submit(self._run, self._serial, work)
+        future.add_done_callback(partial(self._end, self._serial, then))
+
+    def _run(self, serial: int, work: Callable[[], None]) -> None:
         self._began_s[serial] = self._monotonic_s()
-        future = pool.submit(work)
-        future.add_done_callback(partial(self._end, serial, then))
+        work()
 
     def _end(self, serial: int, then: Callable[[], None], future: Future[None]) -> None:
         self._ended.put((serial, then))
@@ -55,14 +59,14 @@ class IoThreads:
 
     @property
     def under_way(self) -> int:
-        """Number of works that have not been handled."""
-        return len(self._began_s)
+        """Number of works that have not been handled, those that wait for a thread included."""
+        return len(self._given)
 
     @property
     def oldest_s(self) -> float:
-        """Seconds since the oldest of them began."""
+        """Seconds since a thread took up the oldest of them."""
         now_s = self._monotonic_s()
-        return now_s - min(self._began_s.values(), default=now_s)
+        return now_s - min([*self._began_s.copy().values()], default=now_s)
 
     def take_ended(self) -> list[Callable[[], None]]:
         """Return what is to be run for works that have ended."""
@@ -72,13 +76,14 @@ class IoThreads:
         with suppress(Empty):
             while True:
                 serial, then = self._ended.get_nowait()
-                del self._began_s[serial]
+                self._given.discard(serial)
+                self._began_s.pop(serial, None)
                 thens.append(then)
         return thens
 
     def close(self) -> None:
         """End the threads; works that hang are left."""
-        is_idle = not self._began_s
+        is_idle = not self._given
         for pool in (self._readers, self._writers, self._ordered):
             pool.shutdown(wait=is_idle, cancel_futures=True)
         if is_idle:

@@ -95,7 +95,7 @@ class StorageService:
         self._store: DiskStore | None = None
         self._dying: DiskStore | None = None  # lost, and still read or written by a thread
         self._reason = "the store is being opened"
-        self._retry_at_s = monotonic_s()
+        self._retry_at_s = self._beat_at_s = monotonic_s()
         self._waiting: deque[StoreRuns] = deque()
         self._batch: WriteBatch | None = None
         self._owed: list[EraseStored] = []
@@ -120,7 +120,7 @@ class StorageService:
             self._close()
 
     def _loop(self, decoder: Decoder[Downward]) -> None:
-        beat_at_s = tick_at_s = self._monotonic_s()
+        tick_at_s = self._monotonic_s()
         until_s: float | None = None
         while until_s is None or (self._is_busy and self._monotonic_s() < until_s):
             fds = [self._io.wake_fd, *([self._wire.fileno()] if until_s is None else ())]
@@ -142,9 +142,7 @@ class StorageService:
             if now_s >= tick_at_s:
                 tick_at_s = now_s + TICK_S
                 self._guard(self._tick)
-            if now_s >= beat_at_s:
-                beat_at_s = now_s + self._settings.heartbeat_s
-                self._beat()
+            self._beat_if_due()
 
     @property
     def _is_busy(self) -> bool:
@@ -170,7 +168,13 @@ class StorageService:
         if self._ticks % WIPE_TICKS == 0:
             self._wipe(store, lambda: None)
 
+    def _beat_if_due(self) -> None:
+        """Send a heartbeat if it is time, also in the middle of a long query or change."""
+        if self._monotonic_s() >= self._beat_at_s:
+            self._beat()
+
     def _beat(self) -> None:
+        self._beat_at_s = self._monotonic_s() + self._settings.heartbeat_s
         if self._io.oldest_s > JOB_S_MAX:
             return  # a disk that hangs: silence makes the engine replace this process
         if self._store is not None:
@@ -216,6 +220,7 @@ class StorageService:
                 self._wall_ms,
                 self._uptime_s,
                 self._calls,
+                self._beat_if_due,
             )
             for command in self._owed:
                 self._store.erase(command)
@@ -242,14 +247,16 @@ class StorageService:
         time.sleep(seconds)
 
     def _lose(self, reason: str) -> None:
-        """Close the store as soon as no thread uses it; until then all there is is failures."""
+        """Close the store as soon as no thread uses it; until then there are only failures.
+
+        The namespaces stay told: their records are still there for an erasure to reach.
+        """
         store, self._store = self._store, None
         self._reason = reason
         self._retry_at_s = self._monotonic_s() + RETRY_S
         if store is None:
             return
         self._log("levels_lost", reason=reason)
-        self._tell((), tuple(store.namespaces))
         self._dying = store
         while self._waiting:
             self._send(Stored(self._waiting.popleft().call_id, (), "closed"))
@@ -431,7 +438,10 @@ class StorageService:
         then: Callable[[], None],
     ) -> None:
         store.put_wiped(places, is_wiped=not failures)
-        then()
+        if store is self._store and not failures:
+            self._wipe(store, then)  # the rest, and what was given back meanwhile
+        else:
+            then()
         self._bury()
         if failures and store is self._store:
             raise failures[0]

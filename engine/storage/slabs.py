@@ -103,6 +103,7 @@ class SlabFiles:
         self._slab_bytes = max(1, slab_bytes // place_bytes) * place_bytes
         self._slabs: dict[int, _Slab] = {}
         self._bad: set[Place] = set()
+        self._wiping = 0
         try:
             for path in sorted(folder.glob("*.slab")):
                 if (match := _NAME.match(path.name)) is not None and path.is_file():
@@ -259,14 +260,26 @@ class SlabFiles:
             self._calls.sync(self._slabs[number].fd)
 
     def take_dirty(self) -> list[Place]:
-        """Return the dirty places that are free, for `wipe`, and keep them from use meanwhile."""
+        """Return dirty places that are free, for `wipe`, and keep them from use meanwhile.
+
+        At most half of a slab's free places: a store that comes meanwhile finds one, and need not
+        grow the disk or drop records for it. Call again until there are none.
+        """
         places: list[Place] = []
         for number, slab in self._slabs.items():
             if slab.dirty:
-                dirty, slab.dirty = slab.dirty, set()
-                slab.free = sorted(at for at in slab.free if at not in dirty)
-                places += [Place(number, at) for at in sorted(dirty)]
+                most = max(1, len(slab.free) // 2)
+                taken = set(sorted(slab.dirty)[-most:])  # `take` begins at the other end
+                slab.dirty -= taken
+                slab.free = sorted(at for at in slab.free if at not in taken)
+                self._wiping += len(taken)
+                places += [Place(number, at) for at in sorted(taken)]
         return places
+
+    @property
+    def is_wiping(self) -> bool:
+        """Whether places will be free as soon as they are wiped."""
+        return self._wiping > 0
 
     def wipe(self, places: Sequence[Place]) -> None:
         """Make the bytes of places read as zeros, durably. Raises OSError.
@@ -282,6 +295,7 @@ class SlabFiles:
 
     def put_wiped(self, places: Sequence[Place], *, is_wiped: bool) -> None:
         """Make places free again after `wipe`; they stay dirty if it failed."""
+        self._wiping -= len(places)
         for place in places:
             if (slab := self._slabs.get(place.slab)) is not None:
                 heappush(slab.free, place.position)

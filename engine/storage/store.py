@@ -88,16 +88,20 @@ class DiskStore:
         wall_ms: Callable[[], int],
         uptime_s: Callable[[], float],
         calls: DiskCalls,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the store of a folder that is ready, or make it. O(records).
 
+        `tick` is called now and then while a long query or change runs; it may call `stats`.
         Raises IndexUnusable, apsw.Error, OSError.
         """
         self._settings, self._view, self._calls = settings, view, calls
         self._uptime_s = uptime_s
         self._place_bytes = place_bytes_of(settings.slot_bytes)
         folder = settings.folder
-        self._index = RecordIndex(folder / INDEX_NAME, may_make=not any(folder.glob("*.slab")))
+        self._index = RecordIndex(
+            folder / INDEX_NAME, may_make=not any(folder.glob("*.slab")), tick=tick
+        )
         try:
             self._slabs = SlabFiles(folder, self._place_bytes, settings.slab_bytes, calls)
             try:
@@ -397,6 +401,8 @@ class DiskStore:
         if is_over and not self._drop_leaves(payer, 1):
             return "over_quota"
         while (place := self._slabs.take()) is None:
+            if self._slabs.is_wiping:
+                return "full"  # for a moment: nothing is dropped for it
             if not self._grow() and not self._make_room(payer):
                 return "full"
         return place
@@ -648,11 +654,20 @@ class DiskStore:
             one for one in self._index.expired(now_ms, EXPIRE_BATCH) if one not in self._pinned
         ]
         is_due = now_ms - self._noted_ms >= NOTE_MS
-        if expired or is_due or self._full_reason or self._books.used_bytes > self._high_bytes:
+        is_over = self._slabs.total_bytes > self._settings.disk_bytes and self._batch is None
+        if (
+            expired
+            or is_due
+            or is_over
+            or self._full_reason
+            or self._books.used_bytes > self._high_bytes
+        ):
             with self._index.change():
                 self._flush_uses()
                 self._note_time()
                 self.expired_total += self._drop(expired)
+                if is_over:
+                    self._shrink()
                 self._drop_ahead()
         if now_ms >= self._count_promised_at_ms:
             began_s = self._uptime_s()
@@ -663,6 +678,19 @@ class DiskStore:
     @property
     def _high_bytes(self) -> float:
         return HIGH_PART * self._settings.disk_bytes
+
+    def _shrink(self) -> None:
+        """Remove a slab if the disk got smaller by configuration: the last one without promises.
+
+        Its records go, with everything under them; one slab a call.
+        """
+        now_ms = self.clock.now_ms()
+        for number in sorted(self._slabs.sizes, reverse=True):
+            ids, _, is_promised = self._index.of_slab(number, now_ms)
+            if not is_promised and self._pinned.isdisjoint(ids):
+                self.dropped_total += self._drop(ids)
+                if self._slabs.remove_if_empty(number):
+                    return
 
     def _drop_ahead(self) -> None:
         room = self._settings.disk_bytes

@@ -80,9 +80,9 @@ class LocalStorage:
 
     def wipe(self) -> None:
         """Wipe what was given back."""
-        places = self.store.take_dirty()
-        self.store.wipe(places)
-        self.store.put_wiped(places, is_wiped=True)
+        while places := self.store.take_dirty():
+            self.store.wipe(places)
+            self.store.put_wiped(places, is_wiped=True)
 
     def poll(self) -> list[StorageOutcome]:
         """See `Storage`."""

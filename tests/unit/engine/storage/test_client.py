@@ -13,6 +13,7 @@ import pytest
 from engine.api import Quota
 from engine.config import LevelsConfig
 from engine.moves import (
+    EraseStored,
     Fetch,
     Fetched,
     Look,
@@ -20,6 +21,7 @@ from engine.moves import (
     SetStoredQuotas,
     StorageOutcome,
     StorageStats,
+    StoredErased,
 )
 from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, StorageProcess, disk_settings, start_process
@@ -168,6 +170,26 @@ def test_quotas_are_told_to_each_new_process(scripts: Scripts) -> None:
     scripts.client.send(SetStoredQuotas((quota,)))
     process = first_process(scripts)
 
+    assert process.commands() == [SetStoredQuotas((quota,))]
+
+
+def test_a_process_without_its_disk_gets_erasures_alone(scripts: Scripts) -> None:
+    """Everything fails at once; an erasure is made up for, and quotas are told anew."""
+    quota = Quota(floor_blocks=3, payer=b"p")
+    scripts.client.send(SetStoredQuotas((quota,)))
+    process = first_process(scripts)
+    process.commands()
+    process.theirs.sendall(encode_frame(StorageStats("off", "the disk failed")))
+    scripts.stats("off")
+    erase = EraseStored(5, A)
+    scripts.client.send(Look(4, A, LONG))
+    scripts.client.send(erase)
+
+    assert scripts.client.poll() == [Looked(4, ()), StoredErased(5, code="closed")]
+    assert process.commands() == [erase]
+    process.theirs.sendall(encode_frame(StoredErased(5, code="closed")))
+    process.beat()
+    scripts.stats("open")
     assert process.commands() == [SetStoredQuotas((quota,))]
 
 

@@ -70,7 +70,7 @@ def test_a_failing_disk_closes_the_level_and_is_tried_again(make: MakeRig, call:
     assert rig.found(A, LONG) == []
     assert rig.fetch(A, ids) == [None, None]
     assert rig.send_store(rig.store_command(A, LONG)).code == "closed"
-    assert not rig.client.has_records(A)
+    assert rig.client.has_records(A), "an erasure must still reach it"
     calls.fails.clear()
     rig.await_state("open")
     assert rig.client.has_records(A)
@@ -311,13 +311,21 @@ def test_the_threads_say_how_long_the_oldest_work_takes() -> None:
     def wait() -> None:
         gate.wait(20.0)
 
-    io.read(wait, lambda: ended.append(1))
-    clock.advance(30.0)
+    has_begun = Event()
 
-    assert (io.under_way, io.oldest_s) == (1, 30.0)
+    def begin() -> None:
+        has_begun.set()
+        wait()
+
+    io.read(begin, lambda: ended.append(1))
+    assert has_begun.wait(20.0)
+    clock.advance(30.0)
+    io.read(wait, lambda: None)
+
+    assert (io.under_way, io.oldest_s) == (2, 30.0), "what waits for a thread does not hang"
     gate.set()
-    while not ended:
+    while io.under_way:
         for then in io.take_ended():
             then()
-    assert (io.under_way, io.oldest_s) == (0, 0.0)
+    assert (ended, io.oldest_s) == ([1], 0.0)
     io.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
-from engine.storage.index import LOG_BYTES_MAX, IndexUnusable
+from engine.storage.index import LOG_BYTES_MAX, IndexUnusable, RecordIndex, RecordRow
 from engine.storage.record import place_bytes_of
 from engine.storage.store import NO_SLAB_MS
 from tests.unit.engine.storage.failing_calls import FailingCalls
@@ -396,6 +397,22 @@ def test_a_failed_wipe_keeps_the_places_dirty(make: MakeRig) -> None:
     assert data.count(0) == len(data)
 
 
+def test_a_wipe_drops_nothing_and_grows_nothing(make: MakeRig) -> None:
+    """After each start all free places are wiped; a store meanwhile takes another free one."""
+    rig = make(**room_for(8))
+    fill(rig, range(4))
+    rig.reopen()
+    places = rig.disk.take_dirty()
+    assert fill(rig, [10, 11]) == ["", ""]
+    assert fill(rig, [12]) == ["full"], "for a moment"
+    rig.disk.wipe(places)
+    rig.disk.put_wiped(places, is_wiped=True)
+
+    assert fill(rig, [12]) == [""]
+    assert all(is_there(rig, number) for number in (0, 1, 2, 3, 10, 11, 12))
+    assert len(list(rig.folder.glob("*.slab"))) == 1
+
+
 def test_records_of_another_size_age_out(make: MakeRig) -> None:
     """Another model's records keep their room for seven days without use."""
     rig = make(**room_for(8, slab_places=4))
@@ -412,6 +429,23 @@ def test_records_of_another_size_age_out(make: MakeRig) -> None:
     other.clock.advance(8 * 86_400.0)
     fill(other, range(3_000, 3_010))
     assert not is_there(other, 7)
+
+
+def test_a_disk_that_was_made_smaller_gives_its_room_back(make: MakeRig) -> None:
+    """By whole slabs; those with promises stay until these have ended."""
+    rig = make(**room_for(8, slab_places=2))
+    fill(rig, range(1, 8))
+    rig.store(A, LONG[:4], promise_s=60.0)
+    rig.close()
+    smaller = make(**room_for(8, slab_places=2) | {"disk_bytes": 5 * WIDE_PLACE})
+    for _ in range(4):
+        smaller.disk.maintain()
+
+    size = sum(path.stat().st_size for path in smaller.folder.glob("*.slab"))
+    assert size == 4 * WIDE_PLACE
+    assert smaller.found(A, LONG[:4]) != []
+    assert smaller.disk.stats().used_bytes <= 0.95 * 5 * WIDE_PLACE
+    smaller.disk.check()
 
 
 def test_files_and_folder_are_the_owners_alone(make: MakeRig) -> None:
@@ -471,6 +505,27 @@ def test_slabs_without_an_index_are_not_overwritten(make: MakeRig) -> None:
         rig.open(rig.arena)
 
     assert not (rig.folder / "index.db").exists()
+
+
+def test_a_long_change_ticks(tmp_path: Path) -> None:
+    """The heartbeat goes on while a large namespace is erased."""
+    ticks: list[int] = []
+    with closing(
+        RecordIndex(tmp_path / "index.db", may_make=True, tick=lambda: ticks.append(1))
+    ) as index:
+        with index.change():
+            scope, payer_id = index.scope_for(A), index.payer_id(b"p")
+            for number in range(1, 8_001):
+                run = number.to_bytes(16, "little")
+                row = RecordRow(
+                    number, scope.scope_id, ROOT, run, payer_id, 1, number, 1, 1, b"", 0, 9, 0
+                )
+                index.insert(row, scope, 1)
+        ticks.clear()
+        with index.change():
+            assert len(index.delete_under(range(1, 8_001))) == 8_000
+
+        assert ticks
 
 
 def test_bad_commands_are_refused_one_by_one(make: MakeRig) -> None:
