@@ -49,6 +49,8 @@ from engine.moves import (
 CROWDED: Final = 0.6
 """The part of the pool in use from which running sequences' blocks are copied, so that a preemption
 finds them on host."""
+STUCK_S: Final = 10.0
+"""Seconds without an outcome after which nothing waits for moves any more."""
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
 FIDELITIES: Final[tuple[Fidelity, ...]] = ("exact", "near", "rough")
@@ -115,8 +117,7 @@ class Levels:
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
-        self._collected = 0
-        self._now_s = 0.0
+        self._now_s = self._heard_s = 0.0
         cache.watch(self._evicting, self._committed)
 
     # -- requests -----------------------------------------------------------------------------
@@ -231,8 +232,11 @@ class Levels:
         `running`: the tables of running sequences, those that would be preempted first in front.
         `collected`: the last step that was collected.
         """
-        self._now_s, self._collected = now_s, collected
-        for moved in self._transfer.poll():
+        self._now_s = now_s
+        outcomes = self._transfer.poll()
+        if outcomes or not (self.offloading.moves or self.loads.moves):
+            self._heard_s = now_s
+        for moved in outcomes:
             if not self.loads.moved(moved):
                 self.offloading.moved(moved)
         if self._storage is not None:
@@ -250,8 +254,9 @@ class Levels:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether moves pin blocks that no running sequence has."""
-        return bool(self.offloading.pinned or len(self.loads))
+        """Return whether moves pin blocks that no running sequence has, and still come to ends."""
+        is_stuck = self._now_s - self._heard_s > STUCK_S
+        return bool(self.offloading.pinned or len(self.loads)) and not is_stuck
 
     @property
     def is_busy(self) -> bool:
