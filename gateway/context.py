@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from engine.api import Clock
+from engine.api import Clock, EngineInfo
 from engine.client.client import Engine
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient

@@ -230,6 +230,7 @@ class World:
         self.endings: dict[str, int] = {}
         self.cached_tokens = 0
         self.written: dict[bytes, list[Stream]] = {}
+        self.matched_before: dict[str, list[Stream]] = {}
         self.grammars = grammars or PolledGrammars()
         self._make_cache, self._make_core = make_cache, make_core
         self._make_levels = make_levels
@@ -304,6 +305,10 @@ class World:
     def erase(self, namespace: bytes) -> None:
         """Erase a namespace; its live requests commit nothing more."""
         self.core.erase(Erase(1, namespace))
+        if self._make_levels is not None:  # those that wait for a load have matched before
+            for name, stream in self.live.items():
+                if stream.request.grant.namespace == namespace:
+                    self.matched_before[name] = self.written.get(namespace, [])
         self.written[namespace] = []
 
     def step(self) -> None:
@@ -377,7 +382,8 @@ class World:
         if not request.grant.read or request.prompt_logprobs is not None:
             expect(event.cached_tokens == 0, "a hit without the read grant", event)
         reach = 0
-        for other in self.written.get(request.grant.namespace, []):
+        before = self.matched_before.get(request.request_id, [])
+        for other in (*self.written.get(request.grant.namespace, []), *before):
             for alone in other.alone:
                 history = (*other.request.tokens, *alone)
                 reach = max(reach, common_prefix(request.tokens, history))

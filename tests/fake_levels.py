@@ -174,9 +174,16 @@ class FakeStorage:
         self.is_closed = True
 
     def take_over(self, before: FakeStorage | None) -> None:
-        """Continue with the records of an earlier process."""
+        """Continue with the records of an earlier process, which finishes what it was given."""
         if before is not None:
+            before.finish()
             self.records, self._last = before.records, before._last
+
+    def finish(self) -> None:
+        """Do all that was asked for."""
+        waiting, self._outcomes = self._outcomes, []
+        for _, command in waiting:
+            self._do(command)
 
     def beat(self, stats: StorageStats) -> None:
         """Send a heartbeat."""

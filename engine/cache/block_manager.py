@@ -8,6 +8,7 @@ The block manager knows no lease and no clock. Only `prefix_cache` and `lease_ma
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count as count_up
 
@@ -38,8 +39,8 @@ class BlockManager:
     window block that is not in a tree yet. `window_blocks`: how many window blocks the trees hold.
     `copies`: pending copies by destination; each pins its source. `changed`: namespaces whose
     counts have changed since the last `take_changed`. `version`: grows on every change that does
-    not come through a block table. `on_evict`: called with each leaf that is about to be
-    evicted.
+    not come through a block table. `moving`: by block, its references from moves between levels,
+    which are no use of it. `on_evict`: called with each leaf that is about to be evicted.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class BlockManager:
         self.copies: dict[int, BlockCopy] = {}
         self.tables: set[BlockTable] = set()
         self.version = 0
+        self.moving: Counter[int] = Counter()
         self.on_evict: Callable[[NamespaceAccount, Node], None] | None = None
         self._serials = count_up(1)
 
@@ -163,6 +165,10 @@ class BlockManager:
                         account.add_evictable(node)
         if cached:
             account.add_cached(cached, evictable)
+
+    def is_in_use(self, block: int) -> bool:
+        """Return whether a block of the tree is pinned by more than moves between levels. O(1)."""
+        return self.pool.ref_count[block] - self.moving.get(block, 0) > 1
 
     # -- copies -------------------------------------------------------------------------------
 

@@ -345,7 +345,7 @@ class LeaseManager:
             node.has_promise_deadline = False
             if account.tree.contains(node):
                 held = node.parent if isinstance(node, WindowBlock) else node
-                is_in_use = held is not None and self._manager.pool.ref_count[held.block] > 1
+                is_in_use = held is not None and self._manager.is_in_use(held.block)
                 if node.terms is not None and is_in_use:
                     node.terms.hold_promise(now_s)
                 self.update_deadlines(account, node, now_s)
@@ -372,7 +372,7 @@ class LeaseManager:
             node.has_limit_deadline = False
             if not account.tree.contains(node) or node.terms is None:
                 continue
-            if self._manager.pool.ref_count[node.block] > 1:
+            if self._manager.is_in_use(node.block):
                 node.terms.hold_limit(now_s)
             if node.terms.limit_at_s > now_s:
                 self.update_deadlines(account, node, now_s)

@@ -7,7 +7,8 @@ callers pass `now_s`. One thread calls it. The numbered rules are in `engine/cac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from engine.api import LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.accounts import NamespaceAccount, PayerAccount
@@ -423,16 +424,23 @@ class PrefixCache:
         """Let go what `hold` or `hold_blocks` has pinned, once. O(blocks)."""
         if held not in self._manager.tables:
             raise InvariantViolation("blocks were let go twice")
-        self._manager.unpin_all(held.account, reversed(held.blocks))
+        self.unhold_except(held, ())
         self._manager.tables.remove(held)
-        self._manager.version += 1
-        held.blocks = []
         held.account.tables -= 1
         self._manager.forget_if_idle(held.account)
+
+    def unhold_except(self, held: BlockTable, kept: Collection[int]) -> None:
+        """Let go the blocks of a hold that are not in `kept`. O(blocks)."""
+        gone = [block for block in held.blocks if block not in kept]
+        held.blocks = [block for block in held.blocks if block in kept]
+        self._manager.moving -= Counter(gone)
+        self._manager.unpin_all(held.account, reversed(gone))
+        self._manager.version += 1
 
     def _hold_table(self, account: NamespaceAccount, blocks: list[int], now_s: float) -> BlockTable:
         held = BlockTable(account, now_s, write=False)
         held.blocks = blocks
+        self._manager.moving.update(blocks)
         account.tables += 1
         self._manager.tables.add(held)
         self._manager.version += 1

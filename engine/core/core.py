@@ -195,7 +195,7 @@ class Core:
     def namespaces(self) -> set[Namespace]:
         """Return all namespaces that hold blocks or have live requests. O(these)."""
         below = () if self.levels is None else self.levels.namespaces()
-        held = {use.namespace for use in self.cache.namespaces()}
+        held = {use.namespace for use in self.cache.namespaces() if use.blocks}
         return held.union(self.requests.totals, below)
 
     def stats(self, call_id: int = 0, names: Iterable[Namespace] = ()) -> Stats:

@@ -236,8 +236,10 @@ class HostAccounts:
         best = max(candidates, key=lambda one: one[:2], default=None)
         giver = None if best is None else best[2]
         has_own = bool(taker.kept or taker.probation) and taker.used + 1 > taker.floor
-        if has_own and (giver is None or taker.overage(1) >= giver.overage()):
-            giver = taker
+        if giver is None or taker.overage(1) >= giver.overage():
+            # What is copied ahead of need takes nothing from a payer that has no more than its own:
+            # two payers would take each other's slots for ever.
+            giver = taker if has_own else (giver if used_at_s is None else None)
         victim = None if giver is None else giver.next_dropped()
         if giver is taker:
             victim = _older(victim, used_at_s)

@@ -51,6 +51,9 @@ from engine.moves import (
 CROWDED: Final = 0.6
 """The part of the pool in use from which running sequences' blocks are copied, so that a preemption
 finds them on host."""
+STUCK_S: Final = 10.0
+"""Seconds without an outcome after which nothing waits for moves any more. Of the time between two
+turns one second counts: the machine may have paused."""
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
 FIDELITIES: Final[tuple[Fidelity, ...]] = ("exact", "near", "rough")
@@ -119,8 +122,7 @@ class Levels:
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
         self._chosen: Counter[LevelName] = Counter()
         self._declined: Counter[LevelName] = Counter()
-        self._collected = 0
-        self._now_s = 0.0
+        self._now_s = self._silent_s = 0.0
         cache.watch(self._evicting, self._committed)
 
     # -- requests -----------------------------------------------------------------------------
@@ -237,8 +239,12 @@ class Levels:
         `running`: the tables of running sequences, those that would be preempted first in front.
         `collected`: the last step that was collected.
         """
-        self._now_s, self._collected = now_s, collected
-        for moved in self._transfer.poll():
+        self._silent_s += min(1.0, max(0.0, now_s - self._now_s))
+        self._now_s = now_s
+        outcomes = self._transfer.poll()
+        if outcomes or not (self.offloading.moves or self.loads.moves):
+            self._silent_s = 0.0
+        for moved in outcomes:
             if not self.loads.moved(moved):
                 self.offloading.moved(moved)
         if self._storage is not None:
@@ -256,8 +262,8 @@ class Levels:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether moves pin blocks that no running sequence has."""
-        return bool(self.offloading.pinned or len(self.loads))
+        """Return whether moves pin blocks that no running sequence has, and still come to ends."""
+        return bool(self.offloading.pinned or len(self.loads)) and self._silent_s <= STUCK_S
 
     @property
     def is_busy(self) -> bool:

@@ -306,6 +306,10 @@ class Loads:
             if piece.state is _State.READY:  # it was never begun
                 piece.state = _State.FAILED
                 self._let_go(load, piece)
+        # A block that no move fills any more may be committed: a hold on it alone would pin a block
+        # of the tree below unpinned ones.
+        filling = {piece.block for piece in load.pieces if piece.state is _State.MOVING}
+        self._cache.unhold_except(load.held, filling)
 
     def _piece_ended(self, load: Load, piece: _Piece, *, is_done: bool) -> None:
         piece.state = _State.DONE if is_done else _State.FAILED

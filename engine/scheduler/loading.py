@@ -116,10 +116,12 @@ class Loading:
                 self._end_look(sequence_id)
         ended = []
         for load in self.levels.take_ended(now_s):
-            sequence = self._loading.pop(load)
-            self._release(sequence)
-            self._commit(sequence, load, now_s)
-            ended.append(sequence)
+            if load not in self._loading:
+                continue  # its sequence ended after an erasure had ended the load
+            loaded = self._loading.pop(load)
+            self._release(loaded)
+            self._commit(loaded, load, now_s)
+            ended.append(loaded)
         return ended
 
     # -- internals ----------------------------------------------------------------------------

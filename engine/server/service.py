@@ -59,6 +59,8 @@ SMOKE_TEST_ID: Final = "canary"
 SMOKE_TEST_STEPS_MAX: Final = 8
 COMPILE_POLL_S: Final = 0.001
 """Seconds between two checks of grammars that are being compiled, without other work."""
+STORE_SHARE: Final = 1 / 3
+"""The part of a drain's time for which an engine without requests stays to store promises."""
 LEVELS_POLL_S: Final = 0.0005
 """Seconds between two turns of the levels, without other work."""
 
@@ -114,6 +116,7 @@ class EngineService:
         self._heartbeat_at_s = clock()
         self._has_more_news = False
         self._is_draining = False
+        self._leave_at_s = float("-inf")
 
     def start(self) -> None:
         """Start loading; `ready` is set once a token was produced or loading has failed."""
@@ -152,7 +155,7 @@ class EngineService:
             while self._take_commands(core):
                 self._deliver(core.engine_stats.step, core.step())
                 self._send_heartbeat(core)
-                if self._is_draining and not core.has_work():
+                if self._is_draining and not core.has_work() and not self._is_storing(core):
                     break
         except BaseException as failure:
             self.failure = failure
@@ -227,7 +230,12 @@ class EngineService:
                 self._send_stats(sink, core, call_id)
             case Drain(timeout_s):
                 self._is_draining = True
+                self._leave_at_s = self.clock() + STORE_SHARE * timeout_s
                 core.drain(timeout_s)
+
+    def _is_storing(self, core: Core) -> bool:
+        """Return whether a drained engine stays for what is being copied below the device."""
+        return core.is_waiting_for_levels and self.clock() < self._leave_at_s
 
     def _reply(self, sink: ResponseSink, core: Core, message: Event | Reply) -> None:
         sink.send(core.engine_stats.step, (message,))

@@ -11,9 +11,12 @@ from collections.abc import Callable
 
 from engine.api import CacheGrant, Grammar, LeaseRequest, Quota, Request, Retention, Sampling
 from engine.cache import PrefixCache
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
-from tests.checkers import World
+from engine.levels.levels import Levels
+from tests.checkers import MakeLevels, World
+from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fakes import FakeRunner
 from tests.grammars import PolledGrammars
 
 RETENTIONS = (
@@ -63,6 +66,7 @@ class Life:
             make_cache=make_cache,
             make_core=make_core,
             grammars=PolledGrammars(self.grammar_chance.choice([0, 0, 3])),
+            make_levels=self._levels_below(seed),
         )
         self.quotas = {
             b"north": Quota(floor_blocks=floor),
@@ -71,6 +75,10 @@ class Life:
         }
         self._count = 0
         self._break_some_steps()
+
+    def _levels_below(self, seed: int) -> MakeLevels | None:
+        """Return what lies below the device: nothing."""
+        return None
 
     def live(self, events: int) -> World:
         """Run `events` events, then run all live requests to their end."""
@@ -158,3 +166,34 @@ class Life:
     def _grammar(self) -> Grammar | None:
         chance = self.grammar_chance
         return chance.choice(GRAMMARS) if chance.random() < 0.3 else None
+
+
+class LeveledLife(Life):
+    """A life with host memory and a disk below the device, whose speed and faults change."""
+
+    def _levels_below(self, seed: int) -> MakeLevels | None:
+        chance = random.Random(seed ^ 0x5EED)
+        self.weather_chance, self.weather = chance, Weather()
+        self.disk: FakeStorage | None = None
+        slots, has_disk = chance.choice([4, 12, 60]), chance.random() < 0.7
+        config = LevelsConfig(host_mib=1, disk_gib=1.0, host_tokens_min=1, disk_tokens_min=1)
+
+        def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+            memory = FakeTransferEngine(runner, slots, chance, self.weather)
+            before, self.disk = self.disk, None
+            if has_disk:
+                self.disk = FakeStorage(memory, chance, self.weather)
+                self.disk.take_over(before)
+            return Levels(cache, config, memory, self.disk)
+
+        return make
+
+    def _happen(self) -> None:
+        chance = self.weather_chance
+        if chance.random() < 0.02:
+            self.weather.polls_max = chance.choice([0, 1, 6])
+            self.weather.fails = chance.choice([0.0, 0.0, 0.1, 1.0])
+            self.weather.seconds = chance.choice([0.0, 1e-6, 0.01])
+        if self.disk is not None and chance.random() < 0.01:
+            self.disk.is_away = chance.random() < 0.5
+        super()._happen()

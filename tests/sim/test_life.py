@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.life import Life
+from tests.sim.life import LeveledLife, Life
 
 
 @pytest.mark.sim
@@ -22,3 +22,19 @@ def test_an_engine_survives_any_sequence_of_events(sim_seed: int) -> None:
 
     assert world.endings["done"] > 20
     assert world.cached_tokens > 0
+
+
+@pytest.mark.sim
+def test_an_engine_with_levels_survives_any_sequence_of_events(sim_seed: int) -> None:
+    """Host memory and disk that are fast, slow, failing or away: every answer is the one from
+    nothing, nothing waits for ever, and at rest no block is held by a move.
+    """
+    life = LeveledLife(sim_seed)
+
+    try:
+        world = life.live(600)
+    except Exception as error:
+        error.add_note(f"replay it with: --sim-seed {sim_seed}")
+        raise
+
+    assert world.endings["done"] > 10

@@ -1,0 +1,144 @@
+"""The service with levels below its core: late answers to erasures, drains that store, levels that
+are off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine.api import (
+    CacheGrant,
+    Drain,
+    EngineInfo,
+    Erase,
+    Erased,
+    Finished,
+    LeaseRequest,
+    Request,
+    Retention,
+    Sampling,
+    Submit,
+)
+from engine.cache import PrefixCache
+from engine.config import EngineConfig, LevelsConfig
+from engine.core.core import Core
+from engine.kv.format import KvFormat, KvGroup
+from engine.kv.storage import KvStorage
+from engine.levels.levels import Levels
+from engine.server.levels_below import build_levels
+from engine.server.service import EngineService
+from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fakes import FakeRunner
+from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
+from tests.unit.engine.server.test_service import DEADLINE_S, RecordingSink
+
+CONFIG = EngineConfig(heartbeat_s=0.05)
+LEASE = LeaseRequest(48, Retention("hour", 3600, 7200), "lease")
+PROMPT = tuple(number % VOCAB for number in range(49))
+
+
+class LeveledService:
+    """A service over the token oracle with slow moves below it."""
+
+    def __init__(self) -> None:
+        self.service = EngineService(self.make_core, CONFIG)
+        self.sink = RecordingSink()
+
+    def make_core(self) -> tuple[Core, EngineInfo]:
+        """Return the fake core with a host level and a disk."""
+        plain, info = fake_core(CONFIG)
+        runner = plain.runner
+        assert isinstance(runner, FakeRunner)
+        chance = random.Random(1)
+        memory = FakeTransferEngine(lambda: runner, 32, chance, Weather(20))
+        self.disk = FakeStorage(memory, chance, Weather(20))
+        config = LevelsConfig(disk_gib=1.0)
+        self.levels = Levels(plain.cache, config, memory, self.disk)
+        core = Core(
+            plain.cache,
+            runner,
+            CONFIG,
+            plain.clock,
+            vocab_size=plain.vocab_size,
+            context_tokens=plain.context_tokens,
+            levels=self.levels,
+        )
+        return core, info
+
+    def ask(self, name: str) -> None:
+        """Run a leased request."""
+        grant = CacheGrant(b"n", leases=(LEASE,))
+        self.service.post(
+            self.sink, Submit(Request(name, PROMPT, 1, grant, Sampling(temperature=0)))
+        )
+        self.sink.until(Finished, request_id=name)
+
+
+@pytest.fixture
+def leveled() -> Iterator[LeveledService]:
+    """Return a running service."""
+    leveled = LeveledService()
+    leveled.service.start()
+    assert leveled.service.ready.wait(DEADLINE_S)
+    leveled.service.join(leveled.sink)
+    yield leveled
+    leveled.service.stop()
+
+
+def test_an_erasure_is_answered_when_the_disk_has_confirmed(leveled: LeveledService) -> None:
+    """The engine's thread goes on meanwhile."""
+    leveled.ask("first")
+    leveled.service.post(leveled.sink, Erase(7, b"n"))
+    answer = leveled.sink.until(Erased)
+
+    assert answer.call_id == 7
+    assert [level.level for level in answer.levels] == ["host", "disk"]
+    assert not leveled.disk.records
+
+
+def test_a_drained_engine_stays_to_store_promises(leveled: LeveledService) -> None:
+    """A third of the drain's time at most; its levels are closed with it."""
+    leveled.ask("first")
+    leveled.service.post(leveled.sink, Drain(30.0))
+
+    assert leveled.service.stopped.wait(DEADLINE_S)
+    assert len(leveled.disk.records) == 3
+    assert leveled.disk.is_closed
+
+
+# -- what is built ----------------------------------------------------------------------------
+
+
+def built(levels: LevelsConfig, *, windows: bool = False, kv: bool = True) -> tuple[bool, str]:
+    """Return whether levels were built for a tiny model, and the reason why not."""
+    groups = (KvGroup(0, (0,)), KvGroup(8, (1,))) if windows else ()
+    form = KvFormat(1 if windows else 2, 1, 8, 16, torch.float32, groups=groups)
+    storage = KvStorage(form, 4, torch.device("cpu")) if kv else None
+    cache = PrefixCache(blocks=4, block_size=16)
+    below, off = build_levels(cache, EngineConfig(levels=levels), form, storage)
+    if below is not None:
+        below.close()
+    return below is not None, "" if not off else off[0].reason
+
+
+def test_levels_are_built_where_they_are_asked_for() -> None:
+    """Without a size there are none, and nothing is told of them."""
+    assert built(LevelsConfig()) == (False, "")
+    assert built(LevelsConfig(host_mib=1)) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"), [({"windows": True}, "windows of (8,)"), ({"kv": False}, "transfer engine")]
+)
+def test_levels_that_cannot_be_had_are_off_with_a_reason(
+    wanted: dict[str, bool], says: str
+) -> None:
+    """The engine runs on without them."""
+    is_built, reason = built(LevelsConfig(host_mib=1), **wanted)
+
+    assert not is_built
+    assert says in reason
