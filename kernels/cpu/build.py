@@ -24,9 +24,8 @@ import torch
 
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "cpu_mxfp4.c",
-    "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_experts.c",
-    "cpu_llama.c",
+    "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_mxfp4.c",
+    "cpu_experts.c", "cpu_llama.c",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
