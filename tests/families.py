@@ -97,15 +97,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """By name: transformers' model type, and what its config has beyond `BASE`."""
 
 
-def make(name: str) -> Any:
-    """Return a model of a family in fp32, with seeded random weights that no layer ignores."""
+def make(name: str, **more: Any) -> Any:
+    """Return a model of a family in fp32, with seeded random weights that no layer ignores. `more`:
+    fields of its config in place of those of `TINY`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
 
         transformers.logging.set_verbosity_error()
         kind, changes = TINY[name]
-        given = {k: v for k, v in {**BASE, **changes}.items()
+        given = {k: v for k, v in {**BASE, **changes, **more}.items()
                  if v is not None or k in ("q_lora_rank", "sliding_window")}  # fmt: skip
         config = transformers.AutoConfig.for_model(kind, **given)
         torch.manual_seed(0)

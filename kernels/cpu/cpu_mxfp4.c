@@ -121,45 +121,47 @@ void unpack_mxfp4(const uint32_t *panel, int depth, uint32_t *out) {
 }
 
 #if HAS_DOT
+/* Multiply the lines of nibble I by the words of a at pair I. */
+#define MULTIPLY_LINE(I)                                                                      \
+    {                                                                                         \
+        __m512bh line[4];                                                                     \
+        _Pragma("GCC unroll 4") for (int v = 0; v < panels; v++)                              \
+            line[v] = (__m512bh)line_of(_mm512_srli_epi16(w[v], 4 * (I)), table, e[v]);       \
+        _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) {                              \
+            int word;                                                                         \
+            memcpy(&word, a + r * lda + pair + (I), 4);                                       \
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(word);                             \
+            _Pragma("GCC unroll 4") for (int v = 0; v < panels; v++)                          \
+                acc[r * panels + v] = _mm512_dpbf16_ps(acc[r * panels + v], x, line[v]);      \
+        }                                                                                     \
+    }
+
 /* Multiply lines as they are unpacked, in the order of `multiply`: the sums have the same bits. */
 INLINE void multiply_packed(const int rows, const int panels, const float *a, size_t lda,
                             const uint32_t *b, int depth, float *out) {
     const __m512i table = table_of_codes();
+    const size_t panel = mxfp4_words(depth);
     __m512 acc[16];
+#pragma GCC unroll 16
     for (int i = 0; i < rows * panels; i++) acc[i] = _mm512_setzero_ps();
 #pragma GCC unroll 1
-    for (int k = 0; k < depth / 2; k += GROUP / 2, b += GROUP_WORDS) {
-        __m512i e[4];
+    for (int pair = 0; pair < depth / 2; pair += 4) {
+        const uint32_t *group = b + (size_t)(pair / (GROUP / 2)) * GROUP_WORDS;
+        const uint32_t *words = group + PANEL / 4 + pair / 4 % 4 * PANEL;
+        __m512i e[4], w[4];
 #pragma GCC unroll 4
-        for (int v = 0; v < panels; v++) e[v] = exponents_of(b + (size_t)v * mxfp4_words(depth));
-#pragma GCC unroll 1
-        for (int chunk = 0; chunk < 4; chunk++) {
-            __m512i w[4];
-#pragma GCC unroll 4
-            for (int v = 0; v < panels; v++)
-                w[v] = _mm512_loadu_si512(b + (size_t)v * mxfp4_words(depth) + PANEL / 4 +
-                                          chunk * PANEL);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                __m512bh line[4];
-#pragma GCC unroll 4
-                for (int v = 0; v < panels; v++) {
-                    line[v] = (__m512bh)line_of(w[v], table, e[v]);
-                    w[v] = _mm512_srli_epi16(w[v], 4);
-                }
-#pragma GCC unroll 4
-                for (int r = 0; r < rows; r++) {
-                    int word;
-                    memcpy(&word, a + r * lda + k + chunk * 4 + i, 4);
-                    const __m512bh x = (__m512bh)_mm512_set1_epi32(word);
-#pragma GCC unroll 4
-                    for (int v = 0; v < panels; v++)
-                        acc[r * panels + v] = _mm512_dpbf16_ps(acc[r * panels + v], x, line[v]);
-                }
-            }
+        for (int v = 0; v < panels; v++) {
+            e[v] = exponents_of(group + v * panel);
+            w[v] = _mm512_loadu_si512(words + v * panel);
         }
+        MULTIPLY_LINE(0)
+        MULTIPLY_LINE(1)
+        MULTIPLY_LINE(2)
+        MULTIPLY_LINE(3)
     }
+#pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < panels; v++)
             _mm512_storeu_ps(out + r * 64 + v * PANEL, acc[r * panels + v]);
 }

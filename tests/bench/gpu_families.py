@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +29,14 @@ from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
 from engine.plan import Group
 from kernels.reference import paged_attention
+from tests.bench.gpu_kernels import time_graph
 from tests.bench.gpu_workloads import BLOCK, WORKLOADS, Bench, Workload, copy_rate, print_line
 
 DEVICE = torch.device("cuda")
 CONTEXT = 32_768 + 256
 LONG_ROWS = 8
+RUNS = 16
+"""Runs of a layer in one graph: a launch of the graph then costs little of the time."""
 
 
 def _windowed(window: int, period: int, layers: int) -> tuple[Layer, ...]:
@@ -109,6 +110,10 @@ class LayerBench:
             classes=plan.classes, merge=plan.parts_max > 1, causal=False, sinks=self.sinks,
         )  # fmt: skip
 
+    def _many(self, layer: int) -> None:
+        for _ in range(RUNS):
+            self.run(layer)
+
     def measure(self, rate: float) -> list[dict[str, Any]]:
         """Return time, floor and error of each kind of layer."""
         rows, spec = self.rows, attention_spec(self.config)
@@ -129,7 +134,7 @@ class LayerBench:
             found.append(
                 {
                     "window": kind.window,
-                    "us": round(_graph_us(partial(self.run, layer)), 1),
+                    "us": round(time_graph(partial(self._many, layer))[0] / RUNS, 1),
                     "floor_us": round(floor_s * 1e6, 1),
                     "error": self._error(layer, kind.window, out),
                 }
@@ -155,25 +160,6 @@ class LayerBench:
             distance = (out[row].double() - expected[0]).norm() / expected.norm()
             worst = max(worst, float(distance))
         return round(worst, 5)
-
-
-def _graph_us(run: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median time of one of 16 runs under a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(16):
-            run()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / 16)
-    return statistics.median(times)
 
 
 def whole(name: str, config: Architecture, blocks: int) -> dict[str, Any]:

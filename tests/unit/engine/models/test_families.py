@@ -11,14 +11,17 @@ import torch
 from msgspec.structs import replace
 
 from engine.attention.batch import make_batch
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.interface import attention_spec
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, prepare
 from engine.models.layers import TorchOps
-from engine.models.registry import build_model
+from engine.models.registry import build_cpu_model, build_model
 from engine.plan import Group, Row, StepPlan
 from engine.weights import Weights, load_weights
+from kernels.cpu.build import Kernels, compile_library
 from tests.families import TINY, VOCAB, make, save_folder, write_gguf
 
 pytestmark = pytest.mark.slow
@@ -116,6 +119,49 @@ def test_gguf_file_gives_the_same_model(name: str, tmp_path: Path) -> None:
 
     for form, logits in all_forms(paged, tokens_of()).items():
         assert error(logits, expected[-len(logits) :]) < ERROR_MAX, form
+
+
+IN_C = [
+    name for name, (_, changes) in TINY.items()
+    if "kv_lora_rank" not in changes and name != "phi3 long"
+]  # fmt: skip
+"""Families that the C kernels run; the factors of "phi3 long" are for smaller heads."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Kernels]:
+    library = compile_library()
+    if library is None:
+        pytest.skip("no C compiler")
+    found = Kernels(library, 1)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("name", IN_C)
+def test_c_kernels_agree_with_transformers(name: str, tmp_path: Path, kernels: Kernels) -> None:
+    """With heads of 32 channels, which the kernels take; through the loader, in slices."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if TINY[name][1].get("head_dim"):
+        heads["head_dim"] = 32
+    model = make(name, **heads)
+    card = prepare("tiny", save_folder(model, tmp_path / "m"), tmp_path)
+    assert card.config.fits_c_kernels
+    kv = KvStorage(kv_format(card.config, torch.float32, BLOCK, "panels", has_groups=True), 96, CPU)
+    weights = load_weights(card, torch.float32)
+    in_c = build_cpu_model(card.config, weights, kernels, kv, CONTEXT)
+    attention = CpuAttention(attention_spec(card.config))
+    tables = [list(range(8 * i, 8 * i + 8)) for i in range(kv.format.blocks_per_run)]
+    found = []
+    for at in range(0, TOKENS, 37):
+        tokens = tokens_of()[at : at + 37]
+        row = Row(0, at, len(tokens), tables[0], 0, tokens, beside=tuple(tables[1:]))
+        plan = StepPlan(0, (row,))
+        batch = make_batch(plan, BLOCK, lambda _: 0)
+        attention.begin(plan, batch)
+        found.append(in_c.logits(in_c.forward(batch.token_ids, attention)))
+
+    assert error(torch.cat(found), expected_of(model, tokens_of())) < ERROR_MAX
 
 
 def window_of(config: Architecture, change: int) -> Architecture:

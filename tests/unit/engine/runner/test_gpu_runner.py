@@ -245,6 +245,28 @@ def test_families_equal_the_torch_twin(name: str) -> None:
                 assert token.logprob == pytest.approx(expected, abs=ERROR_MAX), (r, i, at)
 
 
+@pytest.mark.slow
+def test_window_blocks_that_others_took_change_nothing() -> None:
+    """A small pool: blocks behind a window go to other sequences while tables on the GPU still name
+    them, cached runs are evicted, and sequences are preempted."""
+    engine = Engine(2, config=FAMILIES["gemma3"], blocks=30)
+    shared = tokens_of(1, 40)
+    prompts = [shared + tokens_of(9 + i, 12 + 9 * i) for i in range(3)]
+    sampling = Sampling(temperature=0, logprobs=0)
+
+    for r in range(2):
+        order = prompts if r == 0 else prompts[::-1]
+        engine.run(*(request(f"{r}{i}", p, sampling, count=4) for i, p in enumerate(order)))
+
+    assert engine.core.stats().evicted_blocks_total > 0
+    for r in range(2):
+        for i, prompt in enumerate(prompts if r == 0 else prompts[::-1]):
+            known = engine.logprobs([*prompt, *engine.output(f"{r}{i}")])
+            for at, token in enumerate(engine.drawn[f"{r}{i}", 0], start=len(prompt) - 1):
+                expected = float(known[at, token.token_id])
+                assert token.logprob == pytest.approx(expected, abs=ERROR_MAX), (r, i, at)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_output_and_prompt_logprobs_equal_dense(depth: int) -> None:
     """The full sampler computes them, and also samples the plain row of the same batch."""
