@@ -75,7 +75,7 @@ sim: setup             ## seeded simulation; make sim SEED=7
 
 crash: setup           ## the ledger killed at every system call, 2,000 power cuts, servers and their processes killed; minutes
 	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/crash/test_ledger_crash.py tests/crash/test_power_cut.py tests/crash/test_postgres_crash.py \
-		tests/crash/test_process_deaths.py
+		tests/crash/test_process_deaths.py tests/crash/test_storage_crash.py tests/crash/test_storage_power_cut.py
 
 attacks: setup         ## every attack on a server of ours, one after another, beside a quiet tenant; minutes
 	$(BIN)/trunkline pull --quiet
@@ -91,6 +91,7 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m pytest $(GPU_TESTS)
 	$(BIN)/python -m tests.bench.gpu_kernels
 	$(BIN)/python -m tests.bench.gpu_workloads
+	$(BIN)/python -m tests.bench.gpu_families
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.gpu_trees
 	$(BIN)/python -m tests.bench.gpu_mixed --only check,start,steps,traffic,cold

@@ -109,9 +109,6 @@ class StoreRuns(Struct, frozen=True, tag="store"):
     fidelity: Fidelity = "exact"
 
 
-Store = StoreRuns
-
-
 class Stored(Struct, frozen=True, tag="stored"):
     """The records of a `StoreRuns`, durable, one a run from the first; fewer where it failed.
 

@@ -332,10 +332,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         default = next((one for one in self.models if one.default), self.models[0])
         return (default, *(one for one in self.models if one is not default))
 
-    def engine_of(self, model: ServedModelSettings) -> EngineConfig:
-        """Return the settings of a model's engine. Raises ConfigError for an unknown setting or a
-        wrong value in `model.engine`."""
-        where = f"models: {model.name!r}: engine"
+    def engine_of(self, model: ServedModelSettings, what: str = "models") -> EngineConfig:
+        """Return the settings of a model's engine. `what`: where the models stand. Raises
+        ConfigError for an unknown setting or a wrong value in `model.engine`."""
+        where = f"{what}: {model.name!r}: engine"
         _check_names(model.engine, EngineConfig, where, "")
         try:
             tree = _overlaid(msgspec.to_builtins(self.engine), model.engine)
@@ -483,7 +483,7 @@ def _check_models(config: Config, what: str) -> None:
         seen |= dict.fromkeys((one.name, *one.aliases), one.name)
         if "\x00" in one.path:
             raise ConfigError(f"{what}: {one.name}: path {one.path!r} contains NUL; expected none")
-        _check_engine(config.engine_of(one), partial(_setting_of, f"{what}: {one.name}"))
+        _check_engine(config.engine_of(one, what), partial(_setting_of, f"{what}: {one.name}"))
     defaults = [one.name for one in config.models if one.default]
     if len(defaults) > 1:
         raise ConfigError(f"{what}: {' and '.join(defaults)} have default = true; expected one")
@@ -563,6 +563,11 @@ def _check_values(config: Config, origin: Origin) -> Config:
             raise ConfigError(
                 f"{at(path)}: invalid name {text!r}: expected a non-empty string without NUL"
             )
+    if "\x00" in config.embeddings.model:
+        raise ConfigError(
+            f"{at('embeddings.model')}: invalid name {config.embeddings.model!r}: expected a string"
+            " without NUL"
+        )
     chat = (config.model.name, *config.model.aliases)
     if shared := {*chat} & {config.embeddings.model, *config.embeddings.aliases}:
         raise ConfigError(

@@ -17,7 +17,8 @@ Values of 4 bits lie two to a byte, the low half first.
 Packing what was unpacked gives the same bytes again, so a block that moves down and up loses
 nothing more. For 8 bits the scale is rounded up: 127 scales, rounded to bf16, are the largest value
 again. For 4 bits both ends of a range are multiples of a power of two (`_snapped`), which the pool
-holds exactly; the rotation of values adds noise far smaller than that power.
+holds exactly. Values of 4 bits are rotated, which moves the ends by the pool's rounding: less than
+half of that power but for heads of 16 channels with one value 10,000 times as large as the rest.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ SLOTS = 16
 SMALLEST = 2.0**-14
 """Smallest scale, and smallest unit of a range: the smallest normal number of fp16."""
 FP16_MAX = 65504.0
-FINE_SPAN = 31
-"""Units of the longest range of 4 bits before the unit is doubled."""
+KEY_UNITS, VALUE_UNITS = 5, 4
+"""Bits of a range's span in units: fine for keys, whose ends the pool holds exactly; coarser for
+values, whose ends the rotation moves a little."""
 LEVELS = 15
 """Steps of a range of 4 bits."""
 
@@ -99,7 +101,10 @@ def pack(kv: torch.Tensor, name: PackedName, tokens: int = SLOTS) -> torch.Tenso
         parts = [*_bytes_8(keys.mT), *_bytes_8(values)]
     else:
         rotated = hadamard(values * signs(values.shape[-1]).to(kv.device))
-        parts = [*_bytes_4(keys.mT, keys[..., :tokens, :].mT), *_bytes_4(rotated, rotated, tokens)]
+        parts = [
+            *_bytes_4(keys.mT, keys[..., :tokens, :].mT, KEY_UNITS),
+            *_bytes_4(rotated, rotated, VALUE_UNITS, tokens),
+        ]
     return torch.cat(parts, -1).flatten(-2)
 
 
@@ -231,20 +236,22 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
-def _snapped(least: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _snapped(
+    least: torch.Tensor, most: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ends of ranges as multiples of a power of two: minimum and span, both fp32.
 
-    The unit makes the span 16 to 31 units long, or as short as fp16 allows: each end has fewer than
-    2,048 units, and a unit is at least `SMALLEST`. The span is at least 15 units, so that no step
-    is shorter than a unit. Packing again finds the same ends as long as they have moved by less
-    than half a unit: a finer unit divides them too, and the unit becomes coarser only where a
-    multiple of the coarser one was stored.
+    The unit makes the span 2^bits to 2^(bits + 1) - 1 units long, or as short as fp16 allows: each
+    end has fewer than 2,048 units, and a unit is at least `SMALLEST`. The span is at least 15
+    units, so that no step is shorter than a unit. Packing again finds the same ends as long as they
+    have moved by less than half a unit: a finer unit divides them too, and the unit becomes coarser
+    only where a multiple of the coarser one was stored.
     """
     largest = torch.maximum(least.abs(), most.abs())
-    exponent = torch.maximum(_exponent(most - least) - 4, _exponent(largest) - 10).clamp(min=-14)
+    exponent = torch.maximum(_exponent(most - least) - bits, _exponent(largest) - 10).clamp(min=-14)
     low, high = (torch.round(end * _power(-exponent)) for end in (least, most))
-    is_fine = (high - low > FINE_SPAN) | (torch.maximum(low.abs(), high.abs()) > 2047)
-    exponent = exponent + is_fine
+    is_too_fine = (high - low >= 2 << bits) | (torch.maximum(low.abs(), high.abs()) > 2047)
+    exponent = exponent + is_too_fine
     unit = _power(exponent)
     low, high = (torch.round(end * _power(-exponent)) for end in (least, most))
     minimum, span = low * unit + 0.0, torch.clamp(high - low, min=LEVELS) * unit
@@ -253,13 +260,15 @@ def _snapped(least: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, tor
     return minimum, span
 
 
-def _bytes_4(x: torch.Tensor, counted: torch.Tensor, rows: int | None = None) -> list[torch.Tensor]:
+def _bytes_4(
+    x: torch.Tensor, counted: torch.Tensor, bits: int, rows: int | None = None
+) -> list[torch.Tensor]:
     """Return the bytes of spans, minima and values of x [..., L, K, rows, n], flat from K.
 
     The range of a row is that of `counted`, the part of x that counts; values beyond it are 0, and
     so are all bytes of rows from `rows` on.
     """
-    minimum, span = _snapped(counted.amin(-1), counted.amax(-1))
+    minimum, span = _snapped(counted.amin(-1), counted.amax(-1), bits)
     values = torch.round(
         (x - minimum[..., None]) * _ratio(torch.full_like(span, LEVELS), span)[..., None]
     ).clamp(0, LEVELS)

@@ -125,6 +125,7 @@ class FakeStorage:
         self.memory = memory
         self.records: dict[RecordId, Record] = {}
         self.is_closed = False
+        self.is_away = False  # stores and fetches fail
         self.commands: list[StorageCommand] = []
         self._chance = chance
         self._weather = weather
@@ -192,7 +193,7 @@ class FakeStorage:
             self._erase(command)
 
     def _fails(self) -> bool:
-        return self._chance.random() < self._weather.fails
+        return self.is_away or self._chance.random() < self._weather.fails
 
     def _store(self, command: StoreRuns) -> None:
         parent, made, code = command.parent, list[RecordId](), ""

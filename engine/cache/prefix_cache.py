@@ -71,6 +71,7 @@ class PrefixCache:
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.promisable_blocks = self._manager.fair_share.promisable
         self.facts = facts
+        self._on_commit: Callable[[BlockTable, int], None] | None = None
         self._evicted = self._expired = self._copied = self._window_gone = 0
 
     # -- queries ------------------------------------------------------------------------------
@@ -337,6 +338,8 @@ class PrefixCache:
             self._leases.release_reservation(table, index)
             table.node = node
         table.committed = full
+        if self._on_commit is not None:
+            self._on_commit(table, first)
         self._emit(Committed(table.namespace, full - first, (full - first) * size, new))
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -462,9 +465,16 @@ class PrefixCache:
         """Return the blocks that nothing refers to. O(1)."""
         return len(self._manager.pool.free)
 
-    def set_on_evict(self, on_evict: Callable[[NamespaceAccount, Node], None]) -> None:
-        """Have `on_evict` called with each leaf that is about to be evicted."""
+    def watch(
+        self,
+        on_evict: Callable[[NamespaceAccount, Node], None],
+        on_commit: Callable[[BlockTable, int], None],
+    ) -> None:
+        """Have `on_evict` called with each leaf that is about to be evicted, and `on_commit` with
+        each table that has committed blocks, and how many it had committed before.
+        """
         self._manager.on_evict = on_evict
+        self._on_commit = on_commit
 
     # -- expiry, erasure, checks --------------------------------------------------------------
 

@@ -404,10 +404,7 @@ class Core:
         active.recomputed_tokens += recomputed
         self.engine_stats.recomputed_tokens += recomputed
         if sequence.table is table:
-            before = table.committed
             self.cache.commit(table, sequence.tokens, end, now_s)
-            if self.levels is not None:
-                self.levels.committed(table, before)
             self.scheduler.prefix_sharing.resume_reached(sequence)
         if sequence.index == 0 and piece.count and piece.start < prompt:
             fresh = min(end, prompt) - piece.start - recomputed

@@ -10,7 +10,6 @@ other texts of its batch only by rounding. It knows no text and no process; `pro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -26,8 +25,8 @@ from engine.errors import ModelError
 Tensors = dict[str, torch.Tensor]
 
 _EMBEDDINGS = "embeddings"
-_UNUSED = re.compile(r"(pooler\..*|embeddings\.position_ids|cls\..*)")
-"""Tensors that no vector depends on."""
+_UNUSED = ("pooler.", "embeddings.position_ids", "cls.")
+"""How the names of tensors begin that no vector depends on."""
 
 
 class _Linear(Struct, frozen=True):
@@ -145,7 +144,7 @@ def load_tensors(card: EncoderCard) -> Tensors:
         with safe_open(Path(card.weights), framework="pt") as file:
             for stored in list(file.keys()):
                 name = stored.removeprefix("bert.")
-                if not _UNUSED.fullmatch(name):
+                if not name.startswith(_UNUSED):
                     found[name] = file.get_tensor(stored).to(torch.float32)
     except (OSError, SafetensorError) as error:
         raise ModelError("corrupt", f"{card.weights} cannot be read: {error}.") from error

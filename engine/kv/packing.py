@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import get_args
 
@@ -22,7 +23,7 @@ from kernels import reference_kv
 from kernels.cpu.kv_formats import DIM_MAX, DIM_STEP, CBlockPacker
 from kernels.reference_kv import PackedName, UnpackableError
 
-__all__ = ["PackedFormat", "StoragePacker", "UnpackableError", "packed_format"]
+__all__ = ["PackedFormat", "StoragePacker", "UnpackableError", "packed_format", "packers_of"]
 
 FIDELITIES: dict[PackedName, Fidelity] = {"int8c": "near", "int8t": "near", "int4c": "rough"}
 
@@ -112,6 +113,16 @@ class StoragePacker:
         if self._storage.format.layout == "panels":
             found = reference_kv.to_panels(found).view(data.shape)
         data.copy_(found)
+
+
+def packers_of(storage: KvStorage, library: Path | None = None) -> dict[str, StoragePacker]:
+    """Return a packer for each format that fits the storage, by name; none for latents and for
+    several KV groups."""
+    found = {}
+    for name in get_args(PackedName):
+        with contextlib.suppress(ValueError):
+            found[name] = StoragePacker(storage, name, library)
+    return found
 
 
 def _check(packed: npt.NDArray[np.uint8], size: int) -> None:

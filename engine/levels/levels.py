@@ -121,7 +121,7 @@ class Levels:
         self._declined: Counter[LevelName] = Counter()
         self._collected = 0
         self._now_s = 0.0
-        cache.set_on_evict(self._evicting)
+        cache.watch(self._evicting, self._committed)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -223,21 +223,6 @@ class Levels:
             copy = self.book.nearest(node)
             if copy is not None and node is not None:
                 self._renew(copy, node, lease.lease_id, now_s)
-
-    def committed(self, table: BlockTable, before: int) -> None:
-        """Have a sequence's blocks copied that were committed since there were `before`, if they
-        are promised. O(these, leases).
-        """
-        if not table.requested_leases or table.committed == before:
-            return
-        node: Node | None = table.node
-        for _ in range(table.committed - before):
-            if node is None or node.promised:
-                break
-            node = node.parent
-        if node is not None and node.promised:
-            leases = tuple((lease.lease_id, lease.tokens) for lease, _ in table.requested_leases)
-            self.offloading.promised(node, leases)
 
     def set_quota(self, quota: Quota) -> None:
         """Apply a payer's changed quota on every level."""
@@ -436,8 +421,10 @@ class Levels:
                 erased = LevelErased("disk", outcome.records, outcome.bytes, outcome.code)
                 self.on_erased(outcome.call_id, erased)
         else:
-            self._disk = outcome
+            was_open, self._disk = self._disk.state == "open", outcome
             if self._storing is not None:
+                if outcome.state == "open" and not was_open:
+                    self._storing.copied_all(self.book.prefixes, self._now_s)
                 per_day = self.config.disk_write_gib_per_day or self.config.disk_gib
                 self._storing.has_budget = (
                     outcome.state == "open" and outcome.written_bytes_today < per_day * 2**30
@@ -471,6 +458,21 @@ class Levels:
     def _copied(self, copies: list[Copy]) -> None:
         if self._storing is not None:
             self._storing.copied(copies, self._now_s)
+
+    def _committed(self, table: BlockTable, before: int) -> None:
+        """Have a sequence's blocks copied that were committed since there were `before`, if they
+        are promised. O(these, leases).
+        """
+        if not table.requested_leases or table.committed == before:
+            return
+        node: Node | None = table.node
+        for _ in range(table.committed - before):
+            if node is None or node.promised:
+                break
+            node = node.parent
+        if node is not None and node.promised:
+            leases = tuple((lease.lease_id, lease.tokens) for lease, _ in table.requested_leases)
+            self.offloading.promised(node, leases)
 
     def _evicting(self, account: NamespaceAccount, node: Node) -> None:
         """The device is about to evict a leaf: its copy takes over what is known of it."""

@@ -70,6 +70,16 @@ class Storing:
         if wanted is not None:
             self._waiting.append(wanted)
 
+    def copied_all(self, copies: Iterable[Copy], now_s: float) -> None:
+        """Have all promised copies stored that are not: the disk is back, or has just come.
+        `copies`: children before parents. O(copies).
+        """
+        seen = set[Copy]()
+        for copy in copies:
+            if copy.promise_at_s > now_s and not copy.record_id and copy not in seen:
+                self._waiting.append(copy)
+                seen.update(copy.path())
+
     def next_stores(self, now_s: float) -> list[StoreRuns]:
         """Return the stores to send now."""
         commands: list[StoreRuns] = []

@@ -55,10 +55,12 @@ class CpuExperts:
             experts.router_bias = keep(torch.nn.functional.pad(router_bias.float(), (0, padding)))
         if moe.choose_by_bias:
             experts.choice_bias = keep(source.tensor("mlp.gate.e_score_correction_bias").float())
-        experts.gate_up, experts.gate_up_bias = packer.stacked(
+        experts.gate_up, experts.gate_up_bias, experts.gate_up_mxfp4 = packer.stacked(
             source, "mlp.experts.gate_proj", "mlp.experts.up_proj", is_gated=True
         )
-        experts.down, experts.down_bias = packer.stacked(source, "mlp.experts.down_proj")
+        experts.down, experts.down_bias, experts.down_mxfp4 = packer.stacked(
+            source, "mlp.experts.down_proj"
+        )
         if moe.shared:
             name = "mlp.shared_expert"
             experts.shared_gate_up, _ = packer.linear(

@@ -65,7 +65,7 @@ class Loading:
         """Forget a sequence that has ended, or lost its blocks."""
         self.looking.pop(sequence.sequence_id, None)
         if (load := sequence.load) is not None:
-            sequence.load = None
+            self._release(sequence)
             del self._loading[load]
             self.levels.give_up(load)
 
@@ -91,7 +91,7 @@ class Loading:
             return
         load = self.levels.begin(plan, table, self._launched, now_s)
         if load is not None:
-            sequence.load = load
+            sequence.load, sequence.is_halted = load, True
             self._loading[load] = sequence
 
     # -- turns --------------------------------------------------------------------------------
@@ -117,12 +117,16 @@ class Loading:
         ended = []
         for load in self.levels.take_ended(now_s):
             sequence = self._loading.pop(load)
-            sequence.load = None
+            self._release(sequence)
             self._commit(sequence, load, now_s)
             ended.append(sequence)
         return ended
 
     # -- internals ----------------------------------------------------------------------------
+
+    def _release(self, sequence: Sequence) -> None:
+        """Let a sequence compute again, unless it has ended."""
+        sequence.load, sequence.is_halted = None, sequence.is_ended
 
     def _end_look(self, sequence_id: int) -> None:
         found = self.looking.pop(sequence_id, None)

@@ -126,7 +126,7 @@ class Scheduler:
 
     def stop(self, sequence: Sequence, now_s: float, *, keep: bool = True) -> None:
         """End one sequence, whether it runs, waits, or waits for a leader."""
-        sequence.is_ended = True
+        sequence.is_ended = sequence.is_halted = True
         self.queue.remove(sequence)
         self.compiling.pop(sequence.sequence_id, None)
         if self.loading is not None:

@@ -23,7 +23,8 @@ class Sequence:
     `computed_before`: the most ever computed, so that recomputation after a preemption is counted
     as such. `followers`: the sequences that wait for this one's blocks, each with the number of
     tokens it waits for; `leader`: the sequence this one waits for. `load`: what fills its blocks
-    from a level below the device; it computes nothing meanwhile. `matcher`: its place in the
+    from a level below the device; `is_halted`: that is under way, or the sequence has ended, and it
+    computes nothing. `matcher`: its place in the
     request's grammar; `mask`: the tokens that may come next, None until it is computed for the last
     token; `has_slow_mask`: computing it took long. `preemptions`: how often it was preempted for
     lack of blocks or for a higher priority; `claims`: for another payer's share.
@@ -40,6 +41,7 @@ class Sequence:
         "in_flight",
         "index",
         "is_ended",
+        "is_halted",
         "is_known_to_runner",
         "leader",
         "load",
@@ -75,7 +77,7 @@ class Sequence:
         self.passes = 0  # shorter prompts that went first
         self.has_passed = False
         self.missing_tokens: int | None = None  # of a waiting prompt that was looked up
-        self.is_ended = False
+        self.is_ended = self.is_halted = False
         self.is_known_to_runner = False
         self.followers: list[tuple[int, Sequence]] = []
         self.leader: Sequence | None = None
@@ -105,7 +107,7 @@ class Sequence:
         Under a grammar it is false while a token is in flight or the mask after it is not ready.
         """
         request = self.parent.request
-        if self.is_ended or self.load is not None or self.tokens_to_compute <= 0:
+        if self.is_halted or self.tokens_to_compute <= 0:
             return False
         if self.matcher is not None and (self.in_flight or self.mask is None):
             return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,6 +304,17 @@ class RecordIndex:
         )
         return RecordRow(*found) if found is not None and found[3] == run else None
 
+    def step(self, scope: Scope, parent: RecordId, run: bytes) -> tuple[int, int, int, int] | None:
+        """Return id, fidelity, limit and promise of a run's record: `child`, for long walks."""
+        found = self._one(
+            "select rec_id, fidelity, limit_ms, promise_ms, run from records"
+            " where scope_id=? and parent=? and key=?",
+            scope.scope_id,
+            parent,
+            digest_of(scope, run),
+        )
+        return found[:4] if found is not None and found[4] == run else None
+
     def children(self, scope: Scope, parent: RecordId) -> Iterator[RecordRow]:
         """Yield the records below `parent`. O(children)."""
         sql = f"select {_COLUMNS} from records where scope_id=? and parent=?"
@@ -318,9 +329,32 @@ class RecordIndex:
             yield from (RecordRow(*one) for one in found)
             found = self._all(sql, found[-1][0])
 
-    def places(self) -> list[tuple[int, int, int, RecordId]]:
-        """Return slab, index, bytes of the place and record id of each record. O(records)."""
-        return self._all("select slab, place, place_bytes, rec_id from records")
+    def used_places(self, slab: int) -> list[int]:
+        """Return the places of a slab that have a record, in order. O(records of the slab)."""
+        return [row[0] for row in self._all("select place from records where slab=?", slab)]
+
+    def outside(self, sizes: Mapping[int, int]) -> list[RecordId]:
+        """Return the records whose place is in none of these slabs, or beyond its end.
+
+        `sizes`: the number of places of each slab. O(records).
+        """
+        slabs = self._all("select slab, max(place), min(place) from records group by slab")
+        found: list[RecordId] = []
+        for slab, last, first in slabs:
+            if first < 0 or last >= sizes.get(slab, 0):
+                sql = "select rec_id from records where slab=? and (place<0 or place>=?)"
+                found += [row[0] for row in self._all(sql, slab, sizes.get(slab, 0))]
+        return found
+
+    def wrong_children(self) -> list[RecordId]:
+        """Return the records whose count of children is wrong. O(records log n)."""
+        return [
+            row[0]
+            for row in self._all(
+                "select rec_id from records as one where children <> (select count(*) from records"
+                " as other where other.scope_id = one.scope_id and other.parent = one.rec_id)"
+            )
+        ]
 
     def sums(self) -> list[tuple[int, int, int, int]]:
         """Return scope, payer, records and bytes of places, added up. O(records)."""

@@ -83,18 +83,18 @@ class DiskBooks:
         self.used: dict[Payer, int] = {}
         self.used_bytes = 0
         self.records = 0
-        self._by_namespace: dict[Namespace, int] = {}
+        self.by_namespace: dict[Namespace, int] = {}
         self._gained: dict[Namespace, None] = {}
         self._lost: dict[Namespace, None] = {}
 
     @property
     def namespaces(self) -> list[Namespace]:
         """The namespaces that have records."""
-        return list(self._by_namespace)
+        return list(self.by_namespace)
 
     def has(self, namespace: Namespace) -> bool:
         """Return whether the namespace has records."""
-        return namespace in self._by_namespace
+        return namespace in self.by_namespace
 
     def add_bytes(self, payer: Payer, size: int) -> None:
         """Count bytes of a payer; a negative size takes them back."""
@@ -107,14 +107,14 @@ class DiskBooks:
 
     def add_records(self, namespace: Namespace, count: int) -> None:
         """Count records of a namespace; a negative count takes them back."""
-        total = self._by_namespace.get(namespace, 0) + count
+        total = self.by_namespace.get(namespace, 0) + count
         self.records += count
         if total:
-            if namespace not in self._by_namespace:
+            if namespace not in self.by_namespace:
                 self._gained[namespace] = None
                 self._lost.pop(namespace, None)
-            self._by_namespace[namespace] = total
-        elif self._by_namespace.pop(namespace, None) is not None:
+            self.by_namespace[namespace] = total
+        elif self.by_namespace.pop(namespace, None) is not None:
             self._lost[namespace] = None
             self._gained.pop(namespace, None)
 

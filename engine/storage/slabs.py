@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -83,13 +83,14 @@ def write_all(calls: DiskCalls, fd: int, parts: Sequence[bytes | memoryview], of
 class _Slab:
     """An open slab file."""
 
-    __slots__ = ("fd", "free", "number", "path", "place_bytes", "places")
+    __slots__ = ("dirty", "fd", "free", "number", "path", "place_bytes", "places")
 
     def __init__(self, path: Path, fd: int, number: int, place_bytes: int, length: int) -> None:
         self.path, self.fd, self.number = path, fd, number
         self.place_bytes = place_bytes
         self.places = length // place_bytes
         self.free: list[int] = []  # a heap: a slab is filled from its beginning
+        self.dirty: set[int] = set()  # those of the free ones whose old bytes are still there
 
 
 class SlabFiles:
@@ -101,7 +102,6 @@ class SlabFiles:
         self._folder, self._calls = folder, calls
         self._slab_bytes = max(1, slab_bytes // place_bytes) * place_bytes
         self._slabs: dict[int, _Slab] = {}
-        self._dirty: set[Place] = set()
         self._bad: set[Place] = set()
         try:
             for path in sorted(folder.glob("*.slab")):
@@ -115,16 +115,19 @@ class SlabFiles:
 
     # -- places ---------------------------------------------------------------------------------
 
-    def set_used(self, used: Iterable[Place]) -> None:
-        """Make every other place free, and dirty: its bytes may be of anyone."""
-        taken: dict[int, set[int]] = {number: set() for number in self._slabs}
-        for place in used:
-            if place.slab in taken:
-                taken[place.slab].add(place.position)
-        for number, slab in self._slabs.items():
-            slab.free = [index for index in range(slab.places) if index not in taken[number]]
-            heapify(slab.free)
-            self._dirty.update(Place(number, index) for index in slab.free)
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The number of places of each slab."""
+        return {number: slab.places for number, slab in self._slabs.items()}
+
+    def set_used(self, number: int, used: Iterable[int]) -> None:
+        """Make every place of a slab but `used` free, and dirty: its bytes may be of anyone."""
+        slab = self._slabs[number]
+        is_used = bytearray(slab.places)
+        for position in used:
+            is_used[position] = 1
+        slab.free = [at for at, taken in enumerate(is_used) if not taken]  # sorted, so a heap
+        slab.dirty = set(slab.free)
 
     def has(self, place: Place, place_bytes: int) -> bool:
         """Return whether this place exists, with this size."""
@@ -145,9 +148,9 @@ class SlabFiles:
         """Take a free place of the present size; None if there is none. O(slabs)."""
         for slab in self._slabs.values():
             if slab.free and slab.place_bytes == self.place_bytes:
-                place = Place(slab.number, heappop(slab.free))
-                self._dirty.discard(place)
-                return place
+                position = heappop(slab.free)
+                slab.dirty.discard(position)
+                return Place(slab.number, position)
         return None
 
     def give_back(self, place: Place) -> None:
@@ -155,7 +158,7 @@ class SlabFiles:
         slab = self._slabs.get(place.slab)
         if slab is not None and place not in self._bad:
             heappush(slab.free, place.position)
-            self._dirty.add(place)
+            slab.dirty.add(place.position)
 
     def retire(self, place: Place) -> None:
         """Leave a place out of use: it returned other bytes than it was given."""
@@ -169,11 +172,13 @@ class SlabFiles:
         )
 
     @property
-    def free_places(self) -> int:
-        """Number of free places of the present size."""
-        return sum(
-            len(slab.free) for slab in self._slabs.values() if slab.place_bytes == self.place_bytes
-        )
+    def total_places(self) -> int:
+        """Number of places of any size."""
+        return sum(slab.places for slab in self._slabs.values())
+
+    def free_list(self) -> list[Place]:
+        """Return all free places. O(free)."""
+        return [Place(slab.number, at) for slab in self._slabs.values() for at in slab.free]
 
     @property
     def total_bytes(self) -> int:
@@ -221,7 +226,6 @@ class SlabFiles:
         slab.path.unlink()
         os.close(slab.fd)
         del self._slabs[number]
-        self._dirty = {place for place in self._dirty if place.slab != number}
         return True
 
     def close(self) -> None:
@@ -256,15 +260,13 @@ class SlabFiles:
 
     def take_dirty(self) -> list[Place]:
         """Return the dirty places that are free, for `wipe`, and keep them from use meanwhile."""
-        dirty, self._dirty = sorted(self._dirty), set()
-        by_slab: dict[int, set[int]] = {}
-        for place in dirty:
-            by_slab.setdefault(place.slab, set()).add(place.position)
-        for number, indexes in by_slab.items():
-            slab = self._slabs[number]
-            slab.free = [index for index in slab.free if index not in indexes]
-            heapify(slab.free)
-        return dirty
+        places: list[Place] = []
+        for number, slab in self._slabs.items():
+            if slab.dirty:
+                dirty, slab.dirty = slab.dirty, set()
+                slab.free = sorted(at for at in slab.free if at not in dirty)
+                places += [Place(number, at) for at in sorted(dirty)]
+        return places
 
     def wipe(self, places: Sequence[Place]) -> None:
         """Make the bytes of places read as zeros, durably. Raises OSError.
@@ -284,7 +286,7 @@ class SlabFiles:
             if (slab := self._slabs.get(place.slab)) is not None:
                 heappush(slab.free, place.position)
                 if not is_wiped:
-                    self._dirty.add(place)
+                    slab.dirty.add(place.position)
 
 
 def _ranges(places: Sequence[Place]) -> Iterator[tuple[Place, int]]:

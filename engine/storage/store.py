@@ -15,16 +15,15 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from mmap import mmap
 
 import xxhash
 
 from engine.api import Namespace, Payer, Quota
+from engine.errors import InvariantViolation
 from engine.moves import (
     ROOT,
     EraseStored,
@@ -51,13 +50,11 @@ from engine.storage.plans import (
     WriteBatch,
 )
 from engine.storage.quotas import DiskBooks, DiskQuotas
+from engine.storage.reader import RecordReader
 from engine.storage.record import (
     FIDELITIES,
-    HEADER_BYTES,
     NAME_BYTES_MAX,
-    DamagedRecord,
     RecordHeader,
-    decode_header,
     encode_header,
     pack_run,
     place_bytes_of,
@@ -74,6 +71,8 @@ HIGH_PART, RESUME_PART = 0.95, 0.90
 """Parts of the disk above which records are dropped ahead of need, and below which a disk that was
 full takes records again."""
 NO_SLAB_MS = 60_000
+NOTE_MS = 30_000
+"""Milliseconds between two notes of the time and of the latest uses."""
 FOREIGN_MS = 7 * 86_400_000
 DAY_MS = 86_400_000
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -124,7 +123,7 @@ class DiskStore:
         self._bad: set[Place] = set()
         self._uses: dict[RecordId, tuple[int, int]] = {}
         self._full_reason = ""
-        self._no_slab_until_ms = 0
+        self._no_slab_until_ms = self._noted_ms = self._count_promised_at_ms = 0
         self._promised: dict[int, int] = {}
         self._written_day = int(self._index.meta("written_day", 0))
         self._written_today = int(self._index.meta("written_today", 0))
@@ -132,20 +131,19 @@ class DiskStore:
         self.expired_total = self.damaged_total = self.written_bytes_total = 0
         self.read_bytes = 0
         self.read_seconds = 0.0
-        self._buffers = threading.local()
 
     def _load(self) -> None:
         """Take stock: places, sums, and rows whose place does not exist."""
         self._store_id = self._index.store_id
-        gone = [
-            record_id
-            for slab, position, size, record_id in self._index.places()
-            if not self._slabs.has(Place(slab, position), size)
-        ]
-        if gone:
+        self._reader = RecordReader(
+            self._slabs, self._view, self._store_id, self._place_bytes, self._uptime_s
+        )
+        sizes = self._slabs.sizes
+        if gone := self._index.outside(sizes):
             with self._index.change():
                 self.damaged_total += len(self._index.delete_under(gone))
-        self._slabs.set_used(Place(slab, position) for slab, position, _, _ in self._index.places())
+        for number in sizes:
+            self._slabs.set_used(number, self._index.used_places(number))
         scopes = {scope.scope_id: scope.namespace for scope in self._index.scopes}
         for scope_id, payer_id, count, size in self._index.sums():
             self._books.add_bytes(self._index.payer_name(payer_id), size)
@@ -512,14 +510,14 @@ class DiskStore:
                 packed = pack_run(command.tokens[number * size : (number + 1) * size])
             except struct.error:
                 break
-            row = self._index.child(scope, parent, packed)
-            if row is None or row.limit_ms <= now_ms:
+            step = self._index.step(scope, parent, packed)
+            if step is None or step[2] <= now_ms:
                 break
-            parent = row.record_id
+            parent, fidelity, limit_ms, promise_ms = step
             if number >= command.skip:
-                limit_s = None if row.limit_ms >= FOREVER_MS else (row.limit_ms - now_ms) / 1_000
-                promise_s = max(0, row.promise_ms - now_ms) / 1_000
-                found.append(StoredRun(parent, FIDELITIES[row.fidelity], limit_s, promise_s))
+                limit_s = None if limit_ms >= FOREVER_MS else (limit_ms - now_ms) / 1_000
+                promise_s = max(0, promise_ms - now_ms) / 1_000
+                found.append(StoredRun(parent, FIDELITIES[fidelity], limit_s, promise_s))
         return Looked(command.call_id, tuple(found))
 
     def plan_fetch(self, command: Fetch) -> list[PlannedRead | Fetched]:
@@ -539,56 +537,7 @@ class DiskStore:
 
     def read(self, plan: PlannedRead) -> None:
         """Read a record, check it against its row, and copy it to its slot. For any thread."""
-        began_s = self._uptime_s()
-        row = plan.row
-        try:
-            buffer = self._buffer()[: row.place_bytes]
-            is_whole = self._slabs.read(row.place, buffer) == row.place_bytes
-            payload = buffer[HEADER_BYTES : HEADER_BYTES + row.payload_bytes]
-            if not is_whole or not self._agrees(plan, decode_header(buffer), payload):
-                plan.verdict = "damaged"
-                return
-            self._view(plan.slot)[:] = payload
-            plan.verdict = "done"
-        except DamagedRecord:
-            plan.verdict = "damaged"
-        except (KeyError, IndexError):  # no such slab; no such slot
-            plan.verdict = "failed"
-        except OSError as error:
-            plan.error = error
-        finally:
-            plan.seconds = self._uptime_s() - began_s
-
-    def _buffer(self) -> memoryview:
-        """Return this thread's own buffer: a slot only ever gets bytes that were checked."""
-        if not hasattr(self._buffers, "view"):
-            self._buffers.view = memoryview(mmap(-1, self._place_bytes))
-        view: memoryview = self._buffers.view
-        return view
-
-    def _agrees(self, plan: PlannedRead, header: RecordHeader, payload: memoryview) -> bool:
-        row = plan.row
-        said = (
-            header.store_id,
-            header.record_id,
-            header.parent,
-            header.namespace,
-            header.run,
-            header.payload_bytes,
-            header.check,
-            header.fidelity,
-        )
-        known = (
-            self._store_id,
-            row.record_id,
-            row.parent,
-            plan.namespace,
-            row.run,
-            row.payload_bytes,
-            row.check,
-            FIDELITIES[row.fidelity],
-        )
-        return said == known and xxhash.xxh3_128_digest(payload) == row.check
+        self._reader.read(plan)
 
     def finish_read(self, plan: PlannedRead) -> Fetched:
         """Return the outcome; strike a damaged record. Raises OSError if the disk failed."""
@@ -689,18 +638,31 @@ class DiskStore:
         ]
 
     def maintain(self) -> None:
-        """Delete what has expired, and drop ahead of need. Call each second."""
+        """Delete what has expired, and drop ahead of need. Call each second.
+
+        Writes nothing where nothing changes, but for the time, twice a minute.
+        """
         now_ms = self.clock.now_ms()
         self._index.reserve_ids()
-        with self._index.change():
-            self._flush_uses()
-            self._note_time()
-            expired = [
-                one for one in self._index.expired(now_ms, EXPIRE_BATCH) if one not in self._pinned
-            ]
-            self.expired_total += self._drop(expired)
-            self._drop_ahead()
-        self._promised = self._index.promised(now_ms)
+        expired = [
+            one for one in self._index.expired(now_ms, EXPIRE_BATCH) if one not in self._pinned
+        ]
+        is_due = now_ms - self._noted_ms >= NOTE_MS
+        if expired or is_due or self._full_reason or self._books.used_bytes > self._high_bytes:
+            with self._index.change():
+                self._flush_uses()
+                self._note_time()
+                self.expired_total += self._drop(expired)
+                self._drop_ahead()
+        if now_ms >= self._count_promised_at_ms:
+            began_s = self._uptime_s()
+            self._promised = self._index.promised(now_ms)
+            took_ms = int(1_000 * (self._uptime_s() - began_s))
+            self._count_promised_at_ms = now_ms + 100 * took_ms
+
+    @property
+    def _high_bytes(self) -> float:
+        return HIGH_PART * self._settings.disk_bytes
 
     def _drop_ahead(self) -> None:
         room = self._settings.disk_bytes
@@ -714,7 +676,8 @@ class DiskStore:
             self._full_reason = ""
 
     def _note_time(self) -> None:
-        self._index.set_meta("last_ms", self.clock.now_ms())
+        self._noted_ms = self.clock.now_ms()
+        self._index.set_meta("last_ms", self._noted_ms)
 
     def take_dirty(self) -> list[Place]:
         """Return the free places whose old bytes are still there, for `wipe`."""
@@ -754,3 +717,36 @@ class DiskStore:
                 for payer, size in self._books.used.items()
             ),
         )
+
+    # -- the checker ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recount books, places and children from the index; no batch may be under way.
+
+        O(records). Raises InvariantViolation at the first mismatch.
+        """
+        assert self._batch is None, "planned bytes are in the books, and not in the index"
+        used: Counter[Payer] = Counter()
+        records: Counter[Namespace] = Counter()
+        children: Counter[RecordId] = Counter()
+        places: set[Place] = set()
+        ids: set[RecordId] = set()
+        for row in self._index.rows():
+            used[self._index.payer_name(row.payer_id)] += row.place_bytes
+            records[self._index.scope_of(row).namespace] += 1
+            ids.add(row.record_id)
+            children[row.parent] += 1
+            places.add(row.place)
+        has = self._books.used, self._books.by_namespace, self._books.used_bytes
+        if has != (used, records, sum(used.values())):
+            raise InvariantViolation(f"books {has}, recounted: {used}, {records}")
+        if not children.keys() <= ids | {ROOT}:
+            raise InvariantViolation(f"parents {children.keys() - ids} have no row")
+        if wrong := self._index.wrong_children():
+            raise InvariantViolation(f"records {wrong} have other children than they say")
+        free = set(self._slabs.free_list())
+        if free & places:
+            raise InvariantViolation(f"places {free & places} are free and used")
+        lost = self._slabs.total_places - len(free | places | self._bad | self._deferred)
+        if lost:
+            raise InvariantViolation(f"{lost} places are neither free nor used")

@@ -296,7 +296,8 @@ class Contract:
         short = _short_lease(terms.writes, grants) if terms.writes else None
         if short is not None and self._manager.tells_leases:
             self._record = replace(self._record, short_lease=short)
-        self._adopt(cached_tokens)
+        if terms.candidates:
+            self._adopt(cached_tokens)
         read = self._record.read_tokens()
         reach = cached_tokens + window_gone_tokens
         self._missed = self._why_missed(read, cached_tokens, reach, now_s)

@@ -83,7 +83,8 @@ def quota_of(
     """Return the engine's quota of a payer. `promised_blocks_default`: bounds a policy that sets no
     bound on promises; the payer's floor is its own and may be promised whole. `scale`: factor of
     the policy's blocks in this engine's pool."""
-    policy = scaled(policy, scale)
+    if scale != 1.0:
+        policy = scaled(policy, scale)
     promised = policy.promised_blocks_max
     if promised is None and promised_blocks_default is not None:
         promised = max(promised_blocks_default, policy.floor_blocks)
@@ -93,8 +94,6 @@ def quota_of(
 def scaled(policy: CachePolicy, scale: float) -> CachePolicy:
     """Return a policy whose numbers of blocks are multiplied by `scale`, floors rounded down and
     bounds up: a bound above 0 leaves room for a block."""
-    if scale == 1.0:
-        return policy
     ceiling, promised = policy.ceiling_blocks, policy.promised_blocks_max
     return structs.replace(
         policy,

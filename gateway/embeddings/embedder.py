@@ -1,7 +1,7 @@
 """Vectors of texts, from the cache of the tenant's workspace or from the encoder.
 
-    token ids ── look up ── found ───────────────────────▶ vectors
-                         └─ missing ── encoder ── stored ─┘
+    token ids ── look up ── found ─────────────▶ vectors ── charged ── stored
+                         └─ missing ── encoder ─┘
 
 A text is found again by its tokens, which are compared and not only hashed, and only in the
 workspace of the tenant that had it encoded. A full cache takes room from the tenant that holds the
@@ -91,21 +91,30 @@ class Embedder:
         return TextLookup(tenant_id, workspace, vectors, missing, tokens, cached, erasures)
 
     async def complete(self, lookup: TextLookup) -> list[bytes]:
-        """Encode the missing texts, store them, and return all vectors in order.
+        """Encode the missing texts, and return all vectors in order.
 
         Raises Refusal as `TextEncoder.encode` does.
         """
         if lookup.missing:
-            texts = list(lookup.missing)
-            found = await self.encoder.encode(lookup.tenant_id, texts)
-            may_store = lookup.erasures == self._erasures
-            for text, vector in zip(texts, found, strict=True):
-                for place in lookup.missing[text]:
+            found = await self.encoder.encode(lookup.tenant_id, list(lookup.missing))
+            for places, vector in zip(lookup.missing.values(), found, strict=True):
+                for place in places:
                     lookup.vectors[place] = vector
-                if may_store:
-                    size = ENTRY_BYTES + len(text) + len(vector)
-                    self._cache.put(lookup.tenant_id, (lookup.workspace, text), vector, size)
         return [vector for vector in lookup.vectors if vector is not None]
+
+    def store(self, lookup: TextLookup) -> None:
+        """Store the encoded texts of a complete request, unless an erasure came between.
+
+        A request that is not charged stores nothing: its texts would cost the price of cache reads
+        when they come again. O(texts).
+        """
+        if lookup.erasures != self._erasures:
+            return
+        for text, places in lookup.missing.items():
+            vector = lookup.vectors[places[0]]
+            assert vector is not None, "the request is complete"
+            size = ENTRY_BYTES + len(text) + len(vector)
+            self._cache.put(lookup.tenant_id, (lookup.workspace, text), vector, size)
 
     def erase(self, tenant_id: int, workspace: str | None = None) -> int:
         """Remove a tenant's vectors, of one workspace or of all; return their number.

@@ -202,7 +202,9 @@ def _room(identity: Identity, now: AdmissionContext) -> tuple[int, str]:
     """Return the tokens that one sequence may have, and the reason as text: the model's context or
     the cache memory, whichever is smaller."""
     context = now.info.context_tokens
-    ceiling = scaled(identity.blocks_policy, now.quota_scale).ceiling_blocks
+    ceiling = identity.blocks_policy.ceiling_blocks
+    if ceiling is not None:
+        ceiling = scaled(identity.blocks_policy, now.quota_scale).ceiling_blocks
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
     memory = tokens_within(blocks, now.info.kv_windows, now.info.block_size)
     if memory < context:

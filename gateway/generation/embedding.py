@@ -143,11 +143,15 @@ class EmbeddingRequest:
                 raise
             finally:
                 self._set_limit_headers(place)
-            await self._settle(hold, answer, record, lookup)
+            settled = self._settle(hold, answer, record, lookup)
+            embedder.store(lookup)
+            await settled
+            state.settled_s = gateway.clock()
             place.settle(demand)
             return await self._send(answer)
         except (asyncio.CancelledError, ClientGone):
             ending = "cancelled"
+            place.settle(demand)  # it is not charged, but the encoder worked for it
             raise
         except Refusal as error:
             ending = error.code
@@ -178,23 +182,29 @@ class EmbeddingRequest:
             out=0,
             physical_cached=cached,
         )
-        work = partial(_encode, call, vectors, record)
         dimensions = call.dimensions or embedder.card.dimensions
         if len(vectors) * dimensions <= INLINE_NUMBERS_MAX:
-            return work(), record
+            return self._encode(call, vectors, record), record
         answer = await gateway.preparations.run(
-            lookup.tenant_id, lambda _: work(), is_admitted=True
+            lookup.tenant_id, lambda _: self._encode(call, vectors, record), is_admitted=True
         )
         return answer, record
 
-    async def _settle(
+    def _encode(self, call: EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord) -> bytes:
+        """Return the answer's body, and record it for an idempotent request. Runs in a thread, too:
+        it touches nothing else."""
+        answer = _answer(call, vectors, record)
+        if self._idempotent is not None:
+            self._idempotent.record(answer)
+        return answer
+
+    def _settle(
         self, hold: LedgerReservation, answer: bytes, record: UsageRecord, lookup: TextLookup
-    ) -> None:
-        """Write the entry, and wait until it is durable."""
+    ) -> asyncio.Future[None]:
+        """Write the entry; return a future that is done when it is durable."""
         state, replayed = self._state, None
         self._head[CACHE_HEADER] = f"read={record.read_tokens()}; fresh={record.fresh}"
         if self._idempotent is not None:
-            self._idempotent.record(answer)
             replayed = self._idempotent.to_store(self._head, self._gateway.wall())
         settled = hold.settle("done", record, None, replayed)
         state.prompt_tokens = record.total_in
@@ -204,8 +214,7 @@ class EmbeddingRequest:
         tenant = telemetry.tenant_label(self._identity.tenant.name)
         counts = len(lookup.vectors), record.total_in, record.physical_cached
         telemetry.embeddings.add(tenant, *counts)
-        await settled
-        state.settled_s = self._gateway.clock()
+        return settled
 
     async def _send(self, answer: bytes) -> web.StreamResponse:
         response = await send(self._request, 200, answer, self._head)
@@ -337,7 +346,7 @@ def _check_dimensions(embedder: Embedder, dimensions: int | None) -> None:
     raise invalid_field("dimensions", problem)
 
 
-def _encode(call: EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord) -> bytes:
+def _answer(call: EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord) -> bytes:
     """Return the answer's body."""
     if call.dimensions is not None and vectors and 4 * call.dimensions < len(vectors[0]):
         vectors = [cut_vector(vector, call.dimensions) for vector in vectors]

@@ -102,8 +102,10 @@ class Generation:
         assert identity is not None, "this route asks for a key"
         if gateway.is_draining:
             raise _shutting_down()
-        asked = self._request.headers.getall(FIDELITY_HEADER, [])
-        fidelity = parse_fidelity(asked, identity.policy.fidelity)
+        fidelity = None
+        if FIDELITY_HEADER in self._request.headers:
+            asked = self._request.headers.getall(FIDELITY_HEADER)
+            fidelity = parse_fidelity(asked, identity.policy.fidelity)
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = await parse_body(

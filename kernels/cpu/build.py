@@ -24,8 +24,8 @@ import torch
 
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_experts.c",
-    "cpu_llama.c", "cpu_kv_formats.c",
+    "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_mxfp4.c",
+    "cpu_experts.c", "cpu_llama.c", "cpu_kv_formats.c",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
@@ -47,6 +47,9 @@ PANEL = 16
 COLUMNS_STEP = 32
 """The number to whose multiples packed columns are padded: products compute two panels at once."""
 
+MXFP4_GROUP = 32
+"""Values of MXFP4 that share an exponent."""
+
 TILE_DEPTH = 32
 """The number of which the depth of a product of the kind TILES must be a multiple."""
 
@@ -57,7 +60,7 @@ class CProduct(ctypes.Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("pairs", c_void_p),
         ("rows", c_int32), ("depth", c_int32), ("columns", c_int32), ("kind", c_int32),
-        ("epilogue", c_int32), ("bias", c_void_p),
+        ("epilogue", c_int32), ("bias", c_void_p), ("mxfp4", c_int32),
     )  # fmt: skip
 
 
@@ -68,10 +71,15 @@ SCORES = ("softmax", "sigmoid", "chosen_softmax")
 class CExperts(ctypes.Structure):
     """`Experts` of `cpu.h`."""
 
-    _fields_ = tuple((name, c_void_p) for name in (
-        "router", "router_bias", "choice_bias", "gate_up", "down", "gate_up_bias", "down_bias",
-        "shared_gate_up", "shared_down", "shared_gate",
-    ))  # fmt: skip
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "router", "router_bias", "choice_bias", "gate_up", "down",
+        )),
+        ("gate_up_mxfp4", c_int32), ("down_mxfp4", c_int32),
+        *((name, c_void_p) for name in (
+            "gate_up_bias", "down_bias", "shared_gate_up", "shared_down", "shared_gate",
+        )),
+    )  # fmt: skip
 
 
 class CLayer(ctypes.Structure):
@@ -149,6 +157,7 @@ class Kernels:
             "pool_new": (c_void_p, (c_int32,)),
             "pool_free": (None, (c_void_p,)),
             "pack": (None, (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32)),
+            "pack_mxfp4": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
             "product": (None, (c_void_p, POINTER(CProduct))),
             "llama_forward": (None, (c_void_p, POINTER(CModel), POINTER(CWork))),
             "llama_logits": (
@@ -180,10 +189,7 @@ class Kernels:
         order.
         """
         rows, depth = weight.shape
-        if columns is None:
-            padded = -(-rows // COLUMNS_STEP) * COLUMNS_STEP
-            columns = torch.arange(padded, dtype=torch.int32)
-            columns[rows:] = -1
+        columns = _order(rows) if columns is None else columns
         weight = weight.contiguous()
         packed = torch.empty(len(columns) * depth, dtype=weight.dtype)
         is_bf16 = weight.dtype == torch.bfloat16
@@ -192,17 +198,34 @@ class Kernels:
         )
         return packed
 
+    def pack_mxfp4(
+        self, weight: torch.Tensor, columns: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return weight [N, K] bf16 in panels of MXFP4, a little over a quarter of its size; None
+        where that would change a value, or where K is no multiple of 32. `columns`: see `pack`."""
+        rows, depth = weight.shape
+        if weight.dtype != torch.bfloat16 or depth % MXFP4_GROUP:
+            return None
+        columns = _order(rows) if columns is None else columns
+        weight = weight.contiguous()
+        packed = torch.empty(len(columns) * depth // MXFP4_GROUP * 17, dtype=torch.uint8)
+        is_exact = self._c.pack_mxfp4(
+            weight.data_ptr(), packed.data_ptr(), columns.data_ptr(), len(columns), depth
+        )
+        return packed if is_exact else None
+
     def product(
         self, a: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, epilogue: int, kind: int
     ) -> None:
-        """Write a x packed to out, or as `epilogue` says. a [T, K] fp32, out [T, N] fp32."""
+        """Write a x packed to out, or as `epilogue` says. a [T, K] fp32, out [T, N] fp32; `packed`
+        of bytes is MXFP4."""
         rows, depth = a.shape
         pairs = torch.empty(rows * depth // 2, dtype=torch.int32)
         self._c.product(
             self._pool,
             CProduct(
                 a.data_ptr(), packed.data_ptr(), out.data_ptr(), pairs.data_ptr(),
-                rows, depth, out.shape[1], kind, epilogue,
+                rows, depth, out.shape[1], kind, epilogue, None, packed.dtype == torch.uint8,
             ),
         )  # fmt: skip
 
@@ -216,6 +239,13 @@ class Kernels:
         self._c.llama_logits(
             self._pool, model, hidden.data_ptr(), out.data_ptr(), pairs.data_ptr(), len(hidden)
         )
+
+
+def _order(rows: int) -> torch.Tensor:
+    """Return the columns of a packed weight in the weight's own order, padded."""
+    columns = torch.arange(-(-rows // COLUMNS_STEP) * COLUMNS_STEP, dtype=torch.int32)
+    columns[rows:] = -1
+    return columns
 
 
 def compile_library(cache: Path | None = None) -> Path | None:

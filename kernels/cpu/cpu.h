@@ -212,7 +212,8 @@ enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3, CLAMPED = 4 };
 /* STORE: c [rows, columns] = a [rows, depth] x b + bias. ADD: += instead of =. SILU: b's panels are
  * gate and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up; CLAMPED:
  * gpt-oss's, of clamped gate and up. b is in the layout of `pack`; `bias` has a value for each of its columns, or is NULL. `pairs`: scratch of
- * rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of 32. */
+ * rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of 32. `mxfp4`: b
+ * is in the layout of `pack_mxfp4` and the kind not WIDE. */
 typedef struct {
     const float *a;
     const uint32_t *b;
@@ -220,6 +221,7 @@ typedef struct {
     uint32_t *pairs;
     int rows, depth, columns, kind, epilogue;
     const float *bias;
+    int mxfp4;
 } Product;
 
 void product(Pool *pool, Product *p);
@@ -229,6 +231,18 @@ void grouped_products(Pool *pool, const Product *products, int count);
 void rms_norm(const float *x, const float *weight, float *out, int channels, float eps);
 void mean_norm(const float *x, const float *weight, float *out, int channels, float eps);
 void to_pairs(const float *x, uint32_t *out, int count);
+
+/* -- MXFP4 (cpu_mxfp4.c) -------------------------------------------------------------------- */
+
+/* Return the words of a panel. */
+size_t mxfp4_words(int depth);
+int pack_mxfp4(const uint16_t *weight, uint32_t *b, const int32_t *from, int count, int depth);
+void unpack_mxfp4(const uint32_t *panel, int depth, uint32_t *out);
+#define MXFP4_ROWS 4 /* up to so many rows are multiplied as the weights are unpacked, by DOT */
+/* Write to out [rows][64] the product of a [rows][lda] bf16 pairs and `width` columns (32 or 64) at
+ * b. Built where HAS_DOT. */
+void mxfp4_product(const float *a, size_t lda, const uint32_t *b, int rows, int depth, float *out,
+                   int width);
 
 /* -- AMX tiles (cpu_tiles.c); built where HAS_TILES ------------------------------------------- */
 
@@ -253,6 +267,7 @@ typedef struct {
     const float *router_bias;  /* or NULL */
     const float *choice_bias;  /* [experts]: added to the scores for the choice alone; or NULL */
     const uint32_t *gate_up, *down;
+    int32_t gate_up_mxfp4, down_mxfp4;            /* see Product */
     const float *gate_up_bias, *down_bias;        /* a value for each packed column, or NULL */
     const uint32_t *shared_gate_up, *shared_down; /* the MLP that all tokens take, or NULL */
     const float *shared_gate; /* [hidden]: that MLP counts times the sigmoid of this gate; or NULL */

@@ -186,22 +186,26 @@ static void combine_task(void *arg, int task) {
     }
 }
 
-/* Multiply the rows of each expert by its matrix: `b` has one matrix of `words` words behind
- * another, `bias` one vector of `padded` values. */
-static void by_expert(Pool *pool, const Step *s, const int *first, const float *a, float *c,
-                      const uint32_t *b, size_t words, const float *bias, int padded, int depth,
-                      int columns, int epilogue) {
-    const int kind = s->m->kind;
+/* Multiply the rows of each expert by its matrix. `all`: the product of all rows, as if there were
+ * one matrix, which has `padded` columns in its panels; the matrices and biases of the others are
+ * behind it. */
+static void by_expert(Pool *pool, const Step *s, const int *first, Product all, int padded) {
+    const size_t depth = (size_t)all.depth;
+    const size_t words = (size_t)(padded / PANEL) *
+        (all.mxfp4 ? mxfp4_words(all.depth) : PANEL * (all.kind == WIDE ? depth : depth / 2));
     Product products[s->m->experts];
     int count = 0;
     for (int e = 0; e < s->m->experts; e++) {
         const size_t row = (size_t)first[e];
         if (first[e] == first[e + 1]) continue;
-        products[count++] = (Product){
-            .a = a + row * depth, .b = b + (size_t)e * words, .c = c + row * columns,
-            .pairs = s->w->expert_pairs + row * (depth / 2), .rows = first[e + 1] - first[e],
-            .depth = depth, .columns = columns, .kind = kind, .epilogue = epilogue,
-            .bias = bias ? bias + (size_t)e * padded : NULL};
+        Product *p = products + count++;
+        *p = all;
+        p->rows = first[e + 1] - first[e];
+        p->a += row * depth;
+        p->b += (size_t)e * words;
+        p->c += row * (size_t)all.columns;
+        p->pairs += row * (depth / 2);
+        if (all.bias) p->bias += (size_t)e * (size_t)padded;
     }
     grouped_products(pool, products, count);
 }
@@ -221,20 +225,22 @@ void mix_experts(Pool *pool, const Model *m, const Work *w, const Experts *e, co
                  int tokens) {
     Step s = {m, w, e, x, tokens, tokens * m->top_k};
     const int wide = padded(2 * m->expert_width), narrow = padded(m->hidden);
-    const size_t divisor = m->kind == WIDE ? 1 : 2;
     int first[m->experts + 1];
     product(pool, &(Product){x, e->router, w->expert_logits, NULL, tokens, m->hidden, m->experts,
                              WIDE, STORE, e->router_bias});
     in_chunks(pool, choose_task, &s, tokens);
     place_rows(&s, first);
     in_chunks(pool, gather_task, &s, s.rows);
-    by_expert(pool, &s, first, w->expert_rows, w->expert_activated, e->gate_up,
-              (size_t)wide * m->hidden / divisor, e->gate_up_bias, wide, m->hidden,
-              m->expert_width, m->expert_gated);
+    by_expert(pool, &s, first,
+              (Product){w->expert_rows, e->gate_up, w->expert_activated, w->expert_pairs, s.rows,
+                        m->hidden, m->expert_width, m->kind, m->expert_gated, e->gate_up_bias,
+                        e->gate_up_mxfp4},
+              wide);
     if (takes_pairs(m->kind)) in_chunks(pool, activated_to_pairs_task, &s, s.rows);
-    by_expert(pool, &s, first, w->expert_activated, w->expert_rows, e->down,
-              (size_t)narrow * m->expert_width / divisor, e->down_bias, narrow, m->expert_width,
-              m->hidden, STORE);
+    by_expert(pool, &s, first,
+              (Product){w->expert_activated, e->down, w->expert_rows, w->expert_pairs, s.rows,
+                        m->expert_width, m->hidden, m->kind, STORE, e->down_bias, e->down_mxfp4},
+              narrow);
     if (e->shared_gate_up) share(pool, &s);
     in_chunks(pool, combine_task, &s, tokens);
 }

@@ -14,12 +14,16 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #define SLOTS 16
 #define DIM_MAX 512
 #define INLINE static inline __attribute__((always_inline))
 
 enum { INT8C = 0, INT4C = 1, INT8T = 2 };
+enum { KEY_UNITS = 5, VALUE_UNITS = 4 }; /* bits of a span in units: see the reference */
 enum { PACKED = 0, NOT_FINITE = 1, TOO_LARGE = 2 };
 
 typedef struct {
@@ -33,7 +37,7 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef int8_t vb __attribute__((vector_size(16)));
-typedef uint8_t vbu __attribute__((vector_size(16)));
+typedef int16_t vs __attribute__((vector_size(32)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 #define LANES 16
 
@@ -45,6 +49,11 @@ INLINE vf load(const void *p) {
 
 INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 
+#if defined(__AVX512F__)
+INLINE vi larger_of(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+
+INLINE vi smaller_of(vi a, vi b) { return (vi)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+#else
 INLINE vi larger_of(vi a, vi b) {
     vi more = a > b;
     return (a & more) | (b & ~more);
@@ -54,11 +63,19 @@ INLINE vi smaller_of(vi a, vi b) {
     vi less = a < b;
     return (a & less) | (b & ~less);
 }
+#endif
+
+/* Lanes of `a` (0 to 15) and `b` (16 to 31), by constant numbers. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
 
 /* Lane l of the result: of `a` where bit `half` of l is clear, else of `b`; from lane l ^ `across`. */
 #define PICK1(l, half, across) (((l) & (half) ? 16 : 0) + ((l) ^ (across)))
 #define PICK(a, b, half, across)                                                               \
-    __builtin_shufflevector(                                                                   \
+    SHUFFLE(                                                                   \
         a, b, PICK1(0, half, across), PICK1(1, half, across), PICK1(2, half, across),          \
         PICK1(3, half, across), PICK1(4, half, across), PICK1(5, half, across),                \
         PICK1(6, half, across), PICK1(7, half, across), PICK1(8, half, across),                \
@@ -82,6 +99,13 @@ INLINE vi ordered(vi bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
 /* Round to the nearest integer, halves to even; |x| < 2^22. */
 INLINE vi rounded(vf x) { return (vi)(x + 12582912.0f) - 0x4b400000; }
+
+/* Load 16 bytes. By way of 16 bits: gcc 12 would convert byte by byte. */
+INLINE vi wide_bytes(const int8_t *from) {
+    vb bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, vs), vi);
+}
 
 INLINE vu to_bf16(vf x) {
     vu bits = (vu)x;
@@ -231,9 +255,7 @@ static void unpack_8(float *tile, const uint8_t *scales, const int8_t *values, c
         store(scale, (vf)((wide_halves(scales + 2 * group) << 13) + (112 << 23)));
         for (int row = 0; row < LANES; row++)
             for (int i = 0; i < width; i += LANES) {
-                vb bytes;
-                memcpy(&bytes, values + (group + row) * width + i, sizeof bytes);
-                const vi whole = __builtin_convertvector(bytes, vi); /* gcc 12: fast in two steps */
+                const vi whole = wide_bytes(values + (group + row) * width + i);
                 store(tile + (group + row) * width + i,
                       __builtin_convertvector(whole, vf) * scale[row]);
             }
@@ -256,18 +278,18 @@ INLINE vf exact_floats(vi halves) {
 
 /* Turn the ends of 16 ranges, as ordered integers, into multiples of a power of two: see `_snapped`
  * of the reference. Adds to `worst` the largest absolute value, to `widest` the largest end. */
-INLINE void snap(vi bottom, vi top, vf *minimum, vf *span, vi *worst, vi *widest) {
+INLINE void snap(vi bottom, vi top, int bits, vf *minimum, vf *span, vi *worst, vi *widest) {
     const vi low_bits = ordered(bottom), high_bits = ordered(top);
     const vf low = (vf)low_bits, high = (vf)high_bits;
     const vi largest = larger_of(low_bits & 0x7fffffff, high_bits & 0x7fffffff);
     *worst = larger_of(*worst, largest);
-    vi exponent = larger_of((((vi)(high - low) >> 23) - 4), (largest >> 23) - 10);
+    vi exponent = larger_of((((vi)(high - low) >> 23) - bits), (largest >> 23) - 10);
     exponent = larger_of(exponent, (vi){0} + 127 - 14); /* biased, as that of its inverse below */
     exponent = smaller_of(exponent, (vi){0} + 250);
     const vf fine = (vf)((254 - exponent) << 23);
     vi first = rounded(low * fine), last = rounded(high * fine);
     const vi far = larger_of(larger_of(first, -first), larger_of(last, -last));
-    exponent -= (last - first > 31) | (far > 2047); /* true is -1 */
+    exponent -= (last - first >= 2 << bits) | (far > 2047); /* true is -1 */
     const vf coarse = (vf)((254 - exponent) << 23), unit = (vf)(exponent << 23);
     first = rounded(low * coarse), last = rounded(high * coarse);
     *minimum = __builtin_convertvector(first, vf) * unit;
@@ -276,7 +298,7 @@ INLINE void snap(vi bottom, vi top, vf *minimum, vf *span, vi *worst, vi *widest
 }
 
 #define EVEN_ODD(a, b, odd)                                                                    \
-    __builtin_shufflevector(a, b, 0 + (odd), 2 + (odd), 4 + (odd), 6 + (odd), 8 + (odd),       \
+    SHUFFLE(a, b, 0 + (odd), 2 + (odd), 4 + (odd), 6 + (odd), 8 + (odd),       \
                             10 + (odd), 12 + (odd), 14 + (odd), 16 + (odd), 18 + (odd),        \
                             20 + (odd), 22 + (odd), 24 + (odd), 26 + (odd), 28 + (odd),        \
                             30 + (odd))
@@ -287,9 +309,9 @@ INLINE vi nibbles_of(const float *x, float minimum, float inverse, vi counts) {
     return smaller_of(larger_of(whole, (vi){0}), (vi){0} + 15) & counts;
 }
 
-/* Pack rows [rows][width] of a tile; of a row, the first `counted` values count. */
+/* Pack rows [rows][width] of a tile; of a row, the first `counted` values count. `bits` of a span. */
 static int pack_4(const float *tile, uint8_t *spans, uint8_t *minima, uint8_t *values,
-                  const int rows, const int width, const int counted) {
+                  const int rows, const int width, const int counted, const int bits) {
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const vi counts = width > LANES ? (vi){0} - 1 : lane < counted;
     vi worst = {0}, widest = {0};
@@ -307,7 +329,7 @@ static int pack_4(const float *tile, uint8_t *spans, uint8_t *minima, uint8_t *v
             }
         }
         vf minimum, span;
-        snap(~largest_lanes(least), largest_lanes(most), &minimum, &span, &worst, &widest);
+        snap(~largest_lanes(least), largest_lanes(most), bits, &minimum, &span, &worst, &widest);
         const vf inverse = 15.0f / span;
         store_halves(spans + 2 * group, exact_halves(span));
         store_halves(minima + 2 * group, exact_halves(minimum));
@@ -320,7 +342,7 @@ static int pack_4(const float *tile, uint8_t *spans, uint8_t *minima, uint8_t *v
                 const vi b = nibbles_of(x + i + LANES, least_of[row + last],
                                         inverse_of[row + last], counts);
                 const vi both = EVEN_ODD(a, b, 0) | EVEN_ODD(a, b, 1) << 4;
-                const vbu bytes = __builtin_convertvector((vu)both, vbu);
+                const vb bytes = __builtin_convertvector(both, vb);
                 memcpy(values + (group * width + i) / 2, &bytes, sizeof bytes);
             }
     }
@@ -340,13 +362,11 @@ static void unpack_4(float *tile, const uint8_t *spans, const uint8_t *minima,
         const int together = width > LANES ? 1 : 2; /* rows of one pair of vectors */
         for (int row = 0, last = together - 1; row < LANES; row += together)
             for (int i = row * width; i < (row + together) * width; i += 2 * LANES) {
-                vbu bytes;
-                memcpy(&bytes, values + (group * width + i) / 2, sizeof bytes);
-                const vi both = __builtin_convertvector(bytes, vi);
+                const vi both = wide_bytes((const int8_t *)values + (group * width + i) / 2) & 0xff;
                 const vi low = both & 15, high = both >> 4;
-                const vi a = __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
+                const vi a = SHUFFLE(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20,
                                                      5, 21, 6, 22, 7, 23);
-                const vi b = __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12,
+                const vi b = SHUFFLE(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12,
                                                      28, 13, 29, 14, 30, 15, 31);
                 store(x + i, __builtin_convertvector(a, vf) * step_of[row] + least_of[row]);
                 store(x + i + LANES, __builtin_convertvector(b, vf) * step_of[row + last] +
@@ -424,9 +444,9 @@ static int pack_unit(const KvShape *s, int is_value, const uint8_t *unit, uint8_
     if (s->format != INT4C)
         return by_channel ? pack_8(tile, scales, (int8_t *)values, dim, SLOTS)
                           : pack_8(tile, scales, (int8_t *)values, SLOTS, dim);
-    if (!is_value) return pack_4(tile, scales, minima, values, dim, SLOTS, tokens);
+    if (!is_value) return pack_4(tile, scales, minima, values, dim, SLOTS, tokens, KEY_UNITS);
     rotate_values(tile, s->signs, s->norm, 0, dim);
-    const int failed = pack_4(tile, scales, minima, values, SLOTS, dim, LANES);
+    const int failed = pack_4(tile, scales, minima, values, SLOTS, dim, LANES, VALUE_UNITS);
     memset(scales + tokens * 2, 0, (size_t)(SLOTS - tokens) * 2);
     memset(minima + tokens * 2, 0, (size_t)(SLOTS - tokens) * 2);
     memset(values + tokens * dim / 2, 0, (size_t)(SLOTS - tokens) * dim / 2);

@@ -9,7 +9,7 @@
 #define ROWS_MAX 32       /* rows computed together, whatever the kind */
 #define CHUNK 16          /* rows of a task that converts them */
 
-/* Return the words of one panel. */
+/* Return the words of one panel, as it is multiplied. */
 static size_t panel_words(const Product *p) {
     return (size_t)PANEL * (p->kind == WIDE ? p->depth : p->depth / 2);
 }
@@ -147,10 +147,25 @@ static void multiply_piece(const Pieces *s, int task) {
     int column_end = column_first + s->columns < s->padded ? column_first + s->columns : s->padded;
     float out[ROWS_MAX * 64] ALIGNED;
     const int tile_rows = HAS_TILES && p->kind == TILES ? ROWS_MAX : TILE_ROWS;
+    uint32_t unpacked[p->mxfp4 ? 2 * panel_words(p) : 1] ALIGNED;
     for (int column = column_first, width; column < column_end; column += width) {
         const uint32_t *b = p->b + column / PANEL * panel_words(p);
+        if (p->mxfp4) {
+            const uint32_t *packed = p->b + column / PANEL * mxfp4_words(p->depth);
+#if HAS_DOT
+            if (p->kind == DOT && p->rows <= MXFP4_ROWS) {
+                width = column + 64 <= column_end ? 64 : WIDTH;
+                mxfp4_product(a, lda, packed, p->rows, p->depth, out, width);
+                finish(p, out, 0, p->rows, column, width);
+                continue;
+            }
+#endif
+            unpack_mxfp4(packed, p->depth, unpacked);
+            unpack_mxfp4(packed + mxfp4_words(p->depth), p->depth, unpacked + panel_words(p));
+            b = unpacked;
+        }
         int is_wide = p->rows == 1 || (HAS_TILES && p->kind == TILES && p->rows <= 16);
-        width = is_wide && column + 64 <= column_end ? 64 : WIDTH;
+        width = is_wide && !p->mxfp4 && column + 64 <= column_end ? 64 : WIDTH;
         for (int row = row_first, rows; row < row_end; row += rows) {
             rows = row_end - row < tile_rows ? row_end - row : tile_rows;
 #if HAS_TILES

@@ -83,15 +83,15 @@ def _scale_8(largest):
 
 
 @triton.jit
-def _snap(low, high):
+def _snap(low, high, BITS: tl.constexpr):
     """Return minimum and span, multiples of a power of two: `_snapped` of the reference."""
     largest = tl.maximum(tl.abs(low), tl.abs(high))
-    exponent = tl.maximum((_bits(high - low) >> 23) - 4, (_bits(largest) >> 23) - 10)
+    exponent = tl.maximum((_bits(high - low) >> 23) - BITS, (_bits(largest) >> 23) - 10)
     exponent = tl.minimum(tl.maximum(exponent, 127 - 14), 250)
     fine = _float((254 - exponent) << 23)
     first, last = _rounded(low * fine), _rounded(high * fine)
     far = tl.maximum(tl.abs(first), tl.abs(last))
-    exponent += ((last - first > 31) | (far > 2047)).to(tl.int32)
+    exponent += ((last - first >= 2 << BITS) | (far > 2047)).to(tl.int32)
     coarse, unit = _float((254 - exponent) << 23), _float(exponent << 23)
     first, last = _rounded(low * coarse), _rounded(high * coarse)
     minimum = first.to(tl.float32) * unit
@@ -169,7 +169,7 @@ def _pack_4(
         high = tl.max(tl.where(counted, x, float("-inf")), 0)
     else:
         low, high = tl.min(x, 1), tl.max(x, 1)
-    minimum, span = _snap(low, high)
+    minimum, span = _snap(low, high, 5 if AXIS == 0 else 4)
     inverse = _over(tl.zeros_like(span) + 15.0, span)
     whole = _rounded((x - tl.expand_dims(minimum, AXIS)) * tl.expand_dims(inverse, AXIS))
     whole = tl.where(counted, tl.minimum(tl.maximum(whole, 0), 15), 0)

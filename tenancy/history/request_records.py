@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
-from tenancy.storage.interface import Row, Store
+from tenancy.storage.interface import Row, Store, Value
 from tenancy.types import DAY_MS, UsageEntry
 
 RECORDS_MAX = 50_000
@@ -127,27 +127,42 @@ def delete_old_records(store: Store, now_ms: int) -> bool:
 def list_requests(store: Store, wanted: RequestFilter, limit: int) -> list[EndedRequest]:
     """Return ended requests, the last received first.
 
-    O(limit), and with a filter O(entries of the period). Raises StoreError.
+    O(limit); with a code, of a tenant, O(entries of the period that have the code), and with the
+    code `done` O(the tenant's). Records without an entry are few. Raises StoreError.
     """
     before = min(wanted.before_id or _LAST_ID, _first_id(wanted.until_ms))
-    values = (_first_id(wanted.since_ms), before, wanted.tenant_id, wanted.code, limit)
-    own = (
-        "{0}.request_id >= ?1 and {0}.request_id < ?2"
-        " and (cast(?3 as bigint) is null or {0}.tenant_id = ?3)"
-        " and (cast(?4 as text) is null or {0}.{1} = ?4) order by {0}.request_id desc limit ?5"
-    )
+    values: list[Value] = [_first_id(wanted.since_ms), before]
     settled = store.query(
         f"select entry_id, record, {_ENTRIES} from ledger left join request_records using"
-        f" (request_id) where {own.format('ledger', 'ending')}",
-        values,
+        f" (request_id) where {_conditions(wanted, 'ledger', 'ending')}"
+        f" order by ledger.request_id desc limit {limit:d}",
+        (*values, *_filters(wanted)),
     )
     others = store.query(
         "select record from request_records as r where not exists (select 1 from ledger where"
-        f" ledger.request_id = r.request_id) and {own.format('r', 'code')}",
-        values,
+        f" ledger.request_id = r.request_id) and {_conditions(wanted, 'r', 'code')}"
+        f" order by r.request_id desc limit {limit:d}",
+        (*values, *_filters(wanted)),
     )
     found = [*map(_settled, settled), *map(_unsettled, others)]
     return sorted(found, key=lambda one: one.request_id, reverse=True)[:limit]
+
+
+def _filters(wanted: RequestFilter) -> list[Value]:
+    """Return the values of the conditions behind the period's."""
+    return [one for one in (wanted.tenant_id, wanted.code) if one is not None]
+
+
+def _conditions(wanted: RequestFilter, table: str, code: str) -> str:
+    """Return the conditions of a query: only those that are given, so that an index serves them."""
+    found = f"{table}.request_id >= ? and {table}.request_id < ?"
+    if wanted.tenant_id is not None:
+        found += f" and {table}.tenant_id = ?"
+    if wanted.code is not None:
+        found += f" and {table}.{code} = ?"
+        if wanted.code != "done":
+            found += f" and {table}.{code} <> 'done'"  # the index has no others
+    return found
 
 
 def find_request(store: Store, request_id: str) -> EndedRequest | None:

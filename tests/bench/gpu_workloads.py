@@ -137,7 +137,7 @@ class Bench:
         self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
         self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
         model = build_model(config, weights, GpuOps())
-        form = kv_format(config, torch.bfloat16, BLOCK)
+        form = kv_format(config, torch.bfloat16, BLOCK, has_groups=True)
         self.token_bytes = form.block_bytes // BLOCK
         kv = KvStorage(form, blocks, device)
         self.runner = TimedRunner(
@@ -151,7 +151,7 @@ class Bench:
             queue_tokens_max=10_000_000,
         )
         self.core = Core(
-            PrefixCache(blocks=blocks, block_size=BLOCK),
+            PrefixCache(blocks=blocks, block_size=BLOCK, windows=form.windows),
             self.runner,
             settings,
             time.perf_counter,

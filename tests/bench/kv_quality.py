@@ -1,10 +1,13 @@
 """What packed KV costs in quality: perplexity, divergence and recall beside exact KV.
 
-    python -m tests.bench.kv_quality [--format int8c,int4c,int8t] [--model NAME] [--models FOLDER]
-        [--text FILE] [--context 768] [--windows 1] [--full]
+    python -m tests.bench.kv_quality [--format int8c,int4c,int8t] [--policy window,h2o,...|all]
+        [--budget 128,256] [--model NAME] [--models FOLDER] [--text FILE] [--context 768]
+        [--windows 1] [--full]
 
 Formats run the engine's own path (`kv_reading`): a block is packed when it is full, and later
-tokens read it back.
+tokens read it back. Policies keep tokens by attention; they run in a harness of their own
+(`kv_policies`), since they may never enter the shared tree, and are compared over the second half
+of a text. They are left out unless they are named.
 
 All variants read the same tokens. *Perplexity* is that of the text's next tokens, beside exact
 KV's; *KL* the divergence of the next-token distribution from exact KV's, mean and 99th percentile
@@ -29,6 +32,7 @@ from tokenizers import Tokenizer
 
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, resolve
 from tests.bench import kv_texts
+from tests.bench.kv_policies import POLICIES, PolicyReader
 from tests.bench.kv_reading import Reader
 
 ROOT = Path(__file__).parents[2]
@@ -78,13 +82,15 @@ class Summary(Struct, frozen=True):
 
 
 def compare(
-    read: Read, variants: Sequence[str], windows: Iterable[Sequence[int]]
+    read: Read, variants: Sequence[str], windows: Iterable[Sequence[int]], first: int = 0
 ) -> dict[str, Comparison]:
-    """Return a comparison with exact KV of each variant over the windows."""
+    """Return a comparison with exact KV of each variant over the windows, from position `first`."""
     found = {name: Comparison() for name in variants}
     for window in windows:
         for start, logits in read(window, ["", *variants]):
             targets = torch.tensor(window[start + 1 : start + 1 + logits.shape[1]])
+            if start < first or not len(targets):
+                continue
             logs = torch.log_softmax(logits[:, : len(targets)], -1)
             for index, name in enumerate(variants, 1):
                 found[name].add(logs[0], logs[index], targets)
@@ -186,10 +192,28 @@ def report_formats(
         yield from table(summaries, by_name, list(recalls))
 
 
+def report_policies(
+    reader: PolicyReader, policies: Sequence[str], windows: dict[str, list[list[int]]],
+    copied: Sequence[kv_texts.Task],
+) -> Iterator[str]:  # fmt: skip
+    """Yield the lines of the report on policies: one table, over the second half of all texts."""
+    chosen = [window for part in windows.values() for window in part]
+    recalls = recall(reader.read, ["", *policies], copied)
+    found = compare(reader.read, policies, chosen, first=reader.context // 2) if chosen else {}
+    yield f"\npolicies, fp32, the second half of {len(chosen)} windows\n"
+    yield from table(
+        {name: comparison.summary() for name, comparison in found.items()},
+        {name or "exact": [part] for name, part in zip(["", *policies], recalls, strict=True)},
+        ["copied"],
+    )
+
+
 def options() -> argparse.Namespace:
     """Return the command's options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", default=",".join(FORMATS))
+    parser.add_argument("--policy", default="")
+    parser.add_argument("--budget", default="128,256")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--models", type=Path, default=ROOT / "data" / "models")
     parser.add_argument("--text", type=Path)
@@ -205,26 +229,40 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     chosen = options()
+    policies = POLICIES if chosen.policy == "all" else chosen.policy.split(",")
+    budgets = [
+        f"{name} {budget}" for budget in chosen.budget.split(",") for name in policies if name
+    ]
     card = prepared(chosen.model, chosen.models)
     tokenizer = Tokenizer.from_file(str(card.tokenizer_path))
     formats = [name for name in chosen.format.split(",") if name]
-    reader = Reader(card, chosen.context, len(formats) + 1, chosen.threads)
     windows = {
         name: kv_texts.windows(text, tokenizer, chosen.context, chosen.windows, seed=1)
         for name, text in kv_texts.texts(chosen.text).items()
     }
     tasks = tasks_of(card, tokenizer, chosen.context, 4 if chosen.full else 1)
+    write = sys.stdout.write
+    if formats:
+        reader = Reader(card, chosen.context, len(formats) + 1, chosen.threads)
+        write("\n".join(sizes(reader, formats)) + "\n")
+        for line in report_formats(reader, formats, windows, tasks):
+            write(line + "\n")
+    if budgets:
+        policy_reader = PolicyReader(card, chosen.context)
+        for line in report_policies(policy_reader, budgets, windows, tasks["copied"]):
+            write(line + "\n")
+
+
+def sizes(reader: Reader, formats: Sequence[str]) -> Iterator[str]:
+    """Yield what is measured: the model, its KV, and the bytes of each format's blocks."""
     kv = reader.kv.format
-    sys.stdout.write(
-        f"{card.name}, KV in {kv.name}, blocks of {kv.block_bytes:,} bytes, windows of"
-        f" {chosen.context} tokens\n"
+    yield (
+        f"{reader.card.name}, KV in {kv.name}, blocks of {kv.block_bytes:,} bytes, windows of"
+        f" {reader.context} tokens"
     )
     for name in formats:
         size = reader.packer(name).block_bytes
-        sys.stdout.write(f"{name}: {size:,} bytes a block, {size / kv.block_bytes:.3f}\n")
-    for line in report_formats(reader, formats, windows, tasks):
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        yield f"{name}: {size:,} bytes a block, {size / kv.block_bytes:.3f}"
 
 
 if __name__ == "__main__":

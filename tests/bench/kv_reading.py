@@ -29,7 +29,7 @@ class Reader:
 
     def __init__(self, card: ModelCard, context: int, variants: int, threads: int = 0) -> None:
         """Raises ModelError. `threads` 0: one a core."""
-        self.card = card
+        self.card, self.context = card, context
         self._blocks_each = -(-context // BLOCK)
         config = EngineConfig(
             device="cpu",

@@ -20,6 +20,8 @@ from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
 
 HOUR_MS = 3_600_000
 TICKS, REQUESTS_MAX = 96, 30
+DOWN = 40, 43
+"""The ticks between which the server is down: all charts have a gap."""
 TICK_S = 1.2
 """Real seconds of a quarter of an hour: the samples of history are taken each second."""
 NAMES = (
@@ -134,7 +136,12 @@ async def play_a_day(gateway: GatewayFixture, wall: EarlierWall, admin: AdminCli
         began_s = time.monotonic()
         share = 0.35 + 0.65 * (math.sin(tick / TICKS * 2 * math.pi - 1.2) + 1) / 2
         names = rng.choices(NAMES, weights, k=round(REQUESTS_MAX * share))
-        if not 40 <= tick < 43:  # the server was down
+        if tick == DOWN[0]:
+            await gateway.close()
+        elif tick == DOWN[1]:
+            gateway.runner = PacedRunner(gateway.card.config.vocab)  # the KV of the old one is gone
+            await gateway.open()
+        if not DOWN[0] <= tick < DOWN[1]:
             for first, second in in_pairs(names):
                 await asyncio.gather(send(gateway, first, rng), send(gateway, second, rng))
         await asyncio.sleep(max(0.0, TICK_S - (time.monotonic() - began_s)))

@@ -431,7 +431,10 @@ async def test_an_idempotent_request_is_encoded_and_charged_once(
 async def test_a_client_that_leaves_pays_nothing(
     gateway: GatewayFixture, encoder: FakeEncoder
 ) -> None:
-    """Nothing was delivered. The entry says who left."""
+    """Nothing was delivered, and the entry says who left. Its text is not cached, else it would
+    cost the price of a cache read when it comes again; its tokens count for the minute's limit."""
+    change_tenant(gateway.store, "ada", {"tokens_per_minute": 10})
+    gateway.gateway.context.registry.refresh_now()
     encoder.hold()
     running = asyncio.create_task(embed(gateway))
     await gateway.until(lambda: bool(encoder.seen))
@@ -440,8 +443,11 @@ async def test_a_client_that_leaves_pays_nothing(
         await running
     await gateway.quiet()
     encoder.release()
+    _, again, headers = await embed(gateway)
 
-    assert charges(gateway) == [(MODEL, "cancelled", 0, 0, 0, 0)]
+    assert charges(gateway) == [(MODEL, "cancelled", 0, 0, 0, 0), (MODEL, "done", 3, 0, 3, 0)]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert int(headers["X-RateLimit-Remaining-Tokens"]) in (4, 5)
     await gateway.check_quiet()
 
 
@@ -502,6 +508,64 @@ async def test_a_draining_server_refuses(gateway: GatewayFixture) -> None:
     found = await embed(gateway)
 
     assert error_of(found) == (503, "shutting_down", None)
+
+
+async def test_a_running_request_finishes_while_the_server_drains(
+    gateway: GatewayFixture, encoder: FakeEncoder
+) -> None:
+    """It counts among the running ones."""
+    encoder.hold()
+    running = asyncio.create_task(embed(gateway))
+    await gateway.until(lambda: bool(encoder.seen))
+    draining = asyncio.create_task(gateway.gateway.drain(60.0))
+    await gateway.until(lambda: gateway.gateway.context.is_draining)
+    encoder.release()
+
+    status, _, _ = await running
+    await draining
+
+    assert status == 200
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_the_largest_number_of_inputs_keeps_their_order(
+    gateway: GatewayFixture, encoding_format: str
+) -> None:
+    """Tokenized and encoded in threads; half of the texts occur twice."""
+    words = [f"{number:x}" for number in range(1_024)]
+
+    status, body, headers = await embed(gateway, [*words, *words], encoding_format=encoding_format)
+    first, last = body["data"][1], body["data"][1_025]
+
+    assert (status, [one["index"] for one in body["data"]]) == (200, list(range(2_048)))
+    assert first["embedding"] == last["embedding"] != body["data"][2]["embedding"]
+    assert (
+        body["usage"]["prompt_tokens_details"]["cached_tokens"] * 2
+        == (body["usage"]["prompt_tokens"])
+    )
+    assert headers["X-Trunkline-Cache"].startswith("read=")
+    await gateway.check_quiet()
+
+
+async def test_an_idempotent_request_goes_on_without_its_client(
+    gateway: GatewayFixture, encoder: FakeEncoder
+) -> None:
+    """Its client comes back for the answer, which was charged once."""
+    body = json.dumps({"model": MODEL, "input": "hello"}).encode()
+    headers = {"Idempotency-Key": "one"}
+    encoder.hold()
+    running = asyncio.create_task(gateway.ask(PATH, body, headers=headers))
+    await gateway.until(lambda: bool(encoder.seen))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    encoder.release()
+    await gateway.quiet()
+
+    status, _, response = await gateway.ask(PATH, body, headers=headers)
+
+    assert (status, response.headers["Idempotency-Replayed"]) == (200, "true")
+    assert charges(gateway) == [(MODEL, "done", 3, 0, 3, 0)]
 
 
 async def test_metrics_and_the_log_have_counts_and_no_text(gateway: GatewayFixture) -> None:

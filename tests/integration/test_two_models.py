@@ -7,7 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from gateway.background.storage_metering import StorageMetering
+from tenancy.accounting.reconcile import reconcile_living
 from tenancy.accounts.tenants import change_tenant
+from tests.fakes import FakeClock
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatedRunner, GatewayFixture
 
@@ -247,3 +250,36 @@ async def test_turning_between_models_is_no_finding(gateway: GatewayFixture) -> 
     assert [one for one in found["findings"] if one["cause"] == "model_changed"] == []
     assert {model for _, model in rows} == {gateway.model, SECOND}
     assert "model_changed" not in {cause for cause, _ in rows}
+
+
+async def test_storage_is_metered_by_model(gateway: GatewayFixture) -> None:
+    """A token held costs what its model's rate card says."""
+    context, clock = gateway.gateway.context, FakeClock()
+    for model in (gateway.model, SECOND):
+        await gateway.ask(body=chat(gateway, model))
+    engines = gateway.engines.values()
+    await gateway.until(lambda: all(one.stats.cached_blocks > 0 for one in engines))
+    context.clock = clock
+    metering = StorageMetering(context)
+    await metering.close()
+    clock.advance(10.0)
+    await metering.close()
+    rows = gateway.store.query("select model, sum(token_seconds) from storage_hours group by 1")
+
+    held = {
+        name: 160 * sum(one.blocks for one in engine.namespaces)
+        for name, engine in gateway.engines.items()
+    }
+    assert {str(name): seconds for name, seconds in rows} == held
+
+
+async def test_each_engines_counts_agree_with_the_ledger(gateway: GatewayFixture) -> None:
+    """One epoch for each engine, so that no request of one is missing in the other's."""
+    for model in (gateway.model, SECOND, SECOND):
+        await gateway.ask(body=chat(gateway, model))
+    await gateway.gateway.drain(PATIENCE_S)
+    epochs = [await asyncio.to_thread(reconcile_living, gateway.store, e) for e in ("1", "1.2")]
+
+    assert [epoch is not None and not epoch.has_mismatch for epoch in epochs] == [True, True]
+    one, two = [epoch.ledger.prompt_tokens for epoch in epochs if epoch is not None]
+    assert two == 2 * one > 0

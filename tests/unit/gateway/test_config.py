@@ -146,6 +146,13 @@ def test_error_names_file_key_and_value(tmp_path: Path, text: str, told: str) ->
         ),
         ("[[tenants]]\nname = 'a'\nclasses = ['9m']", "unknown retention class '9m'"),
         ("[model]\nname = ''", "model.name: invalid name ''"),
+        ('[embeddings]\nmodel = "a\\u0000"', "embeddings.model: invalid name 'a"),
+        (
+            '[embeddings]\naliases = ["gpt"]\n[model]\naliases = ["gpt"]',
+            "embeddings.model: 'gpt' names the chat model too",
+        ),
+        ("[embeddings]\nthreads = -1", "embeddings.threads"),
+        ("[embeddings]\nmodle = 'a'", "did you mean embeddings.model?"),
     ],
 )
 def test_refuses_values_that_types_alone_allow(tmp_path: Path, text: str, told: str) -> None:

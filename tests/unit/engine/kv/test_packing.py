@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.kv.format import KvFormat, KvGroup, Layout
-from engine.kv.packing import PackedFormat, StoragePacker, packed_format
+from engine.kv.packing import PackedFormat, StoragePacker, packed_format, packers_of
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.moves import Move
@@ -88,6 +88,16 @@ def test_c_and_torch_write_the_same_bytes(
 
         assert np.array_equal(first, second)
         assert torch.equal(kv.data[1], kv.data[2])
+
+
+def test_a_storage_has_the_packers_that_fit_it() -> None:
+    """A model that one format refuses still has the others."""
+    wide = KvStorage(msgspec.structs.replace(FORMAT, head_dim=80), 1, CPU)
+    latents = KvStorage(msgspec.structs.replace(FORMAT, parts=1), 1, CPU)
+
+    assert set(packers_of(storage())) == set(NAMES)
+    assert set(packers_of(wide, compile_library())) == {"int8c", "int8t"}
+    assert packers_of(latents) == {}
 
 
 def test_a_space_of_another_size_is_refused() -> None:

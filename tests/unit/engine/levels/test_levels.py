@@ -62,6 +62,23 @@ def test_an_unpromised_prefix_is_stored_after_a_second_use(world: LeveledWorld) 
     assert world.stored() == {prompt(2)[:12]}
 
 
+def test_a_promise_is_stored_when_the_disk_comes_back() -> None:
+    """A storage process that starts after the first requests, or again, misses nothing."""
+    world = LeveledWorld()
+    assert world.disk is not None
+    world.disk.is_away = True
+    world.run(ask("first", prompt(1), grant=leased(13)), ask("more", prompt(2), grant=leased(13)))
+    assert not world.stored()
+
+    world.disk.is_away = False
+    world.disk.beat(StorageStats("open"))
+    for _ in range(3):
+        world.step()
+    world.settle()
+
+    assert world.stored() == {prompt(1)[:12], prompt(2)[:12]}
+
+
 def test_nothing_is_stored_beyond_the_days_writes() -> None:
     """Promised prefixes are counted, and never refused for it."""
     world = LeveledWorld()

@@ -326,6 +326,35 @@ def test_bf16_logits_beyond_llama_are_the_same_in_slices(name: str, kernels: Ker
         assert torch.equal(in_slices, whole)
 
 
+def test_experts_published_in_mxfp4_stay_so(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a quarter of the memory, with the same bits in the logits."""
+    moe = Moe(experts=5, top_k=2, intermediate=64, score="chosen_softmax", expert="clamped")
+    config = msgspec.structs.replace(SHAPES["GQA"], **{**EXTENDED["gpt-oss"], "moe": moe})
+    weights = {n: t.bfloat16() for n, t in tiny_weights(config).items()}
+    for name, tensor in weights.items():
+        if ".experts." in name and name.endswith("weight"):
+            weights[name] = (tensor.sign() * 2.0 ** (tensor.abs() * 30).clamp(-3, 0).round()) / 8
+    packed: list[torch.Tensor | None] = []
+    pack = Kernels.pack_mxfp4
+
+    def recorded(self: Kernels, *given: Any) -> torch.Tensor | None:
+        packed.append(pack(self, *given))
+        return packed[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernels, "pack_mxfp4", recorded)
+        small = logits_of(config, dict(weights), kernels, SLICES[2], torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernels, "pack_mxfp4", lambda *_: None)
+        expected = logits_of(config, dict(weights), kernels, SLICES[2], torch.bfloat16)
+
+    assert len(packed) == 2 * 2 * moe.experts
+    assert None not in packed
+    assert torch.equal(small, expected)
+
+
 def test_bf16_weights_and_kv_stay_near_dense_computation(kernels: Kernels) -> None:
     """Without bf16 products on the CPU only the KV is rounded, at 2^-9; with them the activations
     are rounded too. Swapped halves of a bf16 pair would be off by a whole deviation."""

@@ -199,9 +199,16 @@ class StorageRig:
 class ProcessInThread:
     """A storage process as a thread of this one, with the test's clock as its wall clock."""
 
-    def __init__(self, arena: HostArena, clock: FakeClock, calls: DiskCalls) -> None:
+    def __init__(
+        self,
+        arena: HostArena,
+        clock: FakeClock,
+        calls: DiskCalls,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.wire, self._theirs = socket.socketpair()
         self._arena, self._clock, self._calls = arena, clock, calls
+        self._monotonic_s = monotonic_s
         self.log: list[tuple[str, dict[str, object]]] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -212,7 +219,7 @@ class ProcessInThread:
                 self._theirs,
                 wall_ms=lambda: int(self._clock() * 1_000),
                 uptime_s=self._clock,
-                monotonic_s=time.monotonic,
+                monotonic_s=self._monotonic_s,
                 attach=self._attach,
                 calls=self._calls,
                 log=lambda event, **facts: self.log.append((event, facts)),
@@ -243,6 +250,8 @@ class DiskRig(StorageRig):
         slab_bytes: int = 2**20,
         write_bytes_per_day: int = 0,
         spare_bytes: int = 0,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        wait_s: float = 10.0,
     ) -> None:
         arena = HostArena.create(SLOTS, SLOT_BYTES)
         settings = DiskSettings(
@@ -256,13 +265,14 @@ class DiskRig(StorageRig):
             write_bytes_per_day=write_bytes_per_day,
             run_tokens=RUN,
             heartbeat_s=0.05,
+            wait_s=wait_s,
             spare_bytes=spare_bytes,
         )
         disk = calls or DiskCalls()
         self.processes: list[ProcessInThread] = []
 
         def start(settings: DiskSettings) -> ProcessInThread:
-            self.processes.append(ProcessInThread(arena, clock, disk))
+            self.processes.append(ProcessInThread(arena, clock, disk, monotonic_s))
             return self.processes[-1]
 
         self.client = StorageClient(settings, start=start, silence_s=30.0)
@@ -284,6 +294,13 @@ class DiskRig(StorageRig):
         while self.stats is before or self.stats is None:
             self.unclaimed += self.next_outcomes()
         return self.stats
+
+    def await_state(self, state: str) -> StorageStats:
+        """Wait for a heartbeat with this state."""
+        while True:
+            stats = self.await_stats()
+            if stats.state == state:
+                return stats
 
     def close(self) -> None:
         """Close the client, and wait for the process."""

@@ -14,8 +14,8 @@ from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
 from engine.storage.index import LOG_BYTES_MAX, IndexUnusable
 from engine.storage.record import place_bytes_of
-from engine.storage.slabs import DiskCalls
 from engine.storage.store import NO_SLAB_MS
+from tests.unit.engine.storage.failing_calls import FailingCalls
 from tests.unit.engine.storage.local_storage import LocalRig, run_in_turn
 from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, A, B, content_of
 
@@ -287,40 +287,6 @@ def test_a_fetch_that_ends_after_an_erasure_brings_nothing(make: MakeRig) -> Non
 
     assert rig.disk.finish_read(plan).is_done is False
     assert plan.verdict == "done"
-
-
-class FailingCalls(DiskCalls):
-    """System calls that fail, or take fewer bytes, on request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails: dict[str, int] = {}
-        self.bytes_max = 2**40
-
-    def _check(self, call: str) -> None:
-        if call in self.fails:
-            raise OSError(self.fails[call], os.strerror(self.fails[call]))
-
-    def lay_out(self, fd: int, length: int) -> None:
-        self._check("lay_out")
-        super().lay_out(fd, length)
-
-    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
-        self._check("write")
-        data = b"".join(parts)[: self.bytes_max]
-        return super().write(fd, [data], offset)
-
-    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-        self._check("read")
-        return super().read(fd, buffer[: self.bytes_max], offset)
-
-    def sync(self, fd: int) -> None:
-        self._check("sync")
-        super().sync(fd)
-
-    def erase(self, fd: int, offset: int, length: int) -> None:
-        self._check("erase")
-        super().erase(fd, offset, length)
 
 
 def test_calls_that_take_few_bytes_are_repeated(make: MakeRig) -> None:

@@ -28,6 +28,23 @@ def owner_of(namespace: bytes) -> int | None:
     return int(first) if first.isdigit() else None
 
 
+def test_models_are_summed_and_told_apart() -> None:
+    """A restarted engine begins anew; the other model's figures stay."""
+    tables, usage = {"a": NamespaceTable(), "b": NamespaceTable()}, TenantCacheUsage()
+    for name, table in tables.items():
+        table.add([NamespaceStats(b"1" + name.encode(), 3 + ord(name) % 2, 0, 1, 0)])
+        usage.update(table, owner_of, name)
+    both = usage.of(1)["blocks"], usage.total("blocks"), usage.total("blocks", "b")
+    by_model = {name: row["blocks"] for name, row in usage.by_model(1).items()}
+    usage.update(NamespaceTable(), owner_of, "a")
+
+    assert both == (7, 7, 3)
+    assert by_model == {"a": 4, "b": 3}
+    assert usage.of(1)["running"] == 1
+    assert usage.by_model(1).keys() == {"b"}
+    assert [held["blocks"] for _, held in usage.largest(9)] == [3]
+
+
 @given(
     st.lists(
         st.tuples(NAMESPACE_STATS, st.sampled_from(["", "update", "other table", "none"])),

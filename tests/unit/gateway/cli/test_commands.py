@@ -532,3 +532,30 @@ def test_full_standard_output_is_named() -> None:
         "trunkline: standard output: No space left on device; free space there, or write to"
         " another disk\n"
     )
+
+
+def test_pull_finds_every_listed_model(run: Run, data: Path, tmp_path: Path) -> None:
+    """Each file once; a name fetches that model alone."""
+    folders = [write_folder(tmp_path / name) for name in ("one", "two")]
+    tables = "".join(f"[[models]]\nname = '{one.name}'\npath = '{one}'\n" for one in folders)
+    (tmp_path / "t.toml").write_text(tables)
+    given = ("--config", str(tmp_path / "t.toml"))
+
+    assert run("pull", *given) == (0, f"{folders[0]}\n{folders[1]}\n", "")
+    assert run("pull", "two", *given) == (0, f"{folders[1]}\n", "")
+
+
+def test_serve_refuses_models_that_do_not_fit_together(run: Run, tmp_path: Path) -> None:
+    """Before anything is loaded, with each model's numbers."""
+    folder = write_folder(tmp_path / "one")
+    settings = [
+        *("[server]", "listen = '127.0.0.1:0'", "[admin]", "listen = '127.0.0.1:0'"),
+        *("[engine]", "device = 'cpu'", "kv_memory_mib = 100_000_000"),
+        *(f"[[models]]\nname = '{name}'\npath = '{folder}'" for name in ("a", "b")),
+    ]
+    (tmp_path / "t.toml").write_text("\n".join(settings))
+    status, _, line = run("serve", "--config", str(tmp_path / "t.toml"))
+
+    assert status == 1
+    assert "100000000 for a's KV" in line
+    assert "lower kv_memory_mib in [models.engine]" in line

@@ -90,6 +90,27 @@ def test_checks_the_secrets_of_webhooks(
     assert "variable 'HOOK' is not set" in missing["found"]
 
 
+@pytest.mark.parametrize(
+    ("model", "is_ok", "words"),
+    [
+        ("all-minilm-l6-v2", True, "fetched at the first start"),
+        ("gemma-3-270m", False, "generates text and embeds none"),
+        ("/nowhere", False, "'/nowhere' is neither"),
+    ],
+)
+def test_the_embedding_model_is_checked(
+    config: Path, capsys: pytest.CaptureFixture[str], model: str, is_ok: bool, words: str
+) -> None:
+    """Only where there is one."""
+    without = checks(capsys)
+    config.write_text(config.read_text() + f'[embeddings]\nmodel = "{model}"\n')
+    found = checks(capsys)["embedding model"]
+
+    assert "embedding model" not in without
+    assert (found["ok"], words in found["found"]) == (is_ok, True)
+    assert is_ok or "all-minilm-l6-v2" in found["fix"]
+
+
 def test_text_shows_the_fix_below_its_finding(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +148,19 @@ def test_memory_is_the_containers_if_that_is_less(
 
     assert available_memory_mib(tmp_path / "meminfo", tmp_path) == free
     assert available_memory_mib(tmp_path / "none", tmp_path) is None
+
+
+def test_each_of_several_models_is_checked(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = "".join(f"[[models]]\nname = '{name}'\npath = '/none/{name}'\n" for name in "ab")
+    config.write_text(config.read_text() + tables)
+    status = main(["doctor", "--config", str(config)])
+    text = capsys.readouterr().out
+
+    assert status == 1
+    assert [name for name in "ab" if f"FAIL  model {name}" in text] == ["a", "b"]
+    assert "set the model's path to a file or folder that exists" in text
 
 
 def test_measures_the_disk_of_the_levels_and_says_its_worth(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from array import array
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.encoder.card import EncoderCard
@@ -106,7 +109,9 @@ async def embedded(
     """Embed texts; return their vectors and the cached tokens."""
     found = [embedder.tokenizer.tokenize(text) for text in texts]
     lookup = embedder.look_up(tenant, workspace, found)
-    return await embedder.complete(lookup), lookup.cached_tokens
+    vectors = await embedder.complete(lookup)
+    embedder.store(lookup)
+    return vectors, lookup.cached_tokens
 
 
 def embedder_of(card: EncoderCard, cache_mib: int = 64) -> tuple[Embedder, FakeEncoder]:
@@ -175,6 +180,20 @@ async def test_without_a_cache_nothing_is_found(card: EncoderCard) -> None:
     assert [len(texts) for _, texts in encoder.seen] == [1, 1]
 
 
+async def test_a_text_is_found_only_once_its_request_has_stored_it(card: EncoderCard) -> None:
+    """A request that ends before it is charged stores nothing."""
+    embedder, _ = embedder_of(card)
+    text = [embedder.tokenizer.tokenize("hello")]
+    await embedder.complete(embedder.look_up(1, "default", text))
+    before = embedder.look_up(1, "default", text)
+    await embedder.complete(before)
+    embedder.erase(2)
+    embedder.store(before)
+
+    assert embedder.look_up(1, "default", text).cached_tokens == 0
+    assert before.cached_tokens == 0
+
+
 async def test_a_failed_text_is_not_stored(card: EncoderCard) -> None:
     """It is encoded when it comes again."""
     embedder, encoder = embedder_of(card)
@@ -184,6 +203,44 @@ async def test_a_failed_text_is_not_stored(card: EncoderCard) -> None:
     encoder.error = None
 
     assert (await embedded(embedder, "hello"))[1] == 0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from((1, 2)),
+            st.sampled_from(("default", "lab")),
+            st.lists(st.sampled_from("abc"), min_size=1, max_size=3),
+        ),
+        st.tuples(st.sampled_from((1, 2)), st.sampled_from(("default", "lab", None)), st.none()),
+    ),
+    max_size=12,
+)
+
+
+@given(STEPS)
+def test_what_is_found_is_what_the_workspace_embedded_since_its_erasure(
+    card: EncoderCard, steps: list[tuple[int, str | None, list[str] | None]]
+) -> None:
+    """Against a model: a set of texts for each workspace, whatever the neighbour does."""
+
+    async def run() -> None:
+        embedder, _ = embedder_of(card)
+        known: dict[tuple[int, str], set[str]] = {}
+        for tenant, workspace, texts in steps:
+            if texts is None:
+                covered = [one for one in known if one[0] == tenant and workspace in (None, one[1])]
+                gone = sum(len(known.pop(one)) for one in covered)
+                assert embedder.erase(tenant, workspace) == gone
+                continue
+            assert workspace is not None
+            held = known.setdefault((tenant, workspace), set())
+            expected = 3 * (len(texts) - len(set(texts) - held))
+            _, cached = await embedded(embedder, *texts, tenant=tenant, workspace=workspace)
+            assert cached == expected
+            held |= set(texts)
+
+    asyncio.run(run())
 
 
 def test_a_cut_vector_has_length_one() -> None:

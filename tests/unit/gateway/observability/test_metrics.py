@@ -10,7 +10,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.api import Stats
-from gateway.observability.metrics import OTHERS, BudgetGauges, Metrics
+from gateway.observability.metrics import OTHERS, BudgetGauges, EngineState, Metrics
 
 ROUTERS = {
     "vllm:num_requests_running",
@@ -49,6 +49,30 @@ def test_exposes_latest_engine_heartbeat(metrics: Metrics) -> None:
     assert shown["vllm:num_requests_waiting"] == 3
     assert shown["vllm:kv_cache_usage_perc"] == 0.4
     assert shown["vllm:prefix_cache_hits_total"] == 40
+
+
+def test_engines_of_several_models_have_a_label(metrics: Metrics) -> None:
+    """Each name once, with a series for each model and none without a model."""
+    states = [
+        EngineState("a", Stats(blocks=10, pinned_blocks=4), True, 1),
+        EngineState("b", Stats(blocks=20), False, 0),
+    ]
+    metrics.set_engine_stats(Stats(), is_ready=True, restarts=0, several=states)
+    families = list(text_string_to_metric_families(metrics.exposition().decode()))
+    shown = {
+        (s.name, s.labels["model"]): s.value
+        for f in families
+        for s in f.samples
+        if "model" in s.labels
+    }
+
+    assert (shown["trunkline_kv_blocks", "a"], shown["trunkline_kv_blocks", "b"]) == (10, 20)
+    assert (shown["trunkline_engine_ready", "a"], shown["trunkline_engine_ready", "b"]) == (1, 0)
+    assert shown["trunkline_engine_restarts_total", "a"] == 1
+    assert shown["vllm:kv_cache_usage_perc", "a"] == 0.4
+    names = [one.name for one in families]
+    assert len(names) == len(set(names))
+    assert not {name for name, _ in shown} & samples(metrics).keys()
 
 
 def test_exposes_promises_by_class(metrics: Metrics) -> None:

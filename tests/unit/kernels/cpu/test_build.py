@@ -62,6 +62,55 @@ def test_products_equal_torch(kernels: cpu.Kernels, depth: int, columns: int) ->
             assert torch.equal(added, out + 7.0)
 
 
+def mxfp4(columns: int, depth: int) -> torch.Tensor:
+    """Return random values of MXFP4 in bf16, some groups all zero, exponents from -9 to 9."""
+    generator = torch.Generator().manual_seed(9)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = torch.randint(8, (columns, depth // 32, 32), generator=generator)
+    signs = torch.randint(2, codes.shape, generator=generator) * 2 - 1
+    exponents = torch.randint(-9, 10, (columns, depth // 32, 1), generator=generator).float()
+    values = magnitudes[codes] * signs * 2.0**exponents
+    values[3, 0] = 0
+    return values.flatten(1).bfloat16()
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(64, 96), (32, 40), (96, 576), (160, 1000)])
+def test_mxfp4_products_are_those_of_the_same_weights_in_bf16(
+    kernels: cpu.Kernels, depth: int, columns: int
+) -> None:
+    """To the last bit, in a quarter of the memory."""
+    weight = mxfp4(columns, depth)
+    packed, small = kernels.pack(weight), kernels.pack_mxfp4(weight)
+    assert small is not None
+    assert small.nbytes * 64 == packed.nbytes * 17
+    for kind in [kind for kind in kinds(kernels) if kind != cpu.WIDE]:
+        for rows in ROWS:
+            a = random(rows, depth, seed=rows)
+            out, expected = torch.empty(rows, columns), torch.empty(rows, columns)
+
+            kernels.product(a, small, out, cpu.STORE, kind)
+            kernels.product(a, packed, expected, cpu.STORE, kind)
+
+            assert torch.equal(out, expected), (kind, rows)
+
+
+@pytest.mark.parametrize(
+    "value", [0.75, 5.0, 12.0, 0.25, float("nan"), float("inf"), 2.0**-130, 1.0 + 2.0**-7]
+)
+def test_weights_that_are_no_mxfp4_are_not_packed_as_such(
+    kernels: cpu.Kernels, value: float
+) -> None:
+    """In a group with 0.5 and 6 none of these can be held; nor can a K of half a group."""
+    weight = torch.zeros(32, 64, dtype=torch.bfloat16)
+    weight[5, 32:34] = torch.tensor([0.5, -6.0])
+    assert kernels.pack_mxfp4(weight) is not None
+
+    weight[5, 40] = value
+
+    assert kernels.pack_mxfp4(weight) is None
+    assert kernels.pack_mxfp4(torch.zeros(32, 48, dtype=torch.bfloat16)) is None
+
+
 def test_product_of_no_rows_does_nothing(kernels: cpu.Kernels) -> None:
     """A step without logits calls it."""
     packed = kernels.pack(random(64, 32))

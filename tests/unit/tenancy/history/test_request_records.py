@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 from msgspec import structs
 
@@ -19,7 +22,8 @@ from tenancy.history.request_records import (
     write_records,
 )
 from tenancy.ledger.ledger import Ledger
-from tenancy.storage.interface import Store
+from tenancy.storage.interface import Row, Store, Value
+from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import Wall, used
 
 AT_MS = 1_800_000_000_000
@@ -118,3 +122,41 @@ def test_records_are_kept_for_a_week_and_in_bounds(
 @pytest.mark.parametrize("request_id", ["", "r1", "x" * 32])
 def test_ids_of_another_form_have_no_time(request_id: str) -> None:
     assert received_ms(request_id) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "index"),
+    [
+        (structs.replace(ALWAYS, tenant_id=7), "ledger_by_tenant_request"),
+        (structs.replace(ALWAYS, code="overloaded"), "ledger_by_ending"),
+        (structs.replace(ALWAYS, tenant_id=7, code="overloaded"), "ledger_by_"),
+        (structs.replace(ALWAYS, tenant_id=7, code="done"), "ledger_by_tenant_request"),
+    ],
+)
+def test_a_filter_that_matches_nothing_reads_no_period(
+    tmp_path: Path, wanted: RequestFilter, index: str
+) -> None:
+    """Of a million entries it took 0.6 s; an index has its conditions and its order."""
+    store = ExplainingStore(tmp_path / "plans.db")
+    list_requests(store, wanted, 100)
+    store.close()
+    of_ledger = store.plans[0]
+
+    assert f"SEARCH ledger USING INDEX {index}" in of_ledger
+    assert "SCAN" not in of_ledger
+    assert "TEMP B-TREE" not in of_ledger
+
+
+class ExplainingStore(SqliteStore):
+    """A store that keeps the plan of each query."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.plans: list[str] = []
+
+    def query(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """Keep the plan, then answer."""
+        if sql.startswith("select entry_id"):
+            plan = super().query(f"explain query plan {sql}", values)
+            self.plans.append("\n".join(str(row[-1]) for row in plan))
+        return super().query(sql, values)

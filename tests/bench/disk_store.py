@@ -1,0 +1,256 @@
+"""Measures the storage's disk: `python -m tests.bench.disk_store [--folder DIR]`.
+
+Stores and fetches of 360 KiB blocks through a storage process, beside the same bytes written and
+read by plain system calls in the same run; looks of 512 runs; the opening of an index of 100,000
+rows. Takes less than a minute and 1.5 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import xxhash
+
+from engine.config import LevelsConfig
+from engine.moves import (
+    ROOT,
+    Fetch,
+    Fetched,
+    Look,
+    Looked,
+    RunToStore,
+    StorageOutcome,
+    StorageStats,
+    Stored,
+    StoreRuns,
+)
+from engine.storage.arena import HostArena
+from engine.storage.client import StorageClient, disk_settings
+from engine.storage.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.plans import StoreSettings
+from engine.storage.record import pack_run, place_bytes_of
+from engine.storage.slabs import DiskCalls
+from engine.storage.store import DiskStore
+
+BLOCK_BYTES = 360 * 2**10
+RUN = 16
+SLOTS = 128
+RUNS = 512
+ROUNDS = 5
+ROWS = 100_000
+
+
+class Driver:
+    """A storage process and its calls, one after another or all at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.arena = HostArena.create(SLOTS, BLOCK_BYTES)
+        rng = random.Random(1)
+        for slot in range(SLOTS):
+            self.arena.view(slot)[:] = rng.randbytes(BLOCK_BYTES)
+        self.checks = [xxhash.xxh3_128_digest(self.arena.view(slot)) for slot in range(SLOTS)]
+        config = LevelsConfig(disk_gib=4.0, dir=str(folder), slab_mib=512)
+        self.client = StorageClient(disk_settings(config, self.arena))
+        self._ids = count(1)
+        self.wait(lambda one: isinstance(one, StorageStats) and one.state == "open")
+
+    def wait(self, is_wanted: Callable[[StorageOutcome], bool]) -> StorageOutcome:
+        """Return the first wanted outcome."""
+        while True:
+            assert self.client.wait(30.0), "no outcome in 30 s"
+            for one in self.client.poll():
+                if is_wanted(one):
+                    return one
+
+    def store(self, namespace: bytes, parent: int, first: int, runs: int) -> list[int]:
+        """Store runs, and return their records."""
+        call_id = next(self._ids)
+        what = tuple(
+            RunToStore(
+                tokens_of(first + at), (first + at) % SLOTS, self.checks[(first + at) % SLOTS]
+            )
+            for at in range(runs)
+        )
+        self.client.send(StoreRuns(call_id, namespace, b"p", parent, what))
+        outcome = self.wait(lambda one: isinstance(one, Stored) and one.call_id == call_id)
+        assert isinstance(outcome, Stored)
+        assert outcome.code == "", outcome
+        return list(outcome.record_ids)
+
+    def look(self, namespace: bytes) -> list[int]:
+        """Look for all runs."""
+        call_id = next(self._ids)
+        tokens = tuple(token for at in range(RUNS) for token in tokens_of(at))
+        self.client.send(Look(call_id, namespace, tokens))
+        outcome = self.wait(lambda one: isinstance(one, Looked) and one.call_id == call_id)
+        assert isinstance(outcome, Looked)
+        return [run.record_id for run in outcome.runs]
+
+    def fetch(self, namespace: bytes, record_ids: list[int]) -> None:
+        """Fetch records into as many slots."""
+        call_id = next(self._ids)
+        slots = tuple(at % SLOTS for at in range(len(record_ids)))
+        self.client.send(Fetch(call_id, namespace, tuple(record_ids), slots))
+        left = len(record_ids)
+        while left:
+            assert self.client.wait(30.0), "no outcome in 30 s"
+            for one in self.client.poll():
+                if isinstance(one, Fetched) and one.call_id == call_id:
+                    assert one.is_done
+                    left -= 1
+
+    def close(self) -> None:
+        """End the process."""
+        self.client.close()
+        self.arena.close()
+
+
+def tokens_of(number: int) -> tuple[int, ...]:
+    """Return a run of tokens."""
+    return tuple(number * RUN + at for at in range(RUN))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that a piece of work takes."""
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Let the system forget the slabs' pages, so that reads come from the disk."""
+    for path in folder.glob("*.slab"):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def show(name: str, values: list[float], unit: str) -> None:
+    """Print the median and the spread."""
+    spread = f"({min(values):.1f} to {max(values):.1f})"
+    print(f"{name:44} {statistics.median(values):9.1f} {unit} {spread}")
+
+
+def plain_write(folder: Path, blocks: int) -> float:
+    """Return the seconds that the same bytes take by pwrite and one fdatasync for 64."""
+    data = random.Random(2).randbytes(BLOCK_BYTES)
+    path = folder / "plain"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(fd, 0, blocks * BLOCK_BYTES)
+
+    def write() -> None:
+        for at in range(blocks):
+            os.pwrite(fd, data, at * BLOCK_BYTES)
+            if at % 64 == 63:
+                os.fdatasync(fd)
+
+    seconds = timed(write)
+    os.close(fd)
+    return seconds
+
+
+def plain_read(folder: Path, blocks: int) -> float:
+    """Return the seconds that the same bytes take by pread, after the page cache was dropped."""
+    fd = os.open(folder / "plain", os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    buffer = bytearray(BLOCK_BYTES)
+    seconds = timed(lambda: [os.preadv(fd, [buffer], at * BLOCK_BYTES) for at in range(blocks)])
+    os.close(fd)
+    return seconds
+
+
+def measure_process(folder: Path) -> None:
+    """Measure stores, looks and fetches through the process."""
+    driver = Driver(folder / "levels")
+    stores, plain_writes, looks, fetches, cached, plain_reads = [], [], [], [], [], []
+    mib = RUNS * BLOCK_BYTES / 2**20
+    for number in range(ROUNDS):
+        namespace = b"namespace %d" % number
+        ids: list[int] = []
+
+        def store(namespace: bytes = namespace, ids: list[int] = ids) -> None:
+            for first in range(0, RUNS, 64):
+                ids += driver.store(namespace, ids[-1] if ids else ROOT, first, 64)
+
+        plain_writes.append(mib / plain_write(folder, RUNS))
+        stores.append(RUNS / timed(store))
+        looks.append(1e3 * timed(partial(driver.look, namespace)))
+        assert driver.look(namespace) == ids
+        plain_reads.append(mib / plain_read(folder, RUNS))
+        drop_page_cache(folder / "levels")
+        fetches.append(mib / timed(partial(driver.fetch, namespace, ids)))
+        cached.append(mib / timed(partial(driver.fetch, namespace, ids)))
+    driver.close()
+    show("store, 64 blocks at a time", stores, "blocks/s")
+    show("  the same", [one * BLOCK_BYTES / 2**20 for one in stores], "MiB/s")
+    show("  plain pwrite and fdatasync", plain_writes, "MiB/s")
+    show(f"look of {RUNS} runs", looks, "ms")
+    show("fetch, from the disk", fetches, "MiB/s")
+    show("  plain pread, from the disk", plain_reads, "MiB/s")
+    show("fetch, from the page cache", cached, "MiB/s")
+
+
+def measure_open(folder: Path) -> None:
+    """Measure the opening of a store of `ROWS` rows; the slabs are sparse."""
+    place = place_bytes_of(4_096)
+    slab_places = 2**17
+    path = folder / f"{place:04d}-000001.slab"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(fd, slab_places * place)
+    os.close(fd)
+    with closing(RecordIndex(folder / INDEX_NAME, may_make=True)) as index:
+        with index.change():
+            payer_id = index.payer_id(b"p")
+            for number in range(1, ROWS + 1):
+                scope = index.scope_for(b"namespace %d" % (number // 512))
+                parent = ROOT if number % 512 == 0 or number == 1 else number - 1
+                run = pack_run(tokens_of(number))
+                row = RecordRow(
+                    number, scope.scope_id, parent, run, payer_id, 1, number, 4_096, place,
+                    b"c" * 16, 0, FOREVER_MS, 0,
+                )  # fmt: skip
+                index.insert(row, scope, 1)
+        index.empty_log()
+    settings = StoreSettings(folder, disk_bytes=2**34, slot_bytes=4_096)
+    seconds = []
+    for _ in range(ROUNDS):
+        began_s = time.perf_counter()
+        store = DiskStore(
+            settings, lambda slot: memoryview(b""), lambda: 10, time.monotonic, DiskCalls()
+        )
+        seconds.append(1e3 * (time.perf_counter() - began_s))
+        assert store.stats().records == ROWS
+        store.close()
+    show(f"open with {ROWS:,} rows", seconds, "ms")
+    size = (folder / INDEX_NAME).stat().st_size / ROWS
+    print(f"index: {size:.0f} bytes a row")
+
+
+def main() -> None:
+    """Measure all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=None, help="a folder on the disk to measure")
+    parser.add_argument("--only", choices=["process", "open"], default=None)
+    options = parser.parse_args()
+    if options.only != "open":
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            measure_process(Path(name))
+    if options.only == "process":
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        measure_open(Path(name))
+
+
+if __name__ == "__main__":
+    main()

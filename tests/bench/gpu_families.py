@@ -1,0 +1,212 @@
+"""Families on a GPU, whole and by the layer: python -m tests.bench.gpu_families [--json FILE]
+
+Random weights in bf16, in the shapes of Qwen3-8B, Gemma-3-12B and gpt-oss-20b. Whole models run W1
+and W2 of `tests.bench.gpu_workloads`, then a step of a few rows at 32k. gpt-oss's experts have no
+kernel on a GPU, so of it the attention alone is timed, as it is of the others: one layer with a
+window and one without, decoding, under a CUDA graph, with the worst error against the reference.
+
+Floors: the unique bytes of weights and keys over the measured copy rate. A layer with a window of W
+reads W keys a row whatever the context, so at 32k Gemma 3's (W = 1,024) should take 1/32 of a full
+layer's time, and gpt-oss's (W = 128) what its launches take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from engine.attention.gpu_backend import GpuAttention
+from engine.attention.interface import attention_spec
+from engine.kv.format import kv_format
+from engine.kv.storage import KvStorage
+from engine.model_store import Architecture, Layer, Rope
+from engine.plan import Group
+from kernels.reference import paged_attention
+from tests.bench.gpu_workloads import BLOCK, WORKLOADS, Bench, Workload, copy_rate, print_line
+
+DEVICE = torch.device("cuda")
+CONTEXT = 32_768 + 256
+LONG_ROWS = 8
+
+
+def _windowed(window: int, period: int, layers: int) -> tuple[Layer, ...]:
+    """Return layers of which each `period`th has no window."""
+    return tuple(Layer(window=0 if (i + 1) % period == 0 else window) for i in range(layers))
+
+
+QWEN3_8B = Architecture(
+    family="qwen3", layers=(Layer(),) * 36, hidden=4096, intermediate=12_288, heads=32, kv_heads=8,
+    head_dim=128, vocab=151_936, context=CONTEXT, ropes={"full": Rope(1e6, 128)}, qk_norm="head",
+)  # fmt: skip
+GEMMA3_12B = Architecture(
+    family="gemma3_text", layers=_windowed(1024, 6, 48), hidden=3840, intermediate=15_360,
+    heads=16, kv_heads=8, head_dim=256, vocab=262_208, context=CONTEXT,
+    ropes={"full": Rope(1e6, 256)}, qk_norm="head", place="sandwich", activation="gelu_tanh",
+    embed_scale=3840**0.5, score_scale=256**-0.5, tie_embeddings=True,
+)  # fmt: skip
+GPT_OSS_20B = Architecture(
+    family="gpt_oss", layers=_windowed(128, 2, 24), hidden=2880, intermediate=2880, heads=64,
+    kv_heads=8, head_dim=64, vocab=201_088, context=CONTEXT, ropes={"full": Rope(150_000.0, 64)},
+    sinks=True, qkv_bias=True, output_bias=True,
+)  # fmt: skip
+SHAPES = {"Qwen3-8B": QWEN3_8B, "Gemma-3-12B": GEMMA3_12B, "gpt-oss-20b": GPT_OSS_20B}
+
+TREES: dict[str, tuple[int, int, int]] = {
+    "W1": (256, 2048, 64),
+    "32k": (LONG_ROWS, 0, 32_768),
+}
+"""Decoding rows, keys that all share, and keys of each row alone."""
+
+
+class LayerBench:
+    """Decoding attention of single layers of one shape, over random KV."""
+
+    def __init__(self, config: Architecture, tree: tuple[int, int, int]) -> None:
+        rows, shared, own = tree
+        # One layer of each kind, so that the pool stays small.
+        kinds = {layer.window: layer for layer in config.layers}
+        self.config = replace(config, layers=tuple(kinds.values()))
+        device = DEVICE
+        form = kv_format(self.config, torch.bfloat16, BLOCK)
+        per_row, self.shared_blocks = own // BLOCK, shared // BLOCK
+        self.kv = KvStorage(form, self.shared_blocks + rows * per_row, device)
+        self.kv.data.normal_()
+        self.attention = GpuAttention(
+            self.config, self.kv, context=shared + own, seats=rows, tokens_max=rows
+        )
+        tables = [
+            [*range(self.shared_blocks), *range(first, first + per_row)]
+            for first in range(self.shared_blocks, self.shared_blocks + rows * per_row, per_row)
+        ]
+        flat = np.zeros((rows, self.attention.stride), np.int32)
+        flat[:, : len(tables[0])] = tables
+        self.attention.tables[: flat.size] = torch.from_numpy(flat.reshape(-1)).to(device)
+        self.tables, self.rows, self.keys = tables, rows, shared + own
+        self.positions = torch.full((rows,), self.keys - 1, dtype=torch.int32, device=device)
+        self.lengths = self.positions + 1
+        self.slots = torch.tensor(
+            [table[-1] * BLOCK + BLOCK - 1 for table in tables], dtype=torch.int32, device=device
+        )
+        spec = attention_spec(self.config)
+        self.qkv = torch.randn(rows, spec.qkv_width, device=device).bfloat16()
+        self.sinks = torch.randn(spec.heads, device=device) if config.sinks else None
+
+    def run(self, layer: int) -> torch.Tensor:
+        """Rotate, write KV and attend in one layer."""
+        plan = self.attention.plan
+        assert plan is not None
+        return self.attention.attend(
+            layer, self.qkv, positions=self.positions, slots=(self.slots,), lengths=self.lengths,
+            classes=plan.classes, merge=plan.parts_max > 1, causal=False, sinks=self.sinks,
+        )  # fmt: skip
+
+    def measure(self, rate: float) -> list[dict[str, Any]]:
+        """Return time, floor and error of each kind of layer."""
+        rows, spec = self.rows, attention_spec(self.config)
+        groups = (Group(0, rows, 0, self.shared_blocks),) if self.shared_blocks else ()
+        ones = np.ones(rows, np.int32)
+        self.attention.prepare(
+            tuple(range(rows)), ones, ones * (self.keys - 1), np.arange(rows, dtype=np.int32),
+            groups, rows,
+        )  # fmt: skip
+        found = []
+        for layer, kind in enumerate(self.config.layers):
+            out = self.run(layer).view(rows, spec.heads, spec.head_dim).clone()
+            own = self.keys - self.shared_blocks * BLOCK
+            unique = self.shared_blocks * BLOCK + rows * own
+            if kind.window:
+                unique = min(unique, rows * min(kind.window, self.keys))
+            floor_s = unique * 4 * spec.kv_heads * spec.head_dim / rate
+            found.append(
+                {
+                    "window": kind.window,
+                    "us": round(_graph_us(partial(self.run, layer)), 1),
+                    "floor_us": round(floor_s * 1e6, 1),
+                    "error": self._error(layer, kind.window, out),
+                }
+            )
+        return found
+
+    def _error(self, layer: int, window: int, out: torch.Tensor) -> float:
+        """Return the largest relative error of a few rows against the reference."""
+        spec, worst = attention_spec(self.config), 0.0
+        cos, sin = self.attention.rotations[layer]
+        at = self.keys - 1
+        q = self.qkv.view(self.rows, -1, spec.head_dim)[:, : spec.heads].float()
+        half = spec.head_dim // 2
+        first, second = q[..., :half], q[..., half:]
+        turned = torch.cat(
+            [first * cos[at] - second * sin[at], second * cos[at] + first * sin[at]], -1
+        )
+        for row in {0, self.rows - 1}:
+            expected = paged_attention(
+                turned[row : row + 1].bfloat16(), self.kv.data, layer, self.tables[row], at,
+                scale=spec.scale, window=window, sinks=self.sinks,
+            )  # fmt: skip
+            distance = (out[row].double() - expected[0]).norm() / expected.norm()
+            worst = max(worst, float(distance))
+        return round(worst, 5)
+
+
+def _graph_us(run: Callable[[], object], repeats: int = 20) -> float:
+    """Return the median time of one of 16 runs under a CUDA graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(16):
+            run()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / 16)
+    return statistics.median(times)
+
+
+def whole(name: str, config: Architecture, blocks: int) -> dict[str, Any]:
+    """Run W1 and W2, and a few rows at 32k, through the core."""
+    bench = Bench(config, blocks)
+    results = {work.name: bench.workload(work) for work in WORKLOADS if work.name in ("W1", "W2")}
+    long = Workload("32k", LONG_ROWS, ((1, 30_720), (LONG_ROWS, 2048)))
+    return {"model": name, **results, "32k": bench.workload(long)}
+
+
+def main() -> None:
+    """Print one JSON line per measurement."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--layers-only", action="store_true")
+    parser.add_argument("--blocks", type=int, default=12_000)
+    options = parser.parse_args()
+    rate = copy_rate()
+    print_line(f"{torch.cuda.get_device_name()}, copy {rate / 1e9:.0f} GB/s")
+    results: list[dict[str, Any]] = []
+    for name, config in SHAPES.items():
+        for tree, sizes in TREES.items():
+            found = LayerBench(config, sizes).measure(rate)
+            results.append({"model": name, "tree": tree, "layers": found})
+            print_line(json.dumps(results[-1]))
+            torch.cuda.empty_cache()
+    for name in () if options.layers_only else ("Qwen3-8B", "Gemma-3-12B"):
+        results.append(whole(name, SHAPES[name], options.blocks))
+        print_line(json.dumps(results[-1]))
+        torch.cuda.empty_cache()
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""What levels cost on the engine's thread: python -m tests.bench.level_cost
+
+A prefix of 512 blocks of 16 tokens: matching its copies, importing its records, deciding what to
+load, and a turn with nothing to do. Median and ninth decile, in microseconds.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable
+
+from engine.api import CacheGrant
+from engine.cache import PrefixCache
+from engine.config import LevelsConfig
+from engine.levels.levels import Levels
+from engine.moves import Look, Looked, StorageCommand, StorageOutcome, StoredRun
+from engine.scheduler.step_cost import StepCost
+from tests.fake_levels import FakeTransferEngine, Weather
+from tests.fakes import FakeRunner
+
+BLOCKS, SIZE, TIMES = 512, 16, 200
+
+
+class KnowingStorage:
+    """A storage that knows every prompt."""
+
+    def __init__(self) -> None:
+        self._outcomes: list[StorageOutcome] = []
+
+    def send(self, command: StorageCommand) -> None:
+        """Answer a look at once."""
+        if isinstance(command, Look):
+            runs = (StoredRun(i + 1, "exact", None, 0.0) for i in range(BLOCKS))
+            self._outcomes.append(Looked(command.call_id, tuple(runs)))
+
+    def poll(self) -> list[StorageOutcome]:
+        """Return the answers."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def has_records(self, namespace: bytes) -> bool:
+        """Return whether there are any: there are."""
+        return True
+
+    def namespaces(self) -> set[bytes]:
+        """Return the namespaces with records; nothing asks for them here."""
+        return set()
+
+    def take_changed(self) -> set[bytes]:
+        """Return the namespaces that have changed: none."""
+        return set()
+
+    def close(self) -> None:
+        """End."""
+
+
+def figures(name: str, times_s: list[float]) -> str:
+    """Return a line of the table."""
+    ordered = sorted(times_s)
+    median, ninth = ordered[len(ordered) // 2], ordered[9 * len(ordered) // 10]
+    return f"{name:28} {median * 1e6:8.1f} {ninth * 1e6:8.1f}\n"
+
+
+def measure(call: Callable[[], object], times: int = TIMES) -> list[float]:
+    """Return the seconds of each of `times` calls."""
+    found = []
+    for _ in range(times):
+        began_s = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began_s)
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    cache = PrefixCache(blocks=4096, block_size=SIZE)
+    runner = FakeRunner(1, SIZE, vocab_size=3)
+    memory = FakeTransferEngine(lambda: runner, 64, random.Random(1), Weather())
+    levels = Levels(cache, LevelsConfig(disk_gib=1.0), memory, KnowingStorage())
+    grant, cost = CacheGrant(b"n"), StepCost()
+    prompts = [
+        tuple(random.Random(seed).randrange(50_000) for _ in range(BLOCKS * SIZE + 1))
+        for seed in range(20)
+    ]
+    imports = []
+    for number, tokens in enumerate(prompts):
+        levels.look(number, grant, tokens, 0)
+        imports += measure(lambda: levels.turn(0.0, (), 0), 1)
+    tokens = prompts[0]
+    lines = (
+        ("import 512 records", imports),
+        ("match 512 copies", measure(lambda: levels.book.prefixes.match(b"n", tokens, 0.0))),
+        (
+            "match and decide",
+            measure(lambda: levels.plan(grant, tokens, 0, cost.seconds_of_slice, 0.0)),
+        ),
+        ("a turn with nothing to do", measure(lambda: levels.turn(0.0, (), 0))),
+    )
+    sys.stdout.write(f"{'':28} {'median':>8} {'p90':>8}\n")
+    for name, times_s in lines:
+        sys.stdout.write(figures(name, times_s))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The storage on disk under hypothesis, against the one in memory.
+
+Both get the same commands, with two tokens, two namespaces and short paths; each outcome must be
+the same, whatever was stored, renewed, erased or expired before, and however often the one on disk
+was opened anew. Record ids differ and are compared by what they lead to.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.errors import InvariantViolation
+from engine.moves import ROOT, RecordId
+from engine.storage.arena import HostArena
+from engine.storage.index import RecordIndex, RecordRow, Scope
+from engine.storage.store import DiskStore
+from tests.fakes import FakeClock
+from tests.memory_storage import MemoryStorage
+from tests.unit.engine.storage.local_storage import LocalRig
+from tests.unit.engine.storage.storage_rig import (
+    RUN,
+    SLOT_BYTES,
+    SLOTS,
+    A,
+    B,
+    StorageRig,
+    content_of,
+)
+
+pytestmark = pytest.mark.slow
+
+NAMESPACES = st.sampled_from([A, B])
+PATHS = st.lists(st.sampled_from([0, 1]), min_size=1, max_size=4)
+LEASES = st.sampled_from([(), ("one",), ("two",), ("one", "two")])
+SECONDS = st.sampled_from([1, 5, 20])
+
+
+def tokens_of(path: list[int]) -> tuple[int, ...]:
+    """Return a path's tokens: one run for each number."""
+    return tuple(number for number in path for _ in range(RUN))
+
+
+class StorageMachine(RuleBasedStateMachine):
+    """Two storages, one clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="storage-machine-"))
+        self.clock = FakeClock(1_000.0)
+        self.disk = LocalRig(self.folder / "levels", clock=self.clock)
+        arena = HostArena.create(SLOTS, SLOT_BYTES)
+        self.memory = MemoryStorage(arena, self.clock, run_tokens=RUN)
+        self.model = StorageRig(self.memory, arena, self.clock, self.memory.poll)
+        self.twin: dict[RecordId, RecordId] = {ROOT: ROOT}  # on disk, by the id in memory
+
+    def teardown(self) -> None:
+        self.disk.close()
+        self.model.arena.close()
+        shutil.rmtree(self.folder)
+
+    def known(self, namespace: bytes, path: list[int]) -> list[RecordId]:
+        """Compare what both find; return the ids in memory."""
+        tokens = tokens_of(path)
+        ours, theirs = self.disk.look(namespace, tokens), self.model.look(namespace, tokens)
+        expected = [self.twin[run.record_id] for run in theirs]
+        assert [run.record_id for run in ours] == expected, (namespace, path)
+        times = [(run.limit_s, run.promise_s, run.fidelity) for run in ours]
+        assert times == [(run.limit_s, run.promise_s, run.fidelity) for run in theirs]
+        return [run.record_id for run in theirs]
+
+    @rule(
+        namespace=NAMESPACES,
+        path=PATHS,
+        limit_s=st.none() | SECONDS,
+        promise_s=st.just(0) | SECONDS,
+        lease_ids=LEASES,
+    )
+    def store(
+        self,
+        namespace: bytes,
+        path: list[int],
+        limit_s: int | None,
+        promise_s: int,
+        lease_ids: tuple[str, ...],
+    ) -> None:
+        """Store a path below what is known of it."""
+        above = self.known(namespace, path)
+        whole = tokens_of(path)
+        at = max(0, len(above) - 1) * RUN  # the last known run is stored once more
+        parent = above[-2] if len(above) > 1 else ROOT
+        outcomes = [
+            rig.send_store(
+                rig.store_command(
+                    namespace,
+                    whole[at:],
+                    parent=self.twin[parent] if rig is self.disk else parent,
+                    above=whole[:at],
+                    limit_s=limit_s,
+                    promise_s=promise_s,
+                    lease_ids=lease_ids,
+                )
+            )
+            for rig in (self.disk, self.model)
+        ]
+
+        assert outcomes[0].code == outcomes[1].code == ""
+        pairs = zip(outcomes[1].record_ids, outcomes[0].record_ids, strict=True)
+        for in_memory, on_disk in pairs:
+            assert self.twin.setdefault(in_memory, on_disk) == on_disk
+
+    @rule(namespace=NAMESPACES, path=PATHS)
+    def look_and_fetch(self, namespace: bytes, path: list[int]) -> None:
+        """What is found has its own bytes."""
+        ids = self.known(namespace, path)
+        data = self.disk.fetch(namespace, [self.twin[one] for one in ids])
+        tokens = tokens_of(path)
+
+        expected = [content_of(namespace, tokens[: at * RUN]) for at in range(1, len(ids) + 1)]
+        assert data == expected
+
+    @rule(namespace=NAMESPACES, data=st.data(), seconds=st.none() | SECONDS, lease_ids=LEASES)
+    def renew(
+        self,
+        namespace: bytes,
+        data: st.DataObject,
+        seconds: int | None,
+        lease_ids: tuple[str, ...],
+    ) -> None:
+        """Renew any record, whether it is there or of this namespace or not."""
+        one = data.draw(st.sampled_from(sorted(self.twin)))
+        self.disk.renew(namespace, [self.twin[one]], seconds, seconds or 0, lease_ids)
+        self.model.renew(namespace, [one], seconds, seconds or 0, lease_ids)
+
+    @rule(
+        namespace=NAMESPACES,
+        lease_id=st.none() | st.sampled_from(["one", "two", "three"]),
+        path=st.none() | PATHS,
+        more=st.integers(0, 2),
+    )
+    def erase(
+        self, namespace: bytes, lease_id: str | None, path: list[int] | None, more: int
+    ) -> None:
+        """Erase a namespace, a lease or a prefix that may end inside a run."""
+        tokens = None
+        if lease_id is None and path is not None:
+            tokens = (*tokens_of(path), *([path[-1]] * more))
+        ours = self.disk.erase(namespace, lease_id, tokens)
+        theirs = self.model.erase(namespace, lease_id, tokens)
+
+        assert (ours.records, ours.code) == (theirs.records, theirs.code)
+
+    @rule(seconds=SECONDS)
+    def advance(self, seconds: int) -> None:
+        """Time passes, and what has expired goes."""
+        self.clock.advance(seconds)
+        self.memory.expire()
+        self.disk.disk.maintain()
+
+    @rule()
+    def reopen(self) -> None:
+        """The storage process ends, and the next one begins."""
+        self.disk.reopen()
+
+    @invariant()
+    def books_agree(self) -> None:
+        """The store's sums equal a recount, and the model's."""
+        self.disk.disk.check()
+        ours, theirs = self.disk.disk.stats(), self.memory.stats()
+        assert ours.records == theirs.records
+        assert ours.namespaces == theirs.namespaces
+        for namespace in (A, B):
+            held = self.disk.storage.has_records(namespace)
+            assert held == self.memory.has_records(namespace)
+
+
+TestStorageMachine = StorageMachine.TestCase
+TestStorageMachine.settings = settings(stateful_step_count=30)
+
+
+def limits_lengthen_only_promises(patch: pytest.MonkeyPatch) -> None:
+    """A renewal forgets the limit."""
+    right = RecordIndex.lengthen
+
+    def wrong(self: RecordIndex, record_id: RecordId, limit_ms: int, promise_ms: int) -> None:
+        right(self, record_id, 0, promise_ms)
+
+    patch.setattr(RecordIndex, "lengthen", wrong)
+
+
+def expiry_leaves_children(patch: pytest.MonkeyPatch) -> None:
+    """What hangs on a deleted record stays."""
+
+    def wrong(self: RecordIndex, tops: Iterable[RecordId]) -> list[RecordRow]:
+        rows = [row for one in tops if (row := self.row(one)) is not None]
+        self._db.executemany(
+            "delete from records where rec_id=?", [(row.record_id,) for row in rows]
+        )
+        return rows
+
+    patch.setattr(RecordIndex, "delete_under", wrong)
+
+
+def leases_cover_nothing_above(patch: pytest.MonkeyPatch) -> None:
+    """An erased lease takes what another lease needs."""
+
+    def wrong(self: RecordIndex, scope: Scope, lease_id: str) -> list[RecordId]:
+        sql = "select rec_id from leases where scope_id=? and lease_id=?"
+        return [row[0] for row in self._all(sql, scope.scope_id, lease_id)]
+
+    patch.setattr(RecordIndex, "leased", wrong)
+
+
+def bytes_are_not_given_back(patch: pytest.MonkeyPatch) -> None:
+    """A place is lost with each record."""
+    patch.setattr(DiskStore, "_free", lambda self, place: None)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        limits_lengthen_only_promises,
+        expiry_leaves_children,
+        leases_cover_nothing_above,
+        bytes_are_not_given_back,
+    ],
+)
+def test_a_planted_fault_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that finds nothing proves nothing."""
+    plant(monkeypatch)
+    quick = settings(
+        max_examples=200,
+        stateful_step_count=30,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, InvariantViolation)):
+        run_state_machine_as_test(StorageMachine, settings=quick)

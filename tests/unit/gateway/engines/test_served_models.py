@@ -1,0 +1,170 @@
+"""`ServedModels`: which model a name and a namespace belong to, and sums over the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from msgspec.structs import replace
+
+from engine.api import EngineInfo, Erased, NamespaceStats, Stats
+from engine.client.client import EngineConnection
+from engine.errors import EngineUnavailable, InvariantViolation
+from engine.model_store import ModelCard
+from gateway.caching.namespaces import namespace_of
+from gateway.engines.served_models import ServedModel, ServedModels
+from gateway.prompt import Renderer
+from tenancy.types import CachePolicy, Identity, Tenant
+
+INFO = EngineInfo(
+    epoch="e", model="m", model_digest="digest", model_dir="", vocab_size=9, context_tokens=64,
+    block_size=16, blocks=8, floor_blocks_max=4, kv_bytes_per_block=1, kv_format="f", device="cpu",
+    pid=1,
+)  # fmt: skip
+
+
+class SilentEngine(EngineConnection):
+    """An engine that answers calls with its latest heartbeat, or with an error."""
+
+    def __init__(self, info: EngineInfo | None, stats: Stats | None = None) -> None:
+        super().__init__()
+        self.info, self.stats = info, stats or Stats()
+        self.error: Exception | None = None
+        self.erased: list[bytes] = []
+
+    def post(self, command: object) -> None:
+        """Send nothing."""
+
+    async def get_stats(self) -> Stats:
+        """Return the heartbeat, or raise what a test has planted."""
+        if self.error is not None:
+            raise self.error
+        return self.stats
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+@pytest.fixture(scope="module")
+def renderer(card: ModelCard) -> Renderer:
+    return Renderer(card)
+
+
+def served(renderer: Renderer, engines: Iterable[SilentEngine]) -> ServedModels:
+    """Return models named a, b, … over the same files."""
+    return ServedModels(
+        [ServedModel(name, engine, renderer) for name, engine in zip("abcd", engines, strict=False)]
+    )
+
+
+def namespace(model_key: str) -> bytes:
+    """Return a tenant's namespace under a model."""
+    return namespace_of(IDENTITY, model_key, "template", "")
+
+
+IDENTITY = Identity(Tenant(1, "ada", "active", 0), "", 1, 1, CachePolicy())
+
+
+def test_a_namespace_belongs_to_the_model_that_it_names(renderer: Renderer) -> None:
+    """Equal files make equal digests; the later model's namespaces have its name beside it."""
+    engines = [SilentEngine(INFO), SilentEngine(replace(INFO, epoch="f"))]
+    models = served(renderer, engines)
+    first, second = models
+    spaces = [namespace(f"digest{model.suffix}") for model in models]
+
+    assert (first.suffix, second.suffix) == ("", "@b")
+    assert [models.of_namespace(space) for space in spaces] == [first, second]
+    assert [models.epoch_of(space) for space in spaces] == ["e", "f"]
+    assert models.of_namespace(namespace("another")) is None
+    assert models.of_namespace(b"not made here") is None
+
+
+def test_a_lost_engines_namespaces_stay_its_own(renderer: Renderer) -> None:
+    """Its restart has the same digest; until then nothing is asked of another engine."""
+    engines = [SilentEngine(INFO), SilentEngine(replace(INFO, model_digest="other"))]
+    models = served(renderer, engines)
+    space = namespace("other@b")
+    before = models.of_namespace(space)
+    engines[1].info = None
+
+    assert before is models.of_namespace(space) is models.by_name["b"]
+    assert (models.epoch_of(space), models.info_of(space)) == ("", None)
+
+
+def test_a_name_belongs_to_one_model(renderer: Renderer) -> None:
+    one = ServedModel("a", SilentEngine(INFO), renderer, ("x",))
+    other = ServedModel("b", SilentEngine(INFO), renderer, ("a",))
+    models = ServedModels([one])
+
+    assert (models.names, models.by_name["x"]) == (("a", "x"), one)
+    with pytest.raises(ValueError, match="two models have the name 'a'"):
+        ServedModels([one, other])
+
+
+def test_statistics_are_sums_over_the_engines(renderer: Renderer) -> None:
+    each = [Stats(blocks=8, running=1, steps_per_s=2.5), Stats(blocks=4, running=2, call_id=9)]
+    models = served(renderer, [SilentEngine(INFO, stats) for stats in each])
+    found = models.stats()
+
+    assert (found.blocks, found.running, found.steps_per_s, found.call_id) == (12, 3, 2.5, 0)
+    assert served(renderer, [SilentEngine(INFO, each[0])]).stats() is each[0]
+
+
+async def test_a_report_asks_the_engines_that_answer(renderer: Renderer) -> None:
+    """One that is away costs the others nothing; a defect is no absence."""
+    engines = [SilentEngine(INFO, Stats(blocks=1)), SilentEngine(INFO, Stats(blocks=2))]
+    models = served(renderer, engines)
+    both = await models.refresh()
+    engines[0].error = EngineUnavailable("not_ready", "away")
+    one = await models.refresh()
+    engines[1].info = None
+
+    assert (both.blocks, one.blocks) == (3, 2)
+    with pytest.raises(EngineUnavailable):
+        await models.refresh()
+    with pytest.raises(EngineUnavailable):
+        await models.refresh_all()
+    engines[1].info = INFO
+    engines[0].error = InvariantViolation("planted")
+    with pytest.raises(InvariantViolation):
+        await models.refresh_all()
+
+
+async def test_an_erasure_asks_the_namespaces_engine(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [SilentEngine(INFO), SilentEngine(INFO)]
+    models = served(renderer, engines)
+    asked: list[tuple[object, bytes]] = []
+
+    async def erase(self: SilentEngine, space: bytes, *, lease_id: str | None = None) -> Erased:
+        asked.append((self, space))
+        return Erased(0, 3)
+
+    monkeypatch.setattr(SilentEngine, "erase", erase)
+    space = namespace("digest@b")
+
+    assert (await models.erase(space)).blocks == 3
+    assert asked == [(engines[1], space)]
+    assert (await models.erase(namespace("gone"))).blocks == 0, "no engine can read it"
+
+
+def test_floors_fit_in_every_pool(renderer: Renderer) -> None:
+    """A model with half the blocks takes half of each floor, so that twice as many fit."""
+    small = SilentEngine(replace(INFO, floor_blocks_max=3))
+    models = served(renderer, [SilentEngine(INFO), small])
+    whole = models.floor_blocks_max()
+    models.by_name["b"].quota_scale = 0.5
+
+    assert (whole, models.floor_blocks_max()) == (3, 4)
+    assert served(renderer, [SilentEngine(None)]).floor_blocks_max() is None
+
+
+def test_namespaces_of_all_engines_are_listed(renderer: Renderer) -> None:
+    engines = [SilentEngine(INFO), SilentEngine(INFO)]
+    for number, engine in enumerate(engines):
+        engine.namespaces.add([NamespaceStats(b"%d" % number, 1, 0, 0, 0)])
+
+    found = served(renderer, engines).namespaces()
+
+    assert [one.namespace for one in found] == [b"0", b"1"]
