@@ -6,6 +6,7 @@ The engine is asked for the cached prefix; nothing is run, retained, renewed or 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -164,6 +165,7 @@ def quote(
             "cached_tokens": record.physical_cached,
             "promised_tokens": sum(peek.promised_tokens for peek in peeks),
             "tier": "device" if record.physical_cached else None,
+            "stored_tokens": _stored(peeks),
             "expires_in_s": min(ends, default=None),
         },
         "miss": _miss(
@@ -175,6 +177,14 @@ def quote(
         "first_token_s": _first_token_s(record, wait_s),
         "price": _price(record, card),
     }
+
+
+def _stored(peeks: Sequence[Peeked]) -> dict[str, int]:
+    """Return the further tokens that levels below the device are known to have, by level."""
+    found: Counter[str] = Counter()
+    for peek in peeks:
+        found.update(dict(peek.stored_tokens))
+    return dict(found)
 
 
 def _miss(

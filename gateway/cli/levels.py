@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import apsw
@@ -18,7 +19,7 @@ from gateway.cli.arguments import shared_options
 from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
 from gateway.config import Config, parse_address
-from gateway.levels.placement import ServerLock, levels_dir
+from gateway.levels.placement import ServerLock, levels_dir, model_folders
 from gateway.levels.report import SWITCH_ON
 from tenancy.types import wall_ms
 
@@ -57,7 +58,15 @@ def _run(call: CommandCall) -> CommandResult:
 
 
 def _change(call: CommandCall) -> CommandResult:
-    folder = levels_dir(call.config)
+    """Change the store of each model. Several have a list of results, in the models' order."""
+    found = [_change_one(call, folder) for folder in model_folders(call.config)]
+    if len(found) == 1:
+        return found[0]
+    text = "\n".join(one.text for one in found)
+    return CommandResult(text, [one.data for one in found], max(one.status for one in found))
+
+
+def _change_one(call: CommandCall, folder: Path) -> CommandResult:
     progress = partial(call.show, "levels")
     match call.options.action:
         case "init":

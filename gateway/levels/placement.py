@@ -44,6 +44,12 @@ def configured_dir(config: Config) -> Path:
     return config.data / (config.engine.levels.dir or FOLDER)
 
 
+def model_folders(config: Config) -> list[Path]:
+    """Return the folder of each model's store: below the disk level's, where there are several."""
+    models, folder = config.served_models(), levels_dir(config)
+    return [folder] if len(models) == 1 else [folder / model.name for model in models]
+
+
 def engine_config(config: Config, engine: EngineConfig, model: str = "") -> EngineConfig:
     """Return an engine's settings with an absolute folder of its disk level.
 

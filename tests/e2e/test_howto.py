@@ -26,6 +26,8 @@ PRINTED = {
         r"^ok +disk level speed +[0-9,]+ MB/s written",
         r"^ok +disk level worth",
         r"^device +open",
+        r"^disk +open +2\.0 GiB",
+        r"^\d+ records read, 0 damaged",
         r"/levels is empty",
     ),
     "docker": (r'"completion_tokens":16', r"default +1 "),

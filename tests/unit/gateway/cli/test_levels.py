@@ -103,6 +103,19 @@ def test_errors_name_the_folder_and_the_way_out(run: Run, data: Path) -> None:
     assert str(data / "levels") in foreign
 
 
+def test_each_of_several_models_has_a_store(
+    run: Run, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of its name, below the disk level's."""
+    file = tmp_path / "two.toml"
+    file.write_text('[[models]]\nname = "one"\n[[models]]\nname = "two"\n')
+    monkeypatch.setenv("TRUNKLINE_CONFIG", str(file))
+    found = data_of(run, "levels", "init")
+
+    assert [one["folder"] for one in found] == [str(data / "levels" / n) for n in ("one", "two")]
+    assert (data / "levels" / "two").is_dir()
+
+
 def test_no_change_while_a_server_runs(run: Run, data: Path) -> None:
     """Its index is in memory."""
     fill(data / "levels")
