@@ -262,15 +262,15 @@ class Levels:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether moves pin blocks that no running sequence has, and still come to ends."""
-        return bool(self.offloading.pinned or len(self.loads)) and self._silent_s <= STUCK_S
+        """Return whether moves pin blocks, and still come to ends."""
+        return bool(self.offloading.moves or len(self.loads)) and self._silent_s <= STUCK_S
 
     @property
     def is_busy(self) -> bool:
         """Return whether outcomes are awaited, so that the next turn should come soon."""
         return (
-            self.is_moving
-            or self.offloading.moves > 0
+            self.offloading.moves > 0
+            or len(self.loads) > 0
             or self.offloading.has_promised
             or bool(self._looks or self._erasures)
             or self._is_storing()

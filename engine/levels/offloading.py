@@ -27,6 +27,8 @@ CLEAN_PART: Final = 1 / 8
 """The part of the pool that is copied ahead, and that offloads may pin at a time."""
 VICTIMS_SEEN: Final = 16
 """Victims of each payer that one turn looks at."""
+PARTIAL_MAX: Final = 64
+"""Promised prefixes in a row that may be copied in parts, for want of slots."""
 PAUSE_S: Final = 1.0
 FAILURES_MAX: Final = 2
 """After so many failed moves in a row no offload begins for a while."""
@@ -90,6 +92,7 @@ class Offloading:
         self._clean_ahead = min(CLEAN_AHEAD, max(1, int(cache.blocks * CLEAN_PART)))
         self._pinned_max = max(1, int(cache.blocks * CLEAN_PART))
         self._failures = 0
+        self._partial = 0
         self._is_paused = False
         self._resume_at_s = float("-inf")
         self.is_storing: Callable[[], bool] = lambda: False
@@ -127,6 +130,8 @@ class Offloading:
         self._is_paused = now_s < self._resume_at_s
         if self._is_paused:
             return moves
+        if not self._promised:
+            self._partial = 0
         while self._promised and self._has_room(moves):
             node, leases = self._promised.popleft()
             begun = self._begin(node, leases, moves, now_s)
@@ -227,7 +232,8 @@ class Offloading:
             self._moves[move_id] = (offload, index)
             self._busy.add(one)
             moves.append(Move(move_id, "offload", one.block, slot))
-        if len(slots) < len(path) - first and leases:
+        if len(slots) < len(path) - first and leases and self._partial < PARTIAL_MAX:
+            self._partial += 1  # without an end to it, two would take each other's slots for ever
             self._promised.append((node, leases))
         return True
 

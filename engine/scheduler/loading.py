@@ -104,8 +104,10 @@ class Loading:
 
         `launched`, `collected`: the last steps that were.
         """
+        # Nothing is copied for running sequences while none can go on: that would have no end.
+        tables = _tables(running) if launched != self._launched else ()
         self._launched = launched
-        self.levels.turn(now_s, _tables(running), collected)
+        self.levels.turn(now_s, tables, collected)
         for sequence_id in self.levels.take_looked():
             self._end_look(sequence_id)
         for sequence_id, (sequence, until_s) in list(self.looking.items()):
