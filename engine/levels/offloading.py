@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
+from engine.api import Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
@@ -208,18 +209,9 @@ class Offloading:
             return False
         if not self._busy.isdisjoint(wanted):
             return None
-        slots: list[int] = []
-        for _ in wanted:
-            slot = self._book.take_slot(
-                account.payer_account.payer,
-                used_at_s=node.last_use_s if pins and not leases else None,
-            )
-            if slot is None:
-                break
-            slots.append(slot)
-        if not slots or (parent.parent is None and not parent.is_root):
-            for slot in slots:  # dropping made room by taking the very copies it would hang on
-                self._book.release(slot)
+        used_at_s = node.last_use_s if pins and not leases else None
+        slots = self._take_slots(account.payer_account.payer, parent, len(wanted), used_at_s)
+        if not slots:
             may_come = bool(self._moves) or self.is_storing()
             return None if leases and may_come else False
         offload = _Offload(account, path[: first + len(slots)], first, slots)
@@ -236,6 +228,24 @@ class Offloading:
             self._partial += 1  # without an end to it, two would take each other's slots for ever
             self._promised.append((node, leases))
         return True
+
+    def _take_slots(
+        self, payer: Payer, parent: Copy, count: int, used_at_s: float | None
+    ) -> list[int]:
+        """Return up to `count` slots. The copy that the new ones will hang on is not dropped for
+        them: it would be copied and dropped for ever.
+        """
+        kept, slots = parent.slot, list[int]()
+        if kept >= 0:
+            self._book.hold(kept)
+        while len(slots) < count:
+            slot = self._book.take_slot(payer, used_at_s=used_at_s)
+            if slot is None:
+                break
+            slots.append(slot)
+        if kept >= 0:
+            self._book.release(kept)
+        return slots
 
     def _extend_leases(
         self, path: Sequence[Node], copied: int, leases: tuple[tuple[str, int], ...]

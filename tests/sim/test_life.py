@@ -38,3 +38,8 @@ def test_an_engine_with_levels_survives_any_sequence_of_events(sim_seed: int) ->
         raise
 
     assert world.endings["done"] > 10
+
+
+def test_a_promise_larger_than_host_memory_does_not_keep_an_engine_busy() -> None:
+    """Its next copies took the place of the one they hang on, and began again for ever."""
+    LeveledLife(8000).live(600)
