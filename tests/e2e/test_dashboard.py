@@ -331,7 +331,7 @@ async def test_addresses_keep_range_and_filters(signed_in: tuple[Page, AdminClie
         page.open("tenants?range=7d&q=ad", "tier")
         page.wait(lambda _: page.find("[aria-pressed=true]").text == "7 d")
         rows = [one.text for one in page.browser.find_elements(By.CSS_SELECTOR, "tbody th")]
-        page.find("nav a:nth-child(6)").click()
+        page.find("nav a[href*='money']").click()
         page.see("Rate cards")
         return rows, str(page.browser.current_url)
 

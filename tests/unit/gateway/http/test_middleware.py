@@ -22,6 +22,8 @@ DECLARED = {
     ("POST", "/chat/completions"): 401,
     ("POST", "/completions"): 401,
     ("POST", "/v1/completions"): 401,
+    ("POST", "/v1/embeddings"): 401,
+    ("POST", "/embeddings"): 401,
     ("POST", "/v1/cache/quote"): 401,
     ("POST", "/{version}/models/{target}"): 401,
     ("POST", "/{version}/cachedContents"): 401,
