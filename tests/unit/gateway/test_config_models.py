@@ -74,7 +74,7 @@ def test_a_single_model_is_named_by_its_card(tmp_path: Path) -> None:
             "[[models]]\nname = 'a'\ndefault = true\n[[models]]\nname = 'b'\ndefault = true",
             "a and b have default = true; expected one",
         ),
-        ("[[models]]\nname = 'a'\nnamme = 'b'", "unknown setting models[0].namme; did you mean"),
+        ("[[models]]\nname = 'a'\npathh = 'b'", "unknown setting models[0].pathh; did you mean"),
         ("[[models]]\nname = 'a'\nengine = {kv_mib = 1}", "'a': engine: unknown setting kv_mib"),
         ("[[models]]\nname = 'a'\nengine = {threads = -1}", "'a': engine.threads: Expected"),
         (
