@@ -92,6 +92,7 @@ def test_grown_process_scans_everything_once(memory: FakeMemory) -> None:
 
 def test_restore_resets_the_collector() -> None:
     """Tests share a process."""
+    gc.unfreeze()  # conftest freezes modules and tests, and `restore` releases everything
     before = (gc.get_threshold(), list(gc.callbacks), gc.get_freeze_count())
     heap = FrozenHeap()
 
