@@ -413,7 +413,7 @@ class PrefixCache:
 
     def hold_blocks(self, table: BlockTable, first: int, now_s: float) -> BlockTable:
         """Pin the blocks of a table from entry `first` on for moves that fill them, until
-        `unhold`, whatever becomes of the table. O(blocks).
+        `unhold`. The table may end before that. O(blocks).
         """
         blocks = table.blocks[first:]
         for block in blocks:

@@ -251,7 +251,7 @@ def _ends(tokenizer: dict[str, Any], shape: BertShape, source: Path) -> tuple[in
 
 def _plain_tokenizer(data: bytes, source: Path) -> bytes:
     """Return the tokenizer without padding, truncation and special tokens: a client's text is text,
-    whatever it spells. Raises ModelError if it is damaged."""
+    even where it spells a special token. Raises ModelError if it is damaged."""
     settings: dict[str, Any] = json.loads(data)
     special = [one for one in settings.get("added_tokens") or [] if one.get("special")]
     kept = [one for one in settings.get("added_tokens") or [] if one not in special]

@@ -136,7 +136,7 @@ class CpuTransferEngine:
     def close(self) -> None:
         """Wait for the move under way, fail those that have not begun, and end the thread.
 
-        Their outcomes can still be polled. The slots belong to whoever made them. Safe to repeat.
+        Their outcomes can still be polled. The arena stays open for its maker. Safe to repeat.
         """
         with self._turn:
             self._is_closing = True
@@ -162,7 +162,7 @@ class CpuTransferEngine:
                 self._on_moved()
 
     def _run(self, move: Move) -> Moved:
-        """Make one move; an exception is its failure, whatever raised it."""
+        """Make one move. Any exception makes it a failed one."""
         started_s = self._clock()
         try:
             check = self._offload(move) if move.kind == "offload" else self._load(move)

@@ -1,9 +1,9 @@
 """Loads: the blocks of running requests that are being filled from host memory and disk.
 
 A load brings the runs of one request in order. It ends when all are here, when one has failed (what
-comes before it counts, what comes after it does not), at its deadline, or when nobody wants it any
-more. Blocks and slots stay held until the last of its moves has ended, whatever becomes of the
-load. This module chooses nothing: `levels` does.
+comes before it counts, what comes after it does not), at its deadline, or when its sequence is
+released. Blocks and slots stay held until the last of its moves has ended, even after the load
+has. This module chooses nothing: `levels` does.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Loads:
         return pieces
 
     def give_up(self, load: Load) -> None:
-        """End a load that nobody wants any more; what has not begun is not begun."""
+        """End the load of a released sequence; moves that have not begun do not begin."""
         if not load.is_ended:
             self._end(load, 0)
 

@@ -111,9 +111,9 @@ def cache_header(contracts: Sequence[Contract]) -> str:
     """Return the value of the cache header.
 
     It has the tokens read and written by contract, computed and found; of the found ones those on
-    each level, if any were loaded; the fidelity of copies, if it is not exact; the first lease that
-    was not fully granted, with its bound; and the cause of a miss with the segment of the first
-    token that was not found.
+    each level, if any were loaded; the fidelity that was allowed, if not exact; the first lease
+    that was not fully granted, with its bound; and the cause of a miss with the segment of the
+    first token that was not found.
     """
     records: list[UsageRecord] = []
     short: LeaseGrant | None = None

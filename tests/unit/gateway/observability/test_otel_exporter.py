@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from gateway.app import open_tracer
 from gateway.config import Config, ConfigError, TracingConfig
 from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.observability.otlp_collector import OtlpCollector
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the same")
@@ -29,22 +29,8 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "a prompt that nobody else may read"
 
 
-class Collector:
-    """An OTLP/HTTP collector. `status`: of its responses, once it `is_answering`."""
-
-    def __init__(self) -> None:
-        self.status = 200
-        self.bodies: list[bytes] = []
-        self.url = ""
-        self.is_answering = asyncio.Event()
-        self.is_answering.set()
-
-    async def take(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        await self.is_answering.wait()
-        if self.status == 200:
-            self.bodies.append(body)
-        return web.Response(status=self.status)
+class Collector(OtlpCollector):
+    """Reads the spans that it was sent."""
 
     def requests(self) -> list[ExportTraceServiceRequest]:
         return [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
@@ -63,16 +49,8 @@ class Collector:
 @pytest.fixture
 async def collector() -> AsyncIterator[Collector]:
     one = Collector()
-    app = web.Application()
-    app.router.add_post("/v1/traces", one.take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    one.url = f"http://{host}:{port}"
-    yield one
-    await runner.cleanup()
+    async with one.listen("/v1/traces"):
+        yield one
 
 
 @pytest.fixture

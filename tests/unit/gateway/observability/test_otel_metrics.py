@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from gateway.app import open_metrics_exporter
 from gateway.background.metrics_export import MetricsExport
 from gateway.config import Config, MetricsConfig
 from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.observability.otlp_collector import OtlpCollector
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the same")
@@ -23,17 +23,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 
 
-class Collector:
-    """An OTLP/HTTP collector. `status`: of its responses."""
-
-    def __init__(self) -> None:
-        self.status = 200
-        self.bodies: list[bytes] = []
-        self.url = ""
-
-    async def take(self, request: web.Request) -> web.Response:
-        self.bodies.append(await request.read())
-        return web.Response(status=self.status)
+class Collector(OtlpCollector):
+    """Reads the metrics that it was sent."""
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last request by name."""
@@ -45,17 +36,9 @@ class Collector:
 
 @pytest.fixture
 async def collector() -> AsyncIterator[Collector]:
-    one = Collector()
-    app = web.Application()
-    app.router.add_post("/v1/metrics", one.take)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    one.url = f"http://{host}:{port}"
-    yield one
-    await runner.cleanup()
+    one = Collector(keeps_all=True)
+    async with one.listen("/v1/metrics"):
+        yield one
 
 
 async def send_to(gateway: GatewayFixture, collector: Collector) -> MetricsExport:
