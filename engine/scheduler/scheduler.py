@@ -40,6 +40,10 @@ STEPS_WITHOUT_STREAMS: Final = 2
 """How many gap targets a step may take in which no sequence decodes and one payer has all requests:
 then only a request that arrives meanwhile waits for its end.
 """
+ALONE_AFTER_S: Final = 5.0
+"""Seconds without a request of another payer after which a payer counts as alone. Between two
+requests of a chat others would fill the steps, and the next one would wait for a long one.
+"""
 DECODES_OF_ONE_PAYER: Final = 6
 """How many times its decodes a step may take where one payer has all requests, if that is longer
 than the gap target: its streams wait for its own prompts, and small slices would cost it a sixth of
@@ -87,6 +91,8 @@ class Scheduler:
         self.compiling: dict[int, Sequence] = {}
         self.ended_ids: list[int] = []
         self.preemptions = 0
+        self._shared_at_s = float("-inf")
+        """When requests of more than one payer were last seen side by side."""
 
     @property
     def waiting(self) -> int:
@@ -160,7 +166,7 @@ class Scheduler:
         if self.isolation:
             in_turn = [s for s in ranked if self.isolation.allows(s, turn)]
         prefilling = self._decode_all(in_turn, slices, now_s)
-        budget = self._prompt_budget(slices)
+        budget = self._prompt_budget(slices, now_s)
         self.shares.refresh()
         left = len(prefilling)
         full: set[Payer] = set()
@@ -247,13 +253,15 @@ class Scheduler:
                 left -= self._decode(sequence, slices, now_s)
         return [s for s in prefilling if s.table is not None]  # not preempted by a decode above
 
-    def _prompt_budget(self, decodes: dict[int, Slice]) -> PromptBudget:
+    def _prompt_budget(self, decodes: dict[int, Slice], now_s: float) -> PromptBudget:
         """Return the prompt tokens that may be computed beside this step's `decodes` (rule 1)."""
         target_s = self.config.gap_target_ms / 1000
         tokens = self.config.step_tokens_max - len(decodes)
         if not self.queue and len(decodes) == len(self.running):
             return PromptBudget(self.step_cost, tokens, target_s)  # no prompt: nothing to predict
-        is_alone = len(self.running.slots_of.keys() | self.queue.waiting_slots.keys()) == 1
+        if len(self.running.slots_of.keys() | self.queue.waiting_slots.keys()) > 1:
+            self._shared_at_s = now_s
+        is_alone = now_s - self._shared_at_s > ALONE_AFTER_S
         if not any(sequence.is_decoding for sequence in self.running):
             targets = STEPS_WITHOUT_STREAMS if is_alone else 1
             return PromptBudget(self.step_cost, tokens, target_s * targets)

@@ -93,6 +93,30 @@ def test_a_request_that_arrives_waits_for_one_bounded_step() -> None:
     assert world.first_token_s("quiet") <= 2.2 * TARGET_S
 
 
+def test_steps_stay_short_between_the_requests_of_another_tenant() -> None:
+    """The next request of a chat waits for no long step; five seconds without one end that."""
+    world = TimedWorld(slow)
+
+    def steps_behind(number: int, *, pause_s: float) -> float:
+        """Return the longest of the two steps that begin after the quiet tenant's request."""
+        world.ask(f"quiet{number}", prompt(16, 99 + number), max_tokens=1, namespace=b"quiet")
+        while f"quiet{number}" in world.live:
+            world.step()
+        world.clock.advance(pause_s)
+        before = len(world.took)
+        world.step()
+        world.step()
+        return max(world.took[before:])
+
+    for index in range(20):
+        world.ask(f"p{index}", prompt(900, index), max_tokens=1)
+    for _ in range(6):
+        world.step()
+
+    assert steps_behind(0, pause_s=0.01) <= 1.1 * TARGET_S
+    assert steps_behind(1, pause_s=6.0) >= 1.5 * TARGET_S
+
+
 def documents_and_questions(questions: int, payer_of: bytes = b"n") -> TimedWorld:
     """Run three long prompts, then short ones that arrive while the first is computed."""
     world = TimedWorld(slow)
