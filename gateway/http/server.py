@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -114,8 +115,12 @@ class Listener:
         self._set_backlog(0)
         for _ in range(_BACKLOG // _ACCEPTED_AT_ONCE):
             await asyncio.sleep(0)
+        last = self._accept_last()
         self._server.close()
         connections, loop = self._connections, asyncio.get_running_loop()
+        for accepted in last:
+            with suppress(OSError):
+                await loop.connect_accepted_socket(connections, accepted)
         until_s = loop.time() + _QUIET_WAIT_S
         while connections.opened and loop.time() < until_s:
             quiet_at_s = min(until_s, connections.asked_at_s + _QUIET_S)
@@ -133,6 +138,19 @@ class Listener:
             for connection in tuple(self._connections.opened):
                 connection.abort()  # those that wait for their client's end
             await asyncio.sleep(0)
+
+    def _accept_last(self) -> list[socket.socket]:
+        """Accept what is queued; nothing runs between this and the close of the sockets."""
+        assert self._server is not None, "the listener is not open"
+        accepted: list[socket.socket] = []
+        for listening in self._server.sockets:
+            with socket.socket(fileno=os.dup(listening.fileno())) as same, suppress(OSError):
+                same.setblocking(False)
+                while True:
+                    connection, _ = same.accept()
+                    connection.setblocking(False)
+                    accepted.append(connection)
+        return accepted
 
     def _set_backlog(self, backlog: int) -> None:
         assert self._server is not None, "the listener is not open"
