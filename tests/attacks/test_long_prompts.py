@@ -12,9 +12,10 @@ from tests.attacks.probe import Probe, check_undisturbed
 pytestmark = pytest.mark.slow
 
 PROMPT_TOKENS = 1_500
-FIRST_TOKEN_TIMES = 12.0
-"""The goal is 4 on two cores; 5 to 8 was measured beside other work, and 71 before the steps were
-bounded by time."""
+FIRST_TOKEN_TIMES = 8.0
+"""A request of a few missing tokens waits for the rest of one step of the flood and for its own
+step, each of at most 50 ms: 100 to 160 ms were measured, 20 to 30 alone. The goal of 4 holds for a
+request that computes 24 tokens (2.1 and 2.2 times); 71 before the steps were bounded by time."""
 QUIET_TEXT = "You are a librarian who knows each book. " * 60
 
 

@@ -41,7 +41,7 @@ def test_a_full_queue_refuses_the_tenant_that_fills_it(make_house: MakeHouse) ->
     assert refused
     assert {a.code for a in refused} == {"overloaded"}
     assert all(int(a.headers["Retry-After"]) >= 1 for a in refused)
-    check_undisturbed(alone, beside, first_token_times=12.0, pause_s=None)
+    check_undisturbed(alone, beside)
 
 
 async def test_a_quote_tells_nothing_of_others_waiting_tokens(gateway: GatewayFixture) -> None:
