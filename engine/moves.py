@@ -25,6 +25,73 @@ PayerBytes = api.PayerBytes
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
+ALIGNMENT = 64
+"""Bytes: slots begin at multiples, for the vector instructions that pack and unpack them."""
+
+
+class SlotFormat(Struct, frozen=True):
+    """A format of copies: its name, empty for the pool's own bytes; bytes of a copy; fidelity."""
+
+    name: str
+    slot_bytes: Count
+    fidelity: Fidelity = "exact"
+
+
+class SlotLayout(Struct, frozen=True):
+    """How host memory is cut into slots: slabs of `slab_bytes`, in each of which all have one size.
+
+    The last slab may be shorter. A slot's number is that of its slab times `slots_per_slab`, which
+    is what a slab holds of the least size `slot_bytes_min`, plus its position: numbers are dense,
+    below `slots`, and say nothing of the size. So whoever names a slot names its bytes too.
+    """
+
+    memory_bytes: Count
+    slab_bytes: Count
+    slot_bytes_min: Count
+
+    @classmethod
+    def uniform(cls, slots: int, slot_bytes: int) -> SlotLayout:
+        """Return the layout of slots of one size: each is a slab."""
+        stride = stride_of(slot_bytes)
+        return cls(slots * stride, stride, slot_bytes)
+
+    @property
+    def slabs(self) -> int:
+        """Return the number of slabs."""
+        return -(-self.memory_bytes // self.slab_bytes)
+
+    @property
+    def slots_per_slab(self) -> int:
+        """Return the most slots of a slab."""
+        return self.slab_bytes // stride_of(self.slot_bytes_min)
+
+    @property
+    def slots(self) -> int:
+        """Return the bound of slot numbers."""
+        return self.slabs * self.slots_per_slab
+
+    def slots_in(self, slab: int, slot_bytes: int) -> int:
+        """Return how many slots of this size a slab holds."""
+        left = min(self.slab_bytes, self.memory_bytes - slab * self.slab_bytes)
+        return min(self.slots_per_slab, left // stride_of(slot_bytes))
+
+    def capacity(self, slot_bytes: int) -> int:
+        """Return how many slots of this size there would be if all had it."""
+        whole, rest = divmod(self.memory_bytes, self.slab_bytes)
+        last = min(self.slots_per_slab, rest // stride_of(slot_bytes))
+        return last + (whole * self.slots_in(0, slot_bytes) if whole else 0)
+
+    def offset(self, slot: int, slot_bytes: int) -> int:
+        """Return where a slot of this size begins. Raises IndexError if there is none."""
+        slab, position = divmod(slot, self.slots_per_slab) if self.slots_per_slab else (-1, 0)
+        if not 0 <= slab < self.slabs or position >= self.slots_in(slab, slot_bytes):
+            raise IndexError(f"slot {slot} of {slot_bytes} bytes; expected one of {self.slots}")
+        return slab * self.slab_bytes + position * stride_of(slot_bytes)
+
+
+def stride_of(slot_bytes: int) -> int:
+    """Return the bytes from one slot of this size to the next."""
+    return -(-slot_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Move(Struct, frozen=True, gc=False):
