@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -363,7 +363,9 @@ class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     """The request was first scheduled. Sent once, before any token, and not again after
     preemption. `window_gone_tokens`: further tokens that were cached but for the blocks of a
     window, so they are computed again. `loaded_tokens`: the part of the cached tokens that was
-    loaded for this request, by the level it was on.
+    loaded for this request, by the level it was on. `fidelity`: how far from exact the cached
+    tokens may be; laxer than exact only where the request allows it and a packed copy was loaded in
+    its namespace.
     """
 
     request_id: str
@@ -372,6 +374,7 @@ class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     leases: tuple[LeaseGrant, ...] = ()
     window_gone_tokens: Count = 0
     loaded_tokens: tuple[tuple[LevelName, Count], ...] = ()
+    fidelity: Fidelity = "exact"
 
 
 class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):
@@ -508,6 +511,14 @@ class PayerBytes(Struct, frozen=True):
     promised: Count
 
 
+class FidelityBytes(Struct, frozen=True):
+    """The copies of one fidelity on a level, and their bytes."""
+
+    fidelity: Fidelity
+    blocks: Count
+    bytes: Count
+
+
 class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     """One level below the device. Totals count blocks unless they say otherwise, and never fall.
 
@@ -520,6 +531,7 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     `written_bytes_today`: wear of a disk. `chosen_total`, `declined_total`: prompts with a prefix
     on this level for which loading was chosen, or computing, since it was faster.
     `pending_erasures`: erasures that the level has not confirmed. `payers`: bytes by payer.
+    `copies`: by fidelity, those that there are.
     """
 
     name: LevelName
@@ -546,6 +558,7 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     declined_total: Count = 0
     pending_erasures: Count = 0
     payers: tuple[PayerBytes, ...] = ()
+    copies: tuple[FidelityBytes, ...] = ()
 
 
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):

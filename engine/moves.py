@@ -22,9 +22,77 @@ from engine.api import Count, Namespace, Payer, Quota
 LevelName = api.LevelName
 Fidelity = api.Fidelity
 PayerBytes = api.PayerBytes
+FidelityBytes = api.FidelityBytes
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
+ALIGNMENT = 64
+"""Bytes: slots begin at multiples, for the vector instructions that pack and unpack them."""
+
+
+class SlotFormat(Struct, frozen=True):
+    """A format of copies: its name, empty for the pool's own bytes; bytes of a copy; fidelity."""
+
+    name: str
+    slot_bytes: Count
+    fidelity: Fidelity = "exact"
+
+
+class SlotLayout(Struct, frozen=True):
+    """How host memory is cut into slots: slabs of `slab_bytes`, in each of which all have one size.
+
+    The last slab may be shorter. A slot's number is that of its slab times `slots_per_slab`, which
+    is what a slab holds of the least size `slot_bytes_min`, plus its position: numbers are dense,
+    below `slots`, and say nothing of the size. So whoever names a slot names its bytes too.
+    """
+
+    memory_bytes: Count
+    slab_bytes: Count
+    slot_bytes_min: Count
+
+    @classmethod
+    def uniform(cls, slots: int, slot_bytes: int) -> SlotLayout:
+        """Return the layout of slots of one size: each is a slab."""
+        stride = stride_of(slot_bytes)
+        return cls(slots * stride, stride, slot_bytes)
+
+    @property
+    def slabs(self) -> int:
+        """Return the number of slabs."""
+        return -(-self.memory_bytes // self.slab_bytes)
+
+    @property
+    def slots_per_slab(self) -> int:
+        """Return the most slots of a slab."""
+        return self.slab_bytes // stride_of(self.slot_bytes_min)
+
+    @property
+    def slots(self) -> int:
+        """Return the bound of slot numbers."""
+        return self.slabs * self.slots_per_slab
+
+    def slots_in(self, slab: int, slot_bytes: int) -> int:
+        """Return how many slots of this size a slab holds."""
+        left = min(self.slab_bytes, self.memory_bytes - slab * self.slab_bytes)
+        return min(self.slots_per_slab, left // stride_of(slot_bytes))
+
+    def capacity(self, slot_bytes: int) -> int:
+        """Return how many slots of this size there would be if all had it."""
+        whole, rest = divmod(self.memory_bytes, self.slab_bytes)
+        last = min(self.slots_per_slab, rest // stride_of(slot_bytes))
+        return last + (whole * self.slots_in(0, slot_bytes) if whole else 0)
+
+    def offset(self, slot: int, slot_bytes: int) -> int:
+        """Return where a slot of this size begins. Raises IndexError if there is none."""
+        slab, position = divmod(slot, self.slots_per_slab) if self.slots_per_slab else (-1, 0)
+        if not 0 <= slab < self.slabs or position >= self.slots_in(slab, slot_bytes):
+            raise IndexError(f"slot {slot} of {slot_bytes} bytes; expected one of {self.slots}")
+        return slab * self.slab_bytes + position * stride_of(slot_bytes)
+
+
+def stride_of(slot_bytes: int) -> int:
+    """Return the bytes from one slot of this size to the next."""
+    return -(-slot_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Move(Struct, frozen=True, gc=False):
@@ -46,13 +114,15 @@ class Move(Struct, frozen=True, gc=False):
 class Moved(Struct, frozen=True, gc=False):
     """The outcome of a `Move`. `check`: the xxh3-128 digest of the slot's bytes after an offload.
 
-    `seconds`: from the start of its copy to its end.
+    `seconds`: from the start of its copy to its end. `is_unpackable`: the block has values that its
+    format cannot hold; a copy of its own bytes may still be made.
     """
 
     move_id: int
     is_done: bool
     check: bytes = b""
     seconds: float = 0.0
+    is_unpackable: bool = False
 
 
 class TransferEngine(Protocol):
@@ -62,10 +132,10 @@ class TransferEngine(Protocol):
     launched step, and read by steps launched after the outcome was polled.
     """
 
-    slots: int
-    """Slots of host memory."""
-    slot_bytes: int
-    """Bytes of a slot: a packed or plain copy of one block."""
+    layout: SlotLayout
+    """Host memory."""
+    formats: tuple[SlotFormat, ...]
+    """The formats of copies, the pool's own first. A copy fills its slot."""
 
     def submit(self, moves: Sequence[Move]) -> None:
         """Begin moves, in order. Never blocks."""
@@ -96,8 +166,9 @@ class RunToStore(Struct, frozen=True):
 class StoreRuns(Struct, frozen=True, tag="store"):
     """Store consecutive runs below the record `parent`. The outcome is one `Stored`.
 
-    `lease_ids`: the leases that cover them, so that the erasure of a lease finds them. The caller
-    holds the slots until the outcome.
+    `slot_bytes`: of each slot; `fidelity`: of the copies in them. `lease_ids`: the leases that
+    cover them, so that the erasure of a lease finds them. The caller holds the slots until the
+    outcome.
     """
 
     call_id: Count
@@ -105,6 +176,7 @@ class StoreRuns(Struct, frozen=True, tag="store"):
     payer: Payer
     parent: RecordId
     runs: tuple[RunToStore, ...]
+    slot_bytes: Count
     lease_ids: tuple[str, ...] = ()
     fidelity: Fidelity = "exact"
 
@@ -112,7 +184,8 @@ class StoreRuns(Struct, frozen=True, tag="store"):
 class Stored(Struct, frozen=True, tag="stored"):
     """The records of a `StoreRuns`, durable, one a run from the first; fewer where it failed.
 
-    A run that was stored before keeps its record. `code` says why runs are missing: `full`,
+    A run that was stored before keeps its record, unless that is of another size or fidelity: it is
+    replaced, and what hangs on it goes. `code` says why runs are missing: `full`,
     `over_quota`, `write_budget` (the day's is spent), `no_parent`, `write_failed`, `damaged`,
     `erased` (the namespace was erased meanwhile), `closed`.
     """
@@ -135,12 +208,13 @@ class Look(Struct, frozen=True, tag="look"):
 
 
 class StoredRun(Struct, frozen=True):
-    """A record found by a `Look`, its fidelity and its remaining time."""
+    """A record found by a `Look`: its fidelity, its remaining time, and the bytes of its copy."""
 
     record_id: RecordId
     fidelity: Fidelity
     limit_s: float | None
     promise_s: float
+    slot_bytes: Count
 
 
 class Looked(Struct, frozen=True, tag="looked"):
@@ -153,13 +227,15 @@ class Looked(Struct, frozen=True, tag="looked"):
 class Fetch(Struct, frozen=True, tag="fetch"):
     """Read records into slots. Outcomes: a `Fetched` for each record, in any order.
 
-    The namespace is compared with the records'. Bytes are checked before the outcome.
+    The namespace is compared with the records'; a record that has not the `slot_bytes` of the slots
+    has failed. Bytes are checked before the outcome.
     """
 
     call_id: Count
     namespace: Namespace
     record_ids: tuple[RecordId, ...]
     slots: tuple[int, ...]
+    slot_bytes: Count
 
 
 class Fetched(Struct, frozen=True, tag="fetched"):
@@ -229,6 +305,7 @@ class StorageStats(Struct, frozen=True, tag="storage_stats"):
     read_bytes_per_s: float = 0.0
     namespaces: Count = 0
     payers: tuple[PayerBytes, ...] = ()
+    copies: tuple[FidelityBytes, ...] = ()
 
 
 StorageCommand = StoreRuns | Look | Fetch | Renew | EraseStored | SetStoredQuotas

@@ -24,6 +24,8 @@ from engine.moves import (
     RecordId,
     Renew,
     SetStoredQuotas,
+    SlotFormat,
+    SlotLayout,
     StorageCommand,
     StorageOutcome,
     StorageStats,
@@ -31,6 +33,7 @@ from engine.moves import (
     StoredErased,
     StoredRun,
     StoreRuns,
+    stride_of,
 )
 from tests.fakes import BROKEN, FakeRunner, Slot
 
@@ -50,15 +53,41 @@ class Weather:
     seconds: float = 0.0
 
 
+PLAIN = SlotFormat("", 1000)
+PACKED = (PLAIN, SlotFormat("int8c", 500, "near"), SlotFormat("int4c", 300, "rough"))
+"""Formats of the fake: it packs nothing, and notes in which format a slot was written."""
+
+
+def layout_of(blocks: int, formats: Sequence[SlotFormat], slab_blocks: int = 3) -> SlotLayout:
+    """Return memory for so many plain blocks, in slabs of a few."""
+    if len(formats) == 1:
+        return SlotLayout.uniform(blocks, formats[0].slot_bytes)
+    stride = stride_of(formats[0].slot_bytes)
+    least = min(one.slot_bytes for one in formats)
+    return SlotLayout(blocks * stride, slab_blocks * stride, least)
+
+
 class FakeTransferEngine:
-    """`engine.moves.TransferEngine` over the fake runner's slots. Every call is O(moves)."""
+    """`engine.moves.TransferEngine` over the fake runner's slots. Every call is O(moves).
+
+    `unpackable`: how often a block cannot be packed.
+    """
 
     def __init__(
-        self, runner: Callable[[], FakeRunner], slots: int, chance: random.Random, weather: Weather
+        self,
+        runner: Callable[[], FakeRunner],
+        slots: int,
+        chance: random.Random,
+        weather: Weather,
+        formats: Sequence[SlotFormat] = (PLAIN,),
+        unpackable: float = 0.0,
     ) -> None:
-        self.slots = slots
-        self.slot_bytes = 1000
-        self.contents: list[Content] = [()] * slots
+        self.formats = tuple(formats)
+        self.layout = layout_of(slots, self.formats)
+        self.contents: list[Content] = [()] * self.layout.slots
+        self.written: list[str] = [""] * self.layout.slots  # the format of each slot
+        self.unpackable = unpackable
+        self.packed: set[Namespace] = set()  # of the blocks that were packed or unpacked
         self.is_closed = False
         self.copied = 0
         self._runner = runner
@@ -69,8 +98,7 @@ class FakeTransferEngine:
     def submit(self, moves: Sequence[Move]) -> None:
         """Begin moves; the targets of loads hold no prefix from here on."""
         for move in moves:
-            if not 0 <= move.slot < self.slots:
-                raise MoveError(f"{move}: a slot of {self.slots}")
+            self.layout.offset(move.slot, self.size_of(move.format))
             if move.kind == "load":
                 self._write(move.block, [BROKEN] * self._runner().block_size)
             self._moves.append((self._chance.randint(0, self._weather.polls_max), move))
@@ -86,16 +114,45 @@ class FakeTransferEngine:
         """End."""
         self.is_closed = True
 
+    def size_of(self, name: str) -> int:
+        """Return the bytes of a format. Raises MoveError for an unknown one."""
+        for one in self.formats:
+            if one.name == name:
+                return one.slot_bytes
+        raise MoveError(f"no format {name!r}")
+
+    def write(self, slot: int, content: Content, name: str) -> None:
+        """Fill a slot; whatever lay in the same bytes in another size is gone."""
+        start = self.layout.offset(slot, self.size_of(name))
+        end = start + self.size_of(name)
+        slab = slot // self.layout.slots_per_slab * self.layout.slots_per_slab
+        for other in range(slab, slab + self.layout.slots_per_slab):
+            size = self.size_of(self.written[other])
+            if self.contents[other] and other - slab < self.layout.slots_in(
+                slab // self.layout.slots_per_slab, size
+            ):
+                at = self.layout.offset(other, size)
+                if at < end and start < at + size:
+                    self.contents[other] = ()
+        self.contents[slot], self.written[slot] = content, name
+
     def _run(self, move: Move) -> Moved:
         if self._chance.random() < self._weather.fails:
             return Moved(move.move_id, is_done=False)
+        if move.format and move.kind == "offload" and self._chance.random() < self.unpackable:
+            return Moved(move.move_id, is_done=False, is_unpackable=True)
         size, slots = self._runner().block_size, self._runner().slots
+        if move.format:
+            found = self.contents[move.slot] if move.kind == "load" else slots[move.block * size :]
+            self.packed |= {one[0] for one in found[:size] if one is not None}
         if move.kind == "offload":
             content = tuple(slots[move.block * size : (move.block + 1) * size])
-            self.contents[move.slot] = content
+            self.write(move.slot, content, move.format)
             self.copied += 1
             return Moved(move.move_id, True, digest(content), self._weather.seconds)
         content = self.contents[move.slot]
+        if self.written[move.slot] != move.format:
+            raise MoveError(f"{move}: the slot was written as {self.written[move.slot]!r}")
         if move.check and move.check != digest(content):
             return Moved(move.move_id, is_done=False)
         self._write(move.block, content)
@@ -116,6 +173,7 @@ class Record:
     tokens: tuple[int, ...]
     content: Content
     leases: frozenset[str]
+    form: SlotFormat = PLAIN
 
 
 class FakeStorage:
@@ -215,11 +273,17 @@ class FakeStorage:
             if digest(content) != run.check:
                 raise MoveError(f"slot {run.slot} changed while it was held for a store")
             known = self._child(command.namespace, parent, run.tokens)
+            form = self._form_of(command)
+            if known is not None and self.records[known].form != form:
+                self._drop([known])
+                known = None
             if known is None:
                 self._last += 1
                 known = self._last
                 leases = frozenset(command.lease_ids)
-                self.records[known] = Record(command.namespace, parent, run.tokens, content, leases)
+                self.records[known] = Record(
+                    command.namespace, parent, run.tokens, content, leases, form
+                )
             made.append(known)
             parent = known
         self._ready.append(Stored(command.call_id, tuple(made), code))
@@ -238,7 +302,8 @@ class FakeStorage:
             )
             if own is None:
                 break
-            found.append(StoredRun(own, "exact", None, 0.0))
+            form = self.records[own].form
+            found.append(StoredRun(own, form.fidelity, None, 0.0, form.slot_bytes))
             parent, at = own, at + len(self.records[own].tokens)
         self._ready.append(Looked(command.call_id, tuple(found[command.skip :])))
 
@@ -246,11 +311,13 @@ class FakeStorage:
         for record_id, slot in zip(command.record_ids, command.slots, strict=True):
             record = self.records.get(record_id)
             is_done = record is not None and record.namespace == command.namespace
+            if record is not None and record.form.slot_bytes != command.slot_bytes:
+                raise MoveError(f"{command}: the record has {record.form.slot_bytes} bytes")
             if self._fails():
                 is_done = False
                 self._drop([record_id])
             if record is not None and is_done:
-                self.memory.contents[slot] = record.content
+                self.memory.write(slot, record.content, record.form.name)
             self._ready.append(Fetched(command.call_id, record_id, is_done, self._weather.seconds))
 
     def _erase(self, command: EraseStored) -> None:
@@ -262,7 +329,15 @@ class FakeStorage:
         ]
         self._drop(named)
         gone = before - len(self.records)
-        self._ready.append(StoredErased(command.call_id, gone, gone * self.memory.slot_bytes))
+        self._ready.append(StoredErased(command.call_id, gone, gone * PLAIN.slot_bytes))
+
+    def _form_of(self, command: StoreRuns) -> SlotFormat:
+        """Return the format of a store's slots."""
+        kind = command.fidelity, command.slot_bytes
+        for one in self.memory.formats:
+            if (one.fidelity, one.slot_bytes) == kind:
+                return one
+        raise MoveError(f"no format of {kind}")
 
     def _is_named(self, record_id: RecordId, command: EraseStored) -> bool:
         if command.lease_id is not None:

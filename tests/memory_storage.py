@@ -41,8 +41,8 @@ NEVER = float("inf")
 class SlotMemory(Protocol):
     """Slots of host memory."""
 
-    def view(self, slot: int) -> memoryview:
-        """Return the slot's bytes, writable."""
+    def view(self, slot: int, slot_bytes: int) -> memoryview:
+        """Return the bytes of a slot of this size, writable."""
 
 
 @dataclass
@@ -158,8 +158,11 @@ class MemoryStorage:
             code = "no_parent"
         for run in () if code else command.runs:
             record = self._child(command.namespace, parent, run.tokens)
+            if record is not None and not _is_alike(record, command):
+                self._delete(record.record_id)
+                record = None
             if record is None:
-                data = bytes(self._memory.view(run.slot))
+                data = bytes(self._memory.view(run.slot, command.slot_bytes))
                 if xxhash.xxh3_128_digest(data) != run.check:
                     code = "damaged"
                 elif len(self.records) >= self._records_max:
@@ -197,7 +200,8 @@ class MemoryStorage:
             if number >= command.skip:
                 limit_s = None if record.limit_at_s == NEVER else record.limit_at_s - now_s
                 promise_s = max(0.0, record.promise_at_s - now_s)
-                found.append(StoredRun(parent, record.fidelity, limit_s, promise_s))
+                size = len(record.data)
+                found.append(StoredRun(parent, record.fidelity, limit_s, promise_s, size))
         return Looked(command.call_id, tuple(found))
 
     def _fetch(self, command: Fetch) -> Iterator[Fetched]:
@@ -206,10 +210,10 @@ class MemoryStorage:
             if is_done:
                 record = self.records[record_id]
                 is_done = xxhash.xxh3_128_digest(record.data) == record.check
-                if is_done:
-                    self._memory.view(slot)[:] = record.data
-                else:
+                if not is_done:
                     self._delete(record_id)
+                elif is_done := len(record.data) == command.slot_bytes:
+                    self._memory.view(slot, command.slot_bytes)[:] = record.data
             yield Fetched(command.call_id, record_id, is_done)
 
     def _renew(self, command: Renew) -> None:
@@ -301,3 +305,8 @@ class MemoryStorage:
             if child.tokens == tokens[:size]:
                 return self._under(mine, child.record_id, tokens[size:])
         return []
+
+
+def _is_alike(record: MemoryRecord, command: StoreRuns) -> bool:
+    """Return whether a record has the format of a store."""
+    return (len(record.data), record.fidelity) == (command.slot_bytes, command.fidelity)

@@ -22,6 +22,7 @@ from engine.api import (
     Erase,
     Erased,
     Event,
+    Fidelity,
     Finished,
     FinishReason,
     LevelName,
@@ -603,8 +604,15 @@ class Core:
                 leases=table.leases,
                 window_gone_tokens=table.window_gone_tokens,
                 loaded_tokens=active.loaded_tokens,
+                fidelity=self._fidelity_of(table),
             )
         )
+
+    def _fidelity_of(self, table: BlockTable) -> Fidelity:
+        """Return how far from exact the cached tokens of a table may be."""
+        if self.levels is None or not table.kv_tokens:
+            return "exact"
+        return self.levels.read_fidelity(table.namespace)
 
     def _make_masks(self) -> None:
         """Compute masks after new tokens; a request with an empty mask fails."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -20,10 +21,19 @@ from engine.kv.format import KvFormat
 from engine.kv.storage import KvStorage
 from engine.moves import Fidelity
 from kernels import reference_kv
+from kernels.cpu.build import compile_library
 from kernels.cpu.kv_formats import DIM_MAX, DIM_STEP, CBlockPacker
 from kernels.reference_kv import PackedName, UnpackableError
 
-__all__ = ["PackedFormat", "StoragePacker", "UnpackableError", "packed_format", "packers_of"]
+__all__ = [
+    "PackedFormat",
+    "PackedName",
+    "StoragePacker",
+    "UnpackableError",
+    "compiled_kernels",
+    "packed_format",
+    "packers_of",
+]
 
 FIDELITIES: dict[PackedName, Fidelity] = {"int8c": "near", "int8t": "near", "int4c": "rough"}
 
@@ -87,6 +97,11 @@ class StoragePacker:
         """Bytes of a packed block."""
         return self.format.block_bytes
 
+    @property
+    def fidelity(self) -> Fidelity:
+        """How far a packed block is from what it was."""
+        return self.format.fidelity
+
     def pack(self, block: int, out: npt.NDArray[np.uint8], tokens: int = 16) -> None:
         """Pack the first `tokens` slots of a block. Raises UnpackableError, a ValueError, for what
         is no number or too large; `out` then means nothing."""
@@ -115,11 +130,20 @@ class StoragePacker:
         data.copy_(found)
 
 
-def packers_of(storage: KvStorage, library: Path | None = None) -> dict[str, StoragePacker]:
-    """Return a packer for each format that fits the storage, by name; none for latents and for
-    several KV groups."""
-    found = {}
-    for name in get_args(PackedName):
+def compiled_kernels() -> Path | None:
+    """Return the compiled kernels, with which `StoragePacker` packs; None without a compiler."""
+    return compile_library()
+
+
+def packers_of(
+    storage: KvStorage,
+    library: Path | None = None,
+    names: Sequence[PackedName] = get_args(PackedName),
+) -> dict[str, StoragePacker]:
+    """Return a packer for each of these formats that fits the storage, by name; none for latents
+    and for several KV groups."""
+    found: dict[str, StoragePacker] = {}
+    for name in names:
         with contextlib.suppress(ValueError):
             found[name] = StoragePacker(storage, name, library)
     return found

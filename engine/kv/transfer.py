@@ -21,7 +21,8 @@ import xxhash
 from msgspec import Struct
 
 from engine.kv.storage import KvStorage
-from engine.moves import Move, Moved
+from engine.moves import Fidelity, Move, Moved, SlotFormat, SlotLayout
+from kernels.reference_kv import UnpackableError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,11 +33,10 @@ QUEUE_BYTES_MAX = 256 * 2**20
 class SlotMemory(Protocol):
     """Slots of host memory: `engine.storage.arena.HostArena`, or a fake."""
 
-    slots: int
-    slot_bytes: int
+    layout: SlotLayout
 
-    def view(self, slot: int) -> memoryview:
-        """Return the slot's bytes, writable. Raises IndexError."""
+    def view(self, slot: int, slot_bytes: int) -> memoryview:
+        """Return the bytes of a slot of this size, writable. Raises IndexError."""
 
 
 class BlockPacker(Protocol):
@@ -45,6 +45,10 @@ class BlockPacker(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of a packed block."""
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """How far a packed block is from what it was."""
 
     def pack(self, block: int, out: Bytes) -> None:
         """Write the block to `out` [block_bytes]. Raises ValueError for what is no number."""
@@ -68,8 +72,8 @@ class CpuTransferEngine:
     """`engine.moves.TransferEngine` for KV in host memory: one worker thread, moves in order.
 
     A move that fails in any way is not done, and fails alone; a load that fails has not touched
-    its block. A slot has `slot_bytes`; a copy that is shorter leaves zeros behind it, and the
-    digest is that of all of the slot. One thread submits, polls and closes.
+    its block. A slot has the bytes of the move's format, and the digest is that of all of it. One
+    thread submits, polls and closes.
     """
 
     def __init__(
@@ -86,21 +90,23 @@ class CpuTransferEngine:
         """`packers`: by the name that `Move.format` gives; without a format a block is copied as it
         is. `on_moved` runs after each outcome, `on_error` before that of a move that failed, both
         on the worker: they may wake or log; what they raise is ignored, since the next move has to
-        have its outcome. Raises ValueError if the storage is on a device, or if a slot is smaller
-        than a copy.
+        have its outcome. Raises ValueError if the storage is on a device, or if the memory has no
+        room for a copy.
         """
         if storage.data.device.type != "cpu":
             raise ValueError(f"KV on {storage.data.device}; this transfer engine expects the CPU's")
-        self.slots = memory.slots
-        self.slot_bytes = memory.slot_bytes
+        self.layout = memory.layout
         self._blocks: Bytes = storage.data.flatten(1).view(torch.uint8).numpy()
         self._memory = memory
-        self._packers = dict(packers or {})
-        plain_bytes = storage.format.block_bytes
-        sizes = {name: packer.block_bytes for name, packer in self._packers.items()}
-        for name, size in (sizes or {"a block": plain_bytes}).items():
-            if size > self.slot_bytes:
-                raise ValueError(f"slots of {self.slot_bytes} bytes; {name} takes {size}")
+        self._packers = packed = dict(packers or {})
+        self.formats: tuple[SlotFormat, ...] = (
+            SlotFormat("", storage.format.block_bytes),
+            *(SlotFormat(name, one.block_bytes, one.fidelity) for name, one in packed.items()),
+        )
+        for one in self.formats:
+            if not self.layout.capacity(one.slot_bytes):
+                what = one.name or "a block"
+                raise ValueError(f"{self.layout}; {what} takes {one.slot_bytes} bytes")
         self._queue_bytes_max = queue_bytes_max
         self._queue_bytes = 0
         self._clock = clock
@@ -169,39 +175,39 @@ class CpuTransferEngine:
         except Exception as error:
             with contextlib.suppress(Exception):
                 self._on_error(move, error)
-            return Moved(move.move_id, is_done=False, seconds=self._clock() - started_s)
+            seconds, why = self._clock() - started_s, isinstance(error, UnpackableError)
+            return Moved(move.move_id, is_done=False, seconds=seconds, is_unpackable=why)
         return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
 
     def _offload(self, move: Move) -> bytes:
         """Copy or pack the block into the slot. Returns the digest of the slot."""
-        slot = self._slot(move.slot)
         packer = self._packer(move)
         block = self._block(move.block)
-        size = packer.block_bytes if packer is not None else len(block)
+        slot = self._slot(move, packer)
         if packer is not None:
-            packer.pack(move.block, slot[:size])
+            packer.pack(move.block, slot)
         else:
-            np.copyto(slot[:size], block)
-        slot[size:] = 0
+            np.copyto(slot, block)
         return xxhash.xxh3_128_digest(slot.data)
 
     def _load(self, move: Move) -> bytes:
         """Check the slot's bytes, then copy or unpack them into the block."""
-        slot = self._slot(move.slot)
         packer = self._packer(move)
         block = self._block(move.block)
+        slot = self._slot(move, packer)
         if move.check and (found := xxhash.xxh3_128_digest(slot.data)) != move.check:
             raise DamagedSlotError(
                 f"slot {move.slot} has digest {found.hex()}; expected {move.check.hex()}"
             )
         if packer is not None:
-            packer.unpack(slot[: packer.block_bytes], move.block)
+            packer.unpack(slot, move.block)
         else:
-            np.copyto(block, slot[: len(block)])
+            np.copyto(block, slot)
         return move.check
 
-    def _slot(self, slot: int) -> Bytes:
-        return np.frombuffer(self._memory.view(slot), np.uint8)
+    def _slot(self, move: Move, packer: BlockPacker | None) -> Bytes:
+        size = self._blocks.shape[1] if packer is None else packer.block_bytes
+        return np.frombuffer(self._memory.view(move.slot, size), np.uint8)
 
     def _block(self, block: int) -> Bytes:
         if not 0 <= block < len(self._blocks):
@@ -211,10 +217,6 @@ class CpuTransferEngine:
 
     def _packer(self, move: Move) -> BlockPacker | None:
         if not move.format:
-            if len(self._blocks[0]) > self.slot_bytes:
-                raise ValueError(
-                    f"slots of {self.slot_bytes} bytes; a block has {len(self._blocks[0])}"
-                )
             return None
         if move.format not in self._packers:
             known = ", ".join(sorted(self._packers)) or "none"

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
 from engine.api import Namespace, Payer, Quota
 from engine.cache import PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
+from engine.errors import InvariantViolation
+from engine.levels.copy_formats import FIDELITIES, OWN, CopyFormats
 from engine.levels.host_accounts import HostAccounts
+from engine.levels.slot_pool import SlotPool
 from engine.levels.stored_prefixes import Copy, StoredPrefixes
+from engine.moves import SlotFormat, SlotLayout
 
 DISK_ONLY_MAX: Final = 200_000
 """Copies that are only on disk and known here; beyond it the least recently used are pruned: their
@@ -27,17 +32,22 @@ class CopyBook:
     """All copies below the device.
 
     `struck_total` counts copies that were given up because a move from them failed. `epochs`: grows
-    with each erasure in a namespace; what began under another epoch brings nothing. `host_blocks`:
-    copies in host memory by namespace; `changed`: the namespaces where that has changed.
+    with each erasure in a namespace; what began under another epoch brings nothing. `host_blocks`,
+    `host_bytes`: copies in host memory by namespace; `changed`: the namespaces where these have
+    changed. `formats`: what copies are made in, and what each namespace allows.
     """
 
-    def __init__(self, cache: PrefixCache, slots: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, layout: SlotLayout, formats: Sequence[SlotFormat]
+    ) -> None:
         self.prefixes = StoredPrefixes(cache.block_size, self._removed, self._changed)
-        self.accounts = HostAccounts(slots, self._dropped)
+        self.formats = CopyFormats(formats)
+        self.accounts = HostAccounts(SlotPool(layout, formats), self._dropped)
         self.struck_total = 0
         self.records = 0
         self.epochs: Counter[Namespace] = Counter()
         self.host_blocks: Counter[Namespace] = Counter()
+        self.host_bytes: Counter[Namespace] = Counter()
         self.changed: set[Namespace] = set()
         self._cache = cache
         self._by_block: dict[int, Copy] = {}
@@ -62,13 +72,13 @@ class CopyBook:
         """Let a copy have a held slot; the hold becomes the copy's. O(log copies)."""
         self._unhold(slot)
         self.accounts.give(copy, slot, check)
-        self._count_host(copy, 1)
+        self._count_host(copy, 1, self.accounts.pool.bytes_of(slot))
         self._disk_only.pop(copy, None)
 
-    def set_record(self, copy: Copy, record_id: int) -> None:
-        """Note a copy's record on disk. O(log copies)."""
+    def set_record(self, copy: Copy, record_id: int, form: int = 0) -> None:
+        """Note a copy's record on disk, and its format; 0: it has none. O(log copies)."""
         self.records += (record_id != 0) - (copy.record_id != 0)
-        copy.record_id = record_id
+        copy.record_id, copy.record_format = record_id, form
         self.accounts.update(copy)
         self._note_disk_only(copy)
 
@@ -139,18 +149,26 @@ class CopyBook:
     # -- slots --------------------------------------------------------------------------------
 
     def take_slot(
-        self, payer: Payer, quota: Quota | None = None, used_at_s: float | None = None
+        self,
+        payer: Payer,
+        form: int,
+        quota: Quota | None = None,
+        used_at_s: float | None = None,
     ) -> int | None:
-        """Return a slot held for a move, or None without room; see `HostAccounts.take`.
-        O(payers).
+        """Return a slot of a format held for a move, or None without room; see
+        `HostAccounts.take`. O(payers).
         """
         self._set_share(payer, quota)
-        slot = self.accounts.take(payer, used_at_s)
+        slot = self.accounts.take(payer, form, used_at_s)
         if slot is None:
             self.accounts.forget_if_idle(payer)
             return None
         self._held[slot] += 1
         return slot
+
+    def format_of(self, slot: int) -> SlotFormat:
+        """Return the format of a slot in use. O(1)."""
+        return self.formats.formats[self.accounts.pool.format_of(slot)]
 
     def hold(self, slot: int) -> None:
         """Hold a slot for a move or a store that reads it."""
@@ -171,6 +189,25 @@ class CopyBook:
         """Recount. Raises InvariantViolation. O(copies)."""
         self.prefixes.check()
         self.accounts.check(self.prefixes, dict(self._held))
+        self._check_host()
+
+    def _check_host(self) -> None:
+        sizes: Counter[Namespace] = Counter()
+        own, formats = self.formats, self.formats.formats
+        for copy in self.prefixes:
+            allowed = FIDELITIES.index(own.allowed(copy.namespace))
+            used = [copy.record_format] if copy.record_id else []
+            if copy.slot >= 0:
+                used.append(self.accounts.pool.format_of(copy.slot))
+                sizes[copy.namespace] += formats[used[-1]].slot_bytes
+            for form in used:
+                if form != OWN and FIDELITIES.index(formats[form].fidelity) > allowed:
+                    raise InvariantViolation(
+                        f"a copy of format {formats[form].name!r} in a namespace that allows"
+                        f" {own.allowed(copy.namespace)}"
+                    )
+        if sizes != self.host_bytes:
+            raise InvariantViolation(f"bytes by namespace {self.host_bytes}, recounted: {sizes}")
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -182,9 +219,9 @@ class CopyBook:
             floor = min(quota.floor_blocks, account.floor_blocks)
         if quota is None:
             return  # unknown by now: what was last set holds
-        part = self.accounts.slots / self._cache.blocks
-        ceiling = None if quota.ceiling_blocks is None else int(quota.ceiling_blocks * part)
-        self.accounts.set_share(payer, int(floor * part), ceiling, quota.weight)
+        per_block = self.accounts.capacity_bytes / self._cache.blocks
+        ceiling = None if quota.ceiling_blocks is None else int(quota.ceiling_blocks * per_block)
+        self.accounts.set_share(payer, int(floor * per_block), ceiling, quota.weight)
 
     def _unhold(self, slot: int) -> None:
         self._held[slot] -= 1
@@ -193,14 +230,16 @@ class CopyBook:
 
     def _take_back(self, copy: Copy) -> None:
         if copy.slot >= 0:
-            self._count_host(copy, -1)
+            self._count_host(copy, -1, -self.accounts.pool.bytes_of(copy.slot))
         self.accounts.take_back(copy)
 
-    def _count_host(self, copy: Copy, blocks: int) -> None:
-        self.changed.add(copy.namespace)
-        self.host_blocks[copy.namespace] += blocks
-        if not self.host_blocks[copy.namespace]:
-            del self.host_blocks[copy.namespace]
+    def _count_host(self, copy: Copy, blocks: int, size: int) -> None:
+        namespace = copy.namespace
+        self.changed.add(namespace)
+        self.host_blocks[namespace] += blocks
+        self.host_bytes[namespace] += size
+        if not self.host_blocks[namespace]:
+            del self.host_blocks[namespace], self.host_bytes[namespace]
 
     def _note_disk_only(self, copy: Copy) -> None:
         if copy.parent is None or copy.slot >= 0 or not copy.record_id:
@@ -216,9 +255,9 @@ class CopyBook:
             else:
                 self.prefixes.remove(oldest)
 
-    def _dropped(self, copy: Copy) -> None:
-        """A copy has lost its slot for room."""
-        self._count_host(copy, -1)
+    def _dropped(self, copy: Copy, size: int) -> None:
+        """A copy has lost its slot of so many bytes for room."""
+        self._count_host(copy, -1, -size)
         if copy.record_id:
             self._note_disk_only(copy)
         else:

@@ -1,85 +1,132 @@
 """The slots of host memory: who holds them, and which copy is dropped for the next one.
 
 Each payer has the same part of host memory as of the device's pool: floor, ceiling and weight are
-those of its quota, in proportion. The payer furthest above its floor, by weight, gives first; no
-payer loses slots inside its floor to another. Within a payer, copies that were never matched are on
-probation: while they are more than a quarter of what it holds, they go first, so that a scan cannot
-flush what is used. This module knows no token and no clock.
+those of its quota, in proportion, and count bytes, since copies have several sizes. The payer
+furthest above its floor, by weight, gives first; no payer loses bytes inside its floor to another.
+Within a payer, copies that were never matched are on probation: while they are more than a quarter
+of what it holds, they go first, so that a scan cannot flush what is used.
+
+A slot of one format is of no use to another. So a copy of the wanted format goes, or a whole slab
+of another one, with what hangs on it: if all of that was used longer ago, or no copy of the wanted
+format may go. This module knows no token and no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from heapq import merge
+from itertools import chain, islice
 from typing import Final
 
 from sortedcontainers import SortedList
 
 from engine.api import Payer
 from engine.errors import InvariantViolation
+from engine.levels.slot_pool import SlotPool
 from engine.levels.stored_prefixes import Copy
 
 PROBATION: Final = 1 / 4
-"""The part of a payer's slots that copies which were never matched may keep under pressure."""
+"""The part of a payer's bytes that copies which were never matched may keep under pressure."""
+SLABS_SEEN: Final = 4
+COLDEST_SEEN: Final = 32
+"""Slabs of other formats that are considered for one slot, and copies of each payer by which they
+are found."""
+SLAB_COPIES_MAX: Final = 256
+"""Copies that may go for one slab: its own, and those that hang on them."""
 
 
 class HostShare:
-    """One payer's slots: `used` of them, of which `floor` are its own. `ceiling` None: no bound."""
+    """One payer's bytes: `used`, of which `floor` are its own. `ceiling` None: no bound.
 
-    __slots__ = ("ceiling", "floor", "kept", "payer", "probation", "serial", "used", "weight")
+    `kept`, `probation`: the copies that may be dropped, by format, those that go first in front.
+    `probation_bytes`: of the latter.
+    """
 
-    def __init__(self, payer: Payer, serial: int) -> None:
+    __slots__ = (
+        "ceiling",
+        "floor",
+        "kept",
+        "payer",
+        "probation",
+        "probation_bytes",
+        "serial",
+        "used",
+        "weight",
+    )
+
+    def __init__(self, payer: Payer, serial: int, formats: int) -> None:
         self.payer = payer
         self.serial = serial
         self.used = 0
         self.floor = 0
         self.ceiling: int | None = None
         self.weight = 1.0
-        self.kept = SortedList()
-        self.probation = SortedList()
+        self.kept = [SortedList() for _ in range(formats)]
+        self.probation = [SortedList() for _ in range(formats)]
+        self.probation_bytes = 0
 
     def overage(self, more: int = 0) -> float:
-        """Return the slots above the floor per unit of weight, with `more` added."""
+        """Return the bytes above the floor per unit of weight, with `more` added."""
         return (self.used + more - self.floor) / self.weight
 
-    def next_dropped(self) -> Copy | None:
-        """Return the copy that this payer gives next, or None. O(1)."""
-        first, second = self.kept, self.probation
-        if len(self.probation) > PROBATION * self.used or not self.kept:
-            first, second = second, first
-        order = first or second
-        return order[0][2] if order else None
+    def coldest(self, formats: Sequence[int]) -> list[Copy]:
+        """Return the copies of these formats that were used longest ago, at most `COLDEST_SEEN` of
+        each order. O(these).
+        """
+        orders = [one[form] for one in (self.kept, self.probation) for form in formats]
+        return [one[2] for one in merge(*(islice(order, COLDEST_SEEN) for order in orders))]
+
+    def next_dropped(self, formats: Sequence[int]) -> Copy | None:
+        """Return the copy of one of these formats that this payer gives next, or None.
+        O(formats).
+        """
+        kept, probation = _first(self.kept, formats), _first(self.probation, formats)
+        if self.probation_bytes > PROBATION * self.used:
+            kept, probation = probation, kept
+        return kept or probation or None
+
+
+def _first(orders: Sequence[SortedList], formats: Sequence[int]) -> Copy | None:
+    """Return the copy that goes first in the orders of some formats."""
+    firsts = [orders[form][0] for form in formats if orders[form]]
+    return min(firsts, key=lambda one: one[:2])[2] if firsts else None
 
 
 class HostAccounts:
-    """`slots` slots, their references and their payers.
+    """The slots of `pool`, their references and their payers.
 
     A slot has a reference for the copy that lies in it and one for each move or store that reads or
-    fills it; it is free at none. `dropped_total` counts copies dropped for room.
+    fills it; it is free at none. `dropped_total` counts copies dropped for room. `capacity_bytes`:
+    what copies in the device's own format could take.
     """
 
-    def __init__(self, slots: int, on_dropped: Callable[[Copy], None]) -> None:
-        """`on_dropped` is called with a copy that has just lost its slot to make room."""
-        self.slots = slots
+    def __init__(self, pool: SlotPool, on_dropped: Callable[[Copy, int], None]) -> None:
+        """`on_dropped` is called with a copy that has just lost its slot to make room, and with the
+        bytes of that slot."""
+        self.pool = pool
+        size = pool.formats[0].slot_bytes
+        self.capacity_bytes = pool.layout.capacity(size) * size
         self.dropped_total = 0
         self._on_dropped = on_dropped
-        self._free = list(range(slots - 1, -1, -1))
-        self._refs = [0] * slots
-        self._owner: list[HostShare | None] = [None] * slots
-        self._copy_in: list[Copy | None] = [None] * slots
+        self._all = range(len(pool.formats))
+        self._refs = [0] * pool.layout.slots
+        self._owner: list[HostShare | None] = [None] * pool.layout.slots
+        self._copy_in: list[Copy | None] = [None] * pool.layout.slots
         self._shares: dict[Payer, HostShare] = {}
         self._serial = 0
 
     @property
     def used(self) -> int:
         """Return the slots in use."""
-        return self.slots - len(self._free)
+        return self.pool.used
 
     def shares(self) -> Iterable[HostShare]:
         """Return the share of every payer that was ever seen and holds slots or has a floor."""
         return self._shares.values()
 
     def set_share(self, payer: Payer, floor: int, ceiling: int | None, weight: float) -> None:
-        """Set a payer's floor, ceiling (slots) and weight. O(1)."""
+        """Set a payer's floor, ceiling (bytes) and weight. O(1)."""
         share = self._share(payer)
         share.floor, share.ceiling, share.weight = floor, ceiling, weight
 
@@ -90,26 +137,29 @@ class HostAccounts:
 
     # -- slots --------------------------------------------------------------------------------
 
-    def take(self, payer: Payer, used_at_s: float | None = None) -> int | None:
-        """Return a slot with one reference, free or made free; None without room. O(payers).
+    def take(self, payer: Payer, form: int = 0, used_at_s: float | None = None) -> int | None:
+        """Return a slot of a format with one reference, free or made free; None without room.
+        O(payers), and O(copies of a slab) where a slab changes its format.
 
         `used_at_s`: when what will lie there was used; of the payer's own copies only older ones
         are dropped for it, so that two cannot take each other's place for ever.
         """
-        share = self._share(payer)
-        if share.ceiling is not None and share.used >= share.ceiling:
-            victim = _older(share.next_dropped(), used_at_s)
+        share, size = self._share(payer), self.pool.formats[form].slot_bytes
+        while share.ceiling is not None and share.used + size > share.ceiling:
+            victim = _older(share.next_dropped(self._all), used_at_s)
             if victim is None:
                 return None
             self._drop(victim)
-        if not self._free and not self._make_room(share, used_at_s):
+        slot = self.pool.take(form)
+        if slot is None and self._make_room(share, form, used_at_s):
+            slot = self.pool.take(form)
+        if slot is None:
             self._forget_if_idle(share)
             return None
         self._shares[payer] = share  # a drop of its only copy forgets it
-        slot = self._free.pop()
         self._refs[slot] = 1
         self._owner[slot] = share
-        share.used += 1
+        share.used += size
         return slot
 
     def hold(self, slot: int) -> None:
@@ -130,8 +180,8 @@ class HostAccounts:
         share = self._owner[slot]
         assert share is not None, "a slot in use has an owner"
         self._owner[slot] = None
-        self._free.append(slot)
-        share.used -= 1
+        share.used -= self.pool.bytes_of(slot)
+        self.pool.give_back(slot)
         self._forget_if_idle(share)
 
     def give(self, copy: Copy, slot: int, check: bytes) -> None:
@@ -180,13 +230,17 @@ class HostAccounts:
         assert share is not None, "a slot in use has an owner"
         copy.order_key = (copy.last_use_s, copy.serial)
         copy.is_kept = copy.hits > 0
-        (share.kept if copy.is_kept else share.probation).add((*copy.order_key, copy))
+        form = self.pool.format_of(copy.slot)
+        (share.kept if copy.is_kept else share.probation)[form].add((*copy.order_key, copy))
+        if not copy.is_kept:
+            share.probation_bytes += self.pool.bytes_of(copy.slot)
 
     def check(self, copies: Iterable[Copy], moves: dict[int, int]) -> None:
         """Recount. `moves`: the references that moves and stores hold, by slot. Raises
         InvariantViolation. O(slots).
         """
-        refs = [moves.get(slot, 0) for slot in range(self.slots)]
+        self.pool.check()
+        refs = [moves.get(slot, 0) for slot in range(self.pool.layout.slots)]
         ordered = 0
         for copy in copies:
             if copy.slot < 0:
@@ -201,16 +255,29 @@ class HostAccounts:
             ordered += has_key
         if refs != self._refs:
             raise InvariantViolation(f"references of slots {self._refs}, recounted: {refs}")
-        if sorted(self._free) != [slot for slot, refs_ in enumerate(refs) if not refs_]:
-            raise InvariantViolation("free slots differ from those without references")
+        if [self.pool.is_used(slot) for slot in range(len(refs))] != [bool(n) for n in refs]:
+            raise InvariantViolation("slots in use differ from those with references")
+        self._check_shares(ordered)
+
+    def _check_shares(self, ordered: int) -> None:
         used: dict[Payer, int] = {}
-        for share in self._owner:
+        for slot, share in enumerate(self._owner):
             if share is not None:
-                used[share.payer] = used.get(share.payer, 0) + 1
+                used[share.payer] = used.get(share.payer, 0) + self.pool.bytes_of(slot)
         has = {share.payer: share.used for share in self._shares.values() if share.used}
         if has != used:
-            raise InvariantViolation(f"slots by payer {has}, recounted: {used}")
-        noted = sum(len(share.kept) + len(share.probation) for share in self._shares.values())
+            raise InvariantViolation(f"bytes by payer {has}, recounted: {used}")
+        noted = 0
+        for share in self._shares.values():
+            noted += sum(map(len, share.kept)) + sum(map(len, share.probation))
+            trial = sum(
+                len(order) * form.slot_bytes
+                for order, form in zip(share.probation, self.pool.formats, strict=True)
+            )
+            if trial != share.probation_bytes:
+                raise InvariantViolation(
+                    f"{share.probation_bytes} bytes on probation, recounted: {trial}"
+                )
         if noted != ordered:
             raise InvariantViolation(f"{noted} copies may be dropped, recounted: {ordered}")
 
@@ -220,38 +287,125 @@ class HostAccounts:
         share = self._shares.get(payer)
         if share is None:
             self._serial += 1
-            share = self._shares[payer] = HostShare(payer, self._serial)
+            share = self._shares[payer] = HostShare(payer, self._serial, len(self._all))
         return share
 
     def _forget_if_idle(self, share: HostShare) -> None:
         if not share.used and not share.floor:
             self._shares.pop(share.payer, None)
 
-    def _make_room(self, taker: HostShare, used_at_s: float | None) -> bool:
-        """Drop one copy: of the payer furthest over its floor, the taker itself at a tie. Inside
-        its own floor the taker drops nothing of its own.
+    def _make_room(self, taker: HostShare, form: int, used_at_s: float | None) -> bool:
+        """Make a slot of a format free: drop a copy of it, or all that keeps a slab in another."""
+        victim = self._next_victim(taker, form, used_at_s)
+        for copy in self._coldest_slab(taker, form, victim, used_at_s):
+            if copy.slot >= 0:  # those below one that has gone are gone
+                self._drop(copy)
+                victim = None
+        if victim is not None:
+            self._drop(victim)
+        return victim is not None or self.pool.has_room(form)
+
+    def _next_victim(self, taker: HostShare, form: int, used_at_s: float | None) -> Copy | None:
+        """Return the copy of a format that goes next: of the payer furthest over its floor, the
+        taker itself at a tie. Inside its own floor the taker drops nothing of its own.
         """
-        givers = [s for s in self._shares.values() if s is not taker and s.used > s.floor]
-        candidates = [(s.overage(), -s.serial, s) for s in givers if s.kept or s.probation]
+        formats, size = (form,), self.pool.formats[form].slot_bytes
+        givers = [s for s in self._shares.values() if s is not taker and s.used - size >= s.floor]
+        candidates = [(s.overage(), -s.serial, s) for s in givers if s.next_dropped(formats)]
         best = max(candidates, key=lambda one: one[:2], default=None)
         giver = None if best is None else best[2]
-        has_own = bool(taker.kept or taker.probation) and taker.used + 1 > taker.floor
-        if giver is None or taker.overage(1) >= giver.overage():
+        has_own = taker.used + size > taker.floor and taker.next_dropped(formats) is not None
+        if giver is None or taker.overage(size) >= giver.overage():
             # What is copied ahead of need takes nothing from a payer that has no more than its own:
             # two payers would take each other's slots for ever.
             giver = taker if has_own else (giver if used_at_s is None else None)
-        victim = None if giver is None else giver.next_dropped()
-        if giver is taker:
-            victim = _older(victim, used_at_s)
-        if victim is None:
-            return False
-        self._drop(victim)
+        victim = None if giver is None else giver.next_dropped(formats)
+        return _older(victim, used_at_s) if giver is taker else victim
+
+    def _coldest_slab(
+        self, taker: HostShare, form: int, victim: Copy | None, used_at_s: float | None
+    ) -> list[Copy]:
+        """Return the copies that keep a slab in another format and may go for this one, children
+        before parents. `victim`: the copy that would go otherwise, which was used later than all of
+        them.
+        """
+        others = [one for one in self._all if one != form and self.pool.used_slots[one]]
+        if not others:
+            return []
+        givers = sorted(self._shares.values(), key=lambda s: (-s.overage(), s.serial))
+        before_s = math.inf if victim is None else victim.last_use_s
+        seen = set[int]()
+        for copy in chain.from_iterable(giver.coldest(others) for giver in givers):
+            if len(seen) >= SLABS_SEEN:
+                break
+            beside = self.pool.beside(copy.slot)
+            if (
+                copy.last_use_s >= before_s
+                or beside[0] in seen
+                or not self.pool.fits(copy.slot, form)
+            ):
+                continue
+            seen.add(beside[0])
+            found = self._all_that_hangs_on(beside)
+            if found and self._may_go(found, taker, form, before_s, used_at_s):
+                return sorted(found, key=lambda one: -one.serial)
+        return []
+
+    def _all_that_hangs_on(self, slots: Sequence[int]) -> list[Copy]:
+        """Return the copies in these slots, with those below them that would go too; none if one is
+        read or filled, or if they are too many.
+        """
+        found: dict[Copy, None] = {}
+        stack = [self._copy_in[slot] for slot in slots]
+        while stack:
+            copy = stack.pop()
+            if copy is None or len(found) >= SLAB_COPIES_MAX:
+                return []
+            if copy.slot >= 0 and self._refs[copy.slot] != 1:
+                return []
+            if copy not in found:
+                found[copy] = None
+                stack += () if copy.record_id else copy.children.values()
+        return list(found)
+
+    def _may_go(
+        self,
+        copies: Sequence[Copy],
+        taker: HostShare,
+        form: int,
+        before_s: float,
+        used_at_s: float | None,
+    ) -> bool:
+        """Return whether these copies may be dropped at once for a slot of the taker: all were used
+        before `before_s`, no payer gets below its floor, none gives that has less than the taker.
+        """
+        size = self.pool.formats[form].slot_bytes
+        given: dict[Payer, int] = {}
+        for copy in copies:
+            share = self._owner[copy.slot] if copy.slot >= 0 else None
+            if share is None:
+                continue
+            if copy.last_use_s >= before_s:
+                return False
+            if share is taker and _older(copy, used_at_s) is None:
+                return False
+            given[share.payer] = given.get(share.payer, 0) + self.pool.bytes_of(copy.slot)
+        for payer, lost in given.items():
+            share = self._shares[payer]
+            if share is taker:
+                if share.used + size <= share.floor:
+                    return False
+                continue
+            has_less = taker.overage(size) >= share.overage()
+            if share.used - lost < share.floor or (has_less and used_at_s is not None):
+                return False
         return True
 
     def _drop(self, copy: Copy) -> None:
         self.dropped_total += 1
+        size = self.pool.bytes_of(copy.slot)
         self.take_back(copy)
-        self._on_dropped(copy)
+        self._on_dropped(copy, size)
 
     def _update_slot(self, slot: int) -> None:
         copy = self._copy_in[slot]
@@ -263,7 +417,10 @@ class HostAccounts:
             return
         share = self._owner[copy.slot]
         assert share is not None, "a slot in use has an owner"
-        (share.kept if copy.is_kept else share.probation).remove((*copy.order_key, copy))
+        form = self.pool.format_of(copy.slot)
+        (share.kept if copy.is_kept else share.probation)[form].remove((*copy.order_key, copy))
+        if not copy.is_kept:
+            share.probation_bytes -= self.pool.bytes_of(copy.slot)
         copy.order_key = None
 
 

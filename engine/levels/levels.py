@@ -16,6 +16,7 @@ from engine.api import (
     CacheGrant,
     Erase,
     Fidelity,
+    FidelityBytes,
     LevelErased,
     LevelName,
     LevelStats,
@@ -28,6 +29,7 @@ from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
 from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
+from engine.levels.copy_formats import FIDELITIES, OWN, laxest
 from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
@@ -45,6 +47,7 @@ from engine.moves import (
     StorageStats,
     Stored,
     StoredErased,
+    StoredRun,
     TransferEngine,
 )
 
@@ -56,7 +59,6 @@ STUCK_S: Final = 10.0
 turns one second counts: the machine may have paused."""
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
-FIDELITIES: Final[tuple[Fidelity, ...]] = ("exact", "near", "rough")
 
 
 class LoadPlan:
@@ -89,19 +91,20 @@ class Levels:
         """`close_memory` is called when the transfer engine and the storage have been closed."""
         self.config = config
         self.cache = cache
-        self.book = CopyBook(cache, transfer.slots)
+        self.book = CopyBook(cache, transfer.layout, transfer.formats)
         self.on_erased: Callable[[int, LevelErased], None] = lambda call_id, erased: None
         self._transfer = transfer
         self._storage = storage
         self._close_memory = close_memory
         self._last_id = 0
+        sizes = [one.slot_bytes for one in transfer.formats]
         self.paces: dict[LevelName, LevelPace] = {
-            "host": LevelPace("host", transfer.slot_bytes),
-            "disk": LevelPace("disk", transfer.slot_bytes, config.io_threads),
+            "host": LevelPace("host", sizes),
+            "disk": LevelPace("disk", sizes, config.io_threads),
         }
         self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, config.verify_host)
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
-        self._fidelity: dict[Namespace, Fidelity] = {}
+        self._lossy: dict[Namespace, Fidelity] = {}  # of what was loaded in this engine's life
         self._never_at_rest: set[Namespace] = set()
         self._storing: Storing | None = None
         if storage is not None:
@@ -109,7 +112,6 @@ class Levels:
                 self.book,
                 storage,
                 self._next_id,
-                self._fidelity_of,
                 self._never_at_rest,
                 config.disk_tokens_min,
             )
@@ -169,6 +171,9 @@ class Levels:
         copies, size = path[whole:], self.cache.block_size
         if not copies:
             return None
+        top = copies[0]
+        on_host = top.slot >= 0
+        form = self.book.accounts.pool.format_of(top.slot) if on_host else top.record_format
         choice = choose_load(
             [copy.slot >= 0 for copy in copies],
             self.paces["host"],
@@ -176,8 +181,9 @@ class Levels:
             lambda blocks: compute_s(whole * size, blocks * size),
             self._blocks_min,
             now_s,
+            form,
         )
-        level: LevelName = "host" if copies[0].slot >= 0 else "disk"
+        level: LevelName = "host" if on_host else "disk"
         (self._chosen if choice.blocks else self._declined)[level] += 1
         return LoadPlan(whole, copies[: choice.blocks], choice) if choice.blocks else None
 
@@ -285,6 +291,8 @@ class Levels:
         book, namespace = self.book, call.namespace
         book.epochs[namespace] += 1
         self.loads.void(namespace)
+        if call.lease_id is None and not call.tokens:
+            self._lossy.pop(namespace, None)
         if call.lease_id is None:
             tops = book.prefixes.under(namespace, call.tokens)
         else:
@@ -292,12 +300,12 @@ class Levels:
                 if (copy := book.nearest(node)) is not None:
                     book.prefixes.extend_lease(call.lease_id, copy)
             tops = book.prefixes.revoke(namespace, call.lease_id)
-        before = book.host_blocks.get(namespace, 0)
+        blocks, size = book.host_blocks.get(namespace, 0), self.host_bytes(namespace)
         for top in tops:
             if top.parent is not None:
                 book.prefixes.remove(top)
-        blocks = before - book.host_blocks.get(namespace, 0)
-        erased = LevelErased("host", blocks, blocks * self._transfer.slot_bytes)
+        blocks -= book.host_blocks.get(namespace, 0)
+        erased = LevelErased("host", blocks, size - self.host_bytes(namespace))
         if self._storage is None:
             return erased, None
         call_id = self._next_id()
@@ -333,17 +341,23 @@ class Levels:
 
     def host_bytes(self, namespace: Namespace) -> int:
         """Return the bytes of a namespace's copies in host memory. O(1)."""
-        return self.book.host_blocks.get(namespace, 0) * self._transfer.slot_bytes
+        return self.book.host_bytes.get(namespace, 0)
+
+    def read_fidelity(self, namespace: Namespace) -> Fidelity:
+        """Return how far what a namespace has on the device may be from exact: the laxest copy that
+        was loaded for it in this engine's life. O(1).
+        """
+        return self._lossy.get(namespace, "exact")
 
     def stats(self) -> tuple[LevelStats, ...]:
         """Return the statistics of host memory, and of the disk if there is one. O(1)."""
-        loads, size, pace = self.loads, self._transfer.slot_bytes, self.paces["host"]
+        loads, pool, pace = self.loads, self.book.accounts.pool, self.paces["host"]
         host = LevelStats(
             name="host",
             state="open",
-            capacity_bytes=self.book.accounts.slots * size,
-            used_bytes=self.book.accounts.used * size,
-            blocks=self.book.accounts.used,
+            capacity_bytes=self.book.accounts.capacity_bytes,
+            used_bytes=pool.used_bytes,
+            blocks=pool.used,
             offloaded_total=self.offloading.offloaded,
             loaded_total=loads.loaded_blocks["host"],
             failed_total=self.offloading.failed + loads.failed["host"],
@@ -355,9 +369,14 @@ class Levels:
             chosen_total=self._chosen["host"],
             declined_total=self._declined["host"],
             payers=tuple(
-                PayerBytes(share.payer, share.used * size, 0)
+                PayerBytes(share.payer, share.used, 0)
                 for share in self.book.accounts.shares()
                 if share.used
+            ),
+            copies=tuple(
+                FidelityBytes(form.fidelity, count, count * form.slot_bytes)
+                for form, count in zip(pool.formats, pool.used_slots, strict=True)
+                if count
             ),
         )
         return (host,) if self._storing is None else (host, self._disk_stats(self._storing))
@@ -379,15 +398,11 @@ class Levels:
         self._last_id += 1
         return self._last_id
 
-    def _fidelity_of(self, namespace: Namespace) -> Fidelity:
-        return self._fidelity.get(namespace, "exact")
-
     def _is_storing(self) -> bool:
         return self._storing is not None and self._storing.has_work
 
     def _note_grant(self, grant: CacheGrant) -> None:
-        if grant.fidelity != "exact":
-            self._fidelity[grant.namespace] = grant.fidelity
+        self.book.formats.allow(grant.namespace, grant.fidelity)
         if not grant.at_rest:
             self._never_at_rest.add(grant.namespace)
         if self._storage is not None and self._quotas.get(grant.payer) != grant.quota:
@@ -399,7 +414,8 @@ class Levels:
         self._quotas[name] = quota
         if self._storage is None:
             return
-        blocks = int(self.config.disk_gib * 2**30) // max(1, self._transfer.slot_bytes)
+        own = self.book.formats.formats[OWN].slot_bytes
+        blocks = int(self.config.disk_gib * 2**30) // max(1, own)
         part = blocks / self.cache.blocks
         ceiling = None if quota.ceiling_blocks is None else int(quota.ceiling_blocks * part)
         scaled = Quota(int(quota.floor_blocks * part), ceiling, quota.weight, None, name)
@@ -447,10 +463,10 @@ class Levels:
         if epoch != self.book.epochs[namespace]:
             return
         size, parent = self.cache.block_size, self.book.prefixes.root(namespace)
-        allowed = FIDELITIES.index(self._fidelity_of(namespace))
         for index, run in enumerate(outcome.runs):
-            if FIDELITIES.index(run.fidelity) > allowed:
-                break
+            form = self._format_of_record(namespace, run)
+            if form is None:
+                break  # a miss: its store replaces it
             own = tuple(tokens[index * size : (index + 1) * size])
             copy = parent.children.get(own)
             if copy is None:
@@ -458,8 +474,18 @@ class Levels:
                 if run.limit_s is not None:
                     self.book.prefixes.set_limit(copy, self._now_s + run.limit_s)
             copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
-            self.book.set_record(copy, run.record_id)
+            self.book.set_record(copy, run.record_id, form)
             parent = copy
+
+    def _format_of_record(self, namespace: Namespace, run: StoredRun) -> int | None:
+        """Return the format of a record; None if this engine has it not, or if the namespace allows
+        no such copy.
+        """
+        form = self.book.formats.of_record(run.fidelity, run.slot_bytes)
+        if form is None or form == OWN:
+            return form
+        allowed = FIDELITIES.index(self.book.formats.allowed(namespace))
+        return form if FIDELITIES.index(run.fidelity) <= allowed else None
 
     def _copied(self, copies: list[Copy]) -> None:
         if self._storing is not None:
@@ -518,6 +544,9 @@ class Levels:
         for copy in load.copies:
             if copy.parent is not None:
                 self.book.accounts.touch(copy, now_s)
+        for form in load.forms() - {OWN}:
+            fidelity = self.book.formats.formats[form].fidelity
+            self._lossy[load.namespace] = laxest(self.read_fidelity(load.namespace), fidelity)
         if load.loaded == len(load.pieces):
             names: list[LevelName] = [piece.level for piece in load.pieces]
             level: LevelName = "disk" if "disk" in names else "host"
@@ -549,6 +578,7 @@ class Levels:
             declined_total=self._declined["disk"],
             pending_erasures=len(self._erasures),
             payers=disk.payers,
+            copies=disk.copies,
         )
 
 

@@ -1,5 +1,7 @@
 """Load or compute: a cost model with measured constants decides how much of a prefix is loaded.
 
+A packed copy has fewer bytes to fetch and is dearer to unpack, so each format has a pace.
+
 Loading `n` blocks takes a fixed time, the queue before it, and `n` times the measured seconds of a
 block; computing them takes what `StepCost` predicts. The longest prefix is taken whose load is not
 predicted to take longer than computing it. What a finished load lost against computing is counted,
@@ -36,35 +38,43 @@ FIXED_S: Final = 0.001
 class LevelPace:
     """The measured pace of one level, and whether its loads are worth it.
 
-    `block_s`: seconds that reading a block takes. `queued`: blocks that are being read.
-    `regret_s`: time lost by loads that took longer than computing would have.
+    `block_s`: seconds that reading a block takes, by format. `queued`: blocks that are being read,
+    by format. `regret_s`: time lost by loads that took longer than computing would have.
     """
 
-    def __init__(self, name: LevelName, slot_bytes: int, parallel: int = 1) -> None:
-        """`parallel`: blocks that are read side by side."""
+    def __init__(self, name: LevelName, slot_bytes: Sequence[int], parallel: int = 1) -> None:
+        """`slot_bytes`: of each format, the device's own first; `parallel`: blocks that are read
+        side by side."""
         self.name = name
-        self.block_s = slot_bytes / FIRST_BYTES_PER_S[name]
-        self.queued = 0
+        # Until it is measured, unpacking counts as much as writing the block that it fills.
+        first = [max(slot_bytes)] * len(slot_bytes) if name == "host" else slot_bytes
+        self.block_s = [size / FIRST_BYTES_PER_S[name] for size in first]
+        self.queued = [0] * len(slot_bytes)
         self.regret_s = 0.0
-        self._slot_bytes = slot_bytes
+        self._slot_bytes = tuple(slot_bytes)
         self._parallel = parallel
+        self._latest = 0
         self._won_s: deque[float] = deque(maxlen=JUDGED_LOADS)
         self._paused_until_s: float | None = None
         self._trials_won = 0
 
     @property
     def bytes_per_s(self) -> float:
-        """Return the rate at which the level is read."""
-        return self._slot_bytes / self.block_s
+        """Return the rate at which the level is read, in the format that was read last."""
+        return self._slot_bytes[self._latest] / self.block_s[self._latest]
 
-    def record_block(self, seconds: float) -> None:
-        """Record that reading one block took `seconds`, beside others."""
+    def record_block(self, seconds: float, form: int = 0) -> None:
+        """Record that reading one block of a format took `seconds`, beside others."""
         if seconds > 0:
-            self.block_s += SMOOTHING * (seconds / self._parallel - self.block_s)
+            self._latest = form
+            self.block_s[form] += SMOOTHING * (seconds / self._parallel - self.block_s[form])
 
-    def seconds(self, blocks: int) -> float:
-        """Return the predicted seconds until `blocks` more have been read."""
-        return (self.queued + blocks) * self.block_s if blocks else 0.0
+    def seconds(self, blocks: int, form: int = 0) -> float:
+        """Return the predicted seconds until `blocks` more of a format have been read."""
+        if not blocks:
+            return 0.0
+        queued = sum(n * one for n, one in zip(self.queued, self.block_s, strict=True))
+        return queued + blocks * self.block_s[form]
 
     def is_open(self, now_s: float) -> bool:
         """Return whether loads from this level may begin now."""
@@ -103,10 +113,12 @@ def choose_load(
     compute_s: Callable[[int], float],
     blocks_min: Callable[[LevelName], int],
     now_s: float,
+    form: int = 0,
 ) -> LoadChoice:
     """Return the longest prefix of a run of blocks that is worth loading.
 
-    `on_host`: for each block in order whether it lies in host memory; else it is on disk.
+    `on_host`: for each block in order whether it lies in host memory; else it is on disk. `form`:
+    the format of their copies.
     `compute_s(n)`: predicted seconds to compute the first n. `blocks_min(level)`: the shortest load
     that touches this level. O(blocks) additions, and at most `CHOICES` predictions.
     """
@@ -121,8 +133,8 @@ def choose_load(
         if blocks < blocks_min("disk" if fetched else "host"):
             continue
         # Fetch and load overlap: the slower of the two, and one more block of the other.
-        paces = sorted((host.seconds(blocks), disk.seconds(fetched)))
-        load_s = FIXED_S + paces[1] + (host.block_s if fetched else 0.0)
+        paces = sorted((host.seconds(blocks, form), disk.seconds(fetched, form)))
+        load_s = FIXED_S + paces[1] + (host.block_s[form] if fetched else 0.0)
         wanted_s = compute_s(blocks)
         if load_s <= wanted_s:
             return LoadChoice(blocks, load_s, wanted_s)

@@ -37,14 +37,19 @@ class _State(Enum):
 
 
 class _Piece:
-    """One run of a load: its copy, the level it comes from, its slot, the block it fills."""
+    """One run of a load: its copy, the level it comes from, its slot and the format of that, the
+    block it fills.
+    """
 
-    __slots__ = ("block", "check", "copy", "level", "slot", "state")
+    __slots__ = ("block", "check", "copy", "form", "level", "slot", "state")
 
-    def __init__(self, copy: Copy, level: LevelName, slot: int, block: int, check: bytes) -> None:
+    def __init__(
+        self, copy: Copy, level: LevelName, slot: int, form: int, block: int, check: bytes
+    ) -> None:
         self.copy = copy
         self.level: LevelName = level
         self.slot = slot
+        self.form = form
         self.block = block
         self.check = check
         self.state = _State.READY if level == "host" else _State.FETCHING
@@ -100,6 +105,10 @@ class Load:
         names: tuple[LevelName, ...] = ("host", "disk")
         counts = [(n, sum(p.level == n for p in self.pieces[: self.loaded])) for n in names]
         return tuple((name, count * run_tokens) for name, count in counts if count)
+
+    def forms(self) -> set[int]:
+        """Return the formats of the copies it brought."""
+        return {piece.form for piece in self.pieces[: self.loaded]}
 
     @property
     def copies(self) -> list[Copy]:
@@ -168,7 +177,7 @@ class Loads:
         load.epoch = self._book.epochs[table.namespace]
         self._loads[load] = None
         for piece in pieces:
-            self._paces[piece.level].queued += 1
+            self._paces[piece.level].queued[piece.form] += 1
         self._fetch(load, [piece for piece in pieces if piece.level == "disk"])
         return load
 
@@ -179,16 +188,21 @@ class Loads:
             if copy.slot >= 0:
                 self._book.hold(copy.slot)  # before a fetch takes it for itself
         payer, pieces = table.account.payer_account, list[_Piece]()
+        pool = self._book.accounts.pool
         for copy, block, is_here in zip(
             copies, islice(table.blocks, first, None), on_host, strict=False
         ):
             if is_here:
-                pieces.append(_Piece(copy, "host", copy.slot, block, self._check_of(copy)))
+                form, check = pool.format_of(copy.slot), self._check_of(copy)
+                pieces.append(_Piece(copy, "host", copy.slot, form, block, check))
                 continue
-            slot = self._book.take_slot(payer.payer, payer.quota) if copy.record_id else None
+            form = copy.record_format
+            slot: int | None = None
+            if copy.record_id:
+                slot = self._book.take_slot(payer.payer, form, payer.quota)
             if slot is None:
                 break
-            pieces.append(_Piece(copy, "disk", slot, block, b""))
+            pieces.append(_Piece(copy, "disk", slot, form, block, b""))
         for copy, is_here in zip(copies[len(pieces) :], on_host[len(pieces) :], strict=True):
             if is_here:
                 self._book.release(copy.slot)
@@ -219,7 +233,8 @@ class Loads:
                     move_id = self._next_id()
                     piece.state = _State.MOVING
                     self._moves[move_id] = (load, piece)
-                    moves.append(Move(move_id, "load", piece.block, piece.slot, piece.check))
+                    name = self._book.formats.formats[piece.form].name
+                    moves.append(Move(move_id, "load", piece.block, piece.slot, piece.check, name))
         return moves
 
     def moved(self, outcome: Moved) -> bool:
@@ -229,7 +244,7 @@ class Loads:
             return False
         load, piece = found
         if outcome.is_done:
-            self._paces["host"].record_block(outcome.seconds)
+            self._paces["host"].record_block(outcome.seconds, piece.form)
         self._piece_ended(load, piece, is_done=outcome.is_done)
         return True
 
@@ -244,7 +259,7 @@ class Loads:
             self._piece_ended(load, piece, is_done=False)
             return
         self.fetched += 1
-        self._paces["disk"].record_block(outcome.seconds)
+        self._paces["disk"].record_block(outcome.seconds, piece.form)
         copy = piece.copy
         if is_current and copy.parent is not None and copy.slot < 0:
             self._book.hold(piece.slot)  # one for the copy, one for this load
@@ -281,15 +296,16 @@ class Loads:
         return copy.check if self._moved_from_host % self._verify_host == 0 else b""
 
     def _fetch(self, load: Load, pieces: list[_Piece]) -> None:
-        for start in range(0, len(pieces), FETCH_RECORDS_MAX):
-            some = pieces[start : start + FETCH_RECORDS_MAX]
+        for start, end in _fetches_of(pieces):
+            some = pieces[start:end]
             call_id = self._next_id()
             for piece in some:
                 self._fetches[call_id, piece.copy.record_id] = (load, piece)
             records = tuple(piece.copy.record_id for piece in some)
             assert self._storage is not None, "records come from a storage"
             slots = tuple(piece.slot for piece in some)
-            self._storage.send(Fetch(call_id, load.namespace, records, slots))
+            size = self._book.formats.formats[some[0].form].slot_bytes
+            self._storage.send(Fetch(call_id, load.namespace, records, slots, size))
 
     def _done(self, load: Load) -> int:
         """Return how many leading pieces are done."""
@@ -320,6 +336,16 @@ class Loads:
 
     def _let_go(self, load: Load, piece: _Piece) -> None:
         """Release the slot of a piece whose moves have ended, or will not begin."""
-        self._paces[piece.level].queued -= 1
+        self._paces[piece.level].queued[piece.form] -= 1
         self._book.release(piece.slot)
         load.under_way -= 1
+
+
+def _fetches_of(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
+    """Yield the ends of the runs of pieces that one fetch asks for: each of one format."""
+    start = 0
+    for index in range(1, len(pieces) + 1):
+        is_last = index == len(pieces) or pieces[index].form != pieces[start].form
+        if is_last or index - start >= FETCH_RECORDS_MAX:
+            yield start, index
+            start = index

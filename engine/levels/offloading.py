@@ -3,20 +3,23 @@
 Promised prefixes are copied as they are committed, and the blocks that would be evicted next ahead
 of need, each from the root on, so that no prefix lacks its head. All else stays on the device.
 Nothing waits for bytes to leave: a block that was not copied in time is simply evicted.
+
+A copy is made in the smallest format that its namespace allows. A block whose values that format
+cannot hold is copied as it is.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from engine.api import Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
 from engine.levels.copies import CopyBook
+from engine.levels.copy_formats import OWN
 from engine.levels.stored_prefixes import Copy
 from engine.moves import Move, Moved
 
@@ -33,12 +36,16 @@ PARTIAL_MAX: Final = 64
 PAUSE_S: Final = 1.0
 FAILURES_MAX: Final = 2
 """After so many failed moves in a row no offload begins for a while."""
+UNPACKABLE_MAX: Final = 1024
+"""Nodes that are remembered as such, whose blocks are copied as they are."""
 WAITING_MAX: Final = 4096
 """Promised prefixes that may wait for their offload; the oldest is given up for the next."""
 
 
 class _Offload:
-    """The moves of one path. `nodes`: from the root on; `first`: the first one that is copied."""
+    """The moves of one path. `nodes`: from the root on; `first`: the first one that is copied.
+    `is_cut`: a block could not be packed.
+    """
 
     __slots__ = (
         "account",
@@ -46,6 +53,7 @@ class _Offload:
         "epoch",
         "first",
         "held",
+        "is_cut",
         "leases",
         "left",
         "nodes",
@@ -65,6 +73,7 @@ class _Offload:
         self.leases: tuple[tuple[str, int], ...] = ()
         self.epoch = 0
         self.pinned = 0
+        self.is_cut = False
         self.held: BlockTable | None = None
 
 
@@ -94,6 +103,7 @@ class Offloading:
         self._pinned_max = max(1, int(cache.blocks * CLEAN_PART))
         self._failures = 0
         self._partial = 0
+        self._unpackable: OrderedDict[Node, None] = OrderedDict()
         self._is_paused = False
         self._resume_at_s = float("-inf")
         self.is_storing: Callable[[], bool] = lambda: False
@@ -161,6 +171,9 @@ class Offloading:
         if outcome.is_done:
             offload.checks[index] = outcome.check
             self._failures = 0
+        elif outcome.is_unpackable:
+            self._note_unpackable(offload.nodes[offload.first + index])
+            offload.is_cut = True
         else:
             self.failed += 1
             self._failures += 1
@@ -210,7 +223,7 @@ class Offloading:
         if not self._busy.isdisjoint(wanted):
             return None
         used_at_s = node.last_use_s if pins and not leases else None
-        slots = self._take_slots(account.payer_account.payer, parent, len(wanted), used_at_s)
+        slots = self._take_slots(account, parent, wanted, used_at_s)
         if not slots:
             may_come = bool(self._moves) or self.is_storing()
             return None if leases and may_come else False
@@ -223,29 +236,41 @@ class Offloading:
             move_id = self._next_id()
             self._moves[move_id] = (offload, index)
             self._busy.add(one)
-            moves.append(Move(move_id, "offload", one.block, slot))
+            name = self._book.format_of(slot).name
+            moves.append(Move(move_id, "offload", one.block, slot, format=name))
         if len(slots) < len(path) - first and leases and self._partial < PARTIAL_MAX:
             self._partial += 1  # without an end to it, two would take each other's slots for ever
             self._promised.append((node, leases))
         return True
 
     def _take_slots(
-        self, payer: Payer, parent: Copy, count: int, used_at_s: float | None
+        self,
+        account: NamespaceAccount,
+        parent: Copy,
+        wanted: Sequence[Node],
+        used_at_s: float | None,
     ) -> list[int]:
-        """Return up to `count` slots. The copy that the new ones will hang on is not dropped for
-        them: it would be copied and dropped for ever.
+        """Return slots for the first of the wanted nodes. The copy that the new ones will hang on
+        is not dropped for them: it would be copied and dropped for ever.
         """
         kept, slots = parent.slot, list[int]()
+        form, payer = self._book.formats.of(account.namespace), account.payer_account.payer
         if kept >= 0:
             self._book.hold(kept)
-        while len(slots) < count:
-            slot = self._book.take_slot(payer, used_at_s=used_at_s)
+        for node in wanted:
+            own = OWN if node in self._unpackable else form
+            slot = self._book.take_slot(payer, own, used_at_s=used_at_s)
             if slot is None:
                 break
             slots.append(slot)
         if kept >= 0:
             self._book.release(kept)
         return slots
+
+    def _note_unpackable(self, node: Node) -> None:
+        self._unpackable[node] = None
+        if len(self._unpackable) > UNPACKABLE_MAX:
+            self._unpackable.popitem(last=False)
 
     def _extend_leases(
         self, path: Sequence[Node], copied: int, leases: tuple[tuple[str, int], ...]
@@ -283,6 +308,8 @@ class Offloading:
             book.release(slot)
         if not is_void and made:
             self._extend_leases(offload.nodes, offload.first + len(made), offload.leases)
+        if offload.is_cut and offload.leases and not is_void:
+            self._promised.append((offload.nodes[-1], offload.leases))
         assert offload.held is not None, "it is held since it began"
         self._pinned -= offload.pinned
         self._cache.unhold(offload.held)

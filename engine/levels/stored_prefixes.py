@@ -28,11 +28,12 @@ class Copy:
     """The copies of one run below the device.
 
     `slot`: its slot of host memory, or -1; `check`: the digest of that slot's bytes, if known.
-    `record_id`: its record on disk, or 0. `limit_at_s`: not matched at or after; `promise_at_s`:
-    promised until. `hits`: how often it was matched. `node`: the device's node with the same
-    tokens, where one is known. `ending_leases`: the leases whose last copy this is. `is_storing`: a
-    store is under way. `order_key`: its place among the copies that may be dropped, or None. A copy
-    that left the tree has no parent; the root of a namespace has an empty run.
+    `record_id`: its record on disk, or 0; `record_format`: the format of that. `limit_at_s`: not
+    matched at or after; `promise_at_s`: promised until. `hits`: how often it was matched. `node`:
+    the device's node with the same tokens, where one is known. `ending_leases`: the leases whose
+    last copy this is. `is_storing`: a store is under way. `order_key`: its place among the copies
+    that may be dropped, or None. A copy that left the tree has no parent; the root of a namespace
+    has an empty run.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Copy:
         "parent",
         "payer",
         "promise_at_s",
+        "record_format",
         "record_id",
         "run",
         "serial",
@@ -69,6 +71,7 @@ class Copy:
         self.slot = -1
         self.check = b""
         self.record_id: RecordId = 0
+        self.record_format = 0
         self.limit_at_s = math.inf
         self.promise_at_s = -math.inf
         self.last_use_s = 0.0

@@ -15,7 +15,7 @@ from typing import Final
 from engine.api import Namespace
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
-from engine.moves import ROOT, Fidelity, RunToStore, Storage, Stored, StoreRuns
+from engine.moves import ROOT, RunToStore, Storage, Stored, StoreRuns
 
 RUNS_MAX: Final = 64
 """Runs of one store."""
@@ -33,7 +33,6 @@ class Storing:
         book: CopyBook,
         storage: Storage,
         next_id: Callable[[], int],
-        fidelity_of: Callable[[bytes], Fidelity],
         never_at_rest: Container[Namespace],
         tokens_min: int,
     ) -> None:
@@ -41,11 +40,10 @@ class Storing:
         self._book = book
         self._storage = storage
         self._next_id = next_id
-        self._fidelity_of = fidelity_of
         self._never_at_rest = never_at_rest
         self._tokens_min = tokens_min
         self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
-        self._stores: dict[int, tuple[list[Copy], list[int], Copy]] = {}
+        self._stores: dict[int, tuple[list[Copy], list[int], Copy, int]] = {}
         self.has_budget = True
         self.failed = 0
         self.stored = 0
@@ -102,11 +100,11 @@ class Storing:
         found = self._stores.pop(outcome.call_id, None)
         if found is None:
             return
-        copies, slots, end = found
+        copies, slots, end, form = found
         for index, (copy, slot) in enumerate(zip(copies, slots, strict=True)):
             copy.is_storing = False
             if index < len(outcome.record_ids) and copy.parent is not None:
-                self._book.set_record(copy, outcome.record_ids[index])
+                self._book.set_record(copy, outcome.record_ids[index], form)
                 self.stored += 1
             self._book.release(slot)
         if len(outcome.record_ids) < len(copies):
@@ -139,14 +137,17 @@ class Storing:
 
     def _store(self, end: Copy, path: list[Copy], first: int, now_s: float) -> StoreRuns | None:
         """Return the store of the runs from `first` on, the first without a record, on the path to
-        `end`; None if there is nothing to store.
+        `end`, as far as they have one format; None if there is nothing to store.
         """
-        wanted = path[first : first + RUNS_MAX]
-        count = next(
-            (i for i, c in enumerate(wanted) if c.slot < 0 or not c.check or c.is_storing),
-            len(wanted),
-        )
-        copies = wanted[:count]
+        copies: list[Copy] = []
+        form, pool = 0, self._book.accounts.pool
+        for copy in path[first : first + RUNS_MAX]:
+            if copy.slot < 0 or not copy.check or copy.is_storing:
+                break
+            if copies and pool.format_of(copy.slot) != form:
+                break
+            form = pool.format_of(copy.slot)
+            copies.append(copy)
         if not copies:
             return None
         parent = path[first - 1].record_id if first else ROOT
@@ -161,14 +162,14 @@ class Storing:
         for copy in path[first:]:
             leases |= set(copy.ending_leases)
         call_id = self._next_id()
-        self._stores[call_id] = (copies, [copy.slot for copy in copies], end)
-        namespace = copies[0].namespace
+        self._stores[call_id] = (copies, [copy.slot for copy in copies], end, form)
         return StoreRuns(
             call_id,
-            namespace,
+            copies[0].namespace,
             copies[0].payer,
             parent,
             tuple(runs),
+            pool.formats[form].slot_bytes,
             tuple(sorted(leases)),
-            self._fidelity_of(namespace),
+            pool.formats[form].fidelity,
         )

@@ -6,22 +6,33 @@ statistics say why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.api import LevelStats
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.kv.format import KvFormat
+from engine.kv.packing import PackedName, compiled_kernels, packers_of
 from engine.kv.storage import KvStorage
-from engine.kv.transfer import CpuTransferEngine
+from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.levels.levels import Levels
+from engine.moves import SlotLayout, stride_of
 from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, disk_settings
 
 SLOTS_MIN = 8
 """Fewer slots of host memory hold no prefix that is worth a load."""
+SLAB_BLOCKS = range(8, 17)
+"""Blocks that a slab may hold as they are: the number that wastes least in all formats."""
+FORMATS: tuple[PackedName, ...] = ("int8c", "int4c")
+"""The packed formats that copies may have: one for each fidelity that is not exact."""
 
 
 def build_levels(
-    cache: PrefixCache, config: EngineConfig, kv_format: KvFormat, kv: KvStorage | None
+    cache: PrefixCache,
+    config: EngineConfig,
+    kv_format: KvFormat,
+    kv: KvStorage | None,
 ) -> tuple[Levels | None, tuple[LevelStats, ...]]:
     """Return the configured levels; or None, with what statistics say of levels that are off.
 
@@ -38,15 +49,29 @@ def build_levels(
         return None, _off("no transfer engine reaches this device's memory")
     if slots < SLOTS_MIN:
         return None, _off(f"{slots} slots of {kv_format.block_bytes} bytes; at least {SLOTS_MIN}")
+    packers: dict[str, BlockPacker] = {**packers_of(kv, compiled_kernels(), FORMATS)}
+    sizes = [kv_format.block_bytes, *(one.block_bytes for one in packers.values())]
     try:
-        arena = HostArena.create(slots, kv_format.block_bytes)
+        arena = HostArena.create(layout_of(slots * stride_of(sizes[0]), sizes))
     except (OSError, ValueError) as error:
         return None, _off(f"no host memory: {error}")
-    transfer = CpuTransferEngine(kv, arena)
+    transfer = CpuTransferEngine(kv, arena, packers=packers)
     storage = None
     if wanted.disk_gib > 0:
-        storage = StorageClient(disk_settings(wanted, arena, config.block_size))
+        storage = StorageClient(disk_settings(wanted, arena, sizes, config.block_size))
     return Levels(cache, wanted, transfer, storage, close_memory=arena.close), ()
+
+
+def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:
+    """Return how memory is cut into slabs for copies of these sizes, the pool's own first."""
+    strides = [stride_of(size) for size in sizes]
+
+    def waste(blocks: int) -> float:
+        slab = blocks * strides[0]
+        return max(slab % stride / slab for stride in strides)
+
+    blocks = min(SLAB_BLOCKS, key=waste)
+    return SlotLayout(memory_bytes, blocks * strides[0], min(sizes))
 
 
 def _off(reason: str) -> tuple[LevelStats, ...]:

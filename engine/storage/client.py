@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -101,14 +101,17 @@ def start_process(settings: DiskSettings) -> StorageProcess:
     return _ChildProcess(settings.arena_fd)
 
 
-def disk_settings(config: LevelsConfig, arena: HostArena, run_tokens: int = 16) -> DiskSettings:
-    """Return the settings of a storage process for an engine's configuration."""
+def disk_settings(
+    config: LevelsConfig, arena: HostArena, slot_sizes: Sequence[int], run_tokens: int = 16
+) -> DiskSettings:
+    """Return the settings of a storage process for an engine's configuration. `slot_sizes`: the
+    bytes of copies, by format."""
     return DiskSettings(
         dir=config.dir,
         disk_bytes=int(config.disk_gib * GIB),
         arena_fd=arena.fd,
-        slots=arena.slots,
-        slot_bytes=arena.slot_bytes,
+        layout=arena.layout,
+        slot_sizes=tuple(slot_sizes),
         slab_bytes=config.slab_mib * MIB,
         io_threads=config.io_threads,
         write_bytes_per_day=int(config.disk_write_gib_per_day * GIB),

@@ -315,16 +315,19 @@ class RecordIndex:
         )
         return RecordRow(*found) if found is not None and found[3] == run else None
 
-    def step(self, scope: Scope, parent: RecordId, run: bytes) -> tuple[int, int, int, int] | None:
-        """Return id, fidelity, limit and promise of a run's record: `child`, for long walks."""
+    def step(
+        self, scope: Scope, parent: RecordId, run: bytes
+    ) -> tuple[int, int, int, int, int] | None:
+        """Return id, fidelity, limit, promise and payload bytes of a run's record: `child`, for
+        long walks."""
         found = self._one(
-            "select rec_id, fidelity, limit_ms, promise_ms, run from records"
+            "select rec_id, fidelity, limit_ms, promise_ms, payload_bytes, run from records"
             " where scope_id=? and parent=? and key=?",
             scope.scope_id,
             parent,
             digest_of(scope, run),
         )
-        return found[:4] if found is not None and found[4] == run else None
+        return found[:5] if found is not None and found[5] == run else None
 
     def children(self, scope: Scope, parent: RecordId) -> Iterator[RecordRow]:
         """Yield the records below `parent`. O(children)."""
@@ -367,11 +370,11 @@ class RecordIndex:
             )
         ]
 
-    def sums(self) -> list[tuple[int, int, int, int]]:
-        """Return scope, payer, records and bytes of places, added up. O(records)."""
+    def sums(self) -> list[tuple[int, int, int, int, int]]:
+        """Return scope, payer, fidelity, records and bytes of places, added up. O(records)."""
         return self._all(
-            "select scope_id, payer_id, count(*), sum(place_bytes) from records"
-            " group by scope_id, payer_id"
+            "select scope_id, payer_id, fidelity, count(*), sum(place_bytes) from records"
+            " group by scope_id, payer_id, fidelity"
         )
 
     def promised(self, now_ms: int) -> dict[int, int]:
@@ -486,8 +489,8 @@ class RecordIndex:
             "update records set used_ms=max(used_ms, ?2), hits=hits+?3 where rec_id=?1", uses
         )
 
-    def delete_under(self, tops: Iterable[RecordId]) -> list[RecordRow]:
-        """Delete records and everything under them; return the rows. O(deleted log n)."""
+    def under(self, tops: Iterable[RecordId]) -> dict[RecordId, RecordRow]:
+        """Return records and everything under them. O(these log n)."""
         gone: dict[RecordId, RecordRow] = {}
         waiting = list(tops)
         while waiting:
@@ -498,6 +501,11 @@ class RecordIndex:
             gone[record_id] = row
             sql = "select rec_id from records where scope_id=? and parent=?"
             waiting += [found[0] for found in self._all(sql, row.scope_id, record_id)]
+        return gone
+
+    def delete_under(self, tops: Iterable[RecordId]) -> list[RecordRow]:
+        """Delete records and everything under them; return the rows. O(deleted log n)."""
+        gone = self.under(tops)
         ids = [(record_id,) for record_id in gone]
         self._db.executemany("delete from records where rec_id=?", ids)
         self._db.executemany("delete from leases where rec_id=?", ids)

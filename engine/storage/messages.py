@@ -20,12 +20,12 @@ from msgspec import Struct
 
 from engine.api import Count, Namespace
 from engine.errors import EngineError
-from engine.moves import StorageCommand, StorageOutcome
+from engine.moves import SlotLayout, StorageCommand, StorageOutcome
 from engine.protocol import Decoder
 
 FRAME_BYTES_MAX = 64 * 2**20
 NAMESPACES_PER_FRAME = 4_096
-STORAGE_VERSION = 1
+STORAGE_VERSION = 2
 """Version of these messages: both ends come from one installation."""
 _LENGTH = struct.Struct("<I")
 
@@ -33,16 +33,17 @@ _LENGTH = struct.Struct("<I")
 class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fields=True):
     """The first frame: the folder, and the arena whose descriptor the process inherits.
 
-    `disk_bytes`: room for slabs and index. `write_bytes_per_day`: 0 for as much as `disk_bytes`.
-    `run_tokens`: tokens of a run. `wait_s`: how long to wait for the lock of a storage process that
-    is about to end. `spare_bytes`: left to others on the file system.
+    `slot_sizes`: the bytes of copies, by format; a record has one of them. `disk_bytes`: room for
+    slabs and index. `write_bytes_per_day`: 0 for as much as `disk_bytes`. `run_tokens`: tokens of a
+    run. `wait_s`: how long to wait for the lock of a storage process that is about to end.
+    `spare_bytes`: left to others on the file system.
     """
 
     dir: str
     disk_bytes: Count
     arena_fd: int
-    slots: Count
-    slot_bytes: Count
+    layout: SlotLayout
+    slot_sizes: tuple[Count, ...]
     slab_bytes: Count = 2**30
     io_threads: Count = 4
     write_bytes_per_day: Count = 0

@@ -210,7 +210,7 @@ class StorageService:
                 StoreSettings(
                     folder,
                     disk_bytes=settings.disk_bytes,
-                    slot_bytes=settings.slot_bytes,
+                    slot_sizes=settings.slot_sizes,
                     slab_bytes=settings.slab_bytes,
                     write_bytes_per_day=settings.write_bytes_per_day,
                     run_tokens=settings.run_tokens,
@@ -502,7 +502,7 @@ def serve(
 
 def attach_arena(settings: DiskSettings) -> HostArena:
     """Map the arena whose descriptor this process has inherited. Raises OSError, ValueError."""
-    return HostArena.attach(settings.arena_fd, settings.slots, settings.slot_bytes)
+    return HostArena.attach(settings.arena_fd, settings.layout)
 
 
 def log_line(event: str, **facts: object) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
-from engine.api import Namespace, Payer, Quota
+from engine.api import FidelityBytes, Namespace, Payer, Quota
+from engine.storage.record import FIDELITIES
 
 FLOORS_PART_MAX = 7 / 8
 """The part of the disk that floors may take together; above it they are cut in one proportion."""
 
 
 class DiskQuotas:
-    """The quotas of payers, whose blocks count as places of `place_bytes`."""
+    """The quotas of payers, whose blocks count as places of `place_bytes`, the largest."""
 
     def __init__(self, capacity_bytes: int, place_bytes: int) -> None:
         self._room = int(capacity_bytes * FLOORS_PART_MAX)
@@ -83,6 +84,7 @@ class DiskBooks:
         self.used: dict[Payer, int] = {}
         self.used_bytes = 0
         self.records = 0
+        self.by_fidelity = [[0, 0] for _ in FIDELITIES]  # records and bytes
         self.by_namespace: dict[Namespace, int] = {}
         self._gained: dict[Namespace, None] = {}
         self._lost: dict[Namespace, None] = {}
@@ -96,14 +98,25 @@ class DiskBooks:
         """Return whether the namespace has records."""
         return namespace in self.by_namespace
 
-    def add_bytes(self, payer: Payer, size: int) -> None:
-        """Count bytes of a payer; a negative size takes them back."""
+    def add_bytes(self, payer: Payer, size: int, fidelity: int, count: int = 1) -> None:
+        """Count the bytes of a payer's places; a negative size takes them back. `fidelity`: of
+        their records, by its index; `count`: how many they are."""
         total = self.used.get(payer, 0) + size
         self.used_bytes += size
+        self.by_fidelity[fidelity][0] += count if size > 0 else -count
+        self.by_fidelity[fidelity][1] += size
         if total:
             self.used[payer] = total
         else:
             self.used.pop(payer, None)
+
+    def copies(self) -> tuple[FidelityBytes, ...]:
+        """Return records and bytes by fidelity, those that there are."""
+        return tuple(
+            FidelityBytes(fidelity, *sums)
+            for fidelity, sums in zip(FIDELITIES, self.by_fidelity, strict=True)
+            if sums[0]
+        )
 
     def add_records(self, namespace: Namespace, count: int) -> None:
         """Count records of a namespace; a negative count takes them back."""
@@ -117,6 +130,10 @@ class DiskBooks:
         elif self.by_namespace.pop(namespace, None) is not None:
             self._lost[namespace] = None
             self._gained.pop(namespace, None)
+
+    def sums(self) -> tuple[object, ...]:
+        """Return all sums, to compare them with those of a recount."""
+        return self.used, self.used_bytes, self.records, self.by_namespace, self.by_fidelity
 
     def take_changes(self) -> tuple[tuple[Namespace, ...], tuple[Namespace, ...]]:
         """Return the namespaces that got their first record and lost their last one since then."""

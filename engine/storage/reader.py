@@ -30,12 +30,12 @@ class RecordReader:
     def __init__(
         self,
         slabs: SlabFiles,
-        view: Callable[[int], memoryview],
+        view: Callable[[int, int], memoryview],
         store_id: bytes,
         place_bytes: int,
         uptime_s: Callable[[], float],
     ) -> None:
-        """`view` returns a slot's bytes; `place_bytes`: of the places whose records fit a slot."""
+        """`view` returns a slot's bytes, of a size; `place_bytes`: of the largest places."""
         self._slabs, self._view, self._store_id = slabs, view, store_id
         self._place_bytes, self._uptime_s = place_bytes, uptime_s
         self._buffers = threading.local()
@@ -51,7 +51,7 @@ class RecordReader:
             if not is_whole or not self._agrees(plan, decode_header(buffer), payload):
                 plan.verdict = "damaged"
                 return
-            self._view(plan.slot)[:] = payload
+            self._view(plan.slot, row.payload_bytes)[:] = payload
             plan.verdict = "done"
         except DamagedRecord:
             plan.verdict = "damaged"

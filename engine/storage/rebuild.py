@@ -71,7 +71,7 @@ def rebuild_index(
     FolderRefused, FolderInUse, OSError, apsw.Error.
     """
     with _owned(folder):
-        slabs = SlabFiles(folder, HEADER_BYTES, HEADER_BYTES, DiskCalls())
+        slabs = SlabFiles(folder, HEADER_BYTES, DiskCalls())
         with closing(slabs):
             found = list(_headers(slabs, progress))
             chosen = _choose(found, now_ms)
@@ -90,7 +90,7 @@ def verify_store(folder: Path, progress: Progress = lambda done, total: None) ->
     Raises FolderRefused, FolderInUse, IndexUnusable, OSError, apsw.Error.
     """
     with _owned(folder):
-        slabs = SlabFiles(folder, HEADER_BYTES, HEADER_BYTES, DiskCalls())
+        slabs = SlabFiles(folder, HEADER_BYTES, DiskCalls())
         with closing(slabs):
             index = RecordIndex(folder / INDEX_NAME, may_make=False)
             with closing(index):

@@ -12,12 +12,14 @@ import ctypes
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+from engine.errors import InvariantViolation
 
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, FALLOC_ZERO_RANGE = 0x01, 0x02, 0x10
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -94,13 +96,15 @@ class _Slab:
 
 
 class SlabFiles:
-    """The slabs of a folder. New ones have places of `place_bytes`; others are only read."""
+    """The slabs of a folder, in each of which all places have one size."""
 
-    def __init__(self, folder: Path, place_bytes: int, slab_bytes: int, calls: DiskCalls) -> None:
-        """Open what is there; every place counts as taken until `set_used`. Raises OSError."""
-        self.place_bytes = place_bytes
+    def __init__(self, folder: Path, slab_bytes: int, calls: DiskCalls) -> None:
+        """Open what is there; every place counts as taken until `set_used`. Raises OSError.
+
+        `slab_bytes`: most bytes of a new slab of more than one place.
+        """
         self._folder, self._calls = folder, calls
-        self._slab_bytes = max(1, slab_bytes // place_bytes) * place_bytes
+        self._slab_bytes = slab_bytes
         self._slabs: dict[int, _Slab] = {}
         self._bad: set[Place] = set()
         self._wiping = 0
@@ -145,10 +149,10 @@ class SlabFiles:
             for position in range(slab.places):
                 yield Place(number, position), slab.place_bytes
 
-    def take(self) -> Place | None:
-        """Take a free place of the present size; None if there is none. O(slabs)."""
+    def take(self, place_bytes: int) -> Place | None:
+        """Take a free place of a size; None if there is none. O(slabs)."""
         for slab in self._slabs.values():
-            if slab.free and slab.place_bytes == self.place_bytes:
+            if slab.free and slab.place_bytes == place_bytes:
                 position = heappop(slab.free)
                 slab.dirty.discard(position)
                 return Place(slab.number, position)
@@ -165,12 +169,9 @@ class SlabFiles:
         """Leave a place out of use: it returned other bytes than it was given."""
         self._bad.add(place)
 
-    @property
-    def places(self) -> int:
-        """Number of places of the present size, free or not."""
-        return sum(
-            slab.places for slab in self._slabs.values() if slab.place_bytes == self.place_bytes
-        )
+    def places(self, place_bytes: int) -> int:
+        """Number of places of a size, free or not."""
+        return sum(slab.places for slab in self._slabs.values() if slab.place_bytes == place_bytes)
 
     @property
     def total_places(self) -> int:
@@ -186,24 +187,30 @@ class SlabFiles:
         """Bytes of all slabs, of any size of places."""
         return sum(slab.places * slab.place_bytes for slab in self._slabs.values())
 
-    @property
-    def new_slab_bytes(self) -> int:
-        """Bytes of the next slab."""
-        return self._slab_bytes
+    def new_slab_bytes(self, place_bytes: int) -> int:
+        """Bytes of the next slab of a size."""
+        return max(1, self._slab_bytes // place_bytes) * place_bytes
 
-    def foreign(self) -> list[int]:
-        """Return the numbers of slabs whose places have another size."""
-        return [
-            slab.number for slab in self._slabs.values() if slab.place_bytes != self.place_bytes
-        ]
+    def place_sizes(self) -> dict[int, int]:
+        """Return the size of the places of each slab. O(slabs)."""
+        return {number: slab.place_bytes for number, slab in self._slabs.items()}
+
+    def check(self, used: Set[Place], aside: Set[Place]) -> None:
+        """Compare the free places with those of records. `aside`: damaged, or freed when a read
+        ends. Raises InvariantViolation. O(places)."""
+        free = set(self.free_list())
+        if free & used:
+            raise InvariantViolation(f"places {free & used} are free and used")
+        if lost := self.total_places - len(free | used | aside):
+            raise InvariantViolation(f"{lost} places are neither free nor used")
 
     # -- files ----------------------------------------------------------------------------------
 
-    def make_slab(self, bytes_max: int) -> None:
+    def make_slab(self, place_bytes: int, bytes_max: int) -> None:
         """Lay out one more slab, of at most so many bytes. Raises OSError, with nothing made."""
-        length = min(self._slab_bytes, bytes_max // self.place_bytes * self.place_bytes)
+        length = min(self.new_slab_bytes(place_bytes), bytes_max // place_bytes * place_bytes)
         number = max(self._slabs, default=0) + 1
-        path = self._folder / f"{self.place_bytes:04d}-{number:06d}.slab"
+        path = self._folder / f"{place_bytes:04d}-{number:06d}.slab"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
         try:
@@ -215,7 +222,7 @@ class SlabFiles:
             with suppress(OSError):
                 path.unlink()
             raise
-        slab = _Slab(path, fd, number, self.place_bytes, length)
+        slab = _Slab(path, fd, number, place_bytes, length)
         slab.free = list(range(slab.places))
         self._slabs[number] = slab
 

@@ -41,6 +41,7 @@ from engine.moves import (
     StoredRun,
     StoreRuns,
 )
+from engine.storage.idle_slabs import idle_slab
 from engine.storage.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow, Scope
 from engine.storage.plans import (
     PlannedRead,
@@ -73,18 +74,17 @@ full takes records again."""
 NO_SLAB_MS = 60_000
 NOTE_MS = 30_000
 """Milliseconds between two notes of the time and of the latest uses."""
-FOREIGN_MS = 7 * 86_400_000
 DAY_MS = 86_400_000
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskStore:
-    """An open store. `view` returns a slot's bytes."""
+    """An open store. `view` returns a slot's bytes, of a size."""
 
     def __init__(
         self,
         settings: StoreSettings,
-        view: Callable[[int], memoryview],
+        view: Callable[[int, int], memoryview],
         wall_ms: Callable[[], int],
         uptime_s: Callable[[], float],
         calls: DiskCalls,
@@ -97,13 +97,15 @@ class DiskStore:
         """
         self._settings, self._view, self._calls = settings, view, calls
         self._uptime_s = uptime_s
-        self._place_bytes = place_bytes_of(settings.slot_bytes)
+        self._place_sizes = {size: place_bytes_of(size) for size in settings.slot_sizes}
+        self._present_sizes = sorted(set(self._place_sizes.values()), reverse=True)
+        self._place_bytes = self._present_sizes[0]
         folder = settings.folder
         self._index = RecordIndex(
             folder / INDEX_NAME, may_make=not any(folder.glob("*.slab")), tick=tick
         )
         try:
-            self._slabs = SlabFiles(folder, self._place_bytes, settings.slab_bytes, calls)
+            self._slabs = SlabFiles(folder, settings.slab_bytes, calls)
             try:
                 self._index.reserve_ids()
                 last_ms = int(self._index.meta("last_ms", 0))
@@ -149,8 +151,8 @@ class DiskStore:
         for number in sizes:
             self._slabs.set_used(number, self._index.used_places(number))
         scopes = {scope.scope_id: scope.namespace for scope in self._index.scopes}
-        for scope_id, payer_id, count, size in self._index.sums():
-            self._books.add_bytes(self._index.payer_name(payer_id), size)
+        for scope_id, payer_id, fidelity, count, size in self._index.sums():
+            self._books.add_bytes(self._index.payer_name(payer_id), size, fidelity, count)
             self._books.add_records(scopes[scope_id], count)
         with self._index.change():
             for scope in self._index.scopes:
@@ -233,21 +235,25 @@ class DiskStore:
             packed = pack_run(run.tokens)
         except struct.error:
             packed = b""
-        if len(packed) != 4 * self._settings.run_tokens:
+        place_bytes = self._place_sizes.get(command.slot_bytes)
+        if len(packed) != 4 * self._settings.run_tokens or place_bytes is None:
             return "write_failed"
+        kind = command.slot_bytes, FIDELITIES.index(command.fidelity)
         limit_ms = FOREVER_MS if run.limit_s is None else now_ms + int(run.limit_s * 1_000)
         promise_ms = now_ms + int(run.promise_s * 1_000) if run.promise_s else 0
         key = (scope.scope_id, parent, packed)
         found = planned.get(key, ROOT)
         if not found and (row := self._index.child(scope, parent, packed)) is not None:
-            if row.limit_ms > now_ms:
-                found = row.record_id
-            else:
+            if row.limit_ms <= now_ms:
                 self.expired_total += self._drop([row.record_id])
+            elif (row.payload_bytes, row.fidelity) == kind:
+                found = row.record_id
+            else:  # of another format, which no reader of this namespace takes any more
+                self.dropped_total += self._drop([row.record_id])
         if found:
             return PlannedRun(run, found, packed, limit_ms, promise_ms)
         payer = command.payer or command.namespace
-        place = self._take_place(payer, is_promised=bool(promise_ms))
+        place = self._take_place(payer, place_bytes, is_promised=bool(promise_ms))
         if isinstance(place, str):
             return place
         record_id = planned[key] = self._index.next_id()
@@ -260,13 +266,13 @@ class DiskStore:
             payer,
             packed,
             command.fidelity,
-            self._settings.slot_bytes,
+            command.slot_bytes,
             run.check,
             now_ms,
             limit_ms,
             promise_ms,
         )
-        self._books.add_bytes(payer, self._place_bytes)
+        self._books.add_bytes(payer, place_bytes, kind[1])
         return PlannedRun(
             run, record_id, packed, limit_ms, promise_ms, place, encode_header(header)
         )
@@ -274,21 +280,19 @@ class DiskStore:
     def write(self, batch: WriteBatch, run_all: Callable[[list[Callable[[], None]]], None]) -> None:
         """Write the batch's records and sync them. For another thread; `run_all` runs calls and
         waits for them. Errors are noted in the batch."""
-        new = [run for store in batch.stores for run in store.runs if run.place is not None]
+        new = [(one, run) for one in batch.stores for run in one.runs if run.place is not None]
         try:
-            run_all([partial(self._write_run, batch, run) for run in new])
-            self._slabs.sync(
-                run.place.slab for run in new if run.place is not None and not run.failure
-            )
+            run_all([partial(self._write_run, batch, r, one.command.slot_bytes) for one, r in new])
+            self._slabs.sync(run.place.slab for _, run in new if run.place and not run.failure)
         except OSError as error:
             batch.error = error
-            for run in new:
+            for _, run in new:
                 run.failure = run.failure or "write_failed"
 
-    def _write_run(self, batch: WriteBatch, run: PlannedRun) -> None:
+    def _write_run(self, batch: WriteBatch, run: PlannedRun, slot_bytes: int) -> None:
         assert run.place is not None, "only new runs are written"
         try:
-            payload = self._view(run.run.slot)
+            payload = self._view(run.run.slot, slot_bytes)
             if xxhash.xxh3_128_digest(payload) != run.run.check:
                 run.failure = "damaged"
                 return
@@ -346,8 +350,8 @@ class DiskStore:
                 self._index.payer_id(payer),
                 run.place.slab,
                 run.place.position,
-                self._settings.slot_bytes,
-                self._place_bytes,
+                command.slot_bytes,
+                self._place_sizes[command.slot_bytes],
                 run.run.check,
                 FIDELITIES.index(command.fidelity),
                 run.limit_ms,
@@ -355,22 +359,24 @@ class DiskStore:
             )
             self._index.insert(row, scope, self.clock.now_ms())
             self._books.add_records(command.namespace, 1)
-            self._count_write()
+            self._count_write(row.place_bytes)
         self._index.add_leases(scope, run.record_id, command.lease_ids)
         return ""
 
-    def _count_write(self) -> None:
+    def _count_write(self, size: int) -> None:
         day = self.clock.now_ms() // DAY_MS
         if day != self._written_day:
             self._written_day, self._written_today = day, 0
-        self._written_today += self._place_bytes
-        self.written_bytes_total += self._place_bytes
+        self._written_today += size
+        self.written_bytes_total += size
         self.stored_total += 1
 
     def _give_up(self, store: PlannedStore, run: PlannedRun) -> None:
         if run.place is not None:
             command = store.command
-            self._books.add_bytes(command.payer or command.namespace, -self._place_bytes)
+            size = self._place_sizes[command.slot_bytes]
+            fidelity = FIDELITIES.index(command.fidelity)
+            self._books.add_bytes(command.payer or command.namespace, -size, fidelity)
             self._slabs.give_back(run.place)
             run.place = None
 
@@ -389,21 +395,21 @@ class DiskStore:
 
     # -- room -----------------------------------------------------------------------------------
 
-    def _take_place(self, payer: Payer, *, is_promised: bool) -> Place | str:
-        """Take a place, after dropping records by their order if none is free; or say why not."""
-        size = self._place_bytes
+    def _take_place(self, payer: Payer, size: int, *, is_promised: bool) -> Place | str:
+        """Take a place of a size, after dropping records by their order if none is free; or say why
+        not."""
         if self._full_reason:
             return "full"
         if not is_promised and self._written_now() + size > self._settings.write_bytes_per_day:
             return "write_budget"
         ceiling = self._quotas.ceiling(payer)
-        is_over = ceiling is not None and self._books.used.get(payer, 0) + size > ceiling
-        if is_over and not self._drop_leaves(payer, 1):
-            return "over_quota"
-        while (place := self._slabs.take()) is None:
+        while ceiling is not None and self._books.used.get(payer, 0) + size > ceiling:
+            if not self._drop_leaves(payer, 1, self._present_sizes):
+                return "over_quota"
+        while (place := self._slabs.take(size)) is None:
             if self._slabs.is_wiping:
                 return "full"  # for a moment: nothing is dropped for it
-            if not self._grow() and not self._make_room(payer):
+            if not self._grow(size) and not self._make_room(payer, size):
                 return "full"
         return place
 
@@ -411,20 +417,20 @@ class DiskStore:
         is_today = self._written_day == self.clock.now_ms() // DAY_MS
         return self._written_today if is_today else 0
 
-    def _grow(self) -> bool:
-        """Lay out one more slab if the disk may hold it."""
+    def _grow(self, size: int) -> bool:
+        """Lay out one more slab of places of a size if the disk may hold it."""
         now_ms = self.clock.now_ms()
         left = self._settings.disk_bytes - self._slabs.total_bytes - self._index.file_bytes
-        if now_ms < self._no_slab_until_ms or left < self._place_bytes:
+        if now_ms < self._no_slab_until_ms or left < size:
             return False
         found = os.statvfs(self._settings.folder)
-        wanted = min(left, self._slabs.new_slab_bytes)
+        wanted = min(left, self._slabs.new_slab_bytes(size))
         free = found.f_bavail * found.f_frsize - self._settings.spare_bytes
         if free < wanted:
             self._set_full("the file system has less than 2 GiB to spare")
             return False
         try:
-            self._slabs.make_slab(left)
+            self._slabs.make_slab(size, left)
         except OSError as error:
             self._note_write_error(error)
             return False
@@ -434,45 +440,59 @@ class DiskStore:
         self._full_reason = reason
         self._no_slab_until_ms = self.clock.now_ms() + NO_SLAB_MS
 
-    def _make_room(self, taker: Payer) -> bool:
-        """Drop what goes first; return whether anything went."""
-        if self._drop_foreign():
+    def _make_room(self, taker: Payer, size: int = 0) -> bool:
+        """Drop what goes first for a place of a size, 0 for any; return whether anything went."""
+        if self._drop_foreign(taker, size):
             return True
-        batch = max(1, min(DROP_BATCH, int(self._slabs.places * DROP_PART)))
+        sizes = [size] if size else self._present_sizes
+        places = sum(map(self._slabs.places, sizes))
+        batch = max(1, min(DROP_BATCH, int(places * DROP_PART)))
         without: set[Payer] = set()
         while (victim := self._quotas.victim(self._books.used, taker, without)) is not None:
             over = self._books.used[victim] - self._quotas.floor(victim)
             most = batch if victim == taker else -(-over // self._place_bytes)
-            if self._drop_leaves(victim, max(1, min(batch, most))):
+            if self._drop_leaves(victim, max(1, min(batch, most)), sizes):
                 return True
             without.add(victim)
         return False
 
-    def _drop_foreign(self) -> bool:
-        """Remove the slab of another size that was used longest ago: after 7 days, or where
-        records of the present size have no place at all."""
-        now_ms = self.clock.now_ms()
-        best: tuple[int, int, list[RecordId]] | None = None
-        for number in self._slabs.foreign():
-            ids, used_ms, is_promised = self._index.of_slab(number, now_ms)
-            is_old = used_ms < now_ms - FOREIGN_MS or self._slabs.places == 0
-            if is_old and not is_promised and (best is None or used_ms < best[0]):
-                best = used_ms, number, ids
-        if best is None:
-            return False
-        self.dropped_total += self._drop(best[2])
-        return self._slabs.remove_if_empty(best[1])
-
-    def _drop_leaves(self, payer: Payer, count: int) -> int:
-        """Drop records of a payer that nothing hangs on; return how many went."""
-        self._flush_uses()
-        found = self._index.leaves(
-            self._index.payer_id(payer),
-            self._place_bytes,
+    def _drop_foreign(self, taker: Payer, size: int) -> bool:
+        """Remove a slab of another size; see `idle_slab`. Return whether it went."""
+        found = idle_slab(
+            self._index,
+            self._slabs,
+            size,
+            self._present_sizes,
             self.clock.now_ms(),
-            count + len(self._pinned),
+            partial(self._may_all_go, taker),
         )
-        dropped = self._drop([one for one in found if one not in self._pinned][:count])
+        if found is None:
+            return False
+        self.dropped_total += self._drop(found[1])
+        return self._slabs.remove_if_empty(found[0])
+
+    def _may_all_go(self, taker: Payer, tops: Sequence[RecordId]) -> bool:
+        """Return whether these and all under them may be dropped at once: no promise, nothing of a
+        store under way, nothing inside the floor of another payer. O(these)."""
+        now_ms, lost = self.clock.now_ms(), Counter[Payer]()
+        for row in self._index.under(tops).values():
+            if row.promise_ms > now_ms or row.record_id in self._pinned:
+                return False
+            lost[self._index.payer_name(row.payer_id)] += row.place_bytes
+        used, floor = self._books.used, self._quotas.floor
+        return all(one == taker or used[one] - lost[one] >= floor(one) for one in lost)
+
+    def _drop_leaves(self, payer: Payer, count: int, sizes: Sequence[int]) -> int:
+        """Drop records of a payer that nothing hangs on, in places of the first of these sizes in
+        which it has any; return how many went."""
+        self._flush_uses()
+        payer_id, most = self._index.payer_id(payer), count + len(self._pinned)
+        dropped = 0
+        for size in sizes:
+            found = self._index.leaves(payer_id, size, self.clock.now_ms(), most)
+            dropped = self._drop([one for one in found if one not in self._pinned][:count])
+            if dropped:
+                break
         self.dropped_total += dropped
         return dropped
 
@@ -480,7 +500,8 @@ class DiskStore:
         """Delete records with everything under them, in the caller's transaction."""
         rows = self._index.delete_under(tops)
         for row in rows:
-            self._books.add_bytes(self._index.payer_name(row.payer_id), -row.place_bytes)
+            payer = self._index.payer_name(row.payer_id)
+            self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
             self._books.add_records(self._index.scope_of(row).namespace, -1)
             self._uses.pop(row.record_id, None)
             if row.place in self._reading:
@@ -519,11 +540,12 @@ class DiskStore:
             step = self._index.step(scope, parent, packed)
             if step is None or step[2] <= now_ms:
                 break
-            parent, fidelity, limit_ms, promise_ms = step
+            parent, fidelity, limit_ms, promise_ms, slot_bytes = step
             if number >= command.skip:
                 limit_s = None if limit_ms >= FOREVER_MS else (limit_ms - now_ms) / 1_000
                 promise_s = max(0, promise_ms - now_ms) / 1_000
-                found.append(StoredRun(parent, FIDELITIES[fidelity], limit_s, promise_s))
+                word = FIDELITIES[fidelity]
+                found.append(StoredRun(parent, word, limit_s, promise_s, slot_bytes))
         return Looked(command.call_id, tuple(found))
 
     def plan_fetch(self, command: Fetch) -> list[PlannedRead | Fetched]:
@@ -534,7 +556,7 @@ class DiskStore:
         slots = [*command.slots, *([-1] * len(command.record_ids))]
         for record_id, slot in zip(command.record_ids, slots, strict=False):
             row = self._live_row(scope, record_id, now_ms)
-            if row is None or row.payload_bytes != self._settings.slot_bytes or slot < 0:
+            if row is None or row.payload_bytes != command.slot_bytes or slot < 0:
                 plans.append(Fetched(command.call_id, record_id, False))
                 continue
             self._reading[row.place] += 1
@@ -695,7 +717,7 @@ class DiskStore:
     def _drop_ahead(self) -> None:
         room = self._settings.disk_bytes
         if self._full_reason:
-            room = self._slabs.places * self._place_bytes
+            room = sum(self._slabs.places(size) * size for size in self._present_sizes)
         part = RESUME_PART if self._full_reason else HIGH_PART
         while self._books.used_bytes > part * room:
             if not self._make_room(b""):
@@ -744,6 +766,7 @@ class DiskStore:
                 PayerBytes(payer, size, promised.get(payer, 0))
                 for payer, size in self._books.used.items()
             ),
+            copies=self._books.copies(),
         )
 
     # -- the checker ----------------------------------------------------------------------------
@@ -754,27 +777,21 @@ class DiskStore:
         O(records). Raises InvariantViolation at the first mismatch.
         """
         assert self._batch is None, "planned bytes are in the books, and not in the index"
-        used: Counter[Payer] = Counter()
-        records: Counter[Namespace] = Counter()
         children: Counter[RecordId] = Counter()
         places: set[Place] = set()
         ids: set[RecordId] = set()
+        recount = DiskBooks()
         for row in self._index.rows():
-            used[self._index.payer_name(row.payer_id)] += row.place_bytes
-            records[self._index.scope_of(row).namespace] += 1
+            payer, scope = self._index.payer_name(row.payer_id), self._index.scope_of(row)
+            recount.add_bytes(payer, row.place_bytes, row.fidelity)
+            recount.add_records(scope.namespace, 1)
             ids.add(row.record_id)
             children[row.parent] += 1
             places.add(row.place)
-        has = self._books.used, self._books.by_namespace, self._books.used_bytes
-        if has != (used, records, sum(used.values())):
-            raise InvariantViolation(f"books {has}, recounted: {used}, {records}")
+        if self._books.sums() != recount.sums():
+            raise InvariantViolation(f"{self._books.sums()}, recounted: {recount.sums()}")
         if not children.keys() <= ids | {ROOT}:
             raise InvariantViolation(f"parents {children.keys() - ids} have no row")
         if wrong := self._index.wrong_children():
             raise InvariantViolation(f"records {wrong} have other children than they say")
-        free = set(self._slabs.free_list())
-        if free & places:
-            raise InvariantViolation(f"places {free & places} are free and used")
-        lost = self._slabs.total_places - len(free | places | self._bad | self._deferred)
-        if lost:
-            raise InvariantViolation(f"{lost} places are neither free nor used")
+        self._slabs.check(places, self._bad | self._deferred)

@@ -243,6 +243,8 @@ class Contract:
         self.grants: tuple[LeaseGrant, ...] = ()
         self.fidelity = scope.fidelity
         """Of the copies that the prompt may be read from."""
+        self.read_fidelity: Fidelity = "exact"
+        """How far from exact the tokens are that were found."""
         self.loaded_tokens: dict[LevelName, int] = {}
         """Cached tokens that were loaded for this prompt, by level."""
         self.missed_tokens = 0
@@ -279,13 +281,15 @@ class Contract:
         grants: Sequence[LeaseGrant],
         window_gone_tokens: int = 0,
         loaded_tokens: Sequence[tuple[LevelName, int]] = (),
+        read_fidelity: Fidelity = "exact",
     ) -> UsageRecord:
         """Settle the read when the engine starts: record usage and grants, renew what was read.
 
         `window_gone_tokens`: see `explain`. `loaded_tokens`: of the cached ones, by level.
+        `read_fidelity`: how far from exact the cached ones may be.
         """
         now_s = self._manager.clock()
-        self.loaded_tokens = dict(loaded_tokens)
+        self.loaded_tokens, self.read_fidelity = dict(loaded_tokens), read_fidelity
         terms = self._terms
         if terms.writes:
             self._granted = {w.tokens: w.tokens for w in terms.writes}

@@ -19,7 +19,7 @@ from gateway.dialects.tolerance import label_of
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
 from gateway.generation.rate_limits import actual_usage
-from gateway.generation.usage import sum_loaded, sum_usage
+from gateway.generation.usage import read_fidelity, sum_loaded, sum_usage
 from gateway.http.request_context import RequestState
 from tenancy.limits import NO_DEMAND, Reservation
 from tenancy.pricing.charges import is_charged
@@ -60,6 +60,8 @@ class Outcome:
         state.prompt_tokens = usage.total_in
         state.cached_tokens = usage.physical_cached
         state.loaded_tokens = sum_loaded(self._prepared.contracts)
+        state.fidelity = self._prepared.contracts[0].fidelity
+        state.read_fidelity = read_fidelity(self._prepared.contracts)
         state.cache_read_tokens = read = usage.read_tokens()
         state.cache_write_tokens = written = usage.write_tokens()
         state.output_tokens = usage.out

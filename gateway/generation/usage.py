@@ -13,6 +13,7 @@ from typing import Protocol
 from engine.api import LeaseGrant, LevelName, Usage
 from gateway.caching import Contract
 from gateway.dialects.canonical import Diagnosis, UsageRecord
+from tenancy.types import FIDELITIES, Fidelity
 
 
 class UsageAccounting(Protocol):
@@ -28,10 +29,11 @@ class UsageAccounting(Protocol):
         grants: Sequence[LeaseGrant],
         window_gone_tokens: int = 0,
         loaded_tokens: Sequence[tuple[LevelName, int]] = (),
+        read_fidelity: Fidelity = "exact",
     ) -> object:
         """The engine started: it found `cached_tokens`, of which `loaded_tokens` came from levels
         below the device, granted `grants`, and would have found `window_gone_tokens` more but for
-        the blocks of a window."""
+        the blocks of a window. `read_fidelity`: how far from exact the found ones may be."""
 
     def written(self) -> None:
         """The prompt is computed: its first token is out, or the request is over."""
@@ -51,6 +53,7 @@ class _PhysicalAccounting:
         grants: Sequence[LeaseGrant],
         window_gone_tokens: int = 0,
         loaded_tokens: Sequence[tuple[LevelName, int]] = (),
+        read_fidelity: Fidelity = "exact",
     ) -> None:
         pass
 
@@ -107,13 +110,18 @@ def sum_loaded(contracts: Sequence[Contract]) -> dict[str, int]:
     return dict(sorted(found.items(), reverse=True))  # host before disk
 
 
+def read_fidelity(contracts: Sequence[Contract]) -> Fidelity:
+    """Return how far from exact the cached tokens of a call may be."""
+    return max((one.read_fidelity for one in contracts), key=FIDELITIES.index, default="exact")
+
+
 def cache_header(contracts: Sequence[Contract]) -> str:
     """Return the value of the cache header.
 
     It has the tokens read and written by contract, computed and found; of the found ones those on
-    each level, if any were loaded; the fidelity that was allowed, if not exact; the first lease
-    that was not fully granted, with its bound; and the cause of a miss with the segment of the
-    first token that was not found.
+    each level, if any were loaded; the fidelity that was allowed, if not exact, and how far from
+    exact the found ones may be; the first lease that was not fully granted, with its bound; and the
+    cause of a miss with the segment of the first token that was not found.
     """
     records: list[UsageRecord] = []
     short: LeaseGrant | None = None
@@ -131,7 +139,7 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         device = record.physical_cached - sum(loaded.values())
         text += f"; device={device}" + "".join(f"; {name}={n}" for name, n in loaded.items())
     if contracts[0].fidelity != "exact":
-        text += f"; fidelity={contracts[0].fidelity}"
+        text += f"; fidelity={contracts[0].fidelity}; read_fidelity={read_fidelity(contracts)}"
     if short is not None:
         text += f"; lease={short.outcome}" + (f"; bound={short.bound}" if short.bound else "")
     for contract in contracts:

@@ -20,7 +20,7 @@ from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
 from tenancy.history.request_records import RequestRecord
 from tenancy.limits import Reservation
-from tenancy.types import Identity, ToleranceMode, WallClock
+from tenancy.types import Fidelity, Identity, ToleranceMode, WallClock
 
 BASE_HEADERS = {
     "Server": "trunkline",
@@ -78,7 +78,8 @@ class RequestState(Struct):
     decoded path parameters. `headers`: added to any response. `operation`: the
     span's name; empty for a request without a span. `epoch`: the engine's epoch. `submitted_s`: the
     time the engine accepted the request. `queue_s`: how long it waited there for its first step.
-    `loaded_tokens`: of the cached ones, by the level below the device that had them.
+    `loaded_tokens`: of the cached ones, by the level below the device that had them. `fidelity`:
+    how far from exact copies might be; `read_fidelity`: how far those may be that were found.
     `missed`: the cause of the first miss. `segments`: the parts of a single prompt. `first_token_s`
     is relative to `submitted_s`; the other times are readings of the gateway's monotonic clock, in
     seconds.
@@ -100,6 +101,8 @@ class RequestState(Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     loaded_tokens: dict[str, int] = {}
+    fidelity: Fidelity = "exact"
+    read_fidelity: Fidelity = "exact"
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     output_tokens: int = 0
@@ -197,6 +200,8 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         missed=state.missed,
         missed_tokens=state.missed_tokens,
         loaded_tokens=state.loaded_tokens,
+        fidelity=state.fidelity,
+        read_fidelity=state.read_fidelity,
     )
 
 

@@ -6,6 +6,7 @@ bytes of the cache are in one table.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain
@@ -14,9 +15,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from engine.api import EngineInfo, LevelStats, NamespaceStats, Stats
+from engine.api import EngineInfo, FidelityBytes, LevelStats, NamespaceStats, Stats
 from engine.config import LevelsConfig
 from gateway.levels.worth import level_worth
+from tenancy.types import FIDELITIES, Fidelity
 
 SWITCH_ON = "[engine.levels]\ndisk_gib = 100"
 """The two lines of the configuration file that give the cache a disk."""
@@ -25,7 +27,7 @@ STATES = ("open", "full", "off")
 _SUMMED = tuple(
     name
     for name in LevelStats.__struct_fields__
-    if name not in ("name", "state", "reason", "bytes_per_s")
+    if name not in ("name", "state", "reason", "bytes_per_s", "copies")
 )
 ROWS_MAX = 1_000
 """Most rows of a table by tenant: those with most bytes."""
@@ -52,8 +54,18 @@ def sum_levels(each: Iterable[Sequence[LevelStats]]) -> tuple[LevelStats, ...]:
         worst = max(before, one, key=lambda level: STATES.index(level.state))
         sums = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
         rate = max(before.bytes_per_s, one.bytes_per_s)
-        found[one.name] = replace(worst, bytes_per_s=rate, **sums)
+        copies = _sum_copies((*before.copies, *one.copies))
+        found[one.name] = replace(worst, bytes_per_s=rate, copies=copies, **sums)
     return tuple(found.values())
+
+
+def _sum_copies(each: Sequence[FidelityBytes]) -> tuple[FidelityBytes, ...]:
+    """Return the sums of copies by fidelity."""
+    blocks, size = Counter[Fidelity](), Counter[Fidelity]()
+    for one in each:
+        blocks[one.fidelity] += one.blocks
+        size[one.fidelity] += one.bytes
+    return tuple(FidelityBytes(one, blocks[one], size[one]) for one in FIDELITIES if blocks[one])
 
 
 def levels_report(
@@ -72,6 +84,7 @@ def levels_report(
         levels.append(_device(known))
     for one in sum_levels(engine.stats.levels for engine in engines):
         shown = {name: value for name, value in asdict(one).items() if name != "payers"}
+        shown["copies"] = [asdict(copies) for copies in one.copies]
         shown["free_bytes"] = max(0, one.capacity_bytes - one.used_bytes)
         shown["since_ms"] = since_ms(one.name)
         shown["worth"] = _worth(one, known[0]) if len(known) == 1 else None
@@ -161,11 +174,14 @@ def _device(engines: Sequence[EngineLevels]) -> dict[str, Any]:
 
 
 def _worth(one: LevelStats, engine: EngineLevels) -> dict[str, Any] | None:
-    """Return what the level saves by its measured rate; None before both rates are known."""
+    """Return what the level saves by its measured rate and the mean size of its copies; None before
+    both rates are known."""
     info, rate = engine.info, engine.stats.prefill_tokens_per_s
     if info is None or not (one.bytes_per_s and rate and info.kv_bytes_per_block):
         return None
-    per_token = info.kv_bytes_per_block / info.block_size
+    blocks = sum(copies.blocks for copies in one.copies)
+    per_block = sum(copies.bytes for copies in one.copies) / blocks if blocks else 0.0
+    per_token = (per_block or info.kv_bytes_per_block) / info.block_size
     worth = level_worth(one.name, per_token, one.bytes_per_s, rate)
     return {
         "load_us_per_token": round(worth.load_s_per_token * 1e6, 3),

@@ -54,12 +54,19 @@ class LevelMetrics(Collector):
         blocks = GaugeMetricFamily(
             "trunkline_level_blocks", "Blocks with a copy on a level.", labels=("level",)
         )
+        copies = GaugeMetricFamily(
+            "trunkline_level_copies_bytes",
+            "Bytes that copies take on a level, by how exact they are.",
+            labels=("level", "fidelity"),
+        )
         blocks.add_metric(("device",), stats.blocks - stats.free_blocks)
         for one in below:
             free.add_metric((one.name,), max(0, one.capacity_bytes - one.used_bytes))
             up.add_metric((one.name,), 0 if one.state == "off" else 1)
             blocks.add_metric((one.name,), one.blocks)
-        yield from (free, up, blocks)
+            for kind in one.copies:
+                copies.add_metric((one.name, kind.fidelity), kind.bytes)
+        yield from (free, up, blocks, copies)
         for name, (field, text) in _COUNTERS.items():
             counter = CounterMetricFamily(f"trunkline_{name}", text, labels=("level",))
             if name == "cached_tokens_by_level":

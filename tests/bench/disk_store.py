@@ -29,6 +29,7 @@ from engine.moves import (
     Look,
     Looked,
     RunToStore,
+    SlotLayout,
     StorageOutcome,
     StorageStats,
     Stored,
@@ -54,13 +55,14 @@ class Driver:
     """A storage process and its calls, one after another or all at once."""
 
     def __init__(self, folder: Path) -> None:
-        self.arena = HostArena.create(SLOTS, BLOCK_BYTES)
+        self.arena = HostArena.create(SlotLayout.uniform(SLOTS, BLOCK_BYTES))
         rng = random.Random(1)
         for slot in range(SLOTS):
-            self.arena.view(slot)[:] = rng.randbytes(BLOCK_BYTES)
-        self.checks = [xxhash.xxh3_128_digest(self.arena.view(slot)) for slot in range(SLOTS)]
+            self.arena.view(slot, BLOCK_BYTES)[:] = rng.randbytes(BLOCK_BYTES)
+        views = [self.arena.view(slot, BLOCK_BYTES) for slot in range(SLOTS)]
+        self.checks = [xxhash.xxh3_128_digest(view) for view in views]
         config = LevelsConfig(disk_gib=4.0, dir=str(folder), slab_mib=512)
-        self.client = StorageClient(disk_settings(config, self.arena))
+        self.client = StorageClient(disk_settings(config, self.arena, (BLOCK_BYTES,)))
         self._ids = count(1)
         self.wait(lambda one: isinstance(one, StorageStats) and one.state == "open")
 
@@ -81,7 +83,7 @@ class Driver:
             )
             for at in range(runs)
         )
-        self.client.send(StoreRuns(call_id, namespace, b"p", parent, what))
+        self.client.send(StoreRuns(call_id, namespace, b"p", parent, what, BLOCK_BYTES))
         outcome = self.wait(lambda one: isinstance(one, Stored) and one.call_id == call_id)
         assert isinstance(outcome, Stored)
         assert outcome.code == "", outcome
@@ -100,7 +102,7 @@ class Driver:
         """Fetch records into as many slots."""
         call_id = next(self._ids)
         slots = tuple(at % SLOTS for at in range(len(record_ids)))
-        self.client.send(Fetch(call_id, namespace, tuple(record_ids), slots))
+        self.client.send(Fetch(call_id, namespace, tuple(record_ids), slots, BLOCK_BYTES))
         left = len(record_ids)
         while left:
             assert self.client.wait(30.0), "no outcome in 30 s"
@@ -222,12 +224,12 @@ def measure_open(folder: Path) -> None:
                 )  # fmt: skip
                 index.insert(row, scope, 1)
         index.empty_log()
-    settings = StoreSettings(folder, disk_bytes=2**34, slot_bytes=4_096)
+    settings = StoreSettings(folder, disk_bytes=2**34, slot_sizes=(4_096,))
     seconds = []
     for _ in range(ROUNDS):
         began_s = time.perf_counter()
         store = DiskStore(
-            settings, lambda slot: memoryview(b""), lambda: 10, time.monotonic, DiskCalls()
+            settings, lambda slot, size: memoryview(b""), lambda: 10, time.monotonic, DiskCalls()
         )
         seconds.append(1e3 * (time.perf_counter() - began_s))
         assert store.stats().records == ROWS

@@ -27,7 +27,7 @@ from engine.kv.format import KvFormat
 from engine.kv.packing import StoragePacker
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
-from engine.moves import Move
+from engine.moves import Move, SlotLayout
 from kernels.cpu.build import compile_library
 from kernels.reference_kv import PackedName
 
@@ -38,12 +38,13 @@ class HostSlots:
     """Host memory of the bench."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.slots, self.slot_bytes = slots, slot_bytes
-        self.memory = bytearray(slots * slot_bytes)
+        self.layout = SlotLayout.uniform(slots, slot_bytes)
+        self.memory = bytearray(self.layout.memory_bytes)
 
-    def view(self, slot: int) -> memoryview:
+    def view(self, slot: int, slot_bytes: int) -> memoryview:
         """Return a slot's bytes."""
-        return memoryview(self.memory)[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        start = self.layout.offset(slot, slot_bytes)
+        return memoryview(self.memory)[start : start + slot_bytes]
 
 
 def storage_of(chosen: argparse.Namespace) -> KvStorage:
@@ -59,9 +60,8 @@ def storage_of(chosen: argparse.Namespace) -> KvStorage:
 def seconds_of_moves(kv: KvStorage, name: str, library: Path | None) -> Callable[[], list[float]]:
     """Return what offloads and loads all blocks once, and returns processor seconds of each."""
     packer: BlockPacker | None = StoragePacker(kv, name, library) if name else None
-    size = packer.block_bytes if packer is not None else kv.format.block_bytes
     blocks = len(kv.data)
-    memory = HostSlots(blocks, size)
+    memory = HostSlots(blocks, kv.format.block_bytes)
 
     def run() -> list[float]:
         found = []

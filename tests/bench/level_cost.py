@@ -32,7 +32,7 @@ class KnowingStorage:
     def send(self, command: StorageCommand) -> None:
         """Answer a look at once."""
         if isinstance(command, Look):
-            runs = (StoredRun(i + 1, "exact", None, 0.0) for i in range(BLOCKS))
+            runs = (StoredRun(i + 1, "exact", None, 0.0, 1000) for i in range(BLOCKS))
             self._outcomes.append(Looked(command.call_id, tuple(runs)))
 
     def poll(self) -> list[StorageOutcome]:

@@ -28,6 +28,7 @@ from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, disk_settings
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import (
+    LAYOUT,
     RUN,
     SLOT_BYTES,
     SLOTS,
@@ -48,9 +49,9 @@ class Load:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rng = random.Random(11)
-        self.arena = HostArena.create(SLOTS, SLOT_BYTES)
+        self.arena = HostArena.create(LAYOUT)
         config = LevelsConfig(disk_gib=0.1, dir=str(folder), slab_mib=4)
-        settings = disk_settings(config, self.arena, RUN)
+        settings = disk_settings(config, self.arena, (SLOT_BYTES,), RUN)
         self.client = StorageClient(settings, silence_s=60.0, deaths_max=10_000)
         self.rig = StorageRig(self.client, self.arena, FakeClock(), self.next_outcomes)
         self.open: dict[int, StoreRuns | Look | Fetch | EraseStored] = {}
@@ -86,7 +87,9 @@ class Load:
             slots = (self.rng.randrange(16, SLOTS),)
             if any(isinstance(one, Fetch) and one.slots == slots for one in self.open.values()):
                 return
-            command = Fetch(self.rig.call_id(), self.owner[record_id][0], (record_id,), slots)
+            command = Fetch(
+                self.rig.call_id(), self.owner[record_id][0], (record_id,), slots, SLOT_BYTES
+            )
         else:
             command = EraseStored(self.rig.call_id(), namespace)
             self.erased_at[namespace] = command.call_id
@@ -112,7 +115,7 @@ class Load:
                 self.failed += not outcome.is_done
                 if outcome.is_done:
                     expected = content_of(*self.owner[outcome.record_id])
-                    assert bytes(self.arena.view(command.slots[0])) == expected
+                    assert bytes(self.arena.view(command.slots[0], SLOT_BYTES)) == expected
             case (Looked(), Look()) | (StoredErased(), EraseStored()):
                 pass
             case _:

@@ -8,7 +8,7 @@ memory and every record with the tokens that it is kept under, and recounts the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,8 +18,9 @@ from engine.api import Erase
 from engine.cache import PrefixCache
 from engine.config import LevelsConfig
 from engine.levels.levels import Levels
+from engine.moves import SlotFormat
 from tests.checkers import MakeLevels, expect
-from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fake_levels import PLAIN, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner, tag_after
 from tests.property.test_engine_machine import EngineMachine
 from tests.strategies import NAMESPACES, namespaces, tokens
@@ -31,6 +32,8 @@ class LevelsMachine(EngineMachine):
     """The engine machine with a host level of few slots and a disk."""
 
     has_disk = True
+    formats: Sequence[SlotFormat] = (PLAIN,)
+    unpackable = 0.0
 
     def levels_below(self) -> MakeLevels | None:
         """Return a host level that is smaller than the device and a disk, both faulty."""
@@ -40,7 +43,9 @@ class LevelsMachine(EngineMachine):
         self.confirmed: set[bytes] = set()
 
         def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            self.memory = FakeTransferEngine(runner, 12, self.chance, self.weather)
+            self.memory = FakeTransferEngine(
+                runner, 12, self.chance, self.weather, self.formats, self.unpackable
+            )
             before, self.disk = self.disk, None
             if self.has_disk:
                 self.disk = FakeStorage(self.memory, self.chance, self.weather)

@@ -31,9 +31,9 @@ from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import (
+    LAYOUT,
     RUN,
     SLOT_BYTES,
-    SLOTS,
     A,
     B,
     StorageRig,
@@ -60,8 +60,10 @@ class StorageMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="storage-machine-"))
         self.clock = FakeClock(1_000.0)
-        self.disk = LocalRig(self.folder / "levels", clock=self.clock)
-        arena = HostArena.create(SLOTS, SLOT_BYTES)
+        self.disk = LocalRig(
+            self.folder / "levels", clock=self.clock, other_bytes=(SLOT_BYTES // 2,)
+        )
+        arena = HostArena.create(LAYOUT)
         self.memory = MemoryStorage(arena, self.clock, run_tokens=RUN)
         self.model = StorageRig(self.memory, arena, self.clock, self.memory.poll)
         self.twin: dict[RecordId, RecordId] = {ROOT: ROOT}  # on disk, by the id in memory
@@ -77,8 +79,9 @@ class StorageMachine(RuleBasedStateMachine):
         ours, theirs = self.disk.look(namespace, tokens), self.model.look(namespace, tokens)
         expected = [self.twin[run.record_id] for run in theirs]
         assert [run.record_id for run in ours] == expected, (namespace, path)
-        times = [(run.limit_s, run.promise_s, run.fidelity) for run in ours]
-        assert times == [(run.limit_s, run.promise_s, run.fidelity) for run in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one.limit_s, one.promise_s) == (other.limit_s, other.promise_s)
+            assert (one.fidelity, one.slot_bytes) == (other.fidelity, other.slot_bytes)
         return [run.record_id for run in theirs]
 
     @rule(
@@ -87,6 +90,7 @@ class StorageMachine(RuleBasedStateMachine):
         limit_s=st.none() | SECONDS,
         promise_s=st.just(0) | SECONDS,
         lease_ids=LEASES,
+        is_packed=st.sampled_from([False, False, True]),
     )
     def store(
         self,
@@ -95,8 +99,9 @@ class StorageMachine(RuleBasedStateMachine):
         limit_s: int | None,
         promise_s: int,
         lease_ids: tuple[str, ...],
+        is_packed: bool,
     ) -> None:
-        """Store a path below what is known of it."""
+        """Store a path below what is known of it, in either format."""
         above = self.known(namespace, path)
         whole = tokens_of(path)
         at = max(0, len(above) - 1) * RUN  # the last known run is stored once more
@@ -111,6 +116,8 @@ class StorageMachine(RuleBasedStateMachine):
                     limit_s=limit_s,
                     promise_s=promise_s,
                     lease_ids=lease_ids,
+                    fidelity="near" if is_packed else "exact",
+                    slot_bytes=SLOT_BYTES // (1 + is_packed),
                 )
             )
             for rig in (self.disk, self.model)
@@ -124,12 +131,13 @@ class StorageMachine(RuleBasedStateMachine):
     @rule(namespace=NAMESPACES, path=PATHS)
     def look_and_fetch(self, namespace: bytes, path: list[int]) -> None:
         """What is found has its own bytes."""
-        ids = self.known(namespace, path)
-        data = self.disk.fetch(namespace, [self.twin[one] for one in ids])
+        self.known(namespace, path)
         tokens = tokens_of(path)
 
-        expected = [content_of(namespace, tokens[: at * RUN]) for at in range(1, len(ids) + 1)]
-        assert data == expected
+        for number, run in enumerate(self.disk.look(namespace, tokens)):
+            data = self.disk.fetch(namespace, [run.record_id], run.slot_bytes)
+            until = (number + 1) * RUN
+            assert data == [content_of(namespace, tokens[:until], run.slot_bytes)]
 
     @rule(namespace=NAMESPACES, data=st.data(), seconds=st.none() | SECONDS, lease_ids=LEASES)
     def renew(

@@ -9,13 +9,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from engine.api import CacheGrant, Grammar, LeaseRequest, Quota, Request, Retention, Sampling
+from msgspec.structs import replace
+
+from engine.api import (
+    CacheGrant,
+    Fidelity,
+    Grammar,
+    LeaseRequest,
+    Quota,
+    Request,
+    Retention,
+    Sampling,
+)
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.levels.levels import Levels
 from tests.checkers import MakeLevels, World
-from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fake_levels import PACKED, PLAIN, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 from tests.grammars import PolledGrammars
 
@@ -168,18 +179,25 @@ class Life:
         return chance.choice(GRAMMARS) if chance.random() < 0.3 else None
 
 
+FIDELITY: dict[bytes, Fidelity] = {b"north": "exact", b"south": "near", b"east": "rough"}
+
+
 class LeveledLife(Life):
-    """A life with host memory and a disk below the device, whose speed and faults change."""
+    """A life with host memory and a disk below the device, whose speed and faults change; in every
+    second one copies are packed where their namespace allows it."""
 
     def _levels_below(self, seed: int) -> MakeLevels | None:
         chance = random.Random(seed ^ 0x5EED)
         self.weather_chance, self.weather = chance, Weather()
         self.disk: FakeStorage | None = None
         slots, has_disk = chance.choice([4, 12, 60]), chance.random() < 0.7
+        formats = random.Random(seed ^ 0x9AC4ED).choice([(PLAIN,), PACKED])
         config = LevelsConfig(host_mib=1, disk_gib=1.0, host_tokens_min=1, disk_tokens_min=1)
 
         def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            memory = FakeTransferEngine(runner, slots, chance, self.weather)
+            memory = FakeTransferEngine(
+                runner, slots, chance, self.weather, formats, unpackable=0.05
+            )
             before, self.disk = self.disk, None
             if has_disk:
                 self.disk = FakeStorage(memory, chance, self.weather)
@@ -187,6 +205,12 @@ class LeveledLife(Life):
             return Levels(cache, config, memory, self.disk)
 
         return make
+
+    def _request(self) -> Request:
+        """Draw a request that allows the copies that its namespace does."""
+        request = super()._request()
+        grant = replace(request.grant, fidelity=FIDELITY[request.grant.namespace])
+        return replace(request, grant=grant)
 
     def _happen(self) -> None:
         chance = self.weather_chance

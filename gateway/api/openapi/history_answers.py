@@ -156,11 +156,14 @@ class RequestPrice(Struct, frozen=True):
 
 class RequestAnswer(RequestRow, frozen=True):
     """Everything known of an ended request. `loaded_tokens`: of the cached ones, by the level below
-    the device that had them. `entry`: its ledger entry."""
+    the device that had them. `fidelity`: how far from exact copies might be; `read_fidelity`: how
+    far the cached tokens may have been. `entry`: its ledger entry."""
 
     times: RequestTimes
     cached_tokens: int
     loaded_tokens: dict[str, int]
+    fidelity: str | None
+    read_fidelity: str | None
     segments: list[RequestSegment] | None
     missed_tokens: int | None
     recomputed_promised_tokens: int | None

@@ -6,6 +6,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from tenancy.types import Fidelity
+
 
 class LevelWorthAnswer(Struct, frozen=True):
     """Microseconds to load a token and to compute it, by measured rates. `tokens_min`: from how
@@ -14,6 +16,14 @@ class LevelWorthAnswer(Struct, frozen=True):
     load_us_per_token: float
     compute_us_per_token: float
     tokens_min: int | None
+
+
+class CopiesAnswer(Struct, frozen=True):
+    """The copies of one fidelity on a level: blocks, and their bytes."""
+
+    fidelity: Fidelity
+    blocks: int
+    bytes: int
 
 
 class LevelAnswer(Struct, frozen=True, omit_defaults=True):
@@ -46,6 +56,7 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
     chosen_total: int = 0
     declined_total: int = 0
     pending_erasures: int = 0
+    copies: list[CopiesAnswer] = []
 
 
 class LevelsAnswer(Struct, frozen=True):

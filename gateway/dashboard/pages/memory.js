@@ -55,7 +55,9 @@ function Level({ level }) {
   const whole = Math.max(1, level.capacity_bytes), [tone, text] = STATES[level.state];
   return html`<${Panel} title=${`${level.name[0].toUpperCase()}${level.name.slice(1)}`}
     tools=${html`<${Chip} tone=${tone}>${text}<//>`}
-    note=${`${bytes(level.capacity_bytes)}, ${count(level.blocks)} blocks`}>
+    note=${[bytes(level.capacity_bytes), `${count(level.blocks)} blocks`,
+      ...(level.copies ?? []).filter((one) => one.fidelity !== "exact").map((one) =>
+        `${one.fidelity} copies ${bytes(one.bytes)}`)].join(", ")}>
     <div class="stack tall" role="img" aria-label=${parts.map(([name,
       n]) => `${name} ${bytes(n)}`).join(", ")}>${parts.map(([, n, colour]) =>
       n > 0 && html`<i class=${colour} style=${{ width: `${(100 * n) / whole}%` }}></i>`)}</div>

@@ -134,6 +134,8 @@ function Prefix({ one }) {
       count(one.output_tokens)], ["found in the cache", count(one.cached_tokens)],
       ...Object.entries(one.loaded_tokens ?? {}).map(([name, n]) => [`of them from ${name}`,
         count(n)]),
+      ["copies allowed; read", one.fidelity && one.fidelity !== "exact"
+        ? `${one.fidelity}; ${one.read_fidelity}` : null],
       ["missed", one.missed_tokens ? count(one.missed_tokens) : null], ["promised, but recomputed",
         one.recomputed_promised_tokens ? count(one.recomputed_promised_tokens) : null],
       ...Object.entries(one.read_by_class ?? {}).map(([name, n]) => [`read, ${name}`, count(n)]),

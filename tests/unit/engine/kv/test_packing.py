@@ -15,7 +15,7 @@ from engine.kv.format import KvFormat, KvGroup, Layout
 from engine.kv.packing import PackedFormat, StoragePacker, packed_format, packers_of
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
-from engine.moves import Move
+from engine.moves import Move, SlotLayout
 from kernels import reference_kv
 from kernels.cpu.build import compile_library
 from kernels.reference_kv import PackedName
@@ -36,12 +36,13 @@ class Memory:
     """Slots of host memory."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.slots, self.slot_bytes = slots, slot_bytes
-        self.memory = bytearray(slots * slot_bytes)
+        self.layout = SlotLayout.uniform(slots, slot_bytes)
+        self.memory = bytearray(self.layout.memory_bytes)
 
-    def view(self, slot: int) -> memoryview:
+    def view(self, slot: int, slot_bytes: int) -> memoryview:
         """Return a slot's bytes."""
-        return memoryview(self.memory)[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        start = self.layout.offset(slot, slot_bytes)
+        return memoryview(self.memory)[start : start + slot_bytes]
 
 
 def test_formats_say_their_bytes_and_fidelity() -> None:
@@ -114,7 +115,7 @@ def test_packed_blocks_move_through_the_transfer_engine(library: Path | None) ->
     kv = storage()
     kv.data[1].fill_(torch.nan)
     packers: dict[str, BlockPacker] = {name: StoragePacker(kv, name, library) for name in NAMES}
-    memory = Memory(3, max(packer.block_bytes for packer in packers.values()))
+    memory = Memory(3, kv.format.block_bytes)
     ended = threading.Semaphore(0)
     engine = CpuTransferEngine(kv, memory, packers=packers, on_moved=ended.release)
     before = kv.data[0].clone()
@@ -129,6 +130,10 @@ def test_packed_blocks_move_through_the_transfer_engine(library: Path | None) ->
     engine.close()
 
     assert [outcome.is_done for outcome in moved] == [True, False, True]
+    assert [outcome.is_unpackable for outcome in moved] == [False, True, False]
+    assert {one.name: one.fidelity for one in engine.formats} == {
+        "": "exact", "int8c": "near", "int4c": "rough", "int8t": "near",
+    }  # fmt: skip
     packed = reference_kv.pack(before, "int8c")
     expected = reference_kv.unpack(packed, "int8c", (2, 2, 32), torch.bfloat16)
     assert torch.equal(kv.data[2], expected)

@@ -13,7 +13,7 @@ import xxhash
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import Bytes, CpuTransferEngine
-from engine.moves import Move, Moved, TransferEngine
+from engine.moves import Fidelity, Move, Moved, SlotFormat, SlotLayout, TransferEngine
 from tests.models import tiny_config
 
 BLOCKS, SLOTS = 6, 4
@@ -30,24 +30,26 @@ class Slots:
     """Host memory of a test. `gate`: a view waits for it, so that a move can be caught midway."""
 
     def __init__(self, slot_bytes: int) -> None:
-        self.slots = SLOTS
-        self.slot_bytes = slot_bytes
-        self.memory = bytearray(b"\xff" * (SLOTS * slot_bytes))
+        self.layout = SlotLayout.uniform(SLOTS, slot_bytes)
+        self.memory = bytearray(b"\xff" * self.layout.memory_bytes)
         self.viewed = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
-    def view(self, slot: int) -> memoryview:
+    def view(self, slot: int, slot_bytes: int) -> memoryview:
         """Return a slot's bytes; slot 3 is broken."""
         self.viewed.set()
         assert self.gate.wait(WAIT_S)
         if slot == 3:
             raise IndexError("slot 3 is broken")
-        return memoryview(self.memory)[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        start = self.layout.offset(slot, slot_bytes)
+        return memoryview(self.memory)[start : start + slot_bytes]
 
 
 class HalfPacker:
     """A packed format of a test: every second byte."""
+
+    fidelity: Fidelity = "near"
 
     def __init__(self, kv: KvStorage) -> None:
         self.bytes = kv.data.flatten(1).view(torch.uint8).numpy()
@@ -64,14 +66,14 @@ class HalfPacker:
 class Rig:
     """A transfer engine over six blocks and four slots, and what it said."""
 
-    def __init__(self, *, spare_bytes: int = 0, queue_blocks: int = 100) -> None:
+    def __init__(self, *, queue_blocks: int = 100) -> None:
         self.kv = KvStorage(
             kv_format(tiny_config(), torch.float32, 16), BLOCKS, torch.device("cpu")
         )
         generator = torch.Generator().manual_seed(1)
         self.kv.data.copy_(torch.randn(self.kv.data.shape, generator=generator))
         size = self.kv.format.block_bytes
-        self.slots = Slots(size + spare_bytes)
+        self.slots = Slots(size)
         self.ended = threading.Semaphore(0)
         self.errors: list[tuple[int, str]] = []
         self.engine = CpuTransferEngine(
@@ -90,10 +92,9 @@ class Rig:
             assert self.ended.acquire(timeout=WAIT_S)
         return self.engine.poll()
 
-    def slot(self, slot: int) -> bytes:
-        """Return a slot's bytes."""
-        size = self.slots.slot_bytes
-        return bytes(self.slots.memory[slot * size : (slot + 1) * size])
+    def slot(self, slot: int, size: int | None = None) -> bytes:
+        """Return a slot's bytes, by default those of a block."""
+        return bytes(self.slots.view(slot, size or self.kv.format.block_bytes))
 
     def block(self, block: int) -> bytes:
         """Return a block's bytes."""
@@ -102,7 +103,7 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    rig = Rig(spare_bytes=8)
+    rig = Rig()
     yield rig
     rig.slots.gate.set()
     rig.engine.close()
@@ -120,11 +121,10 @@ def test_a_block_comes_back_as_it_left(rig: Rig) -> None:
 
 
 def test_the_digest_is_that_of_the_whole_slot(rig: Rig) -> None:
-    """The disk stores whole slots, so what a shorter copy leaves behind it must be zeros and
-    must be checked."""
+    """The disk stores whole slots, and checks them by it."""
     moved = rig.run(Move(1, "offload", block=0, slot=2))[0]
 
-    assert rig.slot(2) == rig.block(0) + bytes(8)
+    assert rig.slot(2) == rig.block(0)
     assert moved.check == xxhash.xxh3_128_digest(rig.slot(2))
 
 
@@ -163,7 +163,7 @@ def test_one_move_fails_alone(rig: Rig) -> None:
 def test_damaged_bytes_are_found_before_they_reach_a_block(rig: Rig, byte: int) -> None:
     """One changed bit anywhere in the slot fails the load, and the block keeps its bytes."""
     check = rig.run(Move(1, "offload", block=0, slot=0))[0].check
-    rig.slots.memory[byte % rig.slots.slot_bytes] ^= 4
+    rig.slots.memory[byte % rig.kv.format.block_bytes] ^= 4
     before = rig.block(1)
 
     checked = rig.run(Move(2, "load", block=1, slot=0, check=check))
@@ -175,12 +175,14 @@ def test_damaged_bytes_are_found_before_they_reach_a_block(rig: Rig, byte: int) 
 
 
 def test_a_packed_copy_takes_its_own_bytes(rig: Rig) -> None:
-    """The rest of the slot is zeros: what lay there before belongs to someone else."""
+    """What lies behind them belongs to another slot; the digest is that of its own bytes."""
+    before = rig.slot(0)
     moved = rig.run(Move(1, "offload", block=0, slot=0, format="half"))[0]
     rig.run(Move(2, "load", block=1, slot=0, check=moved.check, format="half"))
 
     packed = rig.block(0)[::2]
-    assert rig.slot(0) == packed + bytes(len(packed) + 8)
+    assert rig.slot(0) == packed + before[len(packed) :]
+    assert moved.check == xxhash.xxh3_128_digest(rig.slot(0, len(packed)))
     assert rig.block(1)[::2] == packed
 
 
@@ -254,28 +256,19 @@ def test_copies_that_do_not_fit_a_slot_are_refused_at_the_start() -> None:
     kv = storage()
     size = kv.format.block_bytes
 
-    with pytest.raises(ValueError, match=f"slots of {size - 1} bytes; a block takes {size}"):
-        CpuTransferEngine(kv, Slots(size - 1))
-    with pytest.raises(ValueError, match=f"half takes {size // 2}"):
-        CpuTransferEngine(kv, Slots(64), packers={"half": HalfPacker(kv)})
+    with pytest.raises(ValueError, match=f"a block takes {size} bytes"):
+        CpuTransferEngine(kv, Slots(size - 64))
 
 
-def test_slots_of_packed_size_take_packed_copies_alone() -> None:
-    """A plain block would not fit: the move fails, and nothing is written past the slot."""
+def test_formats_are_told_with_their_bytes() -> None:
+    """The brain chooses among them, the pool's own first, and counts host memory in them."""
     kv = storage()
-    kv.data.fill_(1.5)
-    ended = threading.Semaphore(0)
-    packer = HalfPacker(kv)
-    engine: TransferEngine = CpuTransferEngine(
-        kv, Slots(packer.block_bytes), packers={"half": packer}, on_moved=ended.release
-    )
-
-    engine.submit([Move(1, "offload", 0, 0), Move(2, "offload", 0, 0, format="half")])
-    for _ in range(2):
-        assert ended.acquire(timeout=WAIT_S)
-
-    assert [moved.is_done for moved in engine.poll()] == [False, True]
+    size = kv.format.block_bytes
+    engine: TransferEngine = CpuTransferEngine(kv, Slots(size), packers={"half": HalfPacker(kv)})
     engine.close()
+
+    assert engine.formats == (SlotFormat("", size), SlotFormat("half", size // 2, "near"))
+    assert engine.layout.capacity(size) == SLOTS
 
 
 def test_moves_are_timed_by_the_clock_given() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.api import CacheGrant, LeaseRequest, Peek, Quota, Request, Retention, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.levels.levels import Levels
+from engine.moves import SlotFormat
 from tests.checkers import World
-from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fake_levels import PLAIN, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 
 PAYER = Quota(payer=b"payer")
@@ -53,9 +54,11 @@ class LeveledWorld(World):
         disk: bool = True,
         blocks: int = 40,
         depth: int = 1,
+        formats: Sequence[SlotFormat] = (PLAIN,),
         **settings: Any,
     ) -> None:
         self.weather, self.chance = Weather(), random.Random(1)
+        self.formats = formats
         self.disk: FakeStorage | None = None
         wanted: dict[str, Any] = {
             "host_mib": 1,
@@ -65,7 +68,7 @@ class LeveledWorld(World):
         wanted |= {"host_tokens_min": 4} | settings
 
         def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather)
+            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather, self.formats)
             before, self.disk = self.disk, None
             if disk:
                 self.disk = FakeStorage(self.memory, self.chance, self.weather)

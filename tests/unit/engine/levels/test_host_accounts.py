@@ -6,22 +6,35 @@ import pytest
 
 from engine.errors import InvariantViolation
 from engine.levels.host_accounts import HostAccounts
+from engine.levels.slot_pool import SlotPool
 from engine.levels.stored_prefixes import Copy
+from engine.moves import SlotFormat, SlotLayout
 
 
 class Shelf:
-    """Accounts of a few slots, with copies that hang on nothing."""
+    """Accounts of a few slots of a byte, with copies that hang on nothing.
 
-    def __init__(self, slots: int) -> None:
+    `packed`: slabs of two slots of 128 bytes, or four of 64.
+    """
+
+    def __init__(self, slots: int, *, packed: bool = False) -> None:
         self.dropped: list[str] = []
-        self.accounts = HostAccounts(slots, lambda copy: self.dropped.append(self.names[copy]))
+        layout, formats = SlotLayout.uniform(slots, 1), [SlotFormat("", 1)]
+        if packed:
+            layout = SlotLayout(slots * 128, 256, 64)
+            formats = [SlotFormat("", 128), SlotFormat("half", 64, "near")]
+        self.accounts = HostAccounts(
+            SlotPool(layout, formats), lambda copy, size: self.dropped.append(self.names[copy])
+        )
         self.names: dict[Copy, str] = {}
         self.copies: dict[str, Copy] = {}
 
-    def put(self, name: str, at_s: float, *, hits: int = 0, fresh: bool = False) -> bool:
+    def put(
+        self, name: str, at_s: float, *, hits: int = 0, fresh: bool = False, form: int = 0
+    ) -> bool:
         """Make a copy for the payer that its name begins with; return whether it got a slot."""
         payer = name[:1].encode()
-        slot = self.accounts.take(payer, at_s if fresh else None)
+        slot = self.accounts.take(payer, form, at_s if fresh else None)
         if slot is None:
             return False
         copy = Copy(b"n", payer, (len(self.names),), Copy(b"n", b"", (), None, 0), len(self.names))
@@ -117,3 +130,100 @@ def test_the_recount_finds_a_lost_reference() -> None:
 
     with pytest.raises(InvariantViolation, match="slot"):
         shelf.accounts.check(shelf.names, {})
+
+
+# -- several formats ----------------------------------------------------------------------------
+
+
+def names(first: str, numbers: range) -> list[str]:
+    """Return the names of copies."""
+    return [f"{first}{number}" for number in numbers]
+
+
+def test_floors_and_ceilings_count_bytes() -> None:
+    """A payer with packed copies has twice as many within the same bytes."""
+    shelf = Shelf(8, packed=True)
+    shelf.accounts.set_share(b"a", 0, 256, 1.0)
+    for number in range(6):
+        shelf.put(f"a{number}", number, form=1)
+    assert shelf.dropped == ["a0", "a1"]
+    shelf.put("a plain", 10)
+
+    assert shelf.dropped == names("a", range(4))
+    assert {share.used for share in shelf.accounts.shares()} == {256}
+
+
+def test_a_copy_of_the_wanted_format_goes_first() -> None:
+    """Where the other formats were used later: one copy goes, not a slab of them."""
+    shelf = Shelf(4, packed=True)
+    for number in range(4):
+        shelf.put(f"a{number}", number, form=1)
+    for number in range(4, 6):
+        shelf.put(f"a{number}", number)
+    shelf.put("a6", 6, form=1)
+
+    assert shelf.dropped == ["a0"]
+    shelf.accounts.check(shelf.names, {})
+
+
+def test_a_slab_of_colder_copies_changes_its_format() -> None:
+    """Otherwise what was used long ago would keep its room from what is used now, for ever."""
+    shelf = Shelf(4, packed=True)
+    for number in range(2):
+        shelf.put(f"a{number}", number)
+    for number in range(2, 6):
+        shelf.put(f"a{number}", number, form=1)
+    shelf.put("a6", 6, form=1)
+
+    assert sorted(shelf.dropped) == ["a0", "a1"]
+    assert shelf.accounts.pool.used_slots == [0, 5]
+    shelf.accounts.check(shelf.names, {})
+
+
+def test_a_format_without_any_slot_gets_a_slab() -> None:
+    """The first request of a new fidelity finds memory full of others' copies."""
+    shelf = Shelf(4, packed=True)
+    for number in range(4):
+        shelf.put(f"a{number}", number)
+    assert shelf.put("b0", 10, form=1)
+
+    assert sorted(shelf.dropped) == ["a0", "a1"]
+
+
+def test_a_slab_with_bytes_inside_a_floor_stays() -> None:
+    """Of another payer: all of what a slab holds counts, not one copy."""
+    shelf = Shelf(4, packed=True)
+    for number in range(4):
+        shelf.put(f"a{number}", number)
+    shelf.accounts.set_share(b"a", 3 * 128, None, 1.0)
+    assert not shelf.put("b0", 10, form=1)
+    shelf.accounts.set_share(b"a", 2 * 128, None, 1.0)
+
+    assert shelf.put("b1", 10, form=1)
+
+
+def test_a_slab_that_a_move_reads_stays() -> None:
+    """The next one goes."""
+    shelf = Shelf(4, packed=True)
+    for number in range(4):
+        shelf.put("ab"[number // 2] + str(number), number)
+    shelf.accounts.hold(shelf.copies["a1"].slot)
+    assert shelf.put("c0", 10, form=1)
+
+    assert sorted(shelf.dropped) == ["b2", "b3"]
+
+
+def test_what_hangs_on_a_slab_goes_with_it() -> None:
+    """A copy is no use without those before it; with a record it waits on disk for them."""
+    shelf = Shelf(6, packed=True)
+    for number in range(6):
+        shelf.put(f"a{number}", number)
+    for child, parent in (("a4", "a1"), ("a5", "a4")):
+        copy, above = shelf.copies[child], shelf.copies[parent]
+        copy.parent, above.children[copy.run] = above, copy
+        shelf.accounts.update(above)
+    for name in ("a2", "a3"):
+        shelf.accounts.hold(shelf.copies[name].slot)
+    assert shelf.put("b0", 10, form=1)
+
+    assert shelf.dropped == ["a5", "a4", "a1", "a0"]

@@ -21,8 +21,8 @@ BLOCK_BYTES = 400_000
 
 def paces(host_s: float, disk_s: float) -> tuple[LevelPace, LevelPace]:
     """Return the paces of levels whose blocks take so long."""
-    host, disk = LevelPace("host", BLOCK_BYTES), LevelPace("disk", BLOCK_BYTES)
-    host.block_s, disk.block_s = host_s, disk_s
+    host, disk = LevelPace("host", [BLOCK_BYTES]), LevelPace("disk", [BLOCK_BYTES])
+    host.block_s, disk.block_s = [host_s], [disk_s]
     return host, disk
 
 
@@ -70,7 +70,7 @@ def test_a_short_prefix_on_disk_is_not_worth_a_fetch() -> None:
 def test_a_queue_counts_as_time() -> None:
     """What others are loading comes first."""
     host, disk = paces(0.001, 1.0)
-    host.queued = 1000
+    host.queued = [1000]
 
     assert choose([True] * 32, host, disk, block_s=0.01) == NOTHING
 
@@ -106,5 +106,26 @@ def test_a_pace_follows_what_is_measured() -> None:
     for _ in range(100):
         host.record_block(0.002)
 
-    assert host.block_s == pytest.approx(0.002, rel=0.01)
+    assert host.block_s == pytest.approx([0.002], rel=0.01)
     assert host.bytes_per_s == pytest.approx(BLOCK_BYTES / 0.002, rel=0.01)
+
+
+def test_each_format_has_a_pace_of_its_own() -> None:
+    """A packed copy is cheaper to fetch and dearer to unpack: what one took says nothing of it."""
+    host, disk = LevelPace("host", [400, 216]), LevelPace("disk", [400, 216])
+    assert disk.block_s[1] == pytest.approx(0.54 * disk.block_s[0])
+    assert host.block_s[1] == host.block_s[0], "until it is measured"
+    for _ in range(100):
+        host.record_block(0.004, 1)
+        disk.record_block(0.001, 1)
+
+    def choose_of(form: int) -> LoadChoice:
+        return choose_load(
+            [False] * 8, host, disk, lambda blocks: blocks * 0.003, lambda level: 1, 0.0, form
+        )
+
+    assert choose_of(1) == NOTHING, "unpacking it takes longer than computing"
+    assert choose_of(0).blocks == 8
+    assert host.bytes_per_s == pytest.approx(216 / 0.004, rel=0.01)
+    host.queued[1] = 3
+    assert host.seconds(1, 0) == pytest.approx(0.012, rel=0.01)

@@ -12,6 +12,7 @@ from engine.moves import (
     Look,
     Renew,
     SetStoredQuotas,
+    SlotLayout,
     StorageCommand,
     StorageOutcome,
     StoreRuns,
@@ -109,7 +110,10 @@ class LocalStorage:
 
 
 class LocalRig(StorageRig):
-    """A `DiskStore` over a folder, which `reopen` closes and opens."""
+    """A `DiskStore` over a folder, which `reopen` closes and opens.
+
+    `other_bytes`: the sizes of copies beside `slot_bytes`, all smaller.
+    """
 
     def __init__(
         self,
@@ -121,19 +125,20 @@ class LocalRig(StorageRig):
         slab_bytes: int = 2**18,
         write_bytes_per_day: int = 0,
         slot_bytes: int = SLOT_BYTES,
+        other_bytes: tuple[int, ...] = (),
     ) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         self.folder, self.calls = folder, calls or FastCalls()
         self.settings = StoreSettings(
             folder,
             disk_bytes=disk_bytes,
-            slot_bytes=slot_bytes,
+            slot_sizes=(slot_bytes, *other_bytes),
             slab_bytes=slab_bytes,
             write_bytes_per_day=write_bytes_per_day,
             run_tokens=RUN,
             spare_bytes=0,
         )
-        arena = HostArena.create(SLOTS, slot_bytes)
+        arena = HostArena.create(SlotLayout.uniform(SLOTS, slot_bytes))
         self.clock = clock or FakeClock(10_000.0)
         self.wall_offset_s = 0.0
         self.local = self.open(arena)

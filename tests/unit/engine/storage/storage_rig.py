@@ -24,6 +24,7 @@ from engine.moves import (
     RecordId,
     Renew,
     RunToStore,
+    SlotLayout,
     Storage,
     StorageOutcome,
     StorageStats,
@@ -43,6 +44,7 @@ RUN = 4
 """Tokens of a run in these tests."""
 SLOT_BYTES = 8_192
 SLOTS = 32
+LAYOUT = SlotLayout.uniform(SLOTS, SLOT_BYTES)
 A, B = b"namespace a", b"namespace b"
 
 
@@ -96,16 +98,19 @@ class StorageRig:
         lease_ids: tuple[str, ...] = (),
         payer: bytes = b"payer",
         fidelity: Fidelity = "exact",
+        slot_bytes: int | None = None,
     ) -> StoreRuns:
         """Fill slots from 0 on, and return the command that stores them below `above`."""
-        runs = []
+        runs, size = [], slot_bytes or self.slot_bytes
         for number, at in enumerate(range(0, len(tokens), RUN)):
-            data = content_of(namespace, [*above, *tokens[: at + RUN]], self.arena.slot_bytes)
-            self.arena.view(number)[:] = data
+            data = content_of(namespace, [*above, *tokens[: at + RUN]], size)
+            self.arena.view(number, size)[:] = data
             run = tuple(tokens[at : at + RUN])
             check = xxhash.xxh3_128_digest(data)
             runs.append(RunToStore(run, number, check, limit_s, promise_s))
-        return StoreRuns(self.call_id(), namespace, payer, parent, tuple(runs), lease_ids, fidelity)
+        return StoreRuns(
+            self.call_id(), namespace, payer, parent, tuple(runs), size, lease_ids, fidelity
+        )
 
     def send_store(self, command: StoreRuns) -> Stored:
         """Send a store and return its outcome."""
@@ -155,12 +160,19 @@ class StorageRig:
         """Return the ids of the records that a look finds."""
         return [run.record_id for run in self.look(namespace, tokens)]
 
-    def fetch(self, namespace: bytes, record_ids: Sequence[RecordId]) -> list[bytes | None]:
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of a slot, unless a call says others."""
+        return self.arena.layout.slot_bytes_min
+
+    def fetch(
+        self, namespace: bytes, record_ids: Sequence[RecordId], slot_bytes: int | None = None
+    ) -> list[bytes | None]:
         """Return the bytes of records, None for each that failed."""
-        slots = tuple(range(SLOTS - len(record_ids), SLOTS))
+        slots, size = tuple(range(SLOTS - len(record_ids), SLOTS)), slot_bytes or self.slot_bytes
         for slot in slots:
-            self.arena.view(slot)[:] = bytes(self.arena.slot_bytes)
-        command = Fetch(self.call_id(), namespace, tuple(record_ids), slots)
+            self.arena.view(slot, size)[:] = bytes(size)
+        command = Fetch(self.call_id(), namespace, tuple(record_ids), slots, size)
         self.storage.send(command)
         done = {
             one.record_id: one.is_done
@@ -169,7 +181,7 @@ class StorageRig:
         }
         assert done.keys() == set(record_ids)
         return [
-            bytes(self.arena.view(slot)) if done[record_id] else None
+            bytes(self.arena.view(slot, size)) if done[record_id] else None
             for record_id, slot in zip(record_ids, slots, strict=True)
         ]
 
@@ -226,7 +238,7 @@ class ProcessInThread:
             )
 
     def _attach(self, settings: DiskSettings) -> HostArena:
-        return HostArena.attach(os.dup(self._arena.fd), settings.slots, settings.slot_bytes)
+        return HostArena.attach(os.dup(self._arena.fd), settings.layout)
 
     def kill(self) -> None:
         """End it as if its engine had gone; a thread cannot be killed."""
@@ -253,13 +265,13 @@ class DiskRig(StorageRig):
         monotonic_s: Callable[[], float] = time.monotonic,
         wait_s: float = 10.0,
     ) -> None:
-        arena = HostArena.create(SLOTS, SLOT_BYTES)
+        arena = HostArena.create(LAYOUT)
         settings = DiskSettings(
             str(folder),
             disk_bytes,
             arena.fd,
-            SLOTS,
-            SLOT_BYTES,
+            LAYOUT,
+            (SLOT_BYTES, SLOT_BYTES // 2),
             slab_bytes,
             io_threads=2,
             write_bytes_per_day=write_bytes_per_day,

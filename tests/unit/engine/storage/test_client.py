@@ -28,9 +28,9 @@ from engine.storage.client import StorageClient, StorageProcess, disk_settings, 
 from engine.storage.messages import DiskSettings, HeldNamespaces, command_decoder, encode_frame
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import (
+    LAYOUT,
     RUN,
     SLOT_BYTES,
-    SLOTS,
     A,
     DiskRig,
     StorageRig,
@@ -71,9 +71,9 @@ class Scripts:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.started: list[ScriptedProcess] = []
-        self.arena = HostArena.create(SLOTS, SLOT_BYTES)
+        self.arena = HostArena.create(LAYOUT)
         self.failure: OSError | None = None
-        settings = DiskSettings("/nowhere", 2**30, self.arena.fd, SLOTS, SLOT_BYTES)
+        settings = DiskSettings("/nowhere", 2**30, self.arena.fd, LAYOUT, (SLOT_BYTES,))
         self.client = StorageClient(settings, start=self.start, clock=self.clock, pauses_s=(0.0,))
 
     def start(self, settings: DiskSettings) -> StorageProcess:
@@ -129,7 +129,7 @@ def test_a_dead_process_fails_all_that_is_open_at_once(scripts: Scripts) -> None
     """Each command has its one outcome; a fetch those of the records without one."""
     process = first_process(scripts)
     scripts.client.send(Look(1, A, LONG))
-    scripts.client.send(Fetch(2, A, (7, 8), (0, 1)))
+    scripts.client.send(Fetch(2, A, (7, 8), (0, 1), SLOT_BYTES))
     process.theirs.sendall(encode_frame(Fetched(2, 8, True)))
     (done,) = scripts.outcomes(bool)
     process.theirs.close()
@@ -254,7 +254,7 @@ def test_a_process_that_ends_is_started_anew_with_its_records(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_killed_process_comes_back_with_all_it_has_said(tmp_path: Path) -> None:
     """The real process: SIGKILL, then the same records under the same ids."""
-    arena = HostArena.create(SLOTS, SLOT_BYTES)
+    arena = HostArena.create(LAYOUT)
     started: list[StorageProcess] = []
 
     def start(settings: DiskSettings) -> StorageProcess:
@@ -262,7 +262,9 @@ def test_a_killed_process_comes_back_with_all_it_has_said(tmp_path: Path) -> Non
         return started[-1]
 
     config = LevelsConfig(disk_gib=0.05, dir=str(tmp_path / "levels"), slab_mib=1)
-    client = StorageClient(disk_settings(config, arena, RUN), start=start, silence_s=30.0)
+    client = StorageClient(
+        disk_settings(config, arena, (SLOT_BYTES,), RUN), start=start, silence_s=30.0
+    )
 
     def settle() -> list[StorageOutcome]:
         assert client.wait(60.0)

@@ -13,9 +13,9 @@ from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import (
+    LAYOUT,
     RUN,
     SLOT_BYTES,
-    SLOTS,
     A,
     B,
     DiskRig,
@@ -35,11 +35,11 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageRig]:
         disk.close()
         return
     if request.param == "local":
-        local = LocalRig(tmp_path / "levels")
+        local = LocalRig(tmp_path / "levels", other_bytes=(SLOT_BYTES // 2,))
         yield local
         local.close()
         return
-    arena, clock = HostArena.create(SLOTS, SLOT_BYTES), FakeClock(1_000.0)
+    arena, clock = HostArena.create(LAYOUT), FakeClock(1_000.0)
     storage = MemoryStorage(arena, clock, run_tokens=RUN)
     yield StorageRig(storage, arena, clock, storage.poll)
     storage.close()
@@ -113,7 +113,7 @@ def test_a_run_below_an_unknown_record_is_refused(rig: StorageRig) -> None:
 def test_bytes_without_their_digest_are_not_stored(rig: StorageRig) -> None:
     """The slot was written to since its digest was made: what came before it is kept."""
     command = rig.store_command(A, LONG)
-    rig.arena.view(2)[5] ^= 1
+    rig.arena.view(2, SLOT_BYTES)[5] ^= 1
     outcome = rig.send_store(command)
 
     assert (len(outcome.record_ids), outcome.code) == (2, "damaged")
@@ -235,7 +235,7 @@ def test_each_command_has_one_outcome(rig: StorageRig) -> None:
     """Callers hold slots until then."""
     command = rig.store_command(A, LONG[:8])
     ids = rig.send_store(command).record_ids
-    fetch = Fetch(rig.call_id(), A, (*ids, 99), (10, 11, 12))
+    fetch = Fetch(rig.call_id(), A, (*ids, 99), (10, 11, 12), SLOT_BYTES)
     look = Look(rig.call_id(), A, LONG)
     rig.storage.send(fetch)
     rig.storage.send(look)
@@ -263,9 +263,33 @@ def test_a_closed_storage_fails_commands_at_once(rig: StorageRig) -> None:
     assert not rig.storage.has_records(A)
 
 
+def test_a_record_has_the_size_and_the_fidelity_of_its_copy(rig: StorageRig) -> None:
+    """A look tells both; into slots of another size nothing is fetched."""
+    half = SLOT_BYTES // 2
+    command = rig.store_command(A, LONG, fidelity="near", slot_bytes=half)
+    ids = rig.send_store(command).record_ids
+
+    assert [(run.fidelity, run.slot_bytes) for run in rig.look(A, LONG)] == [("near", half)] * 5
+    assert rig.fetch(A, ids[:1], half) == [content_of(A, LONG[:RUN], half)]
+    assert rig.fetch(A, ids[:1]) == [None]
+    assert rig.found(A, LONG) == list(ids), "the record is not to blame"
+
+
+def test_a_store_in_another_format_replaces_the_record(rig: StorageRig) -> None:
+    """With what hangs on it: it was computed over that copy, and nothing reads it any more."""
+    old = rig.store(A, LONG)
+    half = SLOT_BYTES // 2
+    command = rig.store_command(A, LONG[: 2 * RUN], fidelity="near", slot_bytes=half)
+    new = rig.send_store(command).record_ids
+
+    assert rig.found(A, LONG) == list(new)
+    assert not set(new) & set(old)
+    assert rig.fetch(A, new, half)[1] == content_of(A, LONG[: 2 * RUN], half)
+
+
 def test_refused_below_a_limit_of_records() -> None:
     """The storage in memory can be full, for the brain's tests."""
-    arena = HostArena.create(SLOTS, SLOT_BYTES)
+    arena = HostArena.create(LAYOUT)
     storage = MemoryStorage(arena, FakeClock(), run_tokens=RUN, records_max=2)
     rig = StorageRig(storage, arena, FakeClock(), storage.poll)
     outcome = rig.send_store(rig.store_command(A, LONG))

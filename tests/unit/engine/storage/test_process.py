@@ -23,9 +23,9 @@ from engine.storage.process import serve
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.failing_calls import FailingCalls
 from tests.unit.engine.storage.storage_rig import (
+    LAYOUT,
     RUN,
     SLOT_BYTES,
-    SLOTS,
     A,
     B,
     DiskRig,
@@ -127,7 +127,7 @@ def test_an_erasure_reaches_stores_that_wait_and_are_under_way(make: MakeRig) ->
     gate = calls.gates["write"] = Event()
     under_way = rig.store_command(A, LONG[:8])
     waiting = rig.store_command(A, LONG[:8])
-    other = StoreRuns(rig.call_id(), B, b"p", 0, waiting.runs)
+    other = StoreRuns(rig.call_id(), B, b"p", 0, waiting.runs, SLOT_BYTES)
     rig.storage.send(under_way)
     assert calls.has_come.wait(20.0)
     erase = EraseStored(rig.call_id(), A)
@@ -158,7 +158,7 @@ def test_a_look_waits_for_no_slab(make: MakeRig, call: str) -> None:
     gate = calls.gates[call] = Event()
     calls.has_come.clear()
     if call == "read":
-        fetch = Fetch(rig.call_id(), A, ids[:1], (0,))
+        fetch = Fetch(rig.call_id(), A, ids[:1], (0,), SLOT_BYTES)
         rig.storage.send(fetch)
         waiting = fetch.call_id
     elif call == "erase":
@@ -251,7 +251,7 @@ def test_a_first_frame_that_is_none_ends_the_process(frame: bytes) -> None:
 
 def test_another_version_is_refused() -> None:
     """Two installations that were mixed."""
-    settings = DiskSettings("/nowhere", 1, 0, 1, 1, version=99)
+    settings = DiskSettings("/nowhere", 1, 0, LAYOUT, (1,), version=99)
 
     assert exit_status(encode_frame(settings)) == 1
     assert exit_status(encode_frame(Look(1, A, LONG))) == 1
@@ -281,9 +281,9 @@ def refuse(settings: DiskSettings) -> HostArena:
 
 def test_commands_that_come_with_the_settings_are_served(tmp_path: Path) -> None:
     """The engine need not wait for an answer between them."""
-    arena = HostArena.create(SLOTS, SLOT_BYTES)
+    arena = HostArena.create(LAYOUT)
     ours, theirs = socket.socketpair()
-    settings = DiskSettings(str(tmp_path / "x"), 2**26, 0, SLOTS, SLOT_BYTES, run_tokens=RUN)
+    settings = DiskSettings(str(tmp_path / "x"), 2**26, 0, LAYOUT, (SLOT_BYTES,), run_tokens=RUN)
     ours.sendall(encode_frame(settings) + encode_frame(Look(7, A, LONG)))
     ours.shutdown(socket.SHUT_WR)
     with ours, theirs:
@@ -292,7 +292,7 @@ def test_commands_that_come_with_the_settings_are_served(tmp_path: Path) -> None
             wall_ms=lambda: 0,
             uptime_s=lambda: 0.0,
             monotonic_s=time.monotonic,
-            attach=lambda settings: HostArena.attach(os.dup(arena.fd), SLOTS, SLOT_BYTES),
+            attach=lambda settings: HostArena.attach(os.dup(arena.fd), LAYOUT),
             calls=FailingCalls(),
             log=lambda event, **facts: None,
         )

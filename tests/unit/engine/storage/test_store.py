@@ -25,6 +25,8 @@ PLACE = place_bytes_of(SLOT_BYTES)
 WIDE = 2**18
 """Bytes of a slot where the number of places matters: more than the index of a test."""
 WIDE_PLACE = place_bytes_of(WIDE)
+LESS = WIDE - 4_096
+"""Bytes of a packed slot: its place does not fit what `room_for` leaves to the index."""
 MakeRig = Callable[..., LocalRig]
 
 
@@ -280,7 +282,7 @@ def test_a_fetch_that_ends_after_an_erasure_brings_nothing(make: MakeRig) -> Non
     """And its place is not written anew while it is read."""
     rig = make()
     ids = rig.store(A, LONG[:4])
-    (plan,) = rig.disk.plan_fetch(Fetch(1, A, ids, (9,)))
+    (plan,) = rig.disk.plan_fetch(Fetch(1, A, ids, (9,), SLOT_BYTES))
     assert not isinstance(plan, Fetched)
     rig.erase(A)
     rig.store(B, LONG)
@@ -429,6 +431,58 @@ def test_records_of_another_size_age_out(make: MakeRig) -> None:
     other.clock.advance(8 * 86_400.0)
     fill(other, range(3_000, 3_010))
     assert not is_there(other, 7)
+
+
+def packed(rig: LocalRig, numbers: Sequence[int], payer: bytes = b"p", **terms: Any) -> list[str]:
+    """Store packed prefixes of one run; return the codes."""
+    codes = []
+    for number in numbers:
+        rig.clock.advance(0.01)
+        command = rig.store_command(
+            B, path_of(number), payer=payer, fidelity="near", slot_bytes=LESS, **terms
+        )
+        codes.append(rig.send_store(command).code)
+    return codes
+
+
+def test_packed_records_take_the_room_of_their_size(make: MakeRig) -> None:
+    """In slabs of their own, counted by fidelity, also after the store was opened again."""
+    rig = make(**room_for(8), other_bytes=(LESS,))
+    assert fill(rig, range(3)) == packed(rig, range(3)) == [""] * 3
+    small = place_bytes_of(LESS)
+    for _ in range(2):
+        stats = rig.disk.stats()
+        kinds = {one.fidelity: (one.blocks, one.bytes) for one in stats.copies}
+        assert kinds == {"exact": (3, 3 * WIDE_PLACE), "near": (3, 3 * small)}
+        assert stats.used_bytes == 3 * (WIDE_PLACE + small)
+        rig.disk.check()
+        rig.reopen()
+
+
+def test_a_size_without_a_place_gets_the_slab_that_was_used_longest_ago(make: MakeRig) -> None:
+    """The first packed record finds the disk full of others; after that each size keeps to its own
+    slabs."""
+    rig = make(**room_for(8), other_bytes=(LESS,))
+    assert fill(rig, range(8)) == [""] * 8
+    assert packed(rig, range(2)) == ["", ""]
+    rig.disk.check()
+
+    assert not is_there(rig, 0)
+    assert is_there(rig, 7)
+    kept = [number for number in range(8) if is_there(rig, number)]
+    assert packed(rig, range(10, 20)) == [""] * 10
+    assert [number for number in range(8) if is_there(rig, number)] == kept
+
+
+def test_a_slab_with_bytes_inside_a_floor_is_not_taken_for_another_size(make: MakeRig) -> None:
+    """Nor one with a promise."""
+    rig = make(**room_for(4), other_bytes=(LESS,))
+    rig.storage.send(SetStoredQuotas((Quota(floor_blocks=3, payer=b"p"),)))
+    assert fill(rig, range(3)) == [""] * 3
+    rig.store(A, path_of(100), promise_s=60.0, payer=b"q")
+
+    assert packed(rig, [0], b"other") == ["full"]
+    assert all(is_there(rig, number) for number in range(3))
 
 
 def test_a_disk_that_was_made_smaller_gives_its_room_back(make: MakeRig) -> None:

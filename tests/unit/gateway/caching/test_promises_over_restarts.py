@@ -109,4 +109,6 @@ def test_cache_header_tells_tokens_by_level() -> None:
     assert cache_header([plain]).endswith("physical=20")
     assert cache_header([contract, plain]).endswith("physical=40; device=28; host=8; disk=4")
     contract.fidelity = "near"
-    assert cache_header([contract]).endswith("disk=4; fidelity=near")
+    assert cache_header([contract]).endswith("disk=4; fidelity=near; read_fidelity=exact")
+    contract.begin(20, (), 0, [("disk", 4)], "near")
+    assert cache_header([contract, plain]).endswith("fidelity=near; read_fidelity=near")

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine.api import LevelStats, PayerBytes, Stats
+from engine.api import FidelityBytes, LevelStats, PayerBytes, Stats
 
 HOST = LevelStats(
     "host",
@@ -22,6 +22,7 @@ HOST = LevelStats(
     bytes_per_s=1_000.0,
     chosen_total=3,
     declined_total=1,
+    copies=(FidelityBytes("exact", 2, 320), FidelityBytes("near", 2, 80)),
 )
 DISK = LevelStats(
     "disk",

@@ -52,6 +52,10 @@ def test_levels_of_several_models_are_one_of_each() -> None:
     assert disk["blocks"] == 90
     assert host["worth"] is None
     assert [one.payers for one in sum_levels([(DISK,), (DISK,)])] == [DISK.payers * 2]
+    assert host["copies"] == [
+        {"fidelity": "exact", "blocks": 4, "bytes": 640},
+        {"fidelity": "near", "blocks": 4, "bytes": 160},
+    ]
 
 
 def test_the_device_is_a_level_too() -> None:
@@ -81,14 +85,14 @@ def test_off_says_the_two_lines_that_switch_a_disk_on() -> None:
 
 
 def test_worth_is_told_by_measured_rates() -> None:
-    """10 bytes a token at 1,000 a second against 50 tokens a second: twice as fast; and without a
-    rate there is nothing to tell."""
+    """Copies of 100 bytes for 16 tokens, at 1,000 a second, against 50 tokens a second; and without
+    a rate there is nothing to tell."""
     stats = replace(STATS, prefill_tokens_per_s=50.0)
     _, host, disk = levels_report(ON, "", [of(stats)], lambda name: None)["levels"]
     _, unmeasured, _ = levels_report(ON, "", [of(STATS)], lambda name: None)["levels"]
 
     worth = host["worth"]
-    assert (worth["load_us_per_token"], worth["compute_us_per_token"]) == (10_000, 20_000)
+    assert (worth["load_us_per_token"], worth["compute_us_per_token"]) == (6_250, 20_000)
     assert worth["tokens_min"] == 1
     assert disk["worth"] is None
     assert unmeasured["worth"] is None

@@ -75,6 +75,7 @@ async def test_metrics_have_every_level(gateway: GatewayFixture) -> None:
         'trunkline_level_up{level="host"} 0.0',
         'trunkline_level_up{level="disk"} 1.0',
         'trunkline_level_blocks{level="device"} 6.0',
+        'trunkline_level_copies_bytes{fidelity="near",level="host"} 80.0',
         'trunkline_cached_tokens_by_level_total{level="device"} 88.0',
         'trunkline_cached_tokens_by_level_total{level="disk"} 32.0',
         'trunkline_load_regret_seconds_total{level="host"} 0.5',

@@ -1,0 +1,57 @@
+"""Which format the copies of a namespace get below the device.
+
+Fidelity belongs to the namespace: all its requests allow the same. The format is the smallest that
+it allows, and never a lossy one for a namespace that nothing was said of. Only this folder calls
+the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from engine.api import Fidelity, Namespace
+from engine.moves import SlotFormat
+
+FIDELITIES: Final[tuple[Fidelity, ...]] = ("exact", "near", "rough")
+OWN: Final = 0
+"""The index of the pool's own format."""
+
+
+def laxest(*fidelities: Fidelity) -> Fidelity:
+    """Return the one that is furthest from exact."""
+    return max(fidelities, key=FIDELITIES.index)
+
+
+class CopyFormats:
+    """The formats of copies by index, the pool's own first, and the fidelity of each namespace."""
+
+    def __init__(self, formats: Sequence[SlotFormat]) -> None:
+        self.formats = tuple(formats)
+        self._allowed: dict[Namespace, Fidelity] = {}
+        self._by_fidelity = {one: self._smallest(one) for one in FIDELITIES}
+
+    def allow(self, namespace: Namespace, fidelity: Fidelity) -> None:
+        """Note how far from exact the copies of a namespace may be. O(1)."""
+        if fidelity != "exact":
+            self._allowed[namespace] = fidelity
+
+    def allowed(self, namespace: Namespace) -> Fidelity:
+        """Return how far from exact the copies of a namespace may be. O(1)."""
+        return self._allowed.get(namespace, "exact")
+
+    def of(self, namespace: Namespace) -> int:
+        """Return the format that copies of a namespace are made in. O(1)."""
+        return self._by_fidelity[self.allowed(namespace)]
+
+    def of_record(self, fidelity: Fidelity, slot_bytes: int) -> int | None:
+        """Return the format of a record; None for one that this engine has not. O(formats)."""
+        for index, one in enumerate(self.formats):
+            if (one.fidelity, one.slot_bytes) == (fidelity, slot_bytes):
+                return index
+        return None
+
+    def _smallest(self, allowed: Fidelity) -> int:
+        most = FIDELITIES.index(allowed)
+        known = [i for i, one in enumerate(self.formats) if FIDELITIES.index(one.fidelity) <= most]
+        return min(known, key=lambda index: self.formats[index].slot_bytes, default=OWN)

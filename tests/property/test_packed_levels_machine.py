@@ -1,0 +1,119 @@
+"""The brain with packed copies below the device: an exact request never meets a lossy one.
+
+One namespace asks for exact copies, one allows near ones, one rough ones, over host memory whose
+slabs change their format. Planted faults show that the machine would see a lossy copy in the wrong
+place, wrong sums, and a wrong word to the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import invariant, run_state_machine_as_test
+from msgspec.structs import replace
+
+from engine.api import Fidelity, Request
+from engine.errors import InvariantViolation
+from engine.levels.copy_formats import FIDELITIES, CopyFormats
+from engine.levels.host_accounts import HostAccounts
+from engine.levels.levels import Levels
+from engine.moves import SlotFormat
+from tests.checkers import expect
+from tests.fake_levels import PACKED
+from tests.property.test_levels_machine import LevelsMachine
+
+ASKED: dict[bytes, Fidelity] = {b"north": "exact", b"south": "near", b"east": "rough"}
+
+
+class PackedMachine(LevelsMachine):
+    """The machine of levels, whose namespaces allow copies of different fidelity."""
+
+    formats: Sequence[SlotFormat] = PACKED
+    unpackable = 0.1
+
+    def submit(self, request: Request) -> None:
+        """Submit a request that allows what its namespace does."""
+        grant = replace(request.grant, fidelity=ASKED[request.grant.namespace])
+        super().submit(replace(request, grant=grant))
+
+    @invariant()
+    def copies_are_as_exact_as_was_asked(self) -> None:
+        """In slots, on disk, in what was moved, and in what requests are told."""
+        if not hasattr(self, "world"):
+            return
+        expect(b"north" not in self.memory.packed, "an exact block was packed or unpacked")
+        for copy in self.levels.book.prefixes:
+            most = FIDELITIES.index(ASKED[copy.namespace])
+            if copy.slot >= 0:
+                name = self.memory.written[copy.slot]
+                form = next(one for one in PACKED if one.name == name)
+                expect(FIDELITIES.index(form.fidelity) <= most, "a slot", copy.namespace, name)
+        for record in () if self.disk is None else self.disk.records.values():
+            most = FIDELITIES.index(ASKED[record.namespace])
+            expect(FIDELITIES.index(record.form.fidelity) <= most, "a record", record.namespace)
+        for stream in self.world.streams.values():
+            if (started := stream.started) is not None:
+                asked = FIDELITIES.index(ASKED[stream.request.grant.namespace])
+                expect(FIDELITIES.index(started.fidelity) <= asked, "laxer than asked for")
+                is_told = started.cached_tokens > 0 or started.fidelity == "exact"
+                expect(is_told, "what was computed is exact")
+
+
+def always_the_smallest(original: Any) -> Any:
+    """Every namespace gets the smallest format."""
+    return lambda self, namespace: len(self.formats) - 1
+
+
+def bytes_are_not_counted(original: Any) -> Any:
+    """A payer's packed copies count as if they were plain ones."""
+
+    def release(self: Any, slot: int) -> None:
+        share = self._owner[slot]
+        before = share.used
+        original(self, slot)
+        if share.used != before:
+            share.used = before - self.pool.formats[0].slot_bytes
+
+    return release
+
+
+def never_told(original: Any) -> Any:
+    """What was read is told to be laxer than was asked for."""
+    return lambda self, namespace: "rough"
+
+
+PLANTS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (CopyFormats, "of", always_the_smallest),
+    (HostAccounts, "release", bytes_are_not_counted),
+    (Levels, "read_fidelity", never_told),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"), PLANTS, ids=[fault.__name__ for *_, fault in PLANTS]
+)
+def test_planted_faults_are_found(
+    owner: Any, name: str, fault: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ends a run of the machine."""
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    found = settings(
+        max_examples=300,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+    with pytest.raises((AssertionError, InvariantViolation)):
+        run_state_machine_as_test(PackedMachine, settings=found)
+
+
+TestPackedMachine = PackedMachine.TestCase
+TestPackedMachine.settings = settings(stateful_step_count=40)
