@@ -28,7 +28,8 @@ class Copy:
     """The copies of one run below the device.
 
     `slot`: its slot of host memory, or -1; `check`: the digest of that slot's bytes, if known.
-    `record_id`: its record on disk, or 0. `limit_at_s`: not matched at or after; `promise_at_s`:
+    `record_id`: its record on disk, or 0; `is_remote`: that record was in the remote store alone
+    when it was looked up. `limit_at_s`: not matched at or after; `promise_at_s`:
     promised until. `hits`: how often it was matched. `node`: the device's node with the same
     tokens, where one is known. `ending_leases`: the leases whose last copy this is. `is_storing`: a
     store is under way. `order_key`: its place among the copies that may be dropped, or None. A copy
@@ -42,6 +43,7 @@ class Copy:
         "has_deadline",
         "hits",
         "is_kept",
+        "is_remote",
         "is_storing",
         "last_use_s",
         "limit_at_s",
@@ -69,6 +71,7 @@ class Copy:
         self.slot = -1
         self.check = b""
         self.record_id: RecordId = 0
+        self.is_remote = False
         self.limit_at_s = math.inf
         self.promise_at_s = -math.inf
         self.last_use_s = 0.0
