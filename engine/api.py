@@ -35,7 +35,7 @@ Payer = bytes
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-LevelName = Literal["device", "host", "disk"]
+LevelName = Literal["device", "host", "disk", "remote"]
 """Where copies of blocks lie."""
 Fidelity = Literal["exact", "near", "rough"]
 """How far a copy is from what the model computed: not at all, by 8 bits, by 4 bits."""
@@ -438,13 +438,14 @@ class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
 
 class LevelErased(Struct, frozen=True, forbid_unknown_fields=True):
     """The copies that an erasure took from one level. `code`: why that failed; empty if it did
-    not.
+    not. `is_shredded`: the key with which they were sealed is destroyed.
     """
 
     level: LevelName
     blocks: Count
     bytes: Count
     code: str = ""
+    is_shredded: bool = False
 
 
 class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):

@@ -12,6 +12,20 @@ from msgspec import Meta, Struct
 Positive = Annotated[int, Meta(ge=1)]
 
 
+class RemoteConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """A remote store below the disk, which holds only sealed copies.
+
+    `url`: `s3://BUCKET/PREFIX`, `gs://…`, `az://…` or `file:///FOLDER`; empty: none. Credentials
+    come from the environment. `gib`: its bound; 0: none. `timeout_ms`: the longest that any call of
+    it may take. `tokens_min`: the shortest prefix that is loaded from it.
+    """
+
+    url: str = ""
+    gib: Annotated[float, Meta(ge=0)] = 0.0
+    timeout_ms: Annotated[float, Meta(gt=0, le=60_000)] = 2_000.0
+    tokens_min: Positive = 1024
+
+
 class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Levels of the cache below the device: host memory and a disk.
 
@@ -20,7 +34,10 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     folder on disk. `disk_write_gib_per_day`: wear; 0: as much as `disk_gib`; promised prefixes are
     counted and never refused for it. `disk_tokens_min`, `host_tokens_min`: shortest prefix that is
     stored without a promise, or loaded. `look_ms`: the longest wait for the disk's index.
-    `verify_host`: one of so many loads from host memory is checked.
+    `verify_host`: one of so many loads from host memory is checked. `seal`: what is on disk is
+    encrypted under a key of its own for each namespace, wrapped by the master key in `key_file` or
+    in the environment's variable `key_env`; `key_file_before`: the former master key, to replace.
+    `remote`: where copies go that the disk has no room for, and promised ones too.
     """
 
     host_mib: Annotated[int, Meta(ge=0)] = 0
@@ -34,6 +51,11 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     host_tokens_min: Positive = 64
     look_ms: Annotated[float, Meta(gt=0)] = 20.0
     verify_host: Positive = 64
+    seal: bool = False
+    key_file: str = ""
+    key_env: str = ""
+    key_file_before: str = ""
+    remote: RemoteConfig = RemoteConfig()
 
     @property
     def is_on(self) -> bool:

@@ -208,13 +208,14 @@ class Look(Struct, frozen=True, tag="look"):
 
 
 class StoredRun(Struct, frozen=True):
-    """A record found by a `Look`: its fidelity, its remaining time, and the bytes of its copy."""
+    """A record found by a `Look`: its fidelity, remaining time, bytes, and where it is."""
 
     record_id: RecordId
     fidelity: Fidelity
     limit_s: float | None
     promise_s: float
     slot_bytes: Count
+    level: Literal["disk", "remote"] = "disk"
 
 
 class Looked(Struct, frozen=True, tag="looked"):
@@ -239,12 +240,14 @@ class Fetch(Struct, frozen=True, tag="fetch"):
 
 
 class Fetched(Struct, frozen=True, tag="fetched"):
-    """The outcome for one record of a `Fetch`. Not done: its bytes were damaged, or are gone."""
+    """The outcome for one record of a `Fetch`. Not done: its bytes were damaged, or are gone.
+    `level`: where it was."""
 
     call_id: Count
     record_id: RecordId
     is_done: bool
     seconds: float = 0.0
+    level: Literal["disk", "remote"] = "disk"
 
 
 class Renew(Struct, frozen=True, tag="renew"):
@@ -271,12 +274,14 @@ class EraseStored(Struct, frozen=True, tag="erase_stored"):
 
 
 class StoredErased(Struct, frozen=True, tag="stored_erased"):
-    """What an erasure took from the disk. `code` is not empty where it failed."""
+    """What an erasure took from the disk. `code` is not empty where it failed. `is_shredded`: the
+    key of what was named is destroyed, so that no copy of it opens again, wherever it is."""
 
     call_id: Count
     records: Count = 0
     bytes: Count = 0
     code: str = ""
+    is_shredded: bool = False
 
 
 class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
@@ -285,9 +290,28 @@ class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
     quotas: tuple[Quota, ...]
 
 
+class RemoteStats(Struct, frozen=True):
+    """The remote store in the storage's heartbeat. `capacity_bytes`: 0 without a bound.
+    `pending_erasures`: objects whose records are gone, and which it has not deleted yet."""
+
+    state: Literal["open", "full", "off"]
+    reason: str = ""
+    capacity_bytes: Count = 0
+    used_bytes: Count = 0
+    records: Count = 0
+    stored_total: Count = 0
+    fetched_total: Count = 0
+    failed_total: Count = 0
+    damaged_total: Count = 0
+    dropped_total: Count = 0
+    pending_erasures: Count = 0
+    read_bytes_per_s: float = 0.0
+
+
 class StorageStats(Struct, frozen=True, tag="storage_stats"):
     """The storage's heartbeat. `state`: `open`, `full` (it stores nothing new) or `off`; `reason`
-    says why it is not open. Totals count from the start of the process."""
+    says why it is not open. Totals count from the start of the process. `remote`: the remote store,
+    None where there is none."""
 
     state: Literal["open", "full", "off"]
     reason: str = ""
@@ -306,6 +330,7 @@ class StorageStats(Struct, frozen=True, tag="storage_stats"):
     namespaces: Count = 0
     payers: tuple[PayerBytes, ...] = ()
     copies: tuple[FidelityBytes, ...] = ()
+    remote: RemoteStats | None = None
 
 
 StorageCommand = StoreRuns | Look | Fetch | Renew | EraseStored | SetStoredQuotas

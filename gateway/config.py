@@ -25,6 +25,7 @@ from msgspec import Meta, Struct
 
 from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL
+from engine.storage.remote_address import check_remote_url
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, check_declared
@@ -36,6 +37,7 @@ from tenancy.types import ToleranceMode
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _OTHER_HEADERS = ("authorization", "cookie", "host", "x-api-key", "x-goog-api-key")
 """Headers that clients set, so that they prove no user."""
 
@@ -619,6 +621,40 @@ def _check_levels(levels: LevelsConfig, at: Callable[[str], str]) -> None:
         value = getattr(levels, name)
         if not math.isfinite(value):
             raise ConfigError(f"{at(f'engine.levels.{name}')}: {value}; expected a finite number")
+    if levels.seal and bool(levels.key_file) == bool(levels.key_env):
+        has = "neither" if not levels.key_file else "both"
+        raise ConfigError(
+            f"{at('engine.levels.seal')}: true with {has} of engine.levels.key_file and"
+            " engine.levels.key_env; expected one of them"
+        )
+    if levels.key_env and not _VARIABLE.fullmatch(levels.key_env):
+        raise ConfigError(
+            f"{at('engine.levels.key_env')}: {levels.key_env[:80]!r}; expected the name of a"
+            " variable of the environment"
+        )
+    _check_remote(levels, at)
+    for name in ("key_file", "key_file_before"):
+        if "\x00" in getattr(levels, name):
+            raise ConfigError(f"{at(f'engine.levels.{name}')}: expected a path without NUL")
+
+
+def _check_remote(levels: LevelsConfig, at: Callable[[str], str]) -> None:
+    """Check the remote store: its address, and that it gets sealed copies of a disk."""
+    remote = levels.remote
+    for name in ("gib", "timeout_ms"):
+        if not math.isfinite(value := getattr(remote, name)):
+            key = at(f"engine.levels.remote.{name}")
+            raise ConfigError(f"{key}: {value}; expected a finite number")
+    if not remote.url:
+        return
+    if problem := check_remote_url(remote.url):
+        raise ConfigError(f"{at('engine.levels.remote.url')}: {problem}")
+    for name, value in (("seal", levels.seal), ("disk_gib", levels.disk_gib)):
+        if not value:
+            raise ConfigError(
+                f"{at('engine.levels.remote.url')}: set without engine.levels.{name}; a remote"
+                " store gets sealed copies of the disk's, and its index is on the disk"
+            )
 
 
 def check_web_address(text: str, what: str) -> None:

@@ -40,6 +40,7 @@ from engine.moves import (
     Fetched,
     Look,
     Looked,
+    RemoteStats,
     Renew,
     SetStoredQuotas,
     Storage,
@@ -59,6 +60,8 @@ STUCK_S: Final = 10.0
 turns one second counts: the machine may have paused."""
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
+FARTHEST: Final[tuple[LevelName, ...]] = ("remote", "disk")
+"""Levels whose loads another one may be a part of, the slowest first."""
 
 
 class LoadPlan:
@@ -101,6 +104,7 @@ class Levels:
         self.paces: dict[LevelName, LevelPace] = {
             "host": LevelPace("host", sizes),
             "disk": LevelPace("disk", sizes, config.io_threads),
+            "remote": LevelPace("remote", sizes),
         }
         self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, config.verify_host)
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
@@ -121,7 +125,7 @@ class Levels:
         self._erasures: set[int] = set()
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
-        self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
+        self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
         self._chosen: Counter[LevelName] = Counter()
         self._declined: Counter[LevelName] = Counter()
         self._now_s = self._silent_s = 0.0
@@ -182,8 +186,10 @@ class Levels:
             self._blocks_min,
             now_s,
             form,
+            self.paces["remote"],
+            [level_of(copy) == "remote" for copy in copies],
         )
-        level: LevelName = "host" if on_host else "disk"
+        level = level_of(copies[0])
         (self._chosen if choice.blocks else self._declined)[level] += 1
         return LoadPlan(whole, copies[: choice.blocks], choice) if choice.blocks else None
 
@@ -321,12 +327,9 @@ class Levels:
         """Return the further tokens of a prompt that are known below the device, by level."""
         size = self.cache.block_size
         copies = self.book.prefixes.match(namespace, tokens, now_s)[here // size :]
-        on_host = sum(copy.slot >= 0 for copy in copies)
-        counts: tuple[tuple[LevelName, int], ...] = (
-            ("host", on_host * size),
-            ("disk", (len(copies) - on_host) * size),
-        )
-        return tuple(pair for pair in counts if pair[1])
+        counts = Counter(map(level_of, copies))
+        names: tuple[LevelName, ...] = ("host", "disk", "remote")
+        return tuple((name, counts[name] * size) for name in names if counts[name])
 
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose bytes, or records, have changed since the last call.
@@ -379,7 +382,11 @@ class Levels:
                 if count
             ),
         )
-        return (host,) if self._storing is None else (host, self._disk_stats(self._storing))
+        if self._storing is None:
+            return (host,)
+        remote = self._disk.remote
+        further = () if remote is None else (self._remote_stats(remote),)
+        return (host, self._disk_stats(self._storing), *further)
 
     def check(self) -> None:
         """Recount the copies. Raises InvariantViolation. O(copies)."""
@@ -422,7 +429,10 @@ class Levels:
         self._storage.send(SetStoredQuotas((scaled,)))
 
     def _blocks_min(self, level: LevelName) -> int:
-        tokens = self.config.host_tokens_min if level == "host" else self.config.disk_tokens_min
+        tokens = {
+            "host": self.config.host_tokens_min,
+            "remote": self.config.remote.tokens_min,
+        }.get(level, self.config.disk_tokens_min)
         return -(-tokens // self.cache.block_size)
 
     def _is_crowded(self) -> bool:
@@ -440,7 +450,9 @@ class Levels:
         elif isinstance(outcome, StoredErased):
             if outcome.call_id in self._erasures:
                 self._erasures.discard(outcome.call_id)
-                erased = LevelErased("disk", outcome.records, outcome.bytes, outcome.code)
+                erased = LevelErased(
+                    "disk", outcome.records, outcome.bytes, outcome.code, outcome.is_shredded
+                )
                 self.on_erased(outcome.call_id, erased)
         else:
             was_open, self._disk = self._disk.state == "open", outcome
@@ -474,6 +486,7 @@ class Levels:
                 if run.limit_s is not None:
                     self.book.prefixes.set_limit(copy, self._now_s + run.limit_s)
             copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
+            copy.is_remote = run.level == "remote"
             self.book.set_record(copy, run.record_id, form)
             parent = copy
 
@@ -549,7 +562,7 @@ class Levels:
             self._lossy[load.namespace] = laxest(self.read_fidelity(load.namespace), fidelity)
         if load.loaded == len(load.pieces):
             names: list[LevelName] = [piece.level for piece in load.pieces]
-            level: LevelName = "disk" if "disk" in names else "host"
+            level: LevelName = next((name for name in FARTHEST if name in names), "host")
             self.paces[level].record_load(now_s - load.began_s, load.choice.compute_s, now_s)
 
     def _disk_stats(self, storing: Storing) -> LevelStats:
@@ -580,6 +593,35 @@ class Levels:
             payers=disk.payers,
             copies=disk.copies,
         )
+
+    def _remote_stats(self, remote: RemoteStats) -> LevelStats:
+        return LevelStats(
+            name="remote",
+            state=remote.state,
+            reason=remote.reason,
+            capacity_bytes=remote.capacity_bytes,
+            used_bytes=remote.used_bytes,
+            blocks=remote.records,
+            loaded_total=self.loads.loaded_blocks["remote"],
+            stored_total=remote.stored_total,
+            fetched_total=remote.fetched_total,
+            failed_total=remote.failed_total,
+            damaged_total=remote.damaged_total,
+            dropped_total=remote.dropped_total,
+            loaded_tokens_total=self._loaded_tokens["remote"],
+            regret_s_total=self.paces["remote"].regret_s,
+            bytes_per_s=remote.read_bytes_per_s or self.paces["remote"].bytes_per_s,
+            chosen_total=self._chosen["remote"],
+            declined_total=self._declined["remote"],
+            pending_erasures=remote.pending_erasures,
+        )
+
+
+def level_of(copy: Copy) -> LevelName:
+    """Return the nearest level on which a copy is known to be."""
+    if copy.slot >= 0:
+        return "host"
+    return "remote" if copy.is_remote else "disk"
 
 
 def _above(node: Node, steps: int) -> Node | None:

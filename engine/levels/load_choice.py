@@ -29,7 +29,7 @@ TRIAL_S: Final = 1.0
 """Seconds between two trials after that."""
 TRIALS_WON: Final = 3
 """Trials in a row that must win before the level serves as before."""
-FIRST_BYTES_PER_S: Final[dict[LevelName, float]] = {"host": 4e9, "disk": 0.5e9}
+FIRST_BYTES_PER_S: Final[dict[LevelName, float]] = {"host": 4e9, "disk": 0.5e9, "remote": 0.1e9}
 """Rates until they are measured."""
 FIXED_S: Final = 0.001
 """Seconds that any load takes: it is noticed between two steps."""
@@ -114,11 +114,13 @@ def choose_load(
     blocks_min: Callable[[LevelName], int],
     now_s: float,
     form: int = 0,
+    remote: LevelPace | None = None,
+    on_remote: Sequence[bool] = (),
 ) -> LoadChoice:
     """Return the longest prefix of a run of blocks that is worth loading.
 
-    `on_host`: for each block in order whether it lies in host memory; else it is on disk. `form`:
-    the format of their copies.
+    `on_host`: for each block in order whether it lies in host memory; else it is on disk, or where
+    `on_remote` says so, in the remote store. `form`: the format of their copies.
     `compute_s(n)`: predicted seconds to compute the first n. `blocks_min(level)`: the shortest load
     that touches this level. O(blocks) additions, and at most `CHOICES` predictions.
     """
@@ -127,14 +129,18 @@ def choose_load(
         return NOTHING
     if not disk.is_open(now_s) and False in on_host:
         most = list(on_host).index(False)
+    if True in on_remote and (remote is None or not remote.is_open(now_s)):
+        most = min(most, list(on_remote).index(True))
     step = max(1, most // CHOICES)
     for blocks in range(most, 0, -step):
-        fetched = blocks - sum(on_host[:blocks])
-        if blocks < blocks_min("disk" if fetched else "host"):
+        far = sum(on_remote[:blocks])
+        fetched = blocks - sum(on_host[:blocks]) - far
+        if blocks < blocks_min("remote" if far else "disk" if fetched else "host"):
             continue
-        # Fetch and load overlap: the slower of the two, and one more block of the other.
-        paces = sorted((host.seconds(blocks, form), disk.seconds(fetched, form)))
-        load_s = FIXED_S + paces[1] + (host.block_s[form] if fetched else 0.0)
+        # Fetch and load overlap: the slowest of them, and one more block of the other.
+        far_s = remote.seconds(far, form) if remote is not None else 0.0
+        slowest_s = max(host.seconds(blocks, form), disk.seconds(fetched, form), far_s)
+        load_s = FIXED_S + slowest_s + (host.block_s[form] if fetched or far else 0.0)
         wanted_s = compute_s(blocks)
         if load_s <= wanted_s:
             return LoadChoice(blocks, load_s, wanted_s)

@@ -102,7 +102,7 @@ class Load:
 
     def tokens_by_level(self, run_tokens: int) -> tuple[tuple[LevelName, int], ...]:
         """Return the tokens that it brought, by the level they were on."""
-        names: tuple[LevelName, ...] = ("host", "disk")
+        names: tuple[LevelName, ...] = ("host", "disk", "remote")
         counts = [(n, sum(p.level == n for p in self.pieces[: self.loaded])) for n in names]
         return tuple((name, count * run_tokens) for name, count in counts if count)
 
@@ -142,8 +142,8 @@ class Loads:
         self._fetches: dict[tuple[int, int], tuple[Load, _Piece]] = {}
         self._ended: list[Load] = []
         self._moved_from_host = 0
-        self.loaded_blocks: dict[LevelName, int] = {"host": 0, "disk": 0}
-        self.failed: dict[LevelName, int] = {"host": 0, "disk": 0}
+        self.loaded_blocks: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
+        self.failed: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
         self.fetched = 0
 
     def __len__(self) -> int:
@@ -178,7 +178,7 @@ class Loads:
         self._loads[load] = None
         for piece in pieces:
             self._paces[piece.level].queued[piece.form] += 1
-        self._fetch(load, [piece for piece in pieces if piece.level == "disk"])
+        self._fetch(load, [piece for piece in pieces if piece.level != "host"])
         return load
 
     def _pieces(self, table: BlockTable, first: int, copies: Sequence[Copy]) -> list[_Piece]:
@@ -202,7 +202,8 @@ class Loads:
                 slot = self._book.take_slot(payer.payer, form, payer.quota)
             if slot is None:
                 break
-            pieces.append(_Piece(copy, "disk", slot, form, block, b""))
+            level: LevelName = "remote" if copy.is_remote else "disk"
+            pieces.append(_Piece(copy, level, slot, form, block, b""))
         for copy, is_here in zip(copies[len(pieces) :], on_host[len(pieces) :], strict=True):
             if is_here:
                 self._book.release(copy.slot)
@@ -258,8 +259,9 @@ class Loads:
         if not outcome.is_done:
             self._piece_ended(load, piece, is_done=False)
             return
-        self.fetched += 1
-        self._paces["disk"].record_block(outcome.seconds, piece.form)
+        self.fetched += outcome.level == "disk"
+        self._paces[outcome.level].record_block(outcome.seconds, piece.form)
+        piece.copy.is_remote = outcome.level == "remote"
         copy = piece.copy
         if is_current and copy.parent is not None and copy.slot < 0:
             self._book.hold(piece.slot)  # one for the copy, one for this load

@@ -28,12 +28,12 @@ class Copy:
     """The copies of one run below the device.
 
     `slot`: its slot of host memory, or -1; `check`: the digest of that slot's bytes, if known.
-    `record_id`: its record on disk, or 0; `record_format`: the format of that. `limit_at_s`: not
-    matched at or after; `promise_at_s`: promised until. `hits`: how often it was matched. `node`:
-    the device's node with the same tokens, where one is known. `ending_leases`: the leases whose
-    last copy this is. `is_storing`: a store is under way. `order_key`: its place among the copies
-    that may be dropped, or None. A copy that left the tree has no parent; the root of a namespace
-    has an empty run.
+    `record_id`: its record on disk, or 0; `record_format`: the format of that; `is_remote`: it was
+    in the remote store alone when it was looked up. `limit_at_s`: not matched at or after;
+    `promise_at_s`: promised until. `hits`: how often it was matched. `node`: the device's node with
+    the same tokens, where one is known. `ending_leases`: the leases whose last copy this is.
+    `is_storing`: a store is under way. `order_key`: its place among the copies that may be dropped,
+    or None. A copy that left the tree has no parent; the root of a namespace has an empty run.
     """
 
     __slots__ = (
@@ -43,6 +43,7 @@ class Copy:
         "has_deadline",
         "hits",
         "is_kept",
+        "is_remote",
         "is_storing",
         "last_use_s",
         "limit_at_s",
@@ -72,6 +73,7 @@ class Copy:
         self.check = b""
         self.record_id: RecordId = 0
         self.record_format = 0
+        self.is_remote = False
         self.limit_at_s = math.inf
         self.promise_at_s = -math.inf
         self.last_use_s = 0.0

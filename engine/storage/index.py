@@ -5,12 +5,17 @@ A row's `key` is a keyed digest of its run and only finds it; the run itself pro
 the root down. A record's parent exists, so whatever deletes a record deletes everything under it. A
 record id is never used again, also where a power cut takes commits back: ids come from ranges that
 are reserved durably.
+
+In a sealed store a row's run and digest lie hidden in the column `run`, and the key of a
+namespace's digests comes from its seal: the file holds no token, and none can be guessed from it.
+Whether a store is sealed is written down when it is made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +27,9 @@ from msgspec import Struct
 from engine.api import Namespace, Payer
 from engine.errors import EngineError
 from engine.moves import ROOT, RecordId
+from engine.storage.record import pack_run
+from engine.storage.remote_rows import REMOTE, RemoteRows
+from engine.storage.seals import RecordSeal, Seals
 from engine.storage.slabs import Place, sync_folder
 
 INDEX_NAME = "index.db"
@@ -30,6 +38,7 @@ SCHEMA_VERSION = 1
 FOREVER_MS = 2**62
 """The limit of a record without one."""
 IDS_RESERVED = 2**20
+CHECK_BYTES = 16
 LOG_BYTES_MAX = 2**24
 TICK_STEPS = 200_000
 """Steps of SQLite's machine, about 0.1 us each, between two ticks."""
@@ -96,25 +105,33 @@ class RecordRow(NamedTuple):
 
 
 class Scope(Struct, frozen=True):
-    """A namespace, and the key of its digests."""
+    """A namespace, the key of its digests, and its seal if the store is sealed."""
 
     scope_id: int
     namespace: Namespace
     key: bytes
+    seal: RecordSeal | None = None
 
 
 class RecordIndex:
     """An open index. One thread uses it; every method may raise apsw.Error."""
 
     def __init__(
-        self, path: Path, *, may_make: bool, tick: Callable[[], None] = lambda: None
+        self,
+        path: Path,
+        *,
+        may_make: bool,
+        tick: Callable[[], None] = lambda: None,
+        seals: Seals | None = None,
     ) -> None:
         """Open the index; `may_make`: make it where there is none.
 
         `tick` is called about each 20 ms of a long query or change; it may not use the index.
+        `seals`: of a sealed store. Rows of a namespace whose key was destroyed are deleted.
         Raises IndexUnusable, apsw.Error, OSError.
         """
         self.path = path
+        self._seals = seals
         if not path.exists():
             if not may_make:
                 raise IndexUnusable(
@@ -133,8 +150,14 @@ class RecordIndex:
             self._open(may_make)
             self._scopes: dict[Namespace, Scope] = {}
             self._scopes_by_id: dict[int, Scope] = {}
-            for found in self._all("select scope_id, namespace, key from scopes"):
-                self._add_scope(Scope(*found))
+            sql = "select scope_id, namespace, key from scopes"
+            for scope_id, namespace, key in self._all(sql):
+                seal = None if seals is None else seals.seal_of(namespace)
+                if seals is not None and seal is None:
+                    self._delete_shredded(scope_id)
+                else:
+                    key = key if seal is None else seal.digest_key
+                    self._add_scope(Scope(scope_id, namespace, key, seal))
             self._payers: dict[Payer, int] = {}
             self._payer_names: dict[int, Payer] = {}
             for number, payer in self._all("select payer_id, payer from payers"):
@@ -164,6 +187,7 @@ class RecordIndex:
                 self._db.execute(f"pragma user_version={SCHEMA_VERSION}")
                 self._db.execute(f"pragma application_id={APPLICATION_ID}")
                 self.set_meta("store_id", os.urandom(16))
+                self.set_meta("sealed", int(self._seals is not None))
             sync_folder(self.path.parent)
             return
         if application != APPLICATION_ID:
@@ -173,6 +197,28 @@ class RecordIndex:
                 f"{self.path} has version {version}; expected {SCHEMA_VERSION}. It was not changed:"
                 " `trunkline levels init` makes a new one."
             )
+        if (is_sealed := bool(self.meta("sealed", 0))) != (self._seals is not None):
+            has, wanted = ("sealed", "true") if is_sealed else ("plain", "false")
+            raise IndexUnusable(
+                f"the copies in {self.path.parent} are {has}; expected engine.levels.seal ="
+                f" {wanted}. They were not changed: `trunkline levels clear` begins anew."
+            )
+
+    def _delete_shredded(self, scope_id: int) -> None:
+        """Delete what is left of a namespace whose key was destroyed."""
+        with self.change():
+            for table in ("records", "leases", "scopes"):
+                self._db.execute(f"delete from {table} where scope_id=?", (scope_id,))
+
+    def _row(self, found: Sequence[Any]) -> RecordRow:
+        """Return a row as it is told: with its run and its digest, empty if they do not open."""
+        row = RecordRow(*found)
+        scope = self._scopes_by_id.get(row.scope_id)
+        if scope is None or scope.seal is None:
+            return row
+        told = scope.seal.show(row.parent, row.run)
+        run, check = told[:-CHECK_BYTES], told[-CHECK_BYTES:]
+        return RecordRow(*row[:3], run, *row[4:9], check, *row[10:])
 
     def _all(self, sql: str, *values: object) -> list[Any]:
         """Return all rows of a query. The schema's tables are strict, so types are as declared."""
@@ -200,6 +246,15 @@ class RecordIndex:
                     self._db.execute("rollback")
             raise
 
+    @contextmanager
+    def change_or_join(self) -> Iterator[None]:
+        """Make one transaction, or be a part of the caller's."""
+        if self._db.in_transaction:
+            yield
+            return
+        with self.change():
+            yield
+
     @property
     def log_path(self) -> Path:
         """The write-ahead log; a commit is durable once it is synced."""
@@ -209,6 +264,10 @@ class RecordIndex:
     def file_bytes(self) -> int:
         """Bytes of the database, and the most that its log keeps."""
         return self.path.stat().st_size + LOG_BYTES_MAX
+
+    def remote_rows(self) -> RemoteRows:
+        """Return the rows about objects in a remote store; make their tables if needed."""
+        return RemoteRows(self._db)
 
     def empty_log(self) -> None:
         """Move the log into the database and cut it: durable, and without deleted rows' bytes."""
@@ -270,9 +329,11 @@ class RecordIndex:
         """Return the namespace's scope; make it if needed."""
         scope = self._scopes.get(namespace)
         if scope is None:
-            key = os.urandom(16)
+            seal = None if self._seals is None else self._seals.seal_for(namespace)
+            key = os.urandom(16) if seal is None else b""
             self._db.execute("insert into scopes(namespace, key) values(?,?)", (namespace, key))
-            scope = Scope(self._db.last_insert_rowid(), namespace, key)
+            key = key if seal is None else seal.digest_key
+            scope = Scope(self._db.last_insert_rowid(), namespace, key, seal)
             self._add_scope(scope)
         return scope
 
@@ -303,7 +364,7 @@ class RecordIndex:
     def row(self, record_id: RecordId) -> RecordRow | None:
         """Return a record's row, or None. About 10 us."""
         found = self._one(f"select {_COLUMNS} from records where rec_id=?", record_id)
-        return None if found is None else RecordRow(*found)
+        return None if found is None else self._row(found)
 
     def child(self, scope: Scope, parent: RecordId, run: bytes) -> RecordRow | None:
         """Return the record of a run below `parent`: found by digest, proved by its tokens."""
@@ -313,34 +374,40 @@ class RecordIndex:
             parent,
             digest_of(scope, run),
         )
-        return RecordRow(*found) if found is not None and found[3] == run else None
+        row = None if found is None else self._row(found)
+        return row if row is not None and row.run == run else None
 
     def step(
         self, scope: Scope, parent: RecordId, run: bytes
-    ) -> tuple[int, int, int, int, int] | None:
-        """Return id, fidelity, limit, promise and payload bytes of a run's record: `child`, for
-        long walks."""
+    ) -> tuple[int, int, int, int, int, int] | None:
+        """Return id, fidelity, limit, promise, payload bytes and slab of a run's record: `child`,
+        for long walks."""
         found = self._one(
-            "select rec_id, fidelity, limit_ms, promise_ms, payload_bytes, run from records"
+            "select rec_id, fidelity, limit_ms, promise_ms, payload_bytes, slab, run from records"
             " where scope_id=? and parent=? and key=?",
             scope.scope_id,
             parent,
             digest_of(scope, run),
         )
-        return found[:5] if found is not None and found[5] == run else None
+        if found is None:
+            return None
+        told = found[6]
+        if scope.seal is not None:
+            told = scope.seal.show(parent, told)[:-CHECK_BYTES]
+        return found[:6] if told == run else None
 
     def children(self, scope: Scope, parent: RecordId) -> Iterator[RecordRow]:
         """Yield the records below `parent`. O(children)."""
         sql = f"select {_COLUMNS} from records where scope_id=? and parent=?"
         for found in self._all(sql, scope.scope_id, parent):
-            yield RecordRow(*found)
+            yield self._row(found)
 
     def rows(self) -> Iterator[RecordRow]:
         """Yield all records, parents before children. O(records)."""
         sql = f"select {_COLUMNS} from records where rec_id > ? order by rec_id limit 1000"
         found = self._all(sql, ROOT)
         while found:
-            yield from (RecordRow(*one) for one in found)
+            yield from map(self._row, found)
             found = self._all(sql, found[-1][0])
 
     def used_places(self, slab: int) -> list[int]:
@@ -352,7 +419,9 @@ class RecordIndex:
 
         `sizes`: the number of places of each slab. O(records).
         """
-        slabs = self._all("select slab, max(place), min(place) from records group by slab")
+        slabs = self._all(
+            f"select slab, max(place), min(place) from records where slab<>{REMOTE} group by slab"
+        )
         found: list[RecordId] = []
         for slab, last, first in slabs:
             if first < 0 or last >= sizes.get(slab, 0):
@@ -366,14 +435,17 @@ class RecordIndex:
             row[0]
             for row in self._all(
                 "select rec_id from records as one where children <> (select count(*) from records"
-                " as other where other.scope_id = one.scope_id and other.parent = one.rec_id)"
+                " as other where other.scope_id = one.scope_id and other.parent = one.rec_id"
+                f" and other.slab<>{REMOTE})"
             )
         ]
 
-    def sums(self) -> list[tuple[int, int, int, int, int]]:
-        """Return scope, payer, fidelity, records and bytes of places, added up. O(records)."""
+    def sums(self) -> list[tuple[int, int, int, int, int, int]]:
+        """Return scope, payer, fidelity, records, places and bytes of places, added up.
+        O(records)."""
         return self._all(
-            "select scope_id, payer_id, fidelity, count(*), sum(place_bytes) from records"
+            "select scope_id, payer_id, fidelity, count(*), sum(slab <> -1), sum(place_bytes)"
+            " from records"
             " group by scope_id, payer_id, fidelity"
         )
 
@@ -420,6 +492,21 @@ class RecordIndex:
         used_ms = max((row[1] for row in rows), default=0)
         return [row[0] for row in rows], used_ms, any(row[2] > now_ms for row in rows)
 
+    def tops_under(self, scope: Scope, tokens: Sequence[int], size: int) -> list[RecordId]:
+        """Return the topmost records whose path, of runs of `size`, begins with all of `tokens`."""
+        parent, at = ROOT, 0
+        try:
+            packed = pack_run(tokens)
+        except struct.error:
+            return []
+        while len(tokens) - at > size:
+            row = self.child(scope, parent, packed[4 * at : 4 * (at + size)])
+            if row is None:
+                return []
+            parent, at = row.record_id, at + size
+        rest = packed[4 * at :]
+        return [row.record_id for row in self.children(scope, parent) if row.run.startswith(rest)]
+
     def leased(self, scope: Scope, lease_id: str) -> list[RecordId]:
         """Return what a lease alone covers: no other one covers it or anything under it."""
         return [
@@ -439,6 +526,9 @@ class RecordIndex:
 
     def insert(self, row: RecordRow, scope: Scope, now_ms: int) -> None:
         """Add a record below its parent, which exists. Its place and its run are free."""
+        run, check = row.run, row.check
+        if scope.seal is not None:
+            run, check = scope.seal.hide(row.parent, run + check), b""
         self._db.execute(
             "insert into records values(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,0,0)",
             (
@@ -446,20 +536,20 @@ class RecordIndex:
                 row.scope_id,
                 row.parent,
                 digest_of(scope, row.run),
-                row.run,
+                run,
                 row.payer_id,
                 row.slab,
                 row.position,
                 row.payload_bytes,
                 row.place_bytes,
-                row.check,
+                check,
                 row.fidelity,
                 row.limit_ms,
                 row.promise_ms,
                 now_ms,
             ),
         )
-        if row.parent != ROOT:
+        if row.parent != ROOT and row.slab != REMOTE:
             self._db.execute("update records set children=children+1 where rec_id=?", (row.parent,))
 
     def lengthen(self, record_id: RecordId, limit_ms: int, promise_ms: int) -> None:
@@ -511,7 +601,11 @@ class RecordIndex:
         self._db.executemany("delete from leases where rec_id=?", ids)
         self._db.executemany(
             "update records set children=children-1 where rec_id=?",
-            [(row.parent,) for row in gone.values() if row.parent not in gone],
+            [
+                (row.parent,)
+                for row in gone.values()
+                if row.parent not in gone and row.slab != REMOTE
+            ],
         )
         return list(gone.values())
 

@@ -22,6 +22,7 @@ from engine.api import Count, Namespace
 from engine.errors import EngineError
 from engine.moves import SlotLayout, StorageCommand, StorageOutcome
 from engine.protocol import Decoder
+from engine.storage.unlocking import SealSettings
 
 FRAME_BYTES_MAX = 64 * 2**20
 NAMESPACES_PER_FRAME = 4_096
@@ -30,13 +31,23 @@ STORAGE_VERSION = 2
 _LENGTH = struct.Struct("<I")
 
 
+class RemoteSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The remote store below the disk: its address, its bound (0: none), and how long any call of
+    it may take. Credentials come from the environment."""
+
+    url: str
+    bytes_max: Count = 0
+    timeout_s: float = 2.0
+
+
 class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fields=True):
     """The first frame: the folder, and the arena whose descriptor the process inherits.
 
     `slot_sizes`: the bytes of copies, by format; a record has one of them. `disk_bytes`: room for
     slabs and index. `write_bytes_per_day`: 0 for as much as `disk_bytes`. `run_tokens`: tokens of a
     run. `wait_s`: how long to wait for the lock of a storage process that is about to end.
-    `spare_bytes`: left to others on the file system.
+    `spare_bytes`: left to others on the file system. `seal`: where the master key is; None for a
+    plain store. No key crosses the socket. `remote`: only beside `seal`.
     """
 
     dir: str
@@ -51,6 +62,8 @@ class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fiel
     heartbeat_s: float = 0.5
     wait_s: float = 10.0
     spare_bytes: Count = 2 * 2**30
+    seal: SealSettings | None = None
+    remote: RemoteSettings | None = None
     version: int = STORAGE_VERSION
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 from engine.api import Namespace
 from engine.moves import RecordId, RunToStore, StoreRuns
 from engine.storage.index import RecordRow, Scope
+from engine.storage.seals import RecordSeal
 from engine.storage.slabs import Place
 
 SPARE_BYTES = 2 * 2**30
@@ -24,7 +25,7 @@ SLABS_MIN = 32
 
 class StoreSettings:
     """How much a store may take. `slot_sizes`: the bytes of copies, by format. `spare_bytes`: left
-    to others on its file system."""
+    to others on its file system. `remote_bytes`: in the remote store; 0: without a bound."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class StoreSettings:
         write_bytes_per_day: int = 0,
         run_tokens: int = 16,
         spare_bytes: int = SPARE_BYTES,
+        remote_bytes: int = 0,
     ) -> None:
         self.folder = folder
         self.disk_bytes = disk_bytes
@@ -46,11 +48,15 @@ class StoreSettings:
         self.write_bytes_per_day = write_bytes_per_day or disk_bytes
         self.run_tokens = run_tokens
         self.spare_bytes = spare_bytes
+        self.remote_bytes = remote_bytes
 
 
 @dataclass(slots=True)
 class PlannedRun:
-    """A run of a store on its way. `place` None: a record has it already, or will after commit."""
+    """A run of a store on its way. `place` None: a record has it already, or will after commit.
+
+    `header`: the plain one; what is written is sealed by `seal`, where there is one.
+    """
 
     run: RunToStore
     record_id: RecordId
@@ -59,6 +65,7 @@ class PlannedRun:
     promise_ms: int
     place: Place | None = None
     header: bytes = b""
+    seal: RecordSeal | None = None
     failure: str = ""
 
 
@@ -80,6 +87,11 @@ class WriteBatch:
     error: OSError | None = None
 
     @property
+    def runs(self) -> list[PlannedRun]:
+        """All runs of its stores."""
+        return [run for store in self.stores for run in store.runs]
+
+    @property
     def is_promised(self) -> bool:
         """Whether a commit of it must survive a power cut."""
         return any(
@@ -96,6 +108,7 @@ class PlannedRead:
     namespace: Namespace
     row: RecordRow
     slot: int
+    seal: RecordSeal | None = None
     verdict: Literal["done", "damaged", "failed"] = "failed"
     error: OSError | None = None
     seconds: float = 0.0

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import apsw
 import msgspec
+from msgspec.structs import replace
 
 from engine.errors import EngineError
 from engine.moves import (
@@ -54,9 +55,13 @@ from engine.storage.messages import (
     command_decoder,
     encode_frame,
 )
+from engine.storage.objects import RemoteStore
 from engine.storage.plans import PlannedRead, StoreSettings, WriteBatch
+from engine.storage.remote_address import open_remote
+from engine.storage.remote_link import RemoteLink
 from engine.storage.slabs import DiskCalls, Place
 from engine.storage.store import BATCH_RECORDS, DiskStore
+from engine.storage.unlocking import unlock
 
 READ_BYTES = 2**18
 TICK_S = 1.0
@@ -69,6 +74,7 @@ JOB_S_MAX = 20.0
 replaces the process."""
 READ_ERRORS_MAX, READ_ERRORS_S = 3, 10.0
 Log = Callable[..., None]
+OpenRemote = Callable[[str, float], RemoteStore]
 DiskError = (apsw.Error, OSError, EngineError)
 
 
@@ -86,11 +92,17 @@ class StorageService:
         monotonic_s: Callable[[], float],
         calls: DiskCalls,
         log: Log,
+        environment: Mapping[str, str],
+        open_remote: OpenRemote,
     ) -> None:
         self._wire, self._settings, self._arena = wire, settings, arena
         self._wall_ms, self._uptime_s, self._monotonic_s = wall_ms, uptime_s, monotonic_s
-        self._calls, self._log = calls, log
+        self._calls, self._log, self._environment = calls, log, environment
         self._io = IoThreads(settings.io_threads, monotonic_s)
+        self._link: RemoteLink | None = None
+        if (remote := settings.remote) is not None and settings.seal is not None:
+            opened = partial(open_remote, remote.url, remote.timeout_s)
+            self._link = RemoteLink(opened, monotonic_s, remote.timeout_s, log)
         self._lock: FolderLock | None = None
         self._store: DiskStore | None = None
         self._dying: DiskStore | None = None  # lost, and still read or written by a thread
@@ -124,6 +136,8 @@ class StorageService:
         until_s: float | None = None
         while until_s is None or (self._is_busy and self._monotonic_s() < until_s):
             fds = [self._io.wake_fd, *([self._wire.fileno()] if until_s is None else ())]
+            if self._link is not None:
+                fds.append(self._link.wake_fd)
             ready, _, _ = select.select(fds, [], [], self._settings.heartbeat_s / 2)
             if self._wire.fileno() in ready:
                 try:
@@ -137,12 +151,20 @@ class StorageService:
                     until_s = self._monotonic_s() + FINISH_S
             for then in self._io.take_ended():
                 self._guard(then)
+            if self._link is not None:
+                self._turn_link(self._link)
             self._guard(self._start_batch)
             now_s = self._monotonic_s()
             if now_s >= tick_at_s:
                 tick_at_s = now_s + TICK_S
                 self._guard(self._tick)
             self._beat_if_due()
+
+    def _turn_link(self, link: RemoteLink) -> None:
+        """Take what the remote store has done, and fail what is late."""
+        for then in link.take_ended():
+            self._guard(then)
+        self._guard(link.tick)
 
     @property
     def _is_busy(self) -> bool:
@@ -206,22 +228,7 @@ class StorageService:
             prepare_folder(folder)
             if self._lock is None:
                 self._lock = wait_for_lock(folder, wait_s, self._pause)
-            self._store = DiskStore(
-                StoreSettings(
-                    folder,
-                    disk_bytes=settings.disk_bytes,
-                    slot_sizes=settings.slot_sizes,
-                    slab_bytes=settings.slab_bytes,
-                    write_bytes_per_day=settings.write_bytes_per_day,
-                    run_tokens=settings.run_tokens,
-                    spare_bytes=settings.spare_bytes,
-                ),
-                self._arena.view,
-                self._wall_ms,
-                self._uptime_s,
-                self._calls,
-                self._beat_if_due,
-            )
+            self._store = self._open_store(folder)
             for command in self._owed:
                 self._store.erase(command)
             self._owed.clear()
@@ -240,6 +247,37 @@ class StorageService:
         if doubt := doubt_about(folder):
             self._log("levels_doubtful", reason=doubt)
         self._wipe(store, lambda: None)
+
+    def _open_store(self, folder: Path) -> DiskStore:
+        settings, seals = self._settings, None
+        if settings.seal is not None:
+            seals = unlock(folder, settings.seal, self._environment)
+            if seals.rewrapped:
+                self._log("levels_rewrapped", keys=seals.rewrapped)
+        try:
+            return DiskStore(
+                StoreSettings(
+                    folder,
+                    disk_bytes=settings.disk_bytes,
+                    slot_sizes=settings.slot_sizes,
+                    slab_bytes=settings.slab_bytes,
+                    write_bytes_per_day=settings.write_bytes_per_day,
+                    run_tokens=settings.run_tokens,
+                    spare_bytes=settings.spare_bytes,
+                    remote_bytes=0 if settings.remote is None else settings.remote.bytes_max,
+                ),
+                self._arena.view,
+                self._wall_ms,
+                self._uptime_s,
+                self._calls,
+                self._beat_if_due,
+                seals,
+                self._link,
+            )
+        except BaseException:
+            if seals is not None:
+                seals.close()
+            raise
 
     def _pause(self, seconds: float) -> None:
         self._reason = "waiting for the folder's last owner to end"
@@ -263,7 +301,8 @@ class StorageService:
         self._bury()
 
     def _bury(self) -> None:
-        if self._dying is not None and not self._io.under_way:
+        is_lent = self._link is not None and self._link.under_way > 0
+        if self._dying is not None and not self._io.under_way and not is_lent:
             self._dying.close()
             self._dying = None
 
@@ -275,6 +314,8 @@ class StorageService:
         else:
             self._bury()
         self._io.close()
+        if self._link is not None:
+            self._link.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -294,7 +335,8 @@ class StorageService:
                         self._send(plan)
                     else:
                         then = partial(self._finish_read, store, plan)
-                        self._io.read(partial(store.read, plan), then)
+                        if not store.fetch_remote(plan, then):
+                            self._io.read(partial(store.read, plan), then)
             case StoreRuns():
                 self._waiting.append(message)
             case Renew():
@@ -412,7 +454,25 @@ class StorageService:
             self._send(StoredErased(command.call_id, code="write_failed"))
             raise
         self._tell_changes()
-        self._wipe(store, partial(self._send, receipt))
+        self._wipe(store, partial(self._end_erasure, store, command, receipt))
+
+    def _end_erasure(self, store: DiskStore, command: EraseStored, receipt: StoredErased) -> None:
+        """Answer an erasure, after objects of it were deleted, or could not be in time."""
+        remote = store.remote
+        if remote is None or store is not self._store or not remote.is_pending(command.namespace):
+            self._send(receipt)
+        elif receipt.is_shredded:  # the objects are of no use any more
+            self._send(receipt)
+            remote.settle(command.namespace, lambda: None)
+        else:
+            remote.settle(
+                command.namespace,
+                lambda: self._send(
+                    replace(receipt, code="pending")
+                    if remote.is_pending(command.namespace)
+                    else receipt
+                ),
+            )
 
     def _wipe(self, store: DiskStore, then: Callable[[], None]) -> None:
         """Wipe what was given back, then call `then`."""
@@ -465,10 +525,13 @@ def serve(
     attach: Callable[[DiskSettings], HostArena],
     calls: DiskCalls,
     log: Log,
+    environment: Mapping[str, str] | None = None,
+    open_remote: OpenRemote = open_remote,
 ) -> int:
     """Serve the engine at the other end of `wire`. Returns the exit status.
 
     `wall_ms`, `uptime_s`: the clocks of records; `monotonic_s`: that of heartbeats and pauses.
+    `environment`: where a master key may be. `open_remote`: opens a remote store.
     """
     decoder = command_decoder()
     messages: list[Downward] = []
@@ -494,6 +557,8 @@ def serve(
             monotonic_s=monotonic_s,
             calls=calls,
             log=log,
+            environment=environment or {},
+            open_remote=open_remote,
         ).serve(decoder, early)
     finally:
         arena.close()
@@ -527,6 +592,7 @@ def main() -> int:
                 attach=attach_arena,
                 calls=DiskCalls(),
                 log=log_line,
+                environment=os.environ,
             )
     except Exception as error:
         log_line("storage_failed", error=type(error).__name__)

@@ -47,20 +47,30 @@ class RecordReader:
         try:
             buffer = self._buffer()[: row.place_bytes]
             is_whole = self._slabs.read(row.place, buffer) == row.place_bytes
-            payload = buffer[HEADER_BYTES : HEADER_BYTES + row.payload_bytes]
-            if not is_whole or not self._agrees(plan, decode_header(buffer), payload):
+            payload = self.opened(plan, buffer) if is_whole else None
+            if payload is None:
                 plan.verdict = "damaged"
                 return
-            self._view(plan.slot, row.payload_bytes)[:] = payload
-            plan.verdict = "done"
+            self.fill(plan, payload)
         except DamagedRecord:
             plan.verdict = "damaged"
-        except (KeyError, IndexError):  # no such slab; no such slot
+        except KeyError:  # no such slab
             plan.verdict = "failed"
         except OSError as error:
             plan.error = error
         finally:
             plan.seconds = self._uptime_s() - began_s
+
+    def fill(self, plan: PlannedRead, payload: memoryview) -> bool:
+        """Copy a payload that was `opened` to its slot; set the plan's verdict, and return whether
+        it is done."""
+        try:
+            self._view(plan.slot, plan.row.payload_bytes)[:] = payload
+        except IndexError:  # no such slot
+            plan.verdict = "failed"
+            return False
+        plan.verdict = "done"
+        return True
 
     def _buffer(self) -> memoryview:
         """Return this thread's own buffer."""
@@ -68,6 +78,18 @@ class RecordReader:
             self._buffers.view = memoryview(mmap(-1, self._place_bytes))
         view: memoryview = self._buffers.view
         return view
+
+    def opened(self, plan: PlannedRead, record: memoryview) -> memoryview | None:
+        """Return the payload of a record's bytes, or None if they are another record's.
+
+        Raises DamagedRecord for what is no record, or does not open.
+        """
+        size = plan.row.payload_bytes
+        header: bytes | memoryview = record
+        payload = record[HEADER_BYTES : HEADER_BYTES + size]
+        if plan.seal is not None:
+            header, payload = plan.seal.open(record, size)
+        return payload if self._agrees(plan, decode_header(header), payload) else None
 
     def _agrees(self, plan: PlannedRead, header: RecordHeader, payload: memoryview) -> bool:
         row = plan.row

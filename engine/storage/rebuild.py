@@ -1,14 +1,15 @@
-"""What an operator does to a store while no server uses it: begin anew, rebuild, verify.
+"""What an operator does to a store while no server uses it: begin anew, rebuild, verify, rewrap.
 
 Each holds the folder's lock, so a running server makes it fail with `FolderInUse`. The command line
-calls this module; it knows no engine and no process.
+calls this module; it knows no engine and no process. A sealed store is rebuilt and verified with
+its keys (`engine.storage.unlocking`), and emptied without: that destroys them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -25,7 +26,9 @@ from engine.storage.record import (
     decode_header,
     place_bytes_of,
 )
+from engine.storage.seals import KEYS_NAME, SealRefused, Seals
 from engine.storage.slabs import DiskCalls, Place, SlabFiles, sync_folder
+from engine.storage.unlocking import SealSettings, unlock
 
 REBUILD_BATCH = 1_024
 Progress = Callable[[int, int], None]
@@ -50,11 +53,13 @@ class VerifiedStore(Struct, frozen=True):
 def clear_folder(folder: Path) -> int:
     """Delete a store, so that the next start begins with an empty one. Returns the bytes freed.
 
-    Other files of the folder stay. Raises FolderRefused, FolderInUse, OSError.
+    The keys of a sealed store go first. Other files of the folder stay. Raises FolderRefused,
+    FolderInUse, OSError.
     """
     with _owned(folder):
         freed = 0
-        for path in [*_index_files(folder), *folder.glob("*.slab")]:
+        keys = sorted(folder.glob(f"{KEYS_NAME}*"))
+        for path in [*keys, *_index_files(folder), *folder.glob("*.slab")]:
             with suppress(FileNotFoundError):
                 freed += path.stat().st_size
                 path.unlink()
@@ -63,36 +68,47 @@ def clear_folder(folder: Path) -> int:
 
 
 def rebuild_index(
-    folder: Path, now_ms: int, progress: Progress = lambda done, total: None
+    folder: Path,
+    now_ms: int,
+    progress: Progress = lambda done, total: None,
+    seal: SealSettings | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> RebuiltIndex:
     """Make a new index from the headers of all slabs; the old one is deleted. Leases are gone.
 
-    Reads 4,096 bytes a place. `now_ms`: the wall clock; what is past its limit stays out. Raises
-    FolderRefused, FolderInUse, OSError, apsw.Error.
+    Reads 4,096 bytes a place. `now_ms`: the wall clock; what is past its limit stays out. `seal`:
+    where the master key of a sealed store is. Raises FolderRefused, FolderInUse, MasterKeyRefused,
+    SealRefused, OSError, apsw.Error.
     """
-    with _owned(folder):
+    with _owned(folder), _unlocked(folder, seal, environment) as seals:
         slabs = SlabFiles(folder, HEADER_BYTES, DiskCalls())
         with closing(slabs):
-            found = list(_headers(slabs, progress))
+            found = list(_headers(slabs, progress, seals))
             chosen = _choose(found, now_ms)
             for path in _index_files(folder):
                 path.unlink()
-            index = RecordIndex(folder / INDEX_NAME, may_make=True)
+            index = RecordIndex(folder / INDEX_NAME, may_make=True, seals=seals)
             with closing(index):
                 _fill(index, chosen, [header for _, header in found])
                 index.empty_log()
         return RebuiltIndex(len(chosen), len(found) - len(chosen))
 
 
-def verify_store(folder: Path, progress: Progress = lambda done, total: None) -> VerifiedStore:
+def verify_store(
+    folder: Path,
+    progress: Progress = lambda done, total: None,
+    seal: SealSettings | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> VerifiedStore:
     """Read every record, and delete those whose bytes are damaged, with everything under them.
 
-    Raises FolderRefused, FolderInUse, IndexUnusable, OSError, apsw.Error.
+    `seal`: where the master key of a sealed store is. Raises FolderRefused, FolderInUse,
+    IndexUnusable, MasterKeyRefused, SealRefused, OSError, apsw.Error.
     """
-    with _owned(folder):
+    with _owned(folder), _unlocked(folder, seal, environment) as seals:
         slabs = SlabFiles(folder, HEADER_BYTES, DiskCalls())
         with closing(slabs):
-            index = RecordIndex(folder / INDEX_NAME, may_make=False)
+            index = RecordIndex(folder / INDEX_NAME, may_make=False, seals=seals)
             with closing(index):
                 rows, damaged = list(index.rows()), []
                 for number, row in enumerate(rows):
@@ -105,6 +121,16 @@ def verify_store(folder: Path, progress: Progress = lambda done, total: None) ->
         return VerifiedStore(len(rows), len(gone))
 
 
+def rewrap_keys(folder: Path, seal: SealSettings, environment: Mapping[str, str]) -> int:
+    """Wrap the data keys of a sealed store by its new master key. Returns how many; 0 if they were.
+
+    No record is read or written. Raises FolderRefused, FolderInUse, MasterKeyRefused, SealRefused,
+    OSError, apsw.Error.
+    """
+    with _owned(folder), _unlocked(folder, seal, environment) as seals:
+        return 0 if seals is None else seals.rewrapped
+
+
 def _owned(folder: Path) -> closing[FolderLock]:
     if problem := check_folder(folder):
         raise FolderRefused(problem)
@@ -113,11 +139,30 @@ def _owned(folder: Path) -> closing[FolderLock]:
     return closing(FolderLock(folder))
 
 
+@contextmanager
+def _unlocked(
+    folder: Path, seal: SealSettings | None, environment: Mapping[str, str] | None
+) -> Iterator[Seals | None]:
+    """Open the keys of a sealed store; None for a plain one. Raises SealRefused."""
+    if seal is None:
+        if (folder / KEYS_NAME).exists():
+            raise SealRefused(
+                f"the copies in {folder} are sealed; expected engine.levels.seal = true, and the"
+                " key. They were not changed."
+            )
+        yield None
+        return
+    with closing(unlock(folder, seal, environment or {})) as seals:
+        yield seals
+
+
 def _index_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{INDEX_NAME}*"))
 
 
-def _headers(slabs: SlabFiles, progress: Progress) -> Iterator[tuple[Place, RecordHeader]]:
+def _headers(
+    slabs: SlabFiles, progress: Progress, seals: Seals | None
+) -> Iterator[tuple[Place, RecordHeader]]:
     """Yield each place that begins with a sound header that fits it."""
     buffer = memoryview(bytearray(HEADER_BYTES))
     places = list(slabs.all_places())
@@ -126,7 +171,7 @@ def _headers(slabs: SlabFiles, progress: Progress) -> Iterator[tuple[Place, Reco
         if slabs.read(place, buffer) < HEADER_BYTES:
             continue
         with suppress(DamagedRecord):
-            header = decode_header(buffer)
+            header = decode_header(buffer if seals is None else seals.open_header(buffer))
             if place_bytes_of(header.payload_bytes) == place_bytes:
                 yield place, header
 
@@ -187,10 +232,12 @@ def _is_sound(slabs: SlabFiles, index: RecordIndex, row: RecordRow) -> bool:
         return False
     try:
         is_whole = slabs.read(row.place, buffer) == row.place_bytes
-        header = decode_header(buffer)
+        plain, payload = bytes(buffer[:HEADER_BYTES]), buffer[HEADER_BYTES:][: row.payload_bytes]
+        if (seal := index.scope_of(row).seal) is not None:
+            plain, payload = seal.open(buffer, row.payload_bytes)
+        header = decode_header(plain)
     except (DamagedRecord, OSError):
         return False
-    payload = buffer[HEADER_BYTES : HEADER_BYTES + row.payload_bytes]
     said = (header.store_id, header.record_id, header.parent, header.run, header.check)
     known = (index.store_id, row.record_id, row.parent, row.run, row.check)
     is_named = header.namespace == index.scope_of(row).namespace

@@ -23,7 +23,6 @@ from functools import partial
 import xxhash
 
 from engine.api import Namespace, Payer, Quota
-from engine.errors import InvariantViolation
 from engine.moves import (
     ROOT,
     EraseStored,
@@ -38,11 +37,12 @@ from engine.moves import (
     StorageStats,
     Stored,
     StoredErased,
-    StoredRun,
     StoreRuns,
 )
+from engine.storage.audit import check_store
 from engine.storage.idle_slabs import idle_slab
 from engine.storage.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow, Scope
+from engine.storage.place_holds import PlaceHolds
 from engine.storage.plans import (
     PlannedRead,
     PlannedRun,
@@ -60,7 +60,12 @@ from engine.storage.record import (
     pack_run,
     place_bytes_of,
 )
+from engine.storage.remote_copies import PUT_PART, RemoteCopies
+from engine.storage.remote_link import RemoteLink
+from engine.storage.remote_rows import REMOTE, level_of
+from engine.storage.seals import Seals
 from engine.storage.slabs import DiskCalls, Place, SlabFiles
+from engine.storage.walking import walk
 from engine.storage.wall_clock import StoreClock
 
 BATCH_RECORDS = 64
@@ -89,20 +94,28 @@ class DiskStore:
         uptime_s: Callable[[], float],
         calls: DiskCalls,
         tick: Callable[[], None] = lambda: None,
+        seals: Seals | None = None,
+        link: RemoteLink | None = None,
     ) -> None:
         """Open the store of a folder that is ready, or make it. O(records).
 
         `tick` is called now and then while a long query or change runs; it may call `stats`.
-        Raises IndexUnusable, apsw.Error, OSError.
+        `seals`: of a sealed store; closed with it. `link`: the way to a remote store, which only a
+        sealed store may have. Raises IndexUnusable, apsw.Error, OSError.
         """
         self._settings, self._view, self._calls = settings, view, calls
+        self._seals = seals
+        self.remote: RemoteCopies | None = None
         self._uptime_s = uptime_s
         self._place_sizes = {size: place_bytes_of(size) for size in settings.slot_sizes}
         self._present_sizes = sorted(set(self._place_sizes.values()), reverse=True)
         self._place_bytes = self._present_sizes[0]
         folder = settings.folder
         self._index = RecordIndex(
-            folder / INDEX_NAME, may_make=not any(folder.glob("*.slab")), tick=tick
+            folder / INDEX_NAME,
+            may_make=not any(folder.glob("*.slab")),
+            tick=tick,
+            seals=seals,
         )
         try:
             self._slabs = SlabFiles(folder, settings.slab_bytes, calls)
@@ -114,6 +127,8 @@ class DiskStore:
                 self._books = DiskBooks()
                 self._reset_counts()
                 self._load()
+                if link is not None:
+                    self.remote = self._remote_copies(link)
             except BaseException:
                 self._slabs.close()
                 raise
@@ -124,9 +139,7 @@ class DiskStore:
     def _reset_counts(self) -> None:
         self._batch: WriteBatch | None = None
         self._pinned: set[RecordId] = set()
-        self._reading: Counter[Place] = Counter()
-        self._deferred: set[Place] = set()
-        self._bad: set[Place] = set()
+        self._holds = PlaceHolds(self._slabs)
         self._uses: dict[RecordId, tuple[int, int]] = {}
         self._full_reason = ""
         self._no_slab_until_ms = self._noted_ms = self._count_promised_at_ms = 0
@@ -151,15 +164,34 @@ class DiskStore:
         for number in sizes:
             self._slabs.set_used(number, self._index.used_places(number))
         scopes = {scope.scope_id: scope.namespace for scope in self._index.scopes}
-        for scope_id, payer_id, fidelity, count, size in self._index.sums():
-            self._books.add_bytes(self._index.payer_name(payer_id), size, fidelity, count)
+        for scope_id, payer_id, fidelity, count, places, size in self._index.sums():
+            self._books.add_bytes(self._index.payer_name(payer_id), size, fidelity, places)
             self._books.add_records(scopes[scope_id], count)
         with self._index.change():
             for scope in self._index.scopes:
                 if not self._books.has(scope.namespace):
                     self._index.remove_scope(scope.namespace)
             self._note_time()
+        if self._seals is not None:
+            self._seals.keep_only({scope.namespace for scope in self._index.scopes})
         self._promised = self._index.promised(self.clock.now_ms())
+
+    def _remote_copies(self, link: RemoteLink) -> RemoteCopies:
+        assert self._seals is not None, "only a sealed store has copies elsewhere"
+        return RemoteCopies(
+            self._index,
+            self._slabs,
+            self._reader,
+            link,
+            self._holds,
+            store_name=self._seals.store_name,
+            bytes_max=self._settings.remote_bytes,
+            let_down=self._let_down,
+            cold=self._cold,
+            drop=self._drop,
+            now_ms=self.clock.now_ms,
+            uptime_s=self._uptime_s,
+        )
 
     def close(self) -> None:
         """Write down what is in memory alone, and close the files. Safe to repeat."""
@@ -170,6 +202,8 @@ class DiskStore:
             self._index.empty_log()
         self._index.close()
         self._slabs.close()
+        if self._seals is not None:
+            self._seals.close()
 
     @property
     def namespaces(self) -> list[Namespace]:
@@ -274,7 +308,7 @@ class DiskStore:
         )
         self._books.add_bytes(payer, place_bytes, kind[1])
         return PlannedRun(
-            run, record_id, packed, limit_ms, promise_ms, place, encode_header(header)
+            run, record_id, packed, limit_ms, promise_ms, place, encode_header(header), scope.seal
         )
 
     def write(self, batch: WriteBatch, run_all: Callable[[list[Callable[[], None]]], None]) -> None:
@@ -296,7 +330,10 @@ class DiskStore:
             if xxhash.xxh3_128_digest(payload) != run.run.check:
                 run.failure = "damaged"
                 return
-            self._slabs.write(run.place, run.header, payload)
+            header = run.header
+            if run.seal is not None:
+                header, payload = run.seal.seal(header, payload)
+            self._slabs.write(run.place, header, payload)
         except IndexError:
             run.failure = "damaged"
         except OSError as error:
@@ -310,6 +347,8 @@ class DiskStore:
         self._pinned.clear()
         with self._index.change():
             outcomes = [self._commit_store(store) for store in batch.stores]
+            if self.remote is not None:
+                self.remote.want(run.record_id for run in batch.runs if run.run.promise_s)
             self._index.set_meta("written_day", self._written_day)
             self._index.set_meta("written_today", self._written_today)
         if batch.error is not None:
@@ -484,37 +523,49 @@ class DiskStore:
 
     def _drop_leaves(self, payer: Payer, count: int, sizes: Sequence[int]) -> int:
         """Drop records of a payer that nothing hangs on, in places of the first of these sizes in
-        which it has any; return how many went."""
+        which it has any, or let them down; return how many places that freed."""
         self._flush_uses()
         payer_id, most = self._index.payer_id(payer), count + len(self._pinned)
-        dropped = 0
+        kept, dropped = list[RecordId](), 0
         for size in sizes:
             found = self._index.leaves(payer_id, size, self.clock.now_ms(), most)
-            dropped = self._drop([one for one in found if one not in self._pinned][:count])
-            if dropped:
+            first = [one for one in found if one not in self._pinned][:count]
+            kept = [one for one in first if self.remote is not None and self.remote.let_down(one)]
+            dropped = self._drop([one for one in first if one not in kept])
+            if kept or dropped:
                 break
         self.dropped_total += dropped
-        return dropped
+        return dropped + len(kept)
+
+    def _cold(self, count: int) -> list[RecordId]:
+        """Return records that are dropped next for room, of the payer that gives next."""
+        payer = self._quotas.victim(self._books.used, b"", ())
+        if payer is None:
+            return []
+        self._flush_uses()
+        payer_id, now_ms = self._index.payer_id(payer), self.clock.now_ms()
+        for size in self._present_sizes:
+            found = self._index.leaves(payer_id, size, now_ms, count)
+            if cold := [one for one in found if one not in self._pinned]:
+                return cold
+        return []
+
+    def _let_down(self, row: RecordRow) -> None:
+        payer = self._index.payer_name(row.payer_id)
+        self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
+        self._holds.give_back(row.place)
 
     def _drop(self, tops: Sequence[RecordId]) -> int:
         """Delete records with everything under them, in the caller's transaction."""
         rows = self._index.delete_under(tops)
         for row in rows:
             payer = self._index.payer_name(row.payer_id)
-            self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
             self._books.add_records(self._index.scope_of(row).namespace, -1)
             self._uses.pop(row.record_id, None)
-            if row.place in self._reading:
-                self._deferred.add(row.place)
-            else:
-                self._free(row.place)
+            if row.slab != REMOTE:
+                self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
+                self._holds.give_back(row.place)
         return len(rows)
-
-    def _free(self, place: Place) -> None:
-        if place in self._bad:
-            self._slabs.retire(place)
-        else:
-            self._slabs.give_back(place)
 
     # -- look, fetch, renew ---------------------------------------------------------------------
 
@@ -526,27 +577,9 @@ class DiskStore:
 
     def look(self, command: Look) -> Looked:
         """Walk the tokens from the root. About 10 us a run."""
-        found: list[StoredRun] = []
-        scope = self._index.scope(command.namespace)
+        has_remote = self.remote is not None and self.remote.is_open
         size, now_ms = self._settings.run_tokens, self.clock.now_ms()
-        parent = ROOT
-        runs = len(command.tokens) // size if scope is not None else 0
-        for number in range(runs):
-            assert scope is not None, "there are no runs without a scope"
-            try:
-                packed = pack_run(command.tokens[number * size : (number + 1) * size])
-            except struct.error:
-                break
-            step = self._index.step(scope, parent, packed)
-            if step is None or step[2] <= now_ms:
-                break
-            parent, fidelity, limit_ms, promise_ms, slot_bytes = step
-            if number >= command.skip:
-                limit_s = None if limit_ms >= FOREVER_MS else (limit_ms - now_ms) / 1_000
-                promise_s = max(0, promise_ms - now_ms) / 1_000
-                word = FIDELITIES[fidelity]
-                found.append(StoredRun(parent, word, limit_s, promise_s, slot_bytes))
-        return Looked(command.call_id, tuple(found))
+        return walk(self._index, command, size, now_ms, has_remote=has_remote)
 
     def plan_fetch(self, command: Fetch) -> list[PlannedRead | Fetched]:
         """Return a read for each record, or its failure where there is nothing to read."""
@@ -559,9 +592,22 @@ class DiskStore:
             if row is None or row.payload_bytes != command.slot_bytes or slot < 0:
                 plans.append(Fetched(command.call_id, record_id, False))
                 continue
-            self._reading[row.place] += 1
-            plans.append(PlannedRead(command.call_id, command.namespace, row, slot))
+            assert scope is not None, "a live row has a scope"
+            if row.slab != REMOTE:
+                self._holds.hold(row.place)
+            plans.append(PlannedRead(command.call_id, command.namespace, row, slot, scope.seal))
         return plans
+
+    def fetch_remote(self, plan: PlannedRead, then: Callable[[], None]) -> bool:
+        """Fetch a record that lies in the remote store alone; return whether it does. `then` is
+        called when it has come, or has failed."""
+        if plan.row.slab != REMOTE:
+            return False
+        if self.remote is None:
+            then()
+        else:
+            self.remote.fetch(plan, then)
+        return True
 
     def read(self, plan: PlannedRead) -> None:
         """Read a record, check it against its row, and copy it to its slot. For any thread."""
@@ -569,26 +615,24 @@ class DiskStore:
 
     def finish_read(self, plan: PlannedRead) -> Fetched:
         """Return the outcome; strike a damaged record. Raises OSError if the disk failed."""
-        row = plan.row
-        self._reading[row.place] -= 1
-        if not self._reading[row.place]:
-            del self._reading[row.place]
-            if row.place in self._deferred:
-                self._deferred.discard(row.place)
-                self._free(row.place)
-        now_ms = self.clock.now_ms()
+        row, now_ms = plan.row, self.clock.now_ms()
+        level = level_of(row.slab)
+        if level == "disk":
+            self._holds.release(row.place)
         is_there = self._index.row(row.record_id) is not None and row.limit_ms > now_ms
         if plan.verdict == "damaged" and is_there:
-            self._bad.add(row.place)
+            if level == "disk":
+                self._holds.mark_bad(row.place)
             with self._index.change():
                 self.damaged_total += self._drop([row.record_id])
         is_done = plan.verdict == "done" and is_there
         if is_done:
             self._note_use(row.record_id, now_ms, 1)
+        if is_done and level == "disk":
             self.fetched_total += 1
             self.read_bytes += row.payload_bytes
             self.read_seconds += plan.seconds
-        return Fetched(plan.call_id, row.record_id, is_done, plan.seconds)
+        return Fetched(plan.call_id, row.record_id, is_done, plan.seconds, level)
 
     def renew(self, command: Renew) -> None:
         """Note a use of records, and lengthen their limits and promises."""
@@ -607,6 +651,8 @@ class DiskStore:
                     if limit_ms or promise_ms:
                         self._index.lengthen(record_id, limit_ms, promise_ms)
                     self._index.add_leases(scope, record_id, command.lease_ids)
+        if promise_ms and self.remote is not None:
+            self.remote.want(command.record_ids)
 
     def _note_use(self, record_id: RecordId, now_ms: int, hits: int) -> None:
         _, before = self._uses.get(record_id, (0, 0))
@@ -622,48 +668,40 @@ class DiskStore:
     def erase(self, command: EraseStored) -> StoredErased:
         """Delete what is named, durably; stores of the namespace under way bring nothing.
 
-        The bytes are wiped by the caller: `take_dirty`, `wipe`, `put_wiped`.
+        Where all of a sealed namespace goes, its key is destroyed, so that no copy of its bytes
+        opens again. The bytes are wiped by the caller: `take_dirty`, `wipe`, `put_wiped`; objects
+        in the remote store are deleted by it, too: `remote.settle`.
         """
         for store in self._batch.stores if self._batch is not None else ():
             if store.command.namespace == command.namespace:
                 store.code = "erased"
         scope = self._index.scope(command.namespace)
+        is_all = command.lease_id is None and not command.tokens
+        is_shredded = is_all and self._seals is not None
         if scope is None:
-            return StoredErased(command.call_id)
+            return StoredErased(command.call_id, is_shredded=is_shredded)
         before = self._books.used_bytes
         with self._index.change():
             if command.lease_id is not None:
                 tops = self._index.leased(scope, command.lease_id)
             else:
-                tops = self._tops_under(scope, command.tokens or ())
+                size = self._settings.run_tokens
+                tops = self._index.tops_under(scope, command.tokens or (), size)
             count = self._drop(tops)
             if command.lease_id is not None:
                 self._index.remove_lease(scope, command.lease_id)
-            if not self._books.has(command.namespace) and not self._is_planned(scope):
+            is_needed = self._books.has(command.namespace) or self._is_planned(scope)
+            if is_shredded or not is_needed:
                 self._index.remove_scope(command.namespace)
         self._index.empty_log()
-        return StoredErased(command.call_id, count, before - self._books.used_bytes)
+        if is_shredded and self._seals is not None:
+            self._seals.destroy(command.namespace)
+        gone = before - self._books.used_bytes
+        return StoredErased(command.call_id, count, gone, is_shredded=is_shredded)
 
     def _is_planned(self, scope: Scope) -> bool:
         stores = self._batch.stores if self._batch is not None else ()
         return any(store.scope is scope for store in stores)
-
-    def _tops_under(self, scope: Scope, tokens: Sequence[int]) -> list[RecordId]:
-        """Return the topmost records whose path begins with all of `tokens`."""
-        size, parent, at = self._settings.run_tokens, ROOT, 0
-        try:
-            packed = pack_run(tokens)
-        except struct.error:
-            return []
-        while len(tokens) - at > size:
-            row = self._index.child(scope, parent, packed[4 * at : 4 * (at + size)])
-            if row is None:
-                return []
-            parent, at = row.record_id, at + size
-        rest = packed[4 * at :]
-        return [
-            row.record_id for row in self._index.children(scope, parent) if row.run.startswith(rest)
-        ]
 
     def maintain(self) -> None:
         """Delete what has expired, and drop ahead of need. Call each second.
@@ -691,6 +729,9 @@ class DiskStore:
                 if is_over:
                     self._shrink()
                 self._drop_ahead()
+        if self.remote is not None:
+            room = self._settings.disk_bytes - self._index.file_bytes
+            self.remote.tick(self._books.used_bytes > PUT_PART * room)
         if now_ms >= self._count_promised_at_ms:
             began_s = self._uptime_s()
             self._promised = self._index.promised(now_ms)
@@ -767,9 +808,8 @@ class DiskStore:
                 for payer, size in self._books.used.items()
             ),
             copies=self._books.copies(),
+            remote=None if self.remote is None else self.remote.stats(),
         )
-
-    # -- the checker ----------------------------------------------------------------------------
 
     def check(self) -> None:
         """Recount books, places and children from the index; no batch may be under way.
@@ -777,21 +817,4 @@ class DiskStore:
         O(records). Raises InvariantViolation at the first mismatch.
         """
         assert self._batch is None, "planned bytes are in the books, and not in the index"
-        children: Counter[RecordId] = Counter()
-        places: set[Place] = set()
-        ids: set[RecordId] = set()
-        recount = DiskBooks()
-        for row in self._index.rows():
-            payer, scope = self._index.payer_name(row.payer_id), self._index.scope_of(row)
-            recount.add_bytes(payer, row.place_bytes, row.fidelity)
-            recount.add_records(scope.namespace, 1)
-            ids.add(row.record_id)
-            children[row.parent] += 1
-            places.add(row.place)
-        if self._books.sums() != recount.sums():
-            raise InvariantViolation(f"{self._books.sums()}, recounted: {recount.sums()}")
-        if not children.keys() <= ids | {ROOT}:
-            raise InvariantViolation(f"parents {children.keys() - ids} have no row")
-        if wrong := self._index.wrong_children():
-            raise InvariantViolation(f"records {wrong} have other children than they say")
-        self._slabs.check(places, self._bad | self._deferred)
+        check_store(self._index, self._books, self._slabs, self._holds.out_of_use)

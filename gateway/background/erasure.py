@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import Namespace, NamespaceStats
+from engine.api import LevelErased, Namespace, NamespaceStats
 from gateway.caching.namespaces import SHARED_SCOPE_PREFIX, namespaces_of, tenant_and_workspace_of
 from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
 from gateway.context import Context
@@ -26,6 +26,7 @@ from tenancy.accounts.cached_contents import end_cached_contents
 from tenancy.accounts.deletion import filter_deleted
 from tenancy.accounts.erasure_receipts import (
     ErasedLevel,
+    ErasedState,
     ErasureReceipt,
     confirm_receipt,
     digest_namespaces,
@@ -40,6 +41,8 @@ from tenancy.storage.audit_log import Actor
 
 LEASE_ID_CHARS_MAX = 200
 """Longest lease id of a request, in characters."""
+STATES: tuple[ErasedState, ...] = ("shredded", "gone", "pending")
+"""States of an erased level, from the one that promises most to the one that promises least."""
 _CALLS_IN_FLIGHT_MAX = 32
 """Concurrent erase calls to the engine."""
 
@@ -199,6 +202,7 @@ async def retry_pending(gateway: Context) -> None:
             name: ErasedLevel(
                 sum(found[name].blocks for found in (before, levels) if name in found),
                 sum(found[name].bytes for found in (before, levels) if name in found),
+                levels[name].state if name in levels else "gone",
             )
             for name in {**before, **levels}
         }
@@ -313,16 +317,23 @@ async def _erase_all(
             info = gateway.models.info_of(name)
             size += 0 if info is None else erased.blocks * info.kv_bytes_per_block
             for one in erased.levels:
-                before = sums.get(one.level, ErasedLevel(0, 0))
+                before = sums.get(one.level, ErasedLevel(0, 0, "shredded"))
+                states = before.state, _state_of(one)
                 sums[one.level] = ErasedLevel(
                     before.blocks + one.blocks,
                     before.bytes + one.bytes,
-                    "pending" if one.code else before.state,
+                    max(states, key=STATES.index),
                 )
     if is_disk_away(gateway.models.stats()):  # it may have namespaces that are not known
         before = sums.get("disk", ErasedLevel(0, 0))
         sums["disk"] = replace(before, state="pending")
     return blocks, {"device": ErasedLevel(blocks, size), **sums}
+
+
+def _state_of(one: LevelErased) -> ErasedState:
+    if one.code:
+        return "pending"
+    return "shredded" if one.is_shredded else "gone"
 
 
 def _lease_digest(lease_id: str) -> bytes:

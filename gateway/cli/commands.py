@@ -65,7 +65,7 @@ COMMANDS: Mapping[str, Command] = {
         "List, create, change or remove caches that tenants share.", "gateway.cli.shared_scopes"
     ),
     "levels": Command(
-        "Show the levels of the cache; make, verify or empty the disk.",
+        "Show the levels of the cache; make, verify, seal or empty the disk.",
         "gateway.cli.levels",
         has_actions=True,
     ),

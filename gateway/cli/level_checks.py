@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 from msgspec import Struct
 
-from engine.errors import ModelError
+from engine.config import LevelsConfig
+from engine.errors import EngineError, ModelError
 from engine.model_store import resolve
 from engine.storage.folder import doubt_about, type_of_file_system
+from engine.storage.master_key import read_key
+from engine.storage.objects import RemoteFailed
+from engine.storage.remote_address import open_remote
 from gateway.config import Config
 from gateway.levels.disk_speed import DiskSpeed, measure_disk
 from gateway.levels.model_cost import (
@@ -21,7 +26,9 @@ from gateway.levels.model_cost import (
 )
 from gateway.levels.placement import (
     existing_parent,
+    find_key_problem,
     find_problems,
+    find_remote_problem,
     levels_dir,
     total_memory_mib,
 )
@@ -32,6 +39,11 @@ FIXES = {
     "engine.levels.disk_gib": "set engine.levels.disk_gib to what the file system has room for",
     "engine.levels.host_mib": "lower engine.levels.host_mib",
     "engine.levels.stage_mib": "lower engine.levels.stage_mib",
+    "engine.levels.seal": "install it, or leave copies plain with engine.levels.seal = false",
+    "engine.levels.remote.url": "install it, or remove engine.levels.remote.url",
+    "engine.levels.key_file": "make a key with `trunkline levels new-key`, or chmod 400 it",
+    "engine.levels.key_env": "set the variable to 64 hexadecimal digits",
+    "engine.levels.key_file_before": "remove engine.levels.key_file_before once keys are rewrapped",
 }
 
 
@@ -50,14 +62,44 @@ def check_levels(config: Config) -> list[LevelCheck]:
         return []
     memory_mib = total_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
     problems = find_problems(config, memory_mib)
+    levels = config.engine.levels
+    wrong = find_key_problem(levels, os.environ), find_remote_problem(levels)
+    problems += [one for one in wrong if one is not None]
     if problems:
         return [LevelCheck("levels", False, str(one), FIXES.get(one.key)) for one in problems]
-    levels, found = config.engine.levels, []
+    found = []
     if levels.host_mib:
         found.append(LevelCheck("host level", True, f"{levels.host_mib} MiB of host memory"))
     if levels.disk_gib:
-        found += _check_disk(config)
+        found += [*_check_seal(config), *_check_disk(config), *_check_remote(levels)]
     return found
+
+
+def _check_seal(config: Config) -> list[LevelCheck]:
+    levels = config.engine.levels
+    if not levels.seal:
+        return []
+    key = read_key(levels.key_file, levels.key_env, os.environ)
+    where = levels.key_file or f"${levels.key_env}"
+    fix = None
+    if levels.key_file and Path(levels.key_file).absolute().is_relative_to(levels_dir(config)):
+        fix = "keep the key outside the folder of the copies: who reads both reads all"
+    return [LevelCheck("disk level seal", True, f"key {key.fingerprint} of {where}", fix)]
+
+
+def _check_remote(levels: LevelsConfig) -> list[LevelCheck]:
+    """Ask the remote store for its names, and time the answer."""
+    remote, name = levels.remote, "remote level"
+    if not remote.url:
+        return []
+    began_s = time.perf_counter()
+    try:
+        open_remote(remote.url, remote.timeout_ms / 1_000).names("probe/", 1)
+    except (RemoteFailed, EngineError) as error:
+        fix = "check engine.levels.remote.url, the network, and the credentials in the environment"
+        return [LevelCheck(name, False, f"{remote.url}: {error}", fix)]
+    took_ms = 1_000 * (time.perf_counter() - began_s)
+    return [LevelCheck(name, True, f"{remote.url} answers in {took_ms:.0f} ms")]
 
 
 def _check_disk(config: Config) -> list[LevelCheck]:

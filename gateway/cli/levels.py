@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
@@ -14,12 +15,13 @@ from typing import Any
 import apsw
 
 from engine.storage.folder import prepare_folder
-from engine.storage.rebuild import clear_folder, rebuild_index, verify_store
+from engine.storage.master_key import make_key_file
+from engine.storage.rebuild import clear_folder, rebuild_index, rewrap_keys, verify_store
 from gateway.cli.arguments import shared_options
 from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
 from gateway.config import Config, parse_address
-from gateway.levels.placement import ServerLock, levels_dir, model_folders
+from gateway.levels.placement import ServerLock, levels_dir, model_folders, seal_settings
 from gateway.levels.report import SWITCH_ON
 from tenancy.types import wall_ms
 
@@ -37,15 +39,23 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
         "clear": "Delete everything on the disk level; no server may run.",
         "verify": "Read the whole disk level and drop what is damaged; no server may run.",
         "rebuild": "Make the disk level's index anew from its files; no server may run.",
+        "new-key": "Make the file of the master key that seals the disk level.",
+        "rewrap": "Give the disk level a new master key; no server may run.",
     }
     for action, text in texts.items():
-        actions.add_parser(action, help=text, description=text, parents=[shared])
+        added = actions.add_parser(action, help=text, description=text, parents=[shared])
+        if action == "new-key":
+            added.add_argument(
+                "file", nargs="?", type=Path, help="the new file; default: engine.levels.key_file"
+            )
 
 
 def _run(call: CommandCall) -> CommandResult:
     """Run one action. Raises CommandError, and EngineError for a folder that cannot be used."""
     if call.options.action == "show":
         return levels_show(call.config)
+    if call.options.action == "new-key":
+        return _make_key(call)
     folder = levels_dir(call.config)
     try:
         if not folder.is_dir():
@@ -55,6 +65,37 @@ def _run(call: CommandCall) -> CommandResult:
     except (apsw.Error, OSError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CommandError(f"{folder}: {reason}; trunkline levels clear begins anew") from error
+
+
+def _make_key(call: CommandCall) -> CommandResult:
+    """Make a key file. Raises CommandError."""
+    configured = call.config.engine.levels.key_file
+    file = call.options.file or (Path(configured) if configured else None)
+    if file is None:
+        raise CommandError("which file? name one, or set engine.levels.key_file")
+    try:
+        key = make_key_file(file)
+    except OSError as error:
+        raise CommandError(f"{file} cannot be made: {error.strerror}") from error
+    text = (
+        f"{file} has the new key {key.fingerprint}: keep a copy elsewhere, apart from the disk\n"
+        f'these lines seal with it:\n  [engine.levels]\n  seal = true\n  key_file = "{file}"'
+    )
+    return CommandResult(text, {"file": str(file), "fingerprint": key.fingerprint})
+
+
+def _rewrap(call: CommandCall, folder: Path) -> CommandResult:
+    """Wrap the keys of one store by the new master key. Raises CommandError."""
+    levels = call.config.engine.levels
+    settings = seal_settings(levels)
+    if settings is None or not levels.key_file_before:
+        raise CommandError(
+            "engine.levels.key_file_before is not set; expected the former key's file there, and"
+            " the new key's in engine.levels.key_file"
+        )
+    keys = rewrap_keys(folder, settings, os.environ)
+    text = f"{folder}: {keys} keys wrapped anew; engine.levels.key_file_before may go"
+    return CommandResult(text, {"folder": str(folder), "keys": keys})
 
 
 def _change(call: CommandCall) -> CommandResult:
@@ -68,6 +109,7 @@ def _change(call: CommandCall) -> CommandResult:
 
 def _change_one(call: CommandCall, folder: Path) -> CommandResult:
     progress = partial(call.show, "levels")
+    seal = seal_settings(call.config.engine.levels)
     match call.options.action:
         case "init":
             prepare_data_dir(call.config)
@@ -83,12 +125,14 @@ def _change_one(call: CommandCall, folder: Path) -> CommandResult:
                 {"folder": str(folder), "freed_bytes": freed},
             )
         case "verify":
-            found = verify_store(folder, progress)
+            found = verify_store(folder, progress, seal, os.environ)
             data = {"folder": str(folder), "records": found.records, "damaged": found.damaged}
             text = f"{found.records} records read, {found.damaged} damaged or under such, and gone"
             return CommandResult(text, data, 1 if found.damaged else 0)
+        case "rewrap":
+            return _rewrap(call, folder)
         case _:
-            made = rebuild_index(folder, wall_ms(), progress)
+            made = rebuild_index(folder, wall_ms(), progress, seal, os.environ)
             data = {"folder": str(folder), "records": made.records, "left_out": made.left_out}
             return CommandResult(f"{made.records} records kept, {made.left_out} left out", data)
 

@@ -12,9 +12,9 @@ from typing import Any
 from engine.api import Stats
 
 MINUTES = 120
-FLOWS = ("device_host", "host_device", "host_disk", "disk_host")
+FLOWS = ("device_host", "host_device", "host_disk", "disk_host", "disk_remote", "remote_host")
 """Blocks copied between two levels; the names of both."""
-HITS = ("device", "host", "disk")
+HITS = ("device", "host", "disk", "remote")
 """Cached tokens by the level on which they were found."""
 
 
@@ -68,5 +68,8 @@ def _totals(stats: Stats) -> Counter[str]:
         if level.name == "disk":
             totals["host_disk"] += level.stored_total
             totals["disk_host"] += level.fetched_total
+        if level.name == "remote":
+            totals["disk_remote"] += level.stored_total
+            totals["remote_host"] += level.fetched_total
     totals["device"] = stats.cached_tokens_total - sum(totals[name] for name in HITS[1:])
     return totals

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -16,6 +17,9 @@ from msgspec.structs import replace
 
 from engine.config import EngineConfig, LevelsConfig
 from engine.storage.folder import check_folder
+from engine.storage.master_key import MasterKeyRefused, read_key, read_key_file
+from engine.storage.remote_address import CLOUD_EXTRA, can_reach
+from engine.storage.unlocking import EXTRA, SealSettings, can_seal
 from gateway.config import Config, ConfigError
 
 GIB, MIB = 2**30, 2**20
@@ -51,14 +55,53 @@ def model_folders(config: Config) -> list[Path]:
 
 
 def engine_config(config: Config, engine: EngineConfig, model: str = "") -> EngineConfig:
-    """Return an engine's settings with an absolute folder of its disk level.
+    """Return an engine's settings with an absolute folder of its disk level, and absolute key
+    files.
 
     `model`: one of several models, whose folder lies in the configured one.
     """
-    if not engine.levels.disk_gib:
+    levels = engine.levels
+    if not levels.disk_gib:
         return engine
-    folder = config.data / (engine.levels.dir or FOLDER) / model
-    return replace(engine, levels=replace(engine.levels, dir=str(folder.absolute())))
+    folder = config.data / (levels.dir or FOLDER) / model
+    files = {
+        name: str(Path(path).absolute())
+        for name in ("key_file", "key_file_before")
+        if (path := getattr(levels, name))
+    }
+    return replace(engine, levels=replace(levels, dir=str(folder.absolute()), **files))
+
+
+def seal_settings(levels: LevelsConfig) -> SealSettings | None:
+    """Return where the master key of sealed copies is; None if they are plain."""
+    if not levels.seal:
+        return None
+    return SealSettings(levels.key_file, levels.key_env, levels.key_file_before)
+
+
+def find_remote_problem(levels: LevelsConfig) -> LevelProblem | None:
+    """Return why this machine cannot reach the remote store as it is installed; asks no network."""
+    if not levels.remote.url or can_reach(levels.remote.url):
+        return None
+    return LevelProblem("engine.levels.remote.url", CLOUD_EXTRA)
+
+
+def find_key_problem(levels: LevelsConfig, environment: Mapping[str, str]) -> LevelProblem | None:
+    """Return why this machine cannot seal copies as it is configured. Whether the key is that of
+    the store shows only when the store is opened."""
+    if not levels.seal or not levels.disk_gib:
+        return None
+    if not can_seal():
+        return LevelProblem("engine.levels.seal", EXTRA)
+    name = "key_file" if levels.key_file else "key_env"
+    try:
+        read_key(levels.key_file, levels.key_env, environment)
+        if levels.key_file_before:
+            name = "key_file_before"
+            read_key_file(Path(levels.key_file_before))
+    except MasterKeyRefused as error:
+        return LevelProblem(f"engine.levels.{name}", error.message.removesuffix("."))
+    return None
 
 
 def existing_parent(path: Path) -> Path:
@@ -123,6 +166,10 @@ def check_levels(config: Config) -> None:
     memory_mib = total_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
     for problem in find_problems(config, memory_mib):
         raise ConfigError(str(problem))
+    levels = config.engine.levels
+    for wrong in (find_key_problem(levels, os.environ), find_remote_problem(levels)):
+        if wrong is not None:
+            raise ConfigError(str(wrong))
 
 
 def _host_mib(levels: LevelsConfig) -> int:

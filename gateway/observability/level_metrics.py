@@ -91,6 +91,9 @@ def moves_of(level: LevelStats) -> Iterator[tuple[str, str, int]]:
     if level.name == "disk":
         yield "host", "disk", level.stored_total
         yield "disk", "host", level.fetched_total
+    if level.name == "remote":
+        yield "disk", "remote", level.stored_total
+        yield "remote", "host", level.fetched_total
 
 
 def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:

@@ -20,6 +20,7 @@ from tenancy.errors import BadName
 from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Store
 
+ErasedState = Literal["gone", "shredded", "pending"]
 RECEIPTS_MAX = 1_000
 """The most receipts of a tenant that are kept, and that one query may return."""
 _DROPPED_AT_ONCE = 10
@@ -29,12 +30,13 @@ _DROPPED_AT_ONCE = 10
 class ErasedLevel(Struct, frozen=True, forbid_unknown_fields=True):
     """What an erasure took from one level of the cache.
 
-    `state`: `gone`, no later start finds it; `pending`, the level could not confirm it yet.
+    `state`: `gone`, no later start finds it; `shredded`, that, and the key with which it was sealed
+    is destroyed, so that no backup of it opens; `pending`, the level could not confirm it yet.
     """
 
     blocks: int
     bytes: int
-    state: Literal["gone", "pending"] = "gone"
+    state: ErasedState = "gone"
 
 
 class ErasureReceipt(Struct, frozen=True):

@@ -24,7 +24,7 @@ def check_structure(folder: Path) -> int:
     assert verified.damaged == 0, verified
     with (
         closing(RecordIndex(folder / INDEX_NAME, may_make=False)) as index,
-        closing(SlabFiles(folder, HEADER_BYTES, HEADER_BYTES, DiskCalls())) as slabs,
+        closing(SlabFiles(folder, HEADER_BYTES, DiskCalls())) as slabs,
     ):
         assert index.quick_check() == ""
         rows = {row.record_id: row for row in index.rows()}

@@ -175,11 +175,16 @@ def test_detects_rows_before_their_bytes(tmp_path: Path, monkeypatch: pytest.Mon
         """Write nothing yet."""
 
     def commit_first(self: DiskStore, batch: WriteBatch) -> list[Stored]:
-        runs = [run for store in batch.stores for run in store.runs if run.place is not None]
+        runs = [
+            (run, store.command.slot_bytes)
+            for store in batch.stores
+            for run in store.runs
+            if run.place is not None
+        ]
         outcomes = commit(self, batch)
         self.sync_log()
-        for run in runs:
-            self._write_run(batch, run)
+        for run, slot_bytes in runs:
+            self._write_run(batch, run, slot_bytes)
         return outcomes
 
     monkeypatch.setattr(DiskStore, "write", skip)

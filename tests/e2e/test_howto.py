@@ -44,6 +44,11 @@ PRINTED = {
         r'"class":"1h"',
     ),
     "savings": (r"default +2 ", r'"saved_usd":"0\.000[0-9]*[1-9]'),
+    "sealed-disk": (
+        r"/levels\.key has the new key [0-9a-f]{8}",
+        r"^ok +disk level seal +key [0-9a-f]{8} of .*/levels\.key",
+        r"/levels: 0 keys wrapped anew",
+    ),
     "systemd": (r'"ready"', r"\btl-"),
     "tls": (r"server\.hosts .*llm\.example\.org", r'"ready"'),
     "two-models": (

@@ -26,7 +26,7 @@ from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
 from engine.storage.arena import HostArena
 from engine.storage.index import RecordIndex, RecordRow, Scope
-from engine.storage.store import DiskStore
+from engine.storage.place_holds import PlaceHolds
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig
@@ -233,7 +233,7 @@ def leases_cover_nothing_above(patch: pytest.MonkeyPatch) -> None:
 
 def bytes_are_not_given_back(patch: pytest.MonkeyPatch) -> None:
     """A place is lost with each record."""
-    patch.setattr(DiskStore, "_free", lambda self, place: None)
+    patch.setattr(PlaceHolds, "give_back", lambda self, place: None)
 
 
 @pytest.mark.parametrize(

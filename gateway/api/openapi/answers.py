@@ -211,12 +211,12 @@ class UsageAnswer(Struct, frozen=True, omit_defaults=True):
 
 
 class ErasedLevelAnswer(Struct, frozen=True):
-    """What an erasure took from a level. `pending`: the level has not confirmed it yet; the server
-    tries again each minute."""
+    """What an erasure took from a level. `shredded`: gone, and the key with which it was sealed is
+    destroyed. `pending`: the level has not confirmed it yet; the server tries again each minute."""
 
     blocks: int
     bytes: int
-    state: Literal["gone", "pending"]
+    state: Literal["gone", "shredded", "pending"]
 
 
 class ReceiptAnswer(Struct, frozen=True):

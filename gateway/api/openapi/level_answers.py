@@ -30,7 +30,7 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
     """A level. Totals count blocks unless they say otherwise, since the engine's start. The device
     has none of the fields from `since_ms` on."""
 
-    name: Literal["device", "host", "disk"]
+    name: Literal["device", "host", "disk", "remote"]
     state: Literal["open", "full", "off"]
     reason: str
     capacity_bytes: int

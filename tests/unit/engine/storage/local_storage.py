@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from engine.moves import (
     EraseStored,
@@ -19,11 +23,18 @@ from engine.moves import (
 )
 from engine.storage.arena import HostArena
 from engine.storage.client import failures_of
-from engine.storage.plans import StoreSettings
+from engine.storage.key_ring import KeyRing
+from engine.storage.master_key import MasterKey
+from engine.storage.objects import RemoteStore
+from engine.storage.plans import PlannedRead, StoreSettings
+from engine.storage.remote_link import RemoteLink
 from engine.storage.slabs import DiskCalls
 from engine.storage.store import DiskStore
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, SLOTS, StorageRig
+
+TIMEOUT_S = 2.0
+"""The longest that a call of the remote store may take."""
 
 
 def run_in_turn(works: list[Callable[[], None]]) -> None:
@@ -42,8 +53,8 @@ class FastCalls(DiskCalls):
 class LocalStorage:
     """Implements `engine.moves.Storage` without a process. Errors of the disk leave `send`."""
 
-    def __init__(self, store: DiskStore) -> None:
-        self.store = store
+    def __init__(self, store: DiskStore, link: RemoteLink | None = None) -> None:
+        self.store, self.link = store, link
         self._is_closed = False
         self._told: set[bytes] = set()
         self._outcomes: list[StorageOutcome] = []
@@ -60,9 +71,10 @@ class LocalStorage:
                 for plan in self.store.plan_fetch(command):
                     if isinstance(plan, Fetched):
                         self._outcomes.append(plan)
-                    else:
+                    elif not self.store.fetch_remote(plan, partial(self._fetched, plan)):
                         self.store.read(plan)
-                        self._outcomes.append(self.store.finish_read(plan))
+                        self._fetched(plan)
+                self.pump()
             case StoreRuns():
                 batch = self.store.plan([command])
                 self.store.write(batch, run_in_turn)
@@ -75,9 +87,33 @@ class LocalStorage:
             case EraseStored():
                 receipt = self.store.erase(command)
                 self.wipe()
+                if self.store.remote is not None:
+                    self.store.remote.settle(command.namespace, lambda: None)
+                    self.pump()
+                    if self.store.remote.is_pending(command.namespace) and not receipt.is_shredded:
+                        receipt = replace(receipt, code="pending")
                 self._outcomes.append(receipt)
             case SetStoredQuotas():
                 self.store.set_quotas(command.quotas)
+
+    def _fetched(self, plan: PlannedRead) -> None:
+        self._outcomes.append(self.store.finish_read(plan))
+
+    def pump(self) -> None:
+        """Carry out what the remote store was asked, to its end."""
+        link = self.link
+        while link is not None and link.under_way:
+            assert select.select([link.wake_fd], [], [], 20.0)[0], "no outcome in 20 s"
+            for then in link.take_ended():
+                then()
+
+    def turn(self) -> None:
+        """Let a second pass as the process does, with all that follows from it."""
+        if self.link is not None:
+            self.link.tick()
+            self.pump()
+        self.store.maintain()
+        self.pump()
 
     def wipe(self) -> None:
         """Wipe what was given back."""
@@ -107,6 +143,8 @@ class LocalStorage:
         """See `Storage`."""
         self._is_closed = True
         self.store.close()
+        if self.link is not None:
+            self.link.close()
 
 
 class LocalRig(StorageRig):
@@ -126,7 +164,12 @@ class LocalRig(StorageRig):
         write_bytes_per_day: int = 0,
         slot_bytes: int = SLOT_BYTES,
         other_bytes: tuple[int, ...] = (),
+        master: MasterKey | None = None,
+        remote: RemoteStore | None = None,
+        remote_bytes: int = 0,
     ) -> None:
+        """`master`: the master key of a sealed store; `remote`: its remote store."""
+        self.master, self.remote = master, remote
         folder.mkdir(mode=0o700, exist_ok=True)
         self.folder, self.calls = folder, calls or FastCalls()
         self.settings = StoreSettings(
@@ -137,6 +180,7 @@ class LocalRig(StorageRig):
             write_bytes_per_day=write_bytes_per_day,
             run_tokens=RUN,
             spare_bytes=0,
+            remote_bytes=remote_bytes,
         )
         arena = HostArena.create(SlotLayout.uniform(SLOTS, slot_bytes))
         self.clock = clock or FakeClock(10_000.0)
@@ -146,15 +190,30 @@ class LocalRig(StorageRig):
 
     def open(self, arena: HostArena) -> LocalStorage:
         """Open the store."""
-        return LocalStorage(
-            DiskStore(
+        seals = None
+        if self.master is not None:
+            may_make = not any(self.folder.glob("index.db"))
+            seals = KeyRing(self.folder, self.master, may_make=may_make)
+        link, remote = None, self.remote
+        if remote is not None:
+            link = RemoteLink(lambda: remote, self.clock, TIMEOUT_S)
+        try:
+            store = DiskStore(
                 self.settings,
                 arena.view,
                 lambda: int((self.clock() + self.wall_offset_s) * 1_000),
                 self.clock,
                 self.calls,
+                seals=seals,
+                link=link,
             )
-        )
+        except BaseException:
+            if seals is not None:
+                seals.close()
+            if link is not None:
+                link.close()
+            raise
+        return LocalStorage(store, link)
 
     @property
     def disk(self) -> DiskStore:

@@ -35,9 +35,12 @@ from engine.moves import (
 )
 from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient
-from engine.storage.messages import DiskSettings
+from engine.storage.messages import DiskSettings, RemoteSettings
+from engine.storage.objects import RemoteStore
 from engine.storage.process import serve
+from engine.storage.remote_address import open_remote
 from engine.storage.slabs import DiskCalls
+from engine.storage.unlocking import SealSettings
 from tests.fakes import FakeClock
 
 RUN = 4
@@ -217,7 +220,9 @@ class ProcessInThread:
         clock: FakeClock,
         calls: DiskCalls,
         monotonic_s: Callable[[], float] = time.monotonic,
+        remote: RemoteStore | None = None,
     ) -> None:
+        self._remote = remote
         self.wire, self._theirs = socket.socketpair()
         self._arena, self._clock, self._calls = arena, clock, calls
         self._monotonic_s = monotonic_s
@@ -235,7 +240,11 @@ class ProcessInThread:
                 attach=self._attach,
                 calls=self._calls,
                 log=lambda event, **facts: self.log.append((event, facts)),
+                open_remote=self._open_remote,
             )
+
+    def _open_remote(self, url: str, timeout_s: float) -> RemoteStore:
+        return open_remote(url, timeout_s) if self._remote is None else self._remote
 
     def _attach(self, settings: DiskSettings) -> HostArena:
         return HostArena.attach(os.dup(self._arena.fd), settings.layout)
@@ -264,7 +273,11 @@ class DiskRig(StorageRig):
         spare_bytes: int = 0,
         monotonic_s: Callable[[], float] = time.monotonic,
         wait_s: float = 10.0,
+        seal: SealSettings | None = None,
+        remote: RemoteSettings | None = None,
+        objects: RemoteStore | None = None,
     ) -> None:
+        """`objects`: the remote store, instead of the one at the address of `remote`."""
         arena = HostArena.create(LAYOUT)
         settings = DiskSettings(
             str(folder),
@@ -279,12 +292,14 @@ class DiskRig(StorageRig):
             heartbeat_s=0.05,
             wait_s=wait_s,
             spare_bytes=spare_bytes,
+            seal=seal,
+            remote=remote,
         )
         disk = calls or DiskCalls()
         self.processes: list[ProcessInThread] = []
 
         def start(settings: DiskSettings) -> ProcessInThread:
-            self.processes.append(ProcessInThread(arena, clock, disk, monotonic_s))
+            self.processes.append(ProcessInThread(arena, clock, disk, monotonic_s, objects))
             return self.processes[-1]
 
         self.client = StorageClient(settings, start=start, silence_s=30.0)

@@ -9,6 +9,7 @@ import pytest
 
 from engine.moves import Fetch, Fetched, Look, Looked, Stored
 from engine.storage.arena import HostArena
+from engine.storage.master_key import MasterKey
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig
@@ -26,7 +27,7 @@ from tests.unit.engine.storage.storage_rig import (
 LONG = tuple(range(5 * RUN))
 
 
-@pytest.fixture(params=["memory", "local", "disk"])
+@pytest.fixture(params=["memory", "local", "sealed", "disk"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageRig]:
     """Return each storage in turn."""
     if request.param == "disk":
@@ -34,8 +35,10 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageRig]:
         yield disk
         disk.close()
         return
-    if request.param == "local":
-        local = LocalRig(tmp_path / "levels", other_bytes=(SLOT_BYTES // 2,))
+    if request.param in ("local", "sealed"):
+        master = MasterKey(bytes(32)) if request.param == "sealed" else None
+        other_bytes = (SLOT_BYTES // 2,)
+        local = LocalRig(tmp_path / "levels", other_bytes=other_bytes, master=master)
         yield local
         local.close()
         return

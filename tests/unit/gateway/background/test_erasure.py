@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import string
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given, settings
@@ -94,6 +95,7 @@ class LevelledEngine(ReportedEngine):
     """An engine that erases copies on two levels too; the disk's answer has a code."""
 
     code = ""
+    shredded: Collection[Namespace] = ()
 
     async def erase(
         self,
@@ -104,7 +106,9 @@ class LevelledEngine(ReportedEngine):
     ) -> Erased:
         """Erase on the device, and tell of two blocks in host memory and three on disk."""
         erased: Erased = await self.engine.erase(namespace, lease_id=lease_id, tokens=tokens)
-        disk = LevelErased("disk", 0 if self.code else 3, 0 if self.code else 12, self.code)
+        lost = (0, 0) if self.code else (3, 12)
+        is_shredded = namespace in self.shredded
+        disk = LevelErased("disk", *lost, self.code, is_shredded=is_shredded)
         return Erased(erased.call_id, erased.blocks, (LevelErased("host", 2, 8), disk))
 
 
@@ -130,6 +134,24 @@ async def test_receipt_tells_what_each_level_lost(gateway: GatewayFixture) -> No
     }
     assert list_receipts(gateway.store, 1) == [receipt]
     assert receipt_body(receipt)["levels"] == receipt.levels
+
+
+async def test_receipt_says_shredded_where_every_key_is_destroyed(gateway: GatewayFixture) -> None:
+    """One namespace that was only wiped makes it `gone`: a backup may have it."""
+    engine, context = with_levels(gateway), gateway.gateway.context
+    for salt in ("a", "b"):
+        await gateway.ask(body=gateway.chat(LONG, prompt_cache_key=salt))
+    await context.models.refresh_all()
+    names = {one.namespace for one in context.models.namespaces()}
+    engine.shredded = names
+    all_of_it = await erase(context, ErasureTarget(1, 7))
+    for salt in ("a", "b"):
+        await gateway.ask(body=gateway.chat(LONG, prompt_cache_key=salt))
+    engine.shredded = {min(names)}
+    some_of_it = await erase(context, ErasureTarget(1, 7))
+
+    assert (all_of_it.levels or {})["disk"] == ErasedLevel(6, 24, "shredded")
+    assert (some_of_it.levels or {})["disk"] == ErasedLevel(6, 24, "gone")
 
 
 async def test_what_a_level_cannot_confirm_is_tried_again(gateway: GatewayFixture) -> None:

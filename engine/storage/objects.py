@@ -1,0 +1,106 @@
+"""Objects in a remote store: the protocol, and a folder that keeps them as files.
+
+An object is written whole or not at all, and never changed. Each call ends within the timeout that
+the store was opened with, or raises. What a store returns is not trusted: sealed records prove
+themselves. The folder serves a mounted file system and tests; `engine.storage.cloud_objects` has
+the stores of clouds, for which an optional package is needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+LISTED_MAX = 1_000_000
+"""Most names that one `names` returns: a bound on what a store can make us keep."""
+
+
+class RemoteFailed(Exception):
+    """A remote store did not do what was asked. The text says why, and quotes no content."""
+
+
+class ObjectMissing(RemoteFailed):
+    """There is no object of this name."""
+
+
+class RemoteStore(Protocol):
+    """A place for objects, by name. Any thread may call; every call may raise RemoteFailed."""
+
+    def put(self, name: str, data: memoryview) -> None:
+        """Keep an object; it lasts when this returns."""
+
+    def get(self, name: str, bytes_max: int) -> memoryview:
+        """Return at most so many bytes from an object's beginning. Raises ObjectMissing."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; those that are not there are no error."""
+
+    def names(self, prefix: str, limit: int = LISTED_MAX) -> list[str]:
+        """Return the names below a prefix, which ends at a slash; at most `limit`."""
+
+
+class FolderObjects:
+    """Objects as files in a folder that belongs to this user alone."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder if it is missing. Raises RemoteFailed."""
+        self._folder = folder
+        with _failures():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def put(self, name: str, data: memoryview) -> None:
+        """See `RemoteStore`."""
+        path = self._path(name)
+        part = path.with_name(f"{path.name}.part")
+        with _failures():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                with part.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(path)
+            except BaseException:
+                with suppress(OSError):
+                    part.unlink()
+                raise
+
+    def get(self, name: str, bytes_max: int) -> memoryview:
+        """See `RemoteStore`."""
+        with _failures(), self._path(name).open("rb") as file:
+            return memoryview(file.read(bytes_max))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See `RemoteStore`."""
+        for name in names:
+            with _failures(), suppress(FileNotFoundError):
+                self._path(name).unlink()
+
+    def names(self, prefix: str, limit: int = LISTED_MAX) -> list[str]:
+        """See `RemoteStore`."""
+        with _failures():
+            if not self._folder.is_dir():
+                raise RemoteFailed("the folder is gone")
+            found = sorted(self._path(prefix).rglob("*")) if prefix else []
+            files = [path for path in found if path.is_file() and path.suffix != ".part"]
+        return [path.relative_to(self._folder).as_posix() for path in files[:limit]]
+
+    def _path(self, name: str) -> Path:
+        assert ".." not in name.split("/"), name
+        assert not name.startswith("/"), name
+        return self._folder / name
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turn errors of the system into `RemoteFailed`."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectMissing("no such object") from error
+    except OSError as error:
+        raise RemoteFailed(os.strerror(error.errno or errno.EIO)) from error

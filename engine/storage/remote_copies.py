@@ -1,0 +1,270 @@
+"""What of a store lies in the remote store: which records are put there, fetched and deleted.
+
+Promised records are put as soon as they are stored, others when the disk gets full: the ones that
+would be dropped next. An object is a record's bytes as they lie on disk, sealed. A record with an
+object is *let down* instead of dropped: its place is freed, its row stays. Nothing waits for it:
+what cannot be put in time is dropped, and what does not come back in time is a miss.
+
+`DiskStore` owns it, and lends it what it needs; the rules of rows are in `remote_rows`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Literal
+
+from engine.api import Namespace
+from engine.moves import RecordId, RemoteStats
+from engine.storage.index import RecordIndex, RecordRow
+from engine.storage.objects import ObjectMissing, RemoteFailed, RemoteStore
+from engine.storage.place_holds import PlaceHolds
+from engine.storage.plans import PlannedRead
+from engine.storage.reader import RecordReader
+from engine.storage.record import HEADER_BYTES, DamagedRecord
+from engine.storage.remote_link import RemoteLink
+from engine.storage.remote_rows import REMOTE, object_name
+from engine.storage.slabs import SlabFiles
+
+PUT_PART = 0.85
+"""Part of the disk above which unpromised records are put, before they have to be dropped."""
+PUTS_MAX = 8
+DELETES_MAX = 256
+WANTED_MAX = 65_536
+PADDING_BYTES_MAX = 4_096
+"""Most bytes behind the payload of a record's place."""
+COUNT_MS = 5_000
+"""Milliseconds between two counts of the objects."""
+
+
+class RemoteCopies:
+    """The remote part of one open store. One thread uses it."""
+
+    def __init__(
+        self,
+        index: RecordIndex,
+        slabs: SlabFiles,
+        reader: RecordReader,
+        link: RemoteLink,
+        holds: PlaceHolds,
+        *,
+        store_name: str,
+        bytes_max: int,
+        let_down: Callable[[RecordRow], None],
+        cold: Callable[[int], Iterable[RecordId]],
+        drop: Callable[[list[RecordId]], int],
+        now_ms: Callable[[], int],
+        uptime_s: Callable[[], float],
+    ) -> None:
+        """`let_down`: gives a record's place up. `cold`: records that are dropped next for room.
+        `bytes_max`: of all objects; 0: no bound."""
+        self.rows = rows = index.remote_rows()
+        self._index, self._slabs, self._reader, self._link = index, slabs, reader, link
+        self._store_name, self._bytes_max = store_name, bytes_max
+        self._holds, self._let_down = holds, let_down
+        self._cold, self._drop, self._now_ms, self._uptime_s = cold, drop, now_ms, uptime_s
+        self._wanted: deque[RecordId] = deque(maxlen=WANTED_MAX)
+        self._putting: set[str] = set()  # until the outcome
+        self._writing: set[str] = set()  # until the thread ends, which may be later
+        self._is_full = False
+        self._deleting: set[str] = set()
+        self.put_total = self.fetched_total = self.damaged_total = self.dropped_total = 0
+        self._read_bytes, self._read_s = 0, 0.0
+        self._count_at_ms = 0
+        self._sums = rows.sums()
+        self._wanted.extend(rows.promised_without(now_ms(), WANTED_MAX))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store answers, as far as is known."""
+        return self._link.is_open
+
+    def want(self, record_ids: Iterable[RecordId]) -> None:
+        """Have promised records put."""
+        self._wanted.extend(record_ids)
+
+    # -- fetch ----------------------------------------------------------------------------------
+
+    def fetch(self, plan: PlannedRead, then: Callable[[], None]) -> None:
+        """Fetch a record's object; set the plan's verdict and payload, then call `then`."""
+        name = self.rows.name_of(plan.row.record_id)
+        found: list[memoryview] = []
+        self._link.run(partial(self._get, plan, name, found), partial(self._got, plan, found, then))
+
+    def _get(
+        self, plan: PlannedRead, name: str, found: list[memoryview], store: RemoteStore
+    ) -> None:
+        """Read and open an object; what is missing or does not open is not `found`. For another
+        thread."""
+        size = HEADER_BYTES + plan.row.payload_bytes
+        began_s = self._uptime_s()
+        try:
+            data = store.get(name, size + PADDING_BYTES_MAX)
+            payload = self._reader.opened(plan, data) if len(data) >= size else None
+        except (DamagedRecord, ObjectMissing):
+            return
+        if payload is not None:
+            plan.seconds = self._uptime_s() - began_s
+            found.append(payload)
+
+    def _got(
+        self, plan: PlannedRead, found: list[memoryview], then: Callable[[], None], failure: str
+    ) -> None:
+        """Take what came. After a deadline nothing more does."""
+        if failure:
+            plan.verdict = "failed"
+        elif not found:
+            plan.verdict = "damaged"
+            self.damaged_total += 1
+        elif self._reader.fill(plan, found[0]):
+            self.fetched_total += 1
+            self._read_bytes += plan.row.payload_bytes
+            self._read_s += plan.seconds
+        then()
+
+    # -- put, delete, make room -----------------------------------------------------------------
+
+    def tick(self, is_full: bool) -> None:
+        """Begin what is to be done now. Call each second, outside a transaction.
+
+        `is_full`: records will soon be dropped for room.
+        """
+        now_ms, self._is_full = self._now_ms(), is_full
+        if now_ms >= self._count_at_ms:
+            self._count_at_ms = now_ms + COUNT_MS
+            self._sums = self.rows.sums()
+        with self._index.change():
+            self.rows.date_tombstones(now_ms)
+        if not self._link.is_open:
+            return
+        self._delete_some()
+        if self._bytes_max and self._sums.used_bytes > self._bytes_max:
+            with self._index.change():
+                coldest = self.rows.coldest(now_ms, PUTS_MAX)
+                self.dropped_total += self._drop(coldest)
+            self._count_at_ms = 0
+        self._put_some()
+
+    def _put_some(self) -> None:
+        """Begin to put what is wanted, and what would be dropped next."""
+        has_room = not self._bytes_max or self._sums.used_bytes <= self._bytes_max
+        while self._wanted and has_room and len(self._writing) < PUTS_MAX:
+            self._begin_put(self._wanted.popleft(), is_cold=False)
+        if self._is_full and len(self._writing) < PUTS_MAX:
+            for record_id in self._cold(PUTS_MAX - len(self._writing)):
+                if self.rows.name_of(record_id):
+                    self.let_down(record_id)
+                elif has_room:
+                    self._begin_put(record_id, is_cold=True)
+
+    def let_down(self, record_id: RecordId) -> bool:
+        """Free the place of a record that has an object; return whether it has one."""
+        row = self._index.row(record_id)
+        if row is None or row.slab == REMOTE or not self.rows.name_of(record_id):
+            return False
+        with self._index.change_or_join():
+            self.rows.let_down(record_id)
+        self._let_down(row)
+        return True
+
+    def _begin_put(self, record_id: RecordId, *, is_cold: bool) -> None:
+        row = self._index.row(record_id)
+        if row is None or row.slab == REMOTE or self.rows.name_of(record_id):
+            return
+        name = object_name(self._store_name, record_id, row.scope_id)
+        if name in self._writing or not self._link.is_open:
+            return
+        with self._index.change():
+            self.rows.begin_put(name, self._index.scope_of(row).namespace, self._now_ms())
+        self._putting.add(name)
+        self._writing.add(name)
+        self._holds.hold(row.place)
+        self._link.run(partial(self._put, row, name), partial(self._put_ended, row, name, is_cold))
+
+    def _put(self, row: RecordRow, name: str, store: RemoteStore) -> None:
+        """Copy a place's bytes to an object. For another thread."""
+        try:
+            self._copy(row, name, store)
+        finally:
+            self._writing.discard(name)
+
+    def _copy(self, row: RecordRow, name: str, store: RemoteStore) -> None:
+        buffer = memoryview(bytearray(row.place_bytes))
+        try:
+            is_whole = self._slabs.read(row.place, buffer) == row.place_bytes
+        except (OSError, KeyError) as error:
+            raise RemoteFailed("the record could not be read") from error
+        if not is_whole:
+            raise RemoteFailed("the record could not be read")
+        store.put(name, buffer)
+
+    def _put_ended(self, row: RecordRow, name: str, is_cold: bool, failure: str) -> None:
+        """Note an object that is there. One whose record is gone keeps its tombstone."""
+        self._putting.discard(name)
+        self._holds.release(row.place)
+        now = self._index.row(row.record_id)
+        if failure or now is None or now.place != row.place:
+            return
+        with self._index.change():
+            self.rows.end_put(row.record_id, row.payer_id, name, row.place_bytes)
+        self.put_total += 1
+        if is_cold:
+            self.let_down(row.record_id)
+        self._put_some()
+
+    def _delete_some(self) -> None:
+        busy = {*self._putting, *self._writing, *self._deleting}
+        if names := self.rows.tombstones(busy, DELETES_MAX):
+            self._delete(names, lambda: None)
+
+    def _delete(self, names: list[str], then: Callable[[], None]) -> None:
+        self._deleting.update(names)
+        self._link.run(partial(_delete, names), partial(self._deleted, names, then))
+
+    def _deleted(self, names: list[str], then: Callable[[], None], failure: str) -> None:
+        self._deleting.difference_update(names)
+        if not failure:
+            with self._index.change():
+                self.rows.end_tombstones(names)
+            self._count_at_ms = 0
+        then()
+
+    def is_pending(self, namespace: Namespace) -> bool:
+        """Return whether objects of a namespace whose records are gone are still to be deleted."""
+        return self.rows.is_pending(namespace)
+
+    def settle(self, namespace: Namespace, then: Callable[[], None]) -> None:
+        """Delete what an erasure in a namespace has left; call `then` when that is done, or has
+        failed."""
+        busy = {*self._putting, *self._writing}
+        found = self.rows.tombstones_of(namespace, DELETES_MAX)
+        if names := [name for name in found if name not in busy]:
+            self._delete(names, then)
+        else:
+            then()
+
+    # -- statistics -----------------------------------------------------------------------------
+
+    def stats(self) -> RemoteStats:
+        """Return what the heartbeat tells. O(1)."""
+        is_full = bool(self._bytes_max) and self._sums.used_bytes > self._bytes_max
+        state: Literal["open", "full", "off"] = "full" if is_full else "open"
+        return RemoteStats(
+            state if self._link.is_open else "off",
+            self._link.reason or ("its bound is reached" if is_full else ""),
+            capacity_bytes=self._bytes_max,
+            used_bytes=self._sums.used_bytes,
+            records=self._sums.records,
+            stored_total=self.put_total,
+            fetched_total=self.fetched_total,
+            failed_total=self._link.failed_total,
+            damaged_total=self.damaged_total,
+            dropped_total=self.dropped_total,
+            pending_erasures=self._sums.tombstones,
+            read_bytes_per_s=self._read_bytes / self._read_s if self._read_s else 0.0,
+        )
+
+
+def _delete(names: list[str], store: RemoteStore) -> None:
+    store.delete(names)

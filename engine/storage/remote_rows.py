@@ -1,0 +1,168 @@
+"""The index's rows about the remote store: which records have an object, and what is to be deleted.
+
+A record with an object may lose its place on disk and stay findable: its row then says `REMOTE` for
+a slab, and no bytes of a place. Whatever deletes a record's row leaves a *tombstone* with the name
+of its object, in the same transaction: a trigger does. It stays until the store has confirmed that
+the object is gone. An object that is being put has a tombstone before it is there, so that a death
+in between leaves nothing behind.
+
+Its caller opens transactions. Instants are whole milliseconds that it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Literal, NamedTuple
+
+import apsw
+
+from engine.api import Namespace
+from engine.moves import RecordId
+
+REMOTE = -1
+"""The slab of a record that lies in the remote store alone; the statements below say it as -1."""
+_SCHEMA = """
+create table if not exists objects(
+    rec_id integer primary key, payer_id integer not null, name text not null unique,
+    bytes integer not null
+) strict;
+create table if not exists tombstones(
+    name text primary key, namespace blob not null, since_ms integer not null
+) without rowid, strict;
+create index if not exists tombstones_of on tombstones(namespace);
+create trigger if not exists object_of_deleted after delete on records
+    when exists (select 1 from objects where rec_id = old.rec_id)
+    begin
+        insert or ignore into tombstones select name, coalesce((select namespace from scopes
+            where scope_id = old.scope_id), x''), 0 from objects where rec_id = old.rec_id;
+        delete from objects where rec_id = old.rec_id;
+    end;
+"""
+
+
+class RemoteSums(NamedTuple):
+    """What the remote store holds, and what is still to be deleted there."""
+
+    records: int
+    used_bytes: int
+    tombstones: int
+    oldest_ms: int
+
+
+class RemoteRows:
+    """The rows of one index about objects. Every method may raise apsw.Error."""
+
+    def __init__(self, db: apsw.Connection) -> None:
+        """Make the tables if they are missing."""
+        self._db = db
+        db.execute(_SCHEMA)
+
+    def _all(self, sql: str, *values: object) -> list[Any]:
+        return self._db.execute(sql, values).fetchall()
+
+    # -- objects --------------------------------------------------------------------------------
+
+    def name_of(self, record_id: RecordId) -> str:
+        """Return the name of a record's object; "" if it has none. O(log n)."""
+        found = self._all("select name from objects where rec_id=?", record_id)
+        return found[0][0] if found else ""
+
+    def begin_put(self, name: str, namespace: Namespace, now_ms: int) -> None:
+        """Note that an object is on its way, so that it is deleted if its row never comes."""
+        self._all("insert or ignore into tombstones values(?,?,?)", name, namespace, now_ms)
+
+    def end_put(self, record_id: RecordId, payer_id: int, name: str, size: int) -> None:
+        """Note that a record has an object now."""
+        self._all("insert into objects values(?,?,?,?)", record_id, payer_id, name, size)
+        self._all("delete from tombstones where name=?", name)
+
+    def let_down(self, record_id: RecordId) -> None:
+        """Take a record's place away: it lies in the remote store alone."""
+        self._all(
+            "update records set children=children-1 where rec_id="
+            " (select parent from records where rec_id=?)",
+            record_id,
+        )
+        self._all(
+            "update records set slab=-1, place=rec_id, place_bytes=0 where rec_id=?",
+            record_id,
+        )
+
+    def with_objects(self, record_ids: Iterable[RecordId]) -> set[RecordId]:
+        """Return those of the records that have an object."""
+        return {one for one in record_ids if self.name_of(one)}
+
+    def promised_without(self, now_ms: int, limit: int) -> list[RecordId]:
+        """Return promised records on disk that have no object yet. O(promised)."""
+        return [
+            row[0]
+            for row in self._all(
+                "select rec_id from records where promise_ms > ?1 and promise_ms > 0"
+                " and slab <> -1 and rec_id not in (select rec_id from objects) limit ?2",
+                now_ms,
+                limit,
+            )
+        ]
+
+    def coldest(self, now_ms: int, limit: int) -> list[RecordId]:
+        """Return unpromised records that lie in the remote store alone, without children, the
+        least recently used first. O(records there)."""
+        return [
+            row[0]
+            for row in self._all(
+                "select rec_id from records as one where slab=-1 and promise_ms <= ?1"
+                " and not exists (select 1 from records as other where"
+                " other.scope_id = one.scope_id and other.parent = one.rec_id)"
+                " order by used_ms limit ?2",
+                now_ms,
+                limit,
+            )
+        ]
+
+    def by_payer(self) -> list[tuple[int, int]]:
+        """Return the bytes of objects by payer. O(objects)."""
+        return self._all("select payer_id, sum(bytes) from objects group by payer_id")
+
+    # -- tombstones -----------------------------------------------------------------------------
+
+    def date_tombstones(self, now_ms: int) -> None:
+        """Give those an instant that the trigger has made."""
+        self._all("update tombstones set since_ms=? where since_ms=0", now_ms)
+
+    def tombstones_of(self, namespace: Namespace, limit: int) -> list[str]:
+        """Return names of objects of a namespace that are to be deleted."""
+        sql = "select name from tombstones where namespace=? limit ?"
+        return [row[0] for row in self._all(sql, namespace, limit)]
+
+    def tombstones(self, without: Collection[str], limit: int) -> list[str]:
+        """Return names of objects to delete, the oldest first, but for some."""
+        sql = "select name from tombstones order by since_ms limit ?"
+        found = [row[0] for row in self._all(sql, limit + len(without))]
+        return [name for name in found if name not in without][:limit]
+
+    def is_pending(self, namespace: Namespace) -> bool:
+        """Return whether an object of a namespace is still to be deleted. O(log n)."""
+        sql = "select 1 from tombstones where namespace=? limit 1"
+        return bool(self._all(sql, namespace))
+
+    def end_tombstones(self, names: Iterable[str]) -> None:
+        """Forget tombstones: the store has confirmed that their objects are gone."""
+        self._db.executemany("delete from tombstones where name=?", [(name,) for name in names])
+
+    def sums(self) -> RemoteSums:
+        """Add up. O(objects)."""
+        (records, size) = self._all("select count(*), coalesce(sum(bytes), 0) from objects")[0]
+        (waiting, oldest) = self._all(
+            "select count(*), coalesce(min(nullif(since_ms, 0)), 0) from tombstones"
+        )[0]
+        return RemoteSums(records, size, waiting, oldest)
+
+
+def object_name(store_name: str, record_id: RecordId, scope_id: int) -> str:
+    """Return the name of a record's object: store, scope and record are parts of it."""
+    return f"{store_name}/{scope_id:08x}/{record_id:016x}"
+
+
+def level_of(slab: int) -> Literal["disk", "remote"]:
+    """Return the level of a record by what its row says of its place."""
+    return "remote" if slab == REMOTE else "disk"

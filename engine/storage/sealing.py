@@ -1,0 +1,177 @@
+"""Sealing: records and rows of one namespace, encrypted and authenticated under its data key.
+
+A sealed record takes the bytes of a plain one. Its header of 4,096 bytes is an *envelope*, which
+says what is needed to open it, then the plain header in cipher text; its payload keeps its length:
+
+    magic │ key id │ salt │ counter │ lengths │ header's cipher text, tag │ payload's tag │ 0 │ xxh3
+
+Both are AES-256-GCM. The header's associated data is the envelope; the payload's is the envelope
+and the plain header, so that bytes which were sealed for another namespace, parent, run or record
+do not open, or say that they are another record.
+
+The rule of nonces: each `DataSeal` draws 16 random bytes when it is made, its *salt*, and seals
+under a key derived from data key and salt. A nonce is the kind of the text (header or payload) and
+a counter that never repeats in that object. So a pair of key and nonce repeats only if two salts of
+128 random bits are equal, whatever is restored from a backup, copied or killed.
+
+Rows are hidden by AES-SIV, which needs no nonce: equal runs below one parent hide equally, and a
+parent has each run once.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from functools import lru_cache
+from itertools import count
+
+import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESSIV
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from engine.moves import RecordId
+from engine.storage.record import HEADER_BYTES, DamagedRecord
+from engine.storage.seals import SEALED_MAGIC
+
+KEY_ID_BYTES = SALT_BYTES = 16
+DATA_KEY_BYTES = 32
+TAG_BYTES = 16
+DERIVED_KEPT = 64
+"""Derived keys that one seal keeps for reading: one for each time that the store was opened."""
+_ENVELOPE = struct.Struct("<8s16s16sQIQ")
+_NONCE = struct.Struct("<IQ")
+_CHECK = struct.Struct("<Q")
+_PARENT = struct.Struct("<Q")
+_HEADER, _PAYLOAD = 0, 1
+TEXT_BYTES_MAX = HEADER_BYTES - _ENVELOPE.size - 2 * TAG_BYTES - _CHECK.size
+"""The longest plain header without the zeros at its end."""
+
+
+class DataSeal:
+    """Seals the records of one namespace. `seal` and `open` may run in any thread."""
+
+    def __init__(self, key_id: bytes, data_key: bytes) -> None:
+        """`key_id`: the name of the key, 16 bytes; `data_key`: 32 random bytes."""
+        self.key_id = key_id
+        self._data_key = data_key
+        self._salt = os.urandom(SALT_BYTES)
+        self._counter = count(1)
+        self._derived = lru_cache(DERIVED_KEPT)(self._derive_cipher)
+        self._rows = AESSIV(_derive(data_key, b"", b"trunkline rows", 64))
+        self.digest_key = _derive(data_key, b"", b"trunkline digests", 32)
+
+    def _derive_cipher(self, salt: bytes) -> AESGCM:
+        return AESGCM(_derive(self._data_key, salt, b"trunkline records", 32))
+
+    # -- rows: one thread -----------------------------------------------------------------------
+
+    def hide(self, parent: RecordId, told: bytes) -> bytes:
+        """See `RecordSeal`. About 3 us."""
+        return self._rows.encrypt(told, [_PARENT.pack(parent)])
+
+    def show(self, parent: RecordId, hidden: bytes) -> bytes:
+        """See `RecordSeal`. About 3 us."""
+        if len(hidden) <= TAG_BYTES:
+            return b""
+        try:
+            return self._rows.decrypt(hidden, [_PARENT.pack(parent)])
+        except InvalidTag:
+            return b""
+
+    # -- records: any thread --------------------------------------------------------------------
+
+    def seal(self, header: bytes, payload: memoryview) -> tuple[bytes, memoryview]:
+        """See `RecordSeal`. Raises ValueError for a header with more than `TEXT_BYTES_MAX` bytes
+        before the zeros at its end."""
+        check = header[-_CHECK.size :]
+        text = header[: -_CHECK.size].rstrip(b"\0") + check
+        if len(text) > TEXT_BYTES_MAX:
+            raise ValueError(f"header of {len(text)} bytes; expected at most {TEXT_BYTES_MAX}")
+        number = next(self._counter)
+        envelope = _ENVELOPE.pack(
+            SEALED_MAGIC, self.key_id, self._salt, number, len(text), len(payload)
+        )
+        cipher = self._derived(self._salt)
+        hidden = cipher.encrypt(_NONCE.pack(_HEADER, number), text, envelope)
+        sealed = memoryview(cipher.encrypt(_NONCE.pack(_PAYLOAD, number), payload, envelope + text))
+        body = b"".join((envelope, hidden, sealed[-TAG_BYTES:]))
+        body = body.ljust(HEADER_BYTES - _CHECK.size, b"\0")
+        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body)), sealed[:-TAG_BYTES]
+
+    def open(self, sealed: memoryview, payload_bytes: int) -> tuple[bytes, memoryview]:
+        """See `RecordSeal`."""
+        header, text, envelope = self._open_header(sealed)
+        number, told = envelope_numbers(envelope)
+        if told != payload_bytes or len(sealed) < HEADER_BYTES + payload_bytes:
+            raise DamagedRecord(f"payload of {told} bytes; expected {payload_bytes}")
+        tag_at = _ENVELOPE.size + len(text) + TAG_BYTES
+        payload = sealed[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+        closed = b"".join((payload, sealed[tag_at : tag_at + TAG_BYTES]))
+        cipher = self._derived(_salt_of(envelope))
+        try:
+            opened = cipher.decrypt(_NONCE.pack(_PAYLOAD, number), closed, envelope + text)
+        except InvalidTag as error:
+            raise DamagedRecord("the payload's seal is broken") from error
+        return header, memoryview(opened)
+
+    def open_header(self, sealed: memoryview) -> bytes:
+        """Return the plain header of a sealed one. Raises DamagedRecord."""
+        return self._open_header(sealed)[0]
+
+    def _open_header(self, sealed: memoryview) -> tuple[bytes, bytes, bytes]:
+        """Return the plain header, its bytes without padding, and the envelope."""
+        envelope = read_envelope(sealed)
+        if _key_id_of(envelope) != self.key_id:
+            raise DamagedRecord("the record is sealed with another key")
+        number, _ = envelope_numbers(envelope)
+        text_bytes = _ENVELOPE.unpack(envelope)[4]
+        if not _CHECK.size <= text_bytes <= TEXT_BYTES_MAX:
+            raise DamagedRecord(f"sealed header of {text_bytes} bytes")
+        end = _ENVELOPE.size + text_bytes + TAG_BYTES
+        cipher = self._derived(_salt_of(envelope))
+        try:
+            text = cipher.decrypt(
+                _NONCE.pack(_HEADER, number), sealed[_ENVELOPE.size : end], envelope
+            )
+        except InvalidTag as error:
+            raise DamagedRecord("the header's seal is broken") from error
+        body, check = text[: -_CHECK.size], text[-_CHECK.size :]
+        return body.ljust(HEADER_BYTES - _CHECK.size, b"\0") + check, text, envelope
+
+
+def read_envelope(sealed: memoryview) -> bytes:
+    """Return the envelope of a sealed record. Raises DamagedRecord where none begins."""
+    if len(sealed) < HEADER_BYTES:
+        raise DamagedRecord(f"header of {len(sealed)} bytes; expected {HEADER_BYTES}")
+    body = bytes(sealed[: HEADER_BYTES - _CHECK.size])
+    (check,) = _CHECK.unpack(sealed[HEADER_BYTES - _CHECK.size : HEADER_BYTES])
+    if not body.startswith(SEALED_MAGIC):
+        raise DamagedRecord("no sealed record begins here")
+    if xxhash.xxh3_64_intdigest(body) != check:
+        raise DamagedRecord("the envelope's digest is wrong")
+    return body[: _ENVELOPE.size]
+
+
+def envelope_numbers(envelope: bytes) -> tuple[int, int]:
+    """Return the counter of its nonces, and the bytes of the payload."""
+    found = _ENVELOPE.unpack(envelope)
+    return found[3], found[5]
+
+
+def key_id_of(sealed: memoryview) -> bytes:
+    """Return the id of the key with which a record is sealed. Raises DamagedRecord."""
+    return _key_id_of(read_envelope(sealed))
+
+
+def _key_id_of(envelope: bytes) -> bytes:
+    return envelope[8 : 8 + KEY_ID_BYTES]
+
+
+def _salt_of(envelope: bytes) -> bytes:
+    return envelope[8 + KEY_ID_BYTES : 8 + KEY_ID_BYTES + SALT_BYTES]
+
+
+def _derive(key: bytes, salt: bytes, purpose: bytes, length: int) -> bytes:
+    return HKDF(SHA256(), length, salt or None, purpose).derive(key)

@@ -1,0 +1,56 @@
+"""Opens the keys of a sealed store: reads the master key, and unwraps the data keys.
+
+The storage process calls it at each opening, the command line while no server runs. It is the only
+module that imports `engine.storage.key_ring`, and with it the optional package `cryptography`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from msgspec import Struct
+
+from engine.storage.master_key import read_key, read_key_file
+from engine.storage.seals import KEYS_NAME, SealRefused, Seals
+
+EXTRA = "sealed copies need the extra `sealed`: pip install 'trunkline[sealed]'"
+
+
+class SealSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the master key is: in a file, or in a variable of the environment.
+
+    `key_file_before`: the file of the former key; what it still wraps is wrapped anew.
+    """
+
+    key_file: str = ""
+    key_env: str = ""
+    key_file_before: str = ""
+
+
+def can_seal() -> bool:
+    """Return whether the package that seals is installed."""
+    return find_spec("cryptography") is not None
+
+
+def unlock(folder: Path, settings: SealSettings, environment: Mapping[str, str]) -> Seals:
+    """Open the keys of a store; make their file where the folder has no copies yet.
+
+    Raises MasterKeyRefused, SealRefused, apsw.Error, OSError: nothing was changed then.
+    """
+    master = read_key(settings.key_file, settings.key_env, environment)
+    before = None
+    if settings.key_file_before:
+        before = read_key_file(Path(settings.key_file_before))
+    try:
+        from engine.storage.key_ring import KeyRing
+    except ImportError as error:
+        raise SealRefused(f"{EXTRA}.") from error
+    has_copies = any(folder.glob("*.slab")) or any(folder.glob("index.db*"))
+    if has_copies and not (folder / KEYS_NAME).exists():
+        raise SealRefused(
+            f"{folder} has copies and no {KEYS_NAME}: they are plain, or their keys are lost. They"
+            " were not changed: `trunkline levels clear` begins anew."
+        )
+    return KeyRing(folder, master, before, may_make=not has_copies)

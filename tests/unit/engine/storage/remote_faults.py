@@ -1,0 +1,55 @@
+"""A remote store in memory that is slow, away, full, forgetful or lying, as a test wishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Event
+
+from engine.storage.objects import ObjectMissing, RemoteFailed
+
+
+class FaultyObjects:
+    """Implements `RemoteStore`.
+
+    `fails`: calls by name that fail, with their reason. `gates`: calls that wait. `lie`: what a
+    `get` returns instead of an object's bytes, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.fails: dict[str, str] = {}
+        self.gates: dict[str, Event] = {}
+        self.lie: Callable[[str, bytes], bytes] = lambda name, data: data
+        self.calls: list[str] = []
+        self.has_come = Event()
+
+    def _check(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.gates:
+            self.has_come.set()
+            assert self.gates[call].wait(30.0), "the gate was never opened"
+        if call in self.fails:
+            raise RemoteFailed(self.fails[call])
+
+    def put(self, name: str, data: memoryview) -> None:
+        """See `RemoteStore`."""
+        self._check("put")
+        self.objects[name] = bytes(data)
+
+    def get(self, name: str, bytes_max: int) -> memoryview:
+        """See `RemoteStore`."""
+        self._check("get")
+        if name not in self.objects:
+            raise ObjectMissing("no such object")
+        return memoryview(self.lie(name, self.objects[name])[:bytes_max])
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See `RemoteStore`."""
+        self._check("delete")
+        for name in names:
+            self.objects.pop(name, None)
+
+    def names(self, prefix: str, limit: int = 1_000) -> list[str]:
+        """See `RemoteStore`."""
+        self._check("names")
+        return [name for name in sorted(self.objects) if name.startswith(prefix)][:limit]

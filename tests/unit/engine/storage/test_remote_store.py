@@ -1,0 +1,539 @@
+"""The remote store: what is put there comes back to the byte or not at all, and nothing waits for
+it longer than its timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from engine.moves import EraseStored, Fetch
+from engine.storage.index import LOG_BYTES_MAX
+from engine.storage.master_key import KEY_BYTES, MasterKey
+from engine.storage.messages import RemoteSettings
+from engine.storage.objects import FolderObjects, ObjectMissing, RemoteFailed
+from engine.storage.plans import PlannedRead
+from engine.storage.record import pack_run, place_bytes_of
+from engine.storage.remote_address import check_remote_url
+from engine.storage.remote_link import PAUSE_S
+from engine.storage.remote_rows import object_name
+from engine.storage.unlocking import SealSettings
+from tests.fakes import FakeClock
+from tests.unit.engine.storage.local_storage import TIMEOUT_S, LocalRig
+from tests.unit.engine.storage.remote_faults import FaultyObjects
+from tests.unit.engine.storage.storage_rig import RUN, A, B, DiskRig, content_of
+
+LONG = tuple(range(5 * RUN))
+MASTER = MasterKey(b"1" * KEY_BYTES)
+WIDE = 2**18
+"""Bytes of a slot: more than the index of a test, so that the number of places matters."""
+PLACE = place_bytes_of(WIDE)
+MakeRig = Callable[..., LocalRig]
+
+
+@pytest.fixture
+def objects() -> FaultyObjects:
+    """Return the remote store."""
+    return FaultyObjects()
+
+
+@pytest.fixture
+def make(tmp_path: Path, objects: FaultyObjects) -> Iterator[MakeRig]:
+    """Return a function that opens a sealed store with a remote one; it has room for so many
+    places, if they are given."""
+    rigs: list[LocalRig] = []
+
+    def open_rig(places: int = 0, **settings: Any) -> LocalRig:
+        if places:
+            room = LOG_BYTES_MAX + places * PLACE + WIDE
+            settings |= {"disk_bytes": room, "slab_bytes": places * PLACE}
+        rig = LocalRig(
+            tmp_path / "levels", slot_bytes=WIDE, master=MASTER, remote=objects, **settings
+        )
+        rigs.append(rig)
+        rig.local.turn()  # which finds the store
+        return rig
+
+    yield open_rig
+    for gate in objects.gates.values():
+        gate.set()
+    for rig in rigs:
+        rig.local.pump()
+        rig.close()
+
+
+def wide(namespace: bytes, tokens: tuple[int, ...]) -> bytes:
+    """Return what the last run of these tokens has."""
+    return content_of(namespace, tokens, WIDE)
+
+
+def path_of(number: int) -> tuple[int, ...]:
+    """Return the only run of a prefix."""
+    return (number, 1, 2, 3)
+
+
+def fill(rig: LocalRig, count: int, namespace: bytes = A) -> list[int]:
+    """Store prefixes of one run, each a little later, with turns between; return their ids."""
+    ids: list[int] = []
+    for number in range(count):
+        rig.clock.advance(1.0)
+        ids += rig.store(namespace, path_of(number))
+        rig.local.turn()
+    return ids
+
+
+def levels_of(rig: LocalRig, numbers: range, namespace: bytes = A) -> list[str]:
+    """Return where each prefix of one run is; "" for nowhere."""
+    found = [rig.look(namespace, path_of(number)) for number in numbers]
+    return [runs[0].level if runs else "" for runs in found]
+
+
+def test_promised_records_are_put_at_once_and_stay_on_disk(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """An object is the sealed record: it shows neither tokens nor KV, nor whose it is."""
+    rig = make()
+    ids = rig.store(A, LONG, promise_s=60.0)
+    rig.store(B, LONG)
+    rig.local.turn()
+
+    assert len(objects.objects) == len(ids)
+    assert {run.level for run in rig.look(A, LONG)} == {"disk"}
+    for data in objects.objects.values():
+        assert pack_run(LONG[:RUN]) not in data
+        assert A not in data
+        assert wide(A, LONG[:RUN])[:32] not in data
+    assert rig.disk.remote is not None
+    assert rig.disk.remote.stats().stored_total == 5
+    rig.disk.check()
+
+
+def test_what_leaves_the_disk_for_room_comes_back_from_the_remote_store(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """Found by the same look, token for token, also after a restart."""
+    rig = make(places=8)
+    ids = fill(rig, 16)
+    where = levels_of(rig, range(16))
+    stats = rig.disk.stats()
+    rig.disk.check()
+    rig.reopen()
+    rig.local.turn()
+
+    assert where.count("remote") >= 8
+    assert where[0] == "remote"
+    assert stats.dropped_total == 0
+    assert stats.records == 16
+    assert stats.used_bytes <= 8 * PLACE
+    assert levels_of(rig, range(16)) == where
+    for number in range(16):
+        assert rig.fetch(A, [ids[number]]) == [wide(A, path_of(number))]
+    rig.disk.check()
+
+
+def test_parents_leave_the_disk_after_their_children_and_are_found(make: MakeRig) -> None:
+    """A path may lie on both levels; each of its runs says where."""
+    rig = make(places=10)
+    ids = rig.store(A, LONG)
+    fill(rig, 14, B)
+    path = rig.look(A, LONG)
+
+    assert [run.record_id for run in path] == list(ids)
+    assert [run.level for run in path] == ["remote"] * 5
+    assert rig.fetch(A, ids) == [wide(A, LONG[: at + RUN]) for at in range(0, 20, RUN)]
+    rig.disk.check()
+
+
+@pytest.mark.parametrize("call", ["put", "names"])
+def test_without_a_remote_store_the_disk_drops_as_ever(
+    make: MakeRig, objects: FaultyObjects, call: str
+) -> None:
+    """It is away from the beginning, or refuses what is put: hits are lost, and nothing else."""
+    objects.fails[call] = "503"
+    rig = make(places=8)
+    fill(rig, 16)
+    where = levels_of(rig, range(16))
+
+    assert "remote" not in where
+    assert where.count("disk") >= 6
+    assert rig.disk.stats().dropped_total >= 8
+    rig.disk.check()
+
+
+def test_a_store_that_fails_is_off_until_it_answers_again(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """Three failures in a row; then looks end before it, and fetches fail at once."""
+    rig = make(places=8)
+    ids = fill(rig, 16)
+    objects.fails["get"] = "500"
+    for number in range(3):
+        assert rig.fetch(A, [ids[number]]) == [None]
+    link = rig.local.link
+    assert link is not None
+    calls = len(objects.calls)
+    assert link.reason == "500"
+    assert levels_of(rig, range(3)) == ["", "", ""]
+    assert rig.fetch(A, [ids[3]]) == [None]
+    assert objects.calls[calls:] == []
+    objects.fails.clear()
+    rig.local.turn()
+    assert objects.calls[calls:] == [], "it is asked again after a pause"
+    rig.clock.advance(PAUSE_S)
+    rig.local.turn()
+
+    assert link.is_open
+    assert rig.fetch(A, ids[:4]) == [wide(A, path_of(number)) for number in range(4)]
+    assert rig.disk.stats().damaged_total == 0
+
+
+def test_a_slow_answer_is_a_miss_at_its_deadline_and_fills_no_slot(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """The slot may have another owner by then."""
+    rig = make(places=8)
+    ids = fill(rig, 16)
+    link, gate = rig.local.link, Event()
+    objects.gates["get"] = gate
+    assert link is not None
+    (plan,) = rig.disk.plan_fetch(fetch_of(rig, ids[0], 3))
+    assert isinstance(plan, PlannedRead)
+    ended: list[str] = []
+    rig.arena.view(3, WIDE)[:] = b"another" + bytes(WIDE - 7)
+    assert rig.disk.fetch_remote(plan, lambda: ended.append(plan.verdict))
+    assert objects.has_come.wait(20.0)
+    rig.clock.advance(TIMEOUT_S)
+    link.tick()
+    gate.set()
+    objects.gates.clear()
+    rig.fetch(A, [ids[15]])
+    rig.fetch(A, [ids[1]])
+
+    assert ended == ["failed"]
+    assert bytes(rig.arena.view(3, WIDE)[:7]) == b"another"
+    assert not rig.disk.finish_read(plan).is_done
+    assert link.failed_total == 1
+    assert rig.fetch(A, [ids[0]]) == [wide(A, path_of(0))], "it is not struck for being slow"
+
+
+def fetch_of(rig: LocalRig, record_id: int, slot: int) -> Fetch:
+    """Return the command that fetches one record."""
+    return Fetch(rig.call_id(), A, (record_id,), (slot,), WIDE)
+
+
+def other_bytes(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
+    """A bit of the payload is another one."""
+    return lambda name, data: data[:9_000] + bytes([data[9_000] ^ 1]) + data[9_001:]
+
+
+def other_object(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
+    """The next object, of the same namespace and of others."""
+    names = sorted(objects.objects)
+    return lambda name, data: objects.objects[names[(names.index(name) + 1) % len(names)]]
+
+
+def less(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
+    """It ends early."""
+    return lambda name, data: data[:-5_000]
+
+
+def nothing(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
+    """It is empty."""
+    return lambda name, data: b""
+
+
+def zeros(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
+    """It was forgotten."""
+    return lambda name, data: bytes(len(data))
+
+
+@pytest.mark.parametrize("lie", [other_bytes, other_object, less, nothing, zeros])
+def test_a_lying_store_is_found_out_before_a_byte_is_served(
+    make: MakeRig, objects: FaultyObjects, lie: Callable[[FaultyObjects], Any]
+) -> None:
+    """Each lie is a miss, counted, and its object is deleted; another tenant's object too."""
+    rig = make(places=8)
+    for number in range(16):
+        rig.clock.advance(1.0)
+        rig.store((A, B)[number % 2], path_of(number))
+        rig.local.turn()
+    far = [n for n in range(16) if levels_of(rig, range(n, n + 1), (A, B)[n % 2]) == ["remote"]]
+    objects.lie = lie(objects)
+    for number in far:
+        name = (A, B)[number % 2]
+        assert rig.fetch(name, rig.found(name, path_of(number))) == [None]
+        assert rig.found(name, path_of(number)) == []
+    remote = rig.disk.remote
+    assert remote is not None
+    before = len(objects.objects)
+    rig.local.turn()
+
+    assert remote.damaged_total == len(far)
+    assert len(objects.objects) == before - len(far)
+    assert rig.disk.stats().damaged_total == len(far)
+    rig.disk.check()
+
+
+def test_an_honest_store_serves_all_of_it(make: MakeRig, objects: FaultyObjects) -> None:
+    """The control of the test above."""
+    rig = make(places=8)
+    ids = fill(rig, 16)
+
+    assert rig.fetch(A, ids) == [wide(A, path_of(number)) for number in range(16)]
+
+
+def test_a_lost_object_is_a_miss(make: MakeRig, objects: FaultyObjects) -> None:
+    """Somebody has emptied the bucket: its rows go one by one."""
+    rig = make(places=8)
+    ids = fill(rig, 16)
+    objects.objects.clear()
+
+    assert rig.fetch(A, [ids[0]]) == [None]
+    assert levels_of(rig, range(2)) == ["", "remote"]
+    assert rig.local.link is not None
+    assert rig.local.link.is_open, "a store that says so works"
+
+
+def test_an_erasure_deletes_objects_before_it_is_answered(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """Of the lease or prefix that is named, or all of the namespace, whose key is destroyed too."""
+    rig = make()
+    rig.store(A, LONG, promise_s=60.0, lease_ids=("one",))
+    rig.store(B, LONG, promise_s=60.0)
+    rig.local.turn()
+    part = rig.erase(A, tokens=LONG[: 3 * RUN])
+    after_part = len(objects.objects)
+    rest = rig.erase(A)
+
+    assert (part.code, part.records, after_part) == ("", 3, 7)
+    assert (rest.code, rest.is_shredded, len(objects.objects)) == ("", True, 5)
+    assert len(rig.found(B, LONG)) == 5
+
+
+def test_what_cannot_be_deleted_is_pending_until_it_is(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """Over a restart too; it is found by nobody meanwhile, and asked for again."""
+    rig = make()
+    rig.store(A, LONG, promise_s=60.0)
+    rig.local.turn()
+    objects.fails["delete"] = "503"
+    first = rig.erase(A, tokens=LONG[:RUN])
+    rig.reopen()
+    rig.local.turn()
+    again = rig.erase(A, tokens=LONG[:RUN])
+    remote = rig.disk.remote
+    assert remote is not None
+    pending = remote.stats().pending_erasures
+    objects.fails.clear()
+    rig.clock.advance(PAUSE_S + 6.0)
+    rig.local.turn()
+    rig.clock.advance(6.0)
+    rig.local.turn()
+    last = rig.erase(A, tokens=LONG[:RUN])
+
+    assert (first.code, first.records) == ("pending", 5)
+    assert (again.code, again.records, pending) == ("pending", 0, 5)
+    assert rig.found(A, LONG) == []
+    assert (last.code, objects.objects) == ("", {})
+    assert remote.stats().pending_erasures == 0
+
+
+def test_an_object_that_comes_after_its_erasure_is_deleted(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """A put under way has a tombstone from its beginning."""
+    rig = make()
+    gate = objects.gates["put"] = Event()
+    rig.store(A, LONG[:RUN], promise_s=60.0)
+    rig.disk.maintain()
+    assert objects.has_come.wait(20.0)
+    rig.disk.erase(erase_of(rig))
+    gate.set()
+    rig.local.pump()
+    was_there = len(objects.objects)
+    rig.local.turn()
+
+    assert (was_there, objects.objects) == (1, {})
+    rig.disk.check()
+
+
+def erase_of(rig: LocalRig) -> EraseStored:
+    """Return the command that erases a namespace."""
+    return EraseStored(rig.call_id(), A)
+
+
+def test_a_death_in_the_middle_of_a_put_leaves_no_object(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """The next process finds its tombstone, and puts it anew as what is promised."""
+    rig = make()
+    rig.store(A, LONG[:RUN], promise_s=60.0)
+    store = rig.disk
+    store.maintain()
+    rig.local.link = None  # its outcome is never taken
+    rig.reopen()
+    stray = set(objects.objects)
+    rig.local.turn()
+    rig.local.turn()
+
+    assert len(stray) <= 1
+    assert len(objects.objects) == 1
+    assert rig.disk.remote is not None
+    assert rig.disk.remote.stats().pending_erasures == 0
+
+
+def test_a_bound_is_kept_by_giving_up_what_was_not_used(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """The least recently used first; what is used stays."""
+    rig = make(places=8, remote_bytes=6 * PLACE)
+    ids = fill(rig, 20)
+    for _ in range(6):
+        rig.clock.advance(10.0)
+        rig.local.turn()
+
+    assert len(objects.objects) <= 6
+    assert levels_of(rig, range(1)) == [""]
+    assert rig.fetch(A, [ids[19]]) == [wide(A, path_of(19))]
+    rig.disk.check()
+
+
+def test_what_expires_is_deleted_there_too(make: MakeRig, objects: FaultyObjects) -> None:
+    """A limit holds on every level."""
+    rig = make()
+    rig.store(A, LONG, limit_s=50.0, promise_s=50.0)
+    rig.local.turn()
+    there = len(objects.objects)
+    rig.clock.advance(60.0)
+    rig.local.turn()
+    rig.local.turn()
+
+    assert (there, objects.objects) == (5, {})
+
+
+def test_without_its_address_the_rows_stay_and_nothing_is_found_there(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """Who sets it again has everything back."""
+    rig = make(places=8)
+    fill(rig, 16)
+    where = levels_of(rig, range(16))
+    rig.remote = None
+    rig.reopen()
+    without = levels_of(rig, range(16))
+    rig.remote = objects
+    rig.reopen()
+    rig.local.turn()
+
+    assert without == ["" if one == "remote" else one for one in where]
+    assert levels_of(rig, range(16)) == where
+
+
+# -- the process --------------------------------------------------------------------------------
+
+
+def key_file(folder: Path) -> SealSettings:
+    """Return settings with a key in a file."""
+    (folder / "key").write_text(MASTER.secret.hex())
+    (folder / "key").chmod(0o400)
+    return SealSettings(str(folder / "key"))
+
+
+def test_the_process_puts_deletes_and_tells(tmp_path: Path) -> None:
+    """Over a folder as a remote store, by its address."""
+    remote = RemoteSettings(f"file://{tmp_path}/far")
+    with closing(
+        DiskRig(tmp_path / "levels", FakeClock(1_000.0), seal=key_file(tmp_path), remote=remote)
+    ) as rig:
+        rig.store(A, LONG, promise_s=60.0)
+        while (stats := rig.await_stats()).remote is None or stats.remote.stored_total < 5:
+            pass
+        files = [path for path in (tmp_path / "far").rglob("*") if path.is_file()]
+        receipt = rig.erase(A, tokens=LONG[:RUN])
+
+        assert len(files) == 5
+        assert (receipt.code, receipt.records) == ("", 5)
+        assert [path for path in (tmp_path / "far").rglob("*") if path.is_file()] == []
+
+
+def test_an_erasure_is_pending_at_the_deadline_of_a_store_that_hangs(tmp_path: Path) -> None:
+    """Its answer waits no longer; other commands do not wait at all."""
+    objects, gate = FaultyObjects(), Event()
+    remote = RemoteSettings("s3://bucket", timeout_s=0.2)
+    with closing(
+        DiskRig(
+            tmp_path / "levels",
+            FakeClock(1_000.0),
+            seal=key_file(tmp_path),
+            remote=remote,
+            objects=objects,
+        )
+    ) as rig:
+        rig.store(A, LONG, promise_s=60.0)
+        while (stats := rig.await_stats()).remote is None or stats.remote.stored_total < 5:
+            pass
+        objects.gates["delete"] = gate
+        receipt = rig.erase(A, tokens=LONG[:RUN])
+        assert rig.found(A, LONG) == []
+        assert len(rig.store(B, LONG)) == 5
+        assert objects.objects
+        gate.set()
+        objects.gates.clear()
+
+    assert (receipt.code, receipt.records) == ("pending", 5)
+
+
+# -- objects ------------------------------------------------------------------------------------
+
+
+def test_a_folder_keeps_objects_whole_or_not_at_all(tmp_path: Path) -> None:
+    """For this user alone; a name that is not there is said so, and its deletion is none."""
+    store = FolderObjects(tmp_path / "far")
+    name = object_name("store", 7, 3)
+    store.put(name, memoryview(b"content"))
+
+    assert bytes(store.get(name, 100)) == b"content"
+    assert bytes(store.get(name, 3)) == b"con"
+    assert store.names("store/") == [name]
+    assert store.names("other/") == []
+    assert (tmp_path / "far").stat().st_mode & 0o077 == 0
+    store.delete([name, "store/none"])
+    with pytest.raises(ObjectMissing):
+        store.get(name, 1)
+    (tmp_path / "far").chmod(0o700)
+    (tmp_path / "far" / "store").rename(tmp_path / "gone")
+    (tmp_path / "far").rmdir()
+    with pytest.raises(RemoteFailed):
+        store.names("probe/")
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("s3://bucket/prefix", ""),
+        ("gs://bucket", ""),
+        ("az://container", ""),
+        ("file:///far", ""),
+        ("file://far", "expected file:///FOLDER"),
+        ("file:///", "expected file:///FOLDER"),
+        ("s3:///prefix", "no bucket"),
+        ("http://host/x", "scheme 'http'; expected one of file, s3, gs, az"),
+        ("memory:///", "scheme 'memory'"),
+        ("s3://key:secret@bucket", "expected them in the environment"),
+        ("bucket", "scheme ''"),
+        ("s3://[", "not an address"),
+    ],
+)
+def test_an_address_is_checked_without_being_asked(url: str, told: str) -> None:
+    """And a password in it is not quoted."""
+    problem = check_remote_url(url)
+
+    assert (problem == "") == (told == "")
+    assert told in problem
+    assert "secret" not in problem
