@@ -1,0 +1,178 @@
+"""What packed copies take and bring back: python -m tests.bench.packed_levels
+
+Prompts of the documentation's prose are answered by an engine over a disk, once for each fidelity,
+and promised; then another engine over the same folder answers them again, loaded and cold, in
+turns. Prints the bytes of a token on host and disk, the time to the first token, and how many of
+the greedy tokens agree with those of the exact prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from engine.api import (
+    CacheGrant,
+    Fidelity,
+    Finished,
+    LeaseRequest,
+    LevelStats,
+    Request,
+    Retention,
+    Sampling,
+    Started,
+    Tokens,
+)
+from engine.config import EngineConfig, LevelsConfig
+from engine.core.core import Core
+from engine.levels.copy_formats import FIDELITIES
+from engine.model_store import load_card
+from engine.server.service import core_of_model, smoke_test
+from tests.bench.kv_texts import texts, windows
+
+HOUR = Retention("hour", promise_s=3600, limit_s=7200)
+WAIT_S = 20.0
+
+
+class Answer:
+    """The tokens of one answer, the seconds to the first one, and what was found."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.first_s = 0.0
+        self.started: Started | None = None
+
+
+def ask(core: Core, name: str, tokens: Sequence[int], grant: CacheGrant, output: int) -> Answer:
+    """Answer one prompt greedily."""
+    answer, began_s = Answer(), time.monotonic()
+    core.submit(Request(name, tuple(tokens), output, grant, Sampling(temperature=0)))
+    while True:
+        for event in core.step():
+            if isinstance(event, Started):
+                answer.started = event
+            elif isinstance(event, Tokens):
+                answer.first_s = answer.first_s or time.monotonic() - began_s
+                answer.tokens += [token.token_id for token in event.tokens]
+            elif isinstance(event, Finished):
+                return answer
+        if core.is_waiting_for_levels:
+            time.sleep(0.0005)
+
+
+def wait_for_disk(core: Core, records: int) -> LevelStats:
+    """Run until the disk is open and has so many records; return its statistics."""
+    until_s = time.monotonic() + WAIT_S
+    while time.monotonic() < until_s:
+        core.step()
+        disk = core.stats().levels[-1]
+        if disk.state == "open" and disk.blocks >= records:
+            return disk
+        time.sleep(0.002)
+    raise TimeoutError(f"{core.stats().levels[-1]}; expected {records} records")
+
+
+@contextmanager
+def engine(model: Path, folder: Path) -> Iterator[Core]:
+    """Yield an engine with host memory and a disk."""
+    levels = LevelsConfig(host_mib=256, disk_gib=2.0, dir=str(folder), disk_tokens_min=16)
+    core, _ = core_of_model(model, EngineConfig(kv_memory_mib=320, levels=levels))
+    try:
+        smoke_test(core)
+        yield core
+    finally:
+        core.close()
+
+
+def agreement(found: Sequence[int], exact: Sequence[int]) -> tuple[int, int]:
+    """Return how many tokens agree before the first that differs, and how many were compared."""
+    for index, (one, other) in enumerate(zip(found, exact, strict=False)):
+        if one != other:
+            return index, index + 1
+    return len(exact), len(exact)
+
+
+def lines_of(level: LevelStats, run_tokens: int) -> Iterator[str]:
+    """Yield the bytes of a token on a level, for each fidelity."""
+    for one in level.copies:
+        per_token = one.bytes / one.blocks / run_tokens
+        yield f"{level.name:5} {one.fidelity:6} {per_token:9,.0f} bytes a token\n"
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=None, help="a prepared model's folder")
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=1_700)
+    parser.add_argument("--output", type=int, default=32)
+    parser.add_argument("--times", type=int, default=3, help="loads of each prompt")
+    chosen = parser.parse_args()
+    model = chosen.model or next(Path("data/models/prepared").glob("*/model_card.json")).parent
+    tokenizer = Tokenizer.from_file(str(load_card(model).tokenizer_path))
+    text = texts(None)["python topics"]
+    prompts = windows(text, tokenizer, chosen.tokens, chosen.prompts, seed=1)
+    runs = (chosen.tokens - 1) // 16
+    first_s: dict[str, list[float]] = {name: [] for name in (*FIDELITIES, "cold")}
+    agree = {name: [0, 0] for name in FIDELITIES}
+    loaded = dict.fromkeys(FIDELITIES, 0)
+    exact: list[list[int]] = []
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path) / "levels"
+
+        def grant_of(number: int, fidelity: Fidelity) -> CacheGrant:
+            lease = LeaseRequest(runs * 16, HOUR, f"{fidelity}{number}")
+            name = f"{fidelity} {number}".encode()
+            return CacheGrant(name, leases=(lease,), fidelity=fidelity)
+
+        with engine(model, folder) as core:
+            for number, prompt in enumerate(prompts):
+                for fidelity in FIDELITIES:
+                    ask(core, f"{number}{fidelity}", prompt, grant_of(number, fidelity), 1)
+            disk = wait_for_disk(core, len(prompts) * runs * len(FIDELITIES))
+            for level in core.stats().levels:
+                sys.stdout.writelines(lines_of(disk if level.name == "disk" else level, 16))
+        for turn in range(chosen.times):
+            with engine(model, folder) as core:
+                wait_for_disk(core, 1)
+                for number, prompt in enumerate(prompts):
+                    for fidelity in FIDELITIES:
+                        grant = grant_of(number, fidelity)
+                        found = ask(core, f"{number}{fidelity}", prompt, grant, chosen.output)
+                        assert found.started is not None
+                        assert found.started.fidelity == fidelity, found.started
+                        loaded[fidelity] += dict(found.started.loaded_tokens).get("disk", 0)
+                        first_s[fidelity].append(found.first_s)
+                        if fidelity == "exact" and not turn:
+                            exact.append(found.tokens)
+                        same, of = agreement(found.tokens, exact[number])
+                        agree[fidelity][0] += same
+                        agree[fidelity][1] += of
+                    if not turn:
+                        cold = ask(core, f"{number}cold", prompt, CacheGrant(b"cold"), 1)
+                        first_s["cold"].append(cold.first_s)
+    base = statistics.median(first_s["cold"])
+    for name, times in first_s.items():
+        middle = statistics.median(times)
+        sys.stdout.write(
+            f"{name:6} first token {middle * 1e3:7.0f} ms ({min(times) * 1e3:.0f} to"
+            f" {max(times) * 1e3:.0f}), {base / middle:.1f} times as fast as cold\n"
+        )
+    for fidelity, (same, of) in agree.items():
+        part = loaded[fidelity] / (chosen.times * len(prompts) * runs * 16)
+        sys.stdout.write(
+            f"{fidelity:6} {part:.0%} of the tokens were loaded; {same} of {of} greedy tokens agree"
+            " with the exact ones\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
