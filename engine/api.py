@@ -674,7 +674,8 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     and KV format; every namespace contains it. `kv_windows`: the windows of the KV groups beside
     the first, in tokens: `block_size` tokens take a block in each of them as well.
     `floor_blocks_max`: the most that floors together may take; floors that ask for more are cut.
-    `promisable_blocks`: the most that promises and floors together may take.
+    `promisable_blocks`: the most that promises and floors together may take. `kv_fidelity`: of the
+    KV that all answers are computed with.
     """
 
     epoch: str
@@ -692,6 +693,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     pid: Count
     promisable_blocks: Count = 0
     kv_windows: tuple[Count, ...] = ()
+    kv_fidelity: Fidelity = "exact"
 
 
 class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):

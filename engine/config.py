@@ -66,7 +66,9 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one engine.
 
-    `kv_memory_mib`: device memory for KV blocks; `kv_blocks` overrides it when not 0.
+    `kv_dtype` "int8": keys and values of 8 bits with a scale for each token and head; a model whose
+    path lacks it is refused. `kv_memory_mib`: device memory for KV blocks; `kv_blocks` overrides it
+    when not 0.
     `step_tokens_max`: the token budget of one step. `prefill_chunk_tokens_max`: the longest slice
     of one prompt in a step; 0: as long as the step allows. `gap_target_ms`: the longest time
     between two tokens of a stream that prompts of other requests may cause: a step gets as many
@@ -75,7 +77,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    kv_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    kv_dtype: Literal["auto", "bf16", "fp32", "int8"] = "auto"
     block_size: Literal[16] = 16
     kv_memory_mib: Positive = 512
     kv_blocks: Annotated[int, Meta(ge=0)] = 0

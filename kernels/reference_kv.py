@@ -77,7 +77,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     """
     head_dim, half = x.shape[-1], 1
     while half < head_dim:
-        pairs = _shaped(x, -1, (-1, 2, half))
+        pairs = cut_dimension(x, -1, (-1, 2, half))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack([first + second, first - second], -2).flatten(-3)
         half *= 2
@@ -123,7 +123,7 @@ def unpack(
         heads = rows.reshape(*lead, layers, 2, kv_heads, SLOTS * (head_dim + 2))
         whole = heads[..., : SLOTS * head_dim].contiguous().view(torch.int8)
         scales = heads[..., SLOTS * head_dim :].contiguous().view(torch.float16)
-        kv = _shaped(whole, -1, (SLOTS, head_dim)).float() * scales.float()[..., None]
+        kv = cut_dimension(whole, -1, (SLOTS, head_dim)).float() * scales.float()[..., None]
     elif name == "int8c":
         sizes = [2 * channels, values, 2 * slots, values]
         k_scale, k, v_scale, v = _cut(rows, sizes)
@@ -148,8 +148,8 @@ def to_panels(kv: torch.Tensor) -> torch.Tensor:
     keys, values = kv.unbind(-4)
     if kv.dtype == torch.float32:
         return torch.stack([keys.mT.flatten(-3), values.flatten(-3)], -2)
-    pairs = _shaped(values, -2, (-1, 2)).movedim(-2, -1)
-    channels = _shaped(keys.mT, -2, (-1, 2)).movedim(-2, -1)
+    pairs = cut_dimension(values, -2, (-1, 2)).movedim(-2, -1)
+    channels = cut_dimension(keys.mT, -2, (-1, 2)).movedim(-2, -1)
     return torch.stack([channels.flatten(-4), pairs.flatten(-4)], -2)
 
 
@@ -158,15 +158,15 @@ def from_panels(panels: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Ten
     keys, values = panels.unbind(-2)
     if panels.dtype == torch.float32:
         return torch.stack(
-            [_shaped(keys, -1, (kv_heads, head_dim, SLOTS)).mT,
-             _shaped(values, -1, (kv_heads, SLOTS, head_dim))], -4
+            [cut_dimension(keys, -1, (kv_heads, head_dim, SLOTS)).mT,
+             cut_dimension(values, -1, (kv_heads, SLOTS, head_dim))], -4
         )  # fmt: skip
-    channels = _shaped(keys, -1, (kv_heads, head_dim // 2, SLOTS, 2)).movedim(-1, -2)
-    pairs = _shaped(values, -1, (kv_heads, SLOTS // 2, head_dim, 2)).movedim(-1, -2)
+    channels = cut_dimension(keys, -1, (kv_heads, head_dim // 2, SLOTS, 2)).movedim(-1, -2)
+    pairs = cut_dimension(values, -1, (kv_heads, SLOTS // 2, head_dim, 2)).movedim(-1, -2)
     return torch.stack([channels.flatten(-3, -2).mT, pairs.flatten(-3, -2)], -4)
 
 
-def _shaped(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+def cut_dimension(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     """Return x with one dimension cut into several."""
     at = dim % x.ndim
     return x.reshape(*x.shape[:at], *sizes, *x.shape[at + 1 :])
@@ -196,7 +196,7 @@ def scale_8(largest: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.float16)
 
 
-def _quantised_8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scales [...] and values int8 [..., n] of rows x [..., n]."""
     scale = scale_8(x.abs().amax(-1))
     return scale, torch.round(x * scale.float().reciprocal()[..., None]).to(torch.int8)
@@ -204,23 +204,23 @@ def _quantised_8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _bytes_8(x: torch.Tensor) -> list[torch.Tensor]:
     """Return the bytes of the scales and of the values of x [..., L, K, rows, n], flat from K."""
-    scale, values = _quantised_8(x)
+    scale, values = quantise_8(x)
     return [scale.flatten(-2).view(torch.uint8), values.flatten(-3).view(torch.uint8)]
 
 
 def _bytes_8t(x: torch.Tensor) -> torch.Tensor:
     """Return the bytes of x [..., L, K, S, D], each head's values before its scales."""
-    scale, values = _quantised_8(x)
+    scale, values = quantise_8(x)
     heads = torch.cat([values.flatten(-2).view(torch.uint8), scale.view(torch.uint8)], -1)
     return heads.flatten(-2)
 
 
 def _wide_8(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return _shaped(x.contiguous().view(torch.int8), -1, shape).float()
+    return cut_dimension(x.contiguous().view(torch.int8), -1, shape).float()
 
 
 def _halves(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return _shaped(x.contiguous().view(torch.float16), -1, shape).float()
+    return cut_dimension(x.contiguous().view(torch.float16), -1, shape).float()
 
 
 # -- 4 bits -------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def _wide_4(
 ) -> torch.Tensor:
     """Return values [..., *shape] fp32: minimum + value * span / 15. The step loses its last four
     bits, so that the product is exact and a fused sum gives the same bits."""
-    pairs = _shaped(x, -1, (*shape[:-1], shape[-1] // 2))
+    pairs = cut_dimension(x, -1, (*shape[:-1], shape[-1] // 2))
     values = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).float()
     spans = _halves(span, shape[:-1])
     step = _ratio(spans, torch.full_like(spans, LEVELS)).view(torch.int32) & -16

@@ -19,6 +19,7 @@ from engine.attention.batch import Batch
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
+from engine.kv.token_rows import token_rows
 from engine.model_store import Architecture
 from engine.plan import StepPlan
 from kernels.reference import rotate
@@ -30,15 +31,6 @@ group would cost more."""
 TILE_ROWS = 256
 """Query tokens of a prompt per product: bounds the score matrix, and skips keys that the causal
 mask hides from the whole tile."""
-
-
-def _finite(x: torch.Tensor) -> torch.Tensor:
-    """Return x with NaN and infinities set to zero.
-
-    Padded products multiply slots behind a sequence's end by zero, and these slots may belong to
-    another sequence. The sequence that produced the NaN fails by its own logits.
-    """
-    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(slots=True)
@@ -87,7 +79,7 @@ class TorchAttention:
     """
 
     def __init__(self, config: Architecture, kv: KvStorage, context: int) -> None:
-        self.kv = kv.data
+        self._rows = token_rows(kv)
         self.device = kv.data.device
         self.block_size = kv.format.block_size
         self.spec = attention_spec(config)
@@ -186,10 +178,9 @@ class TorchAttention:
         block, offset = layout.slot_block, layout.slot_offset
         q = rotate(qkv[:, :heads], cos, sin)
         k = rotate(qkv[:, heads : heads + kv_heads], cos, sin)
-        self.kv[block, layer, 0, :, offset] = _finite(k).to(self.kv.dtype)
+        self._rows.write(layer, 0, block, offset, k)
         if not spec.latent:
-            v = qkv[:, heads + kv_heads :]
-            self.kv[block, layer, 1, :, offset] = _finite(v).to(self.kv.dtype)
+            self._rows.write(layer, 1, block, offset, qkv[:, heads + kv_heads :])
         q = q.to(torch.promote_types(q.dtype, torch.float32)) * spec.scale
         if self._growth is not None:
             q = q * self._grown[:, None, None]
@@ -219,7 +210,7 @@ class TorchAttention:
         self, layer: int, blocks: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K [K, keys, D] and V [K, keys, V] of a run of blocks."""
-        run = self.kv[blocks, layer]
+        run = self._rows.read(blocks, layer)
         return self._split(run.permute(1, 2, 0, 3, 4).flatten(2, 3).to(dtype))
 
     def _capped(self, scores: torch.Tensor) -> torch.Tensor:
@@ -252,7 +243,7 @@ class TorchAttention:
     def _attend_decoding(
         self, layer: int, layout: _Layout, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        run = self.kv[layout.table, layer]  # [R, blocks, parts, K, S, D]
+        run = self._rows.read(layout.table, layer)  # [R, blocks, parts, K, S, D]
         keys, values = self._split(run.permute(2, 3, 0, 1, 4, 5).flatten(3, 4).to(q.dtype))
         scores = self._capped(q[:, layout.rows] @ keys.transpose(2, 3))  # [K, R, G, keys]
         scores.masked_fill_(layout.hidden[None, :, None, :], -math.inf)

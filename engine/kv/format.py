@@ -15,7 +15,9 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
+from engine.errors import ModelError
 from engine.model_store import Architecture
+from engine.moves import Fidelity
 
 Layout = Literal["slots", "panels"]
 """Order of the values inside one KV head of a block.
@@ -65,7 +67,8 @@ class KvFormat(Struct, frozen=True):
     A block holds `block_size` tokens (slots) of `layers` layers and `kv_heads` KV heads of
     `head_dim` channels. `parts`: 2, keys and values; 1, latents that are both. `groups`: the
     model's KV groups, where it has several; a group of fewer layers leaves the rest of its blocks
-    empty.
+    empty. With torch.int8 each token and head has a scale, behind its head's slots
+    (`kernels/reference_int8.py`).
     """
 
     layers: int
@@ -81,11 +84,21 @@ class KvFormat(Struct, frozen=True):
     def name(self) -> str:
         """Name that differs where the bytes differ. Cache namespaces contain it, so that blocks
         of one format are never read as another's."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = "int8t" if self.is_int8 else str(self.dtype).removeprefix("torch.")
         latents = "" if self.parts == 2 else "-latents"
         windows = "".join(f"-w{window}" for window in self.windows)
         layout = "" if self.layout == "slots" else f"-{self.layout}"
         return f"{dtype}{latents}{layout}{windows}"
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether values have 8 bits, with a scale for each token and head."""
+        return self.dtype == torch.int8
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """Fidelity of KV that was never below the device."""
+        return "near" if self.is_int8 else "exact"
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -118,8 +131,11 @@ class KvFormat(Struct, frozen=True):
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int]:
-        """[parts, K, S, D]: keys and values, or latents, of one layer in one block."""
-        return self.parts, self.kv_heads, self.block_size, self.head_dim
+        """[parts, K, S, D]: keys and values, or latents, of one layer in one block. With int8
+        D + 2: two bytes a token and head for scales, and only the product of S and D + 2 means
+        anything."""
+        width = self.head_dim + (2 if self.is_int8 else 0)
+        return self.parts, self.kv_heads, self.block_size, width
 
     @property
     def block_bytes(self) -> int:
@@ -129,10 +145,10 @@ class KvFormat(Struct, frozen=True):
     @property
     def copies_whole_blocks(self) -> bool:
         """Whether a copy-on-write must copy the whole block: a run of slots is not contiguous."""
-        return self.layout == "panels"
+        return self.layout == "panels" or self.is_int8
 
     def storage_shape(self, blocks: int) -> tuple[int, ...]:
-        """[B, L, parts, K, S, D]: block outermost, so that each block is contiguous."""
+        """[B, L, parts, K, S, D], or D + 2: block outermost, so that each block is contiguous."""
         return blocks, self.layers, *self.layer_shape
 
 
@@ -147,8 +163,15 @@ def kv_format(
     """Return the format of a model's KV in `dtype`, with `block_size` tokens to a block.
 
     `has_groups`: layers with a window get groups of their own, where that pays (`deal_groups`);
-    otherwise all layers keep all tokens, and a window is a mask.
+    otherwise all layers keep all tokens, and a window is a mask. Raises ModelError `unsupported`
+    for int8 where the model keeps latents.
     """
+    if dtype == torch.int8 and config.latent is not None:
+        raise ModelError(
+            "unsupported",
+            f"engine.kv_dtype is int8, which keeps keys and values; {config.family} keeps latents:"
+            " expected auto, bf16 or fp32",
+        )
     groups = deal_groups([layer.window for layer in config.layers]) if has_groups else ()
     return KvFormat(
         layers=len(groups[0].layers) if groups else len(config.layers),

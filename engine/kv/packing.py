@@ -49,14 +49,16 @@ class PackedFormat(Struct, frozen=True):
 def packed_format(name: str, kv: KvFormat) -> PackedFormat:
     """Return the packed format `name` of a pool.
 
-    Raises ValueError for an unknown name, and for pools that the format does not fit: latents,
-    several KV groups, blocks that are not of 16 tokens, and for `int4c` a head size that is no
-    power of two.
+    Raises ValueError for an unknown name, and for pools that the format does not fit: int8, whose
+    copies are as they are, latents, several KV groups, blocks that are not of 16 tokens, and for
+    `int4c` a head size that is no power of two.
     """
     known: tuple[PackedName, ...] = get_args(PackedName)
     found = next((known_name for known_name in known if known_name == name), None)
     if found is None:
         raise ValueError(f"no packed format {name!r}; expected one of: {', '.join(known)}")
+    if kv.is_int8:
+        raise ValueError(f"{name} packs bf16 and fp32; this pool is {kv.name}, copied as it is")
     if kv.block_size != reference_kv.SLOTS:
         raise ValueError(f"{name} packs blocks of 16 tokens; these have {kv.block_size}")
     if kv.parts != 2:

@@ -20,8 +20,9 @@ class KvStorage:
     """`blocks` blocks of one format on one device, all zero at the start.
 
     `data` is [B, L, 2, K, S, D] (`KvFormat.storage_shape`). In the `panels` layout only its size
-    and its first dimension mean anything. Every slot must hold finite values at all times: kernels
-    read whole tiles of slots and mask afterwards.
+    and its first dimension mean anything; in an int8 pool S and D are mixed with the scales. Every
+    slot must hold finite values at all times: kernels read whole tiles of slots and mask
+    afterwards.
     """
 
     def __init__(self, kv_format: KvFormat, blocks: int, device: torch.device) -> None:
@@ -35,8 +36,8 @@ class KvStorage:
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Run copies in order: the first `tokens` slots of each source block, all layers.
 
-        In the `panels` layout whole blocks are copied: the slots beyond are finite and no sequence
-        reads them before it writes them.
+        In the `panels` layout and in int8 pools whole blocks are copied: the slots beyond are
+        finite and no sequence reads them before it writes them.
         """
         if not copies:
             return
@@ -61,7 +62,8 @@ class KvStorage:
             if copy.src in targets:
                 copy_blocks(self.data, _to_gpu(run, self.data.device))
                 run, targets = [], set()
-            run.append((copy.src, copy.dst, copy.tokens))
+            whole = self.format.copies_whole_blocks
+            run.append((copy.src, copy.dst, self.format.block_size if whole else copy.tokens))
             targets.add(copy.dst)
         copy_blocks(self.data, _to_gpu(run, self.data.device))
 

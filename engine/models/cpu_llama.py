@@ -250,6 +250,8 @@ def _kind(dtype: torch.dtype, kernels: Kernels, depths: Iterable[int]) -> int:
     """Return the kind of storage for right-hand sides of `dtype`; `depths`: their values of k."""
     if dtype == torch.float32:
         return cpu.WIDE
+    if dtype == torch.int8:
+        return cpu.BYTES
     if kernels.bf16_kind == cpu.TILES and any(depth % cpu.TILE_DEPTH for depth in depths):
         return cpu.PAIRS
     return kernels.bf16_kind

@@ -42,7 +42,7 @@ class CpuRunner:
 
     The model runs in C with `kernels`, else in torch on `device`. `dtype` "auto" means bf16 weights
     and KV in C, whose arithmetic is fp32 where the CPU has no bf16 products, fp32 in torch on the
-    CPU, and bf16 in torch on a GPU. Tokens are drawn on the CPU.
+    CPU, and bf16 in torch on a GPU. KV in int8 changes no weight. Tokens are drawn on the CPU.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def _dtypes(config: EngineConfig, *, takes_bf16: bool) -> tuple[torch.dtype, tor
     """Return the dtypes of the weights and of the KV."""
     named = {"bf16": torch.bfloat16, "fp32": torch.float32}
     weights = named.get(config.dtype, torch.bfloat16 if takes_bf16 else torch.float32)
-    return weights, named.get(config.kv_dtype, weights)
+    return weights, torch.int8 if config.kv_dtype == "int8" else named.get(config.kv_dtype, weights)
 
 
 def _kv_format(

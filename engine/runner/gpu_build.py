@@ -52,7 +52,8 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         with out_of_memory_as_model_error(config.kv_memory_mib * 2**20, config.step_tokens_max):
             return build_runner(card, config, device)
     context = min(card.config.context, config.context_tokens_max or card.config.context)
-    kv_form = kv_format(card.config, torch.bfloat16, config.block_size, has_groups=True)
+    kv_dtype = torch.int8 if config.kv_dtype == "int8" else torch.bfloat16
+    kv_form = kv_format(card.config, kv_dtype, config.block_size, has_groups=True)
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv_form.block_bytes)
     limits = WarmupLimits(
         block_size=config.block_size, blocks=blocks, context=context, vocab=card.config.vocab,
@@ -94,8 +95,8 @@ def check_dtypes(config: EngineConfig) -> None:
     if "fp32" in (config.dtype, config.kv_dtype):
         raise ModelError(
             "unsupported",
-            "the GPU cannot run this model: engine.dtype or engine.kv_dtype is fp32; expected bf16;"
-            " use --device cpu",
+            "the GPU cannot run this model: engine.dtype or engine.kv_dtype is fp32; expected bf16,"
+            " or int8 of KV; use --device cpu",
         )
 
 

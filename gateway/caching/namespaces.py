@@ -21,7 +21,7 @@ from engine.api import (
     Quota,
 )
 from gateway.retention_classes import CachingConfig
-from tenancy.types import CachePolicy, Fidelity, Identity
+from tenancy.types import FIDELITIES, CachePolicy, Fidelity, Identity
 
 SHARED_SCOPE_PREFIX = "scope:"
 """Prefix of the second part of a shared scope's namespace; workspace names contain no colon."""
@@ -56,9 +56,10 @@ def _join_parts(*parts: str) -> bytes:
     return b"".join(len(part).to_bytes(4, "big") + part for part in encoded)
 
 
-def fidelity_of(identity: Identity, asked: Fidelity | None) -> Fidelity:
-    """Return the fidelity of a request's copies: what it asked for, or else its tenant's."""
-    return asked or identity.policy.fidelity
+def fidelity_of(identity: Identity, asked: Fidelity | None, kept: Fidelity) -> Fidelity:
+    """Return the fidelity of a request's copies: what it asked for, or else its tenant's; that of
+    the KV which its model's engine keeps (`kept`), where that is less."""
+    return max(asked or identity.policy.fidelity, kept, key=FIDELITIES.index)
 
 
 def may_rest(identity: Identity) -> bool:

@@ -25,6 +25,7 @@ from engine.model_store import CATALOGUE, DEFAULT_ENCODER, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
 from gateway.cli.level_checks import check_levels
+from gateway.cli.pool_checks import check_pools
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
 from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, parse_address
@@ -66,8 +67,8 @@ def _run(call: CommandCall) -> CommandResult:
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, _levels),
-        *(_keys, _webhooks),
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, _pools),
+        *(_levels, _keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.origin)
@@ -311,6 +312,11 @@ def _memory(config: Config) -> list[Check]:
         fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"
         return [Check("memory", False, plan.describe(), fix)]
     return [Check("memory", True, plan.describe())]
+
+
+def _pools(config: Config) -> list[Check]:
+    """Say how many tokens the KV pool of each prepared model holds."""
+    return [Check(one.check, one.ok, one.found, one.fix) for one in check_pools(config)]
 
 
 def _levels(config: Config) -> list[Check]:

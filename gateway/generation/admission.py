@@ -78,7 +78,7 @@ def admit(
     kept = leases or [()] * len(rendered)
     default, scale = now.promised_blocks_default, now.quota_scale
     quota = quota_of(identity.blocks_policy, payer_of(identity), default, scale)
-    fidelity = fidelity_of(identity, call.fidelity)
+    fidelity = fidelity_of(identity, call.fidelity, now.info.kv_fidelity)
     requests = [
         Request(
             request_id=request_id if len(rendered) == 1 else f"{request_id}-{number}",

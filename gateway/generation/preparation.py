@@ -25,6 +25,7 @@ from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.generation.admission import AdmissionContext
 from gateway.generation.cached_contents import expand_cached_content
 from gateway.http.request_body import check_values
+from gateway.levels.fidelity import check_fidelity
 from gateway.prompt import Renderer
 from gateway.prompt.token_budget import TokenBudget, TooManyTokensError
 from tenancy.types import Identity
@@ -117,6 +118,7 @@ async def prepare(
     rendered = await render(gateway, model, prompts, identity.tenant.tenant_id)
     # No await below: the counts read here are still valid when the call is admitted.
     now = admission_context(gateway, model, identity.tenant.tenant_id)
+    check_fidelity(call.fidelity, now.info.kv_fidelity, call.model)
     scope = scope_of(call, identity, now)
     contracts = [
         gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered
@@ -130,7 +132,7 @@ async def prepare(
 
 def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScope:
     """Return the scope whose prefixes a call may read and write."""
-    fidelity = fidelity_of(identity, call.fidelity)
+    fidelity = fidelity_of(identity, call.fidelity, now.info.kv_fidelity)
     key, template = now.model_key, now.template_digest
     namespace = namespace_of(identity, key, template, call.partition, fidelity)
     tenant_id = identity.tenant.tenant_id

@@ -1,8 +1,10 @@
 """Read the header with which a request restricts how far copies of its KV may be from exact.
 
 A request may only be stricter than its tenant's setting. Without the header it gets the tenant's.
-Pure: `gateway.generation.generation` and the quote handler call it with the header's values before
-they parse the body.
+A model whose engine keeps KV in 8 bits has nothing better than that: who asks for better is
+refused, and everyone else is told in the answer's header. Pure: `gateway.generation.generation` and
+the quote handler call it with the header's values before they parse the body, and `prepare` checks
+what was asked once the model is known.
 """
 
 from __future__ import annotations
@@ -38,3 +40,15 @@ def parse_fidelity(values: Sequence[str], least: Fidelity) -> Fidelity | None:
         message = f"{FIDELITY_HEADER}: {asked!r} is not allowed; expected one of: {allowed}."
         raise Refusal(Kind.BAD, "fidelity_not_allowed", message, param=FIDELITY_HEADER)
     return asked
+
+
+def check_fidelity(asked: Fidelity | None, kept: Fidelity, model: str) -> None:
+    """Raise Refusal where a request asks for better than the KV that a model's engine computes
+    with. `kept`: that KV's fidelity."""
+    if asked is None or FIDELITIES.index(asked) >= FIDELITIES.index(kept):
+        return
+    message = (
+        f"{FIDELITY_HEADER}: {asked!r} is not to be had of {model!r}, whose KV is kept in fewer"
+        f" bits ({kept}); leave the header out, or use another model."
+    )
+    raise Refusal(Kind.BAD, "fidelity_not_available", message, param=FIDELITY_HEADER)

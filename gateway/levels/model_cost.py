@@ -14,8 +14,10 @@ from engine.api import Clock
 from engine.errors import ModelError
 from engine.model_store import Architecture, load_card
 
-VALUE_BYTES = {"auto": 2, "bf16": 2, "fp32": 4}
+VALUE_BYTES = {"auto": 2, "bf16": 2, "fp32": 4, "int8": 1}
 """Bytes of a value of KV by `engine.kv_dtype`."""
+SCALE_BYTES = {"int8": 2}
+"""Bytes that a token's key or value of one head takes beside its values."""
 PRODUCT_SIDE = 768
 PRODUCTS_MAX, SECONDS_MAX = 50, 0.2
 
@@ -38,8 +40,10 @@ def has_windows(shape: Architecture) -> bool:
 
 
 def kv_bytes_per_token(shape: Architecture, kv_dtype: str) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
-    return 2 * len(shape.layers) * shape.kv_heads * shape.head_dim * VALUE_BYTES[kv_dtype]
+    """Return the bytes of one token's keys and values, or latents, in all layers."""
+    parts = 2 if shape.latent is None else 1
+    head_bytes = shape.head_dim * VALUE_BYTES[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)
+    return parts * len(shape.layers) * shape.kv_heads * head_bytes
 
 
 def flops_per_token(shape: Architecture) -> int | None:

@@ -25,7 +25,7 @@ import torch
 FOLDER = Path(__file__).parent
 SOURCES = (
     "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_mxfp4.c",
-    "cpu_experts.c", "cpu_llama.c", "cpu_kv_formats.c",
+    "cpu_experts.c", "cpu_llama.c", "cpu_kv_formats.c", "cpu_kv_int8.c",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-shared", "-fPIC", "-pthread")
@@ -35,8 +35,8 @@ COMPILER_MESSAGE_MAX = 2_000
 
 log = logging.getLogger("trunkline.engine")
 
-WIDE, PAIRS, DOT, TILES = 0, 1, 2, 3
-"""Kinds of storage and multiplication; see `cpu.h`."""
+WIDE, PAIRS, DOT, TILES, BYTES = 0, 1, 2, 3, 4
+"""Kinds of storage and multiplication; see `cpu.h`. BYTES is of KV alone."""
 
 STORE, ADD, SILU, GELU, CLAMPED = 0, 1, 2, 3, 4
 """Epilogues of a product; see `cpu.h`."""

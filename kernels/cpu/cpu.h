@@ -38,6 +38,12 @@
 #define HAS_TILES 0
 #endif
 
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
+#endif
+
 #define PANEL 16 /* columns of a weight panel */
 #define BLOCK 16 /* slots of a KV block */
 #define TILE 64  /* keys of a tile */
@@ -137,8 +143,9 @@ INLINE vf larger_of(vf a, vf b) {
  *   PAIRS  bf16, [k / 2][column], words of (k even: low half, k odd: high half)
  *   DOT    as PAIRS, multiplied two at a time; the left-hand side is in bf16 pairs too
  *   TILES  as DOT, multiplied 16 rows by 16 columns by 32 k at a time (AMX; cpu_tiles.c)
+ *   BYTES  KV alone: 8 bits with a scale for each token (cpu_kv_int8.c)
  */
-enum { WIDE = 0, PAIRS = 1, DOT = 2, TILES = 3 };
+enum { WIDE = 0, PAIRS = 1, DOT = 2, TILES = 3, BYTES = 4 };
 
 /* Return whether the left-hand side of a product of this kind is in bf16 pairs. */
 INLINE int takes_pairs(int kind) { return kind == DOT || kind == TILES; }
@@ -256,6 +263,32 @@ void tiles_scores(const uint32_t *q, const uint32_t *const *k, int blocks, int r
 /* Add to out [rows][dim] the products of p [rows][TILE / 2] and the values of `blocks` blocks. */
 void tiles_values(const uint32_t *p, const uint32_t *const *v, int blocks, int rows, int dim,
                   float *out);
+
+/* -- KV of 8 bits (cpu_kv_int8.c) ------------------------------------------------------------ */
+
+/* Round x [dim], a token's key or value, into its slot of a unit. */
+void int8_write(const float *x, int dim, int is_value, int slot, uint8_t *unit);
+/* Write the unit's 16 scales. */
+void int8_scales(const uint8_t *unit, int dim, float *out);
+/* Write the unit's values without their scales, as a block of K or V of the kind WIDE. */
+void int8_widen(const uint8_t *unit, int dim, int is_value, float *out);
+
+/* A query rounded to 16 bits. `start`: where the sums of its limbs with a key's 128 + k begin. */
+typedef struct {
+    float scale;
+    int32_t start[2];
+} Int8Row;
+
+/* The following are built where HAS_VNNI; `dim` is a multiple of 32. */
+/* Round a query [dim] to limbs [2][dim]: 256 times the first plus the second, times a scale. */
+void int8_query(const float *q, int dim, int8_t *limbs, Int8Row *row);
+/* Write to scores [rows][TILE] the products of limbs [rows][2][dim] and the keys of `blocks`
+ * blocks; k[blocks] is read and does not count. */
+void int8_scores(const int8_t *limbs, const Int8Row *row, const uint32_t *const *k, int blocks,
+                 int rows, int dim, float *scores);
+/* Add to out [rows][dim] the products of p [rows][TILE] and the values of `blocks` blocks. */
+void int8_values(const float *p, const uint32_t *const *v, int blocks, int rows, int dim,
+                 float *out);
 
 /* -- the step ------------------------------------------------------------------------------- */
 

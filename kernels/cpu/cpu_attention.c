@@ -8,7 +8,7 @@
  * A block of one KV head, D channels, S = 16 slots:
  *     K  WIDE [D][S] fp32       PAIRS [D / 2][S] words of two channels
  *     V  WIDE [S][D] fp32       PAIRS [S / 2][D] words of two slots
- * `multiply` reads both as right-hand sides without a copy.
+ * `multiply` reads both as right-hand sides without a copy. BYTES: see cpu_kv_int8.c.
  */
 #include "cpu.h"
 
@@ -18,6 +18,7 @@
 
 /* Return the words of one block's K or V of one KV head. */
 static size_t head_words(const Model *m) {
+    if (m->kv_kind == BYTES) return (size_t)BLOCK * (m->head_dim + 2) / 4;
     return (size_t)BLOCK * m->head_dim / (m->kv_kind == WIDE ? 1 : 2);
 }
 
@@ -64,6 +65,11 @@ void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end)
             const float *k = qkv + (m->heads + head) * dim, *v = k + m->kv_heads * dim;
             uint32_t *keys = keys_of(m, block, layer, head);
             uint32_t *values = values_of(m, block, layer, head);
+            if (m->kv_kind == BYTES) {
+                int8_write(k, dim, 0, slot, (uint8_t *)keys);
+                int8_write(v, dim, 1, slot, (uint8_t *)values);
+                continue;
+            }
             if (m->kv_kind == WIDE) {
                 for (int d = 0; d < dim; d++) ((float *)keys)[d * BLOCK + slot] = k[d];
                 memcpy((float *)values + slot * dim, v, (size_t)dim * 4);
@@ -86,6 +92,8 @@ typedef struct {
     const uint32_t *k[TILE / BLOCK + 1], *v[TILE / BLOCK + 1];
     int blocks, dim, rows;
     size_t lda, ldp;
+    const int8_t *limbs;    /* BYTES: of the queries, [rows][2][dim] */
+    const Int8Row *row;     /* [rows] */
 } TileArgs;
 
 INLINE void compute_scores(const int rows, const int kind, const TileArgs *t, int row) {
@@ -157,7 +165,60 @@ INLINE void add_values(const int rows, const int kind, const TileArgs *t, int ro
 BY_ROWS(score_rows, compute_scores)
 BY_ROWS(value_rows, add_values)
 
+#if !HAS_VNNI
+static void compute_all_scores(const TileArgs *t, int kind);
+static void add_all_values(const TileArgs *t, int kind);
+
+/* Multiply each row of scores [rows][TILE] by the scales of the units' slots. */
+static void scale_columns(const TileArgs *t, const uint32_t *const *units) {
+    float scales[TILE] ALIGNED = {0};
+    for (int i = 0; i < t->blocks; i++)
+        int8_scales((const uint8_t *)units[i], t->dim, scales + i * BLOCK);
+    for (int i = 0; i < t->rows * TILE; i += LANES)
+        store(t->scores + i, load(t->scores + i) * load(scales + i % TILE));
+}
+
+/* Point `wide` to the tile's keys or values in fp32, in `scratch` [blocks][BLOCK * dim]. */
+static void widen_tile(const TileArgs *t, const uint32_t *const *units, int is_value,
+                       float *scratch, const uint32_t **wide) {
+    for (int i = 0; i < t->blocks; i++) {
+        float *to = scratch + (size_t)i * BLOCK * t->dim;
+        int8_widen((const uint8_t *)units[i], t->dim, is_value, to);
+        wide[i] = (const uint32_t *)to;
+    }
+}
+#endif
+
+static void score_bytes(const TileArgs *t) {
+#if HAS_VNNI
+    int8_scores(t->limbs, t->row, t->k, t->blocks, t->rows, t->dim, t->scores);
+#else
+    float scratch[TILE * t->dim] ALIGNED;
+    TileArgs wide = *t;
+    widen_tile(t, t->k, 0, scratch, wide.k);
+    wide.k[t->blocks] = wide.k[t->blocks - 1];
+    compute_all_scores(&wide, WIDE);
+    scale_columns(t, t->k);
+#endif
+}
+
+static void add_bytes(const TileArgs *t) {
+#if HAS_VNNI
+    int8_values(t->scores, t->v, t->blocks, t->rows, t->dim, t->out);
+#else
+    float scratch[TILE * t->dim] ALIGNED;
+    TileArgs wide = *t;
+    widen_tile(t, t->v, 1, scratch, wide.v);
+    scale_columns(t, t->v);
+    add_all_values(&wide, WIDE);
+#endif
+}
+
 static void compute_all_scores(const TileArgs *t, int kind) {
+    if (kind == BYTES) {
+        score_bytes(t);
+        return;
+    }
 #if HAS_TILES
     if (kind == TILES) {
         tiles_scores((const uint32_t *)t->q, t->k, t->blocks, t->rows, t->dim, t->scores);
@@ -171,6 +232,10 @@ static void compute_all_scores(const TileArgs *t, int kind) {
 }
 
 static void add_all_values(const TileArgs *t, int kind) {
+    if (kind == BYTES) {
+        add_bytes(t);
+        return;
+    }
 #if HAS_TILES
     if (kind == TILES) {
         tiles_values((const uint32_t *)t->p, t->v, t->blocks, t->rows, t->dim, t->out);
@@ -280,6 +345,13 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
         if (sinks) sum[row * LANES] = 1.0f;
     }
     if (takes_pairs(m->kv_kind)) to_pairs(q, q_pairs, rows * dim);
+    const int is_cut = HAS_VNNI && m->kv_kind == BYTES;
+    int8_t limbs[is_cut ? rows * 2 * dim : 1] ALIGNED;
+    Int8Row cut[is_cut ? rows : 1];
+#if HAS_VNNI
+    for (int row = 0; is_cut && row < rows; row++)
+        int8_query(q + row * dim, dim, limbs + row * 2 * dim, cut + row);
+#endif
     for (int at = b->segment; at < b->segment_end; at++) {
         const Segment *s = place->segment + at;
         const int row = (s->first - b->first) * group;
@@ -289,6 +361,10 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
         if (takes_pairs(m->kv_kind)) {
             t.q = (const float *)(q_pairs + row * dim / 2);
             t.lda = dim / 2;
+        }
+        if (is_cut) {
+            t.limbs = limbs + row * 2 * dim;
+            t.row = cut + row;
         }
         for (int tile = first_tile(w, s, window); tile < s->tile_end; tile++) {
             const int32_t *table = place->tables + s->table + tile * (TILE / BLOCK);

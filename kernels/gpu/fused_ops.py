@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.dependent_launch import dependent_options, gdc_wait
+from kernels.gpu.kv_formats import over, rounded, scale_8
 
 DEPENDENT_ROWS_MAX = 64
 """Most rows of a dependent launch.
@@ -111,7 +112,13 @@ def _finite(x):
 
 
 @triton.jit
-def _rope_kv_write(
+def _storable(x):
+    """Return x as 8 bits can hold it: finite, and no larger than a scale of fp16 reaches."""
+    return tl.minimum(tl.maximum(_finite(x), -8319008.0), 8319008.0)
+
+
+@triton.jit
+def rope_kv_write_kernel(
     qkv_ptr, q_out, kv_ptr, cos_ptr, sin_ptr, positions, slots, growth_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr,
     STEP: tl.constexpr, KP: tl.constexpr, BLOCK_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr,
@@ -119,6 +126,8 @@ def _rope_kv_write(
 ):  # fmt: skip
     """Program (row, chunk): STEP query heads per chunk, then all key heads, then all value
     heads."""
+    INT8: tl.constexpr = kv_ptr.dtype.element_ty == tl.int8
+    HEAD: tl.constexpr = S * (D + 2) if INT8 else S * D
     if WAITS:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -129,6 +138,7 @@ def _rope_kv_write(
     source = qkv_ptr + row * (H + 2 * K) * D
     slot = tl.load(slots + row)
     block = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + (slot % S) * D
+    scales = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + S * D + slot % S * 2
     if chunk < query_chunks + 1:
         position = tl.load(positions + row).to(tl.int64)
         cos = tl.load(cos_ptr + position * (D // 2) + half, mask=real, other=0.0)[None, :]
@@ -153,17 +163,35 @@ def _rope_kv_write(
             live = (head < K)[:, None] & real[None, :]
             first = tl.load(source + H * D + at, mask=live, other=0.0).to(tl.float32)
             second = tl.load(source + H * D + at + D // 2, mask=live, other=0.0).to(tl.float32)
-            target = block + head[:, None] * S * D + half[None, :]
+            target = block + head[:, None] * HEAD + half[None, :]
             kind = kv_ptr.dtype.element_ty
-            tl.store(target, _finite(first * cos - second * sin).to(kind), mask=live)
-            tl.store(target + D // 2, _finite(second * cos + first * sin).to(kind), mask=live)
+            if INT8:
+                low = _storable(first * cos - second * sin)
+                high = _storable(second * cos + first * sin)
+                bits, scale = scale_8(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1))
+                inverse = over(tl.zeros_like(scale) + 1.0, scale)[:, None]
+                tl.store(target, rounded(low * inverse).to(tl.int8), mask=live)
+                tl.store(target + D // 2, rounded(high * inverse).to(tl.int8), mask=live)
+                place = (scales + head * HEAD).to(tl.pointer_type(tl.int16))
+                tl.store(place, bits.to(tl.int16), mask=head < K)
+            else:
+                tl.store(target, _finite(first * cos - second * sin).to(kind), mask=live)
+                tl.store(target + D // 2, _finite(second * cos + first * sin).to(kind), mask=live)
     elif slot >= 0:
         head = tl.arange(0, KP)
         d = tl.arange(0, 2 * HALF)
         live = (head < K)[:, None] & (d < D)[None, :]
         value = tl.load(source + (H + K) * D + head[:, None] * D + d[None, :], mask=live, other=0.0)
-        target = block + VALUE_OFFSET + head[:, None] * S * D + d[None, :]
-        tl.store(target, _finite(value).to(kv_ptr.dtype.element_ty), mask=live)
+        target = block + VALUE_OFFSET + head[:, None] * HEAD + d[None, :]
+        if INT8:
+            value = _storable(value.to(tl.float32))
+            bits, scale = scale_8(tl.max(tl.abs(value), 1))
+            inverse = over(tl.zeros_like(scale) + 1.0, scale)[:, None]
+            tl.store(target, rounded(value * inverse).to(tl.int8), mask=live)
+            place = (scales + VALUE_OFFSET + head * HEAD).to(tl.pointer_type(tl.int16))
+            tl.store(place, bits.to(tl.int16), mask=head < K)
+        else:
+            tl.store(target, _finite(value).to(kv_ptr.dtype.element_ty), mask=live)
 
 
 def rope_kv_write(
@@ -173,7 +201,8 @@ def rope_kv_write(
 ) -> None:  # fmt: skip
     """Rotate q and k by halves; write q to q_out [T, H, D], k and v to their slots of kv.
 
-    qkv [T, (H + 2K) * D]; kv [B, L, 2, K, S, D], one layer written; cos, sin [context, D / 2] fp32;
+    qkv [T, (H + 2K) * D]; kv [B, L, 2, K, S, D], or of int8 D + 2 with scales as
+    `kernels.reference_int8` says, one layer written; cos, sin [context, D / 2] fp32;
     positions [T] int32; slots [T] int32, block id * S + offset, negative for a padding row (not
     written); growth [context] fp32: factor of the queries at each position. q_out and kv written;
     NaN and infinities are written to kv as zero.
@@ -182,12 +211,14 @@ def rope_kv_write(
     _, _, _, kv_heads, size, _ = kv.shape
     step = min(16, triton.next_power_of_2(heads))
     pdl = _dependent(qkv)
-    _rope_kv_write[(rows, triton.cdiv(heads, step) + 2)](
+    # The bytes of int8 are the reference's, which fuses no product with a sum.
+    more = {"enable_fp_fusion": False} if kv.dtype == torch.int8 else {}
+    rope_kv_write_kernel[(rows, triton.cdiv(heads, step) + 2)](
         qkv, q_out, kv[:, layer], cos, sin, positions, slots, cos if growth is None else growth,
         H=heads, K=kv_heads, D=head_dim, HALF=triton.next_power_of_2(head_dim // 2), S=size,
         STEP=step, KP=triton.next_power_of_2(kv_heads),
         BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
-        GROWS=growth is not None, WAITS=bool(pdl), num_warps=2, **pdl,
+        GROWS=growth is not None, WAITS=bool(pdl), num_warps=2, **pdl, **more,
     )  # fmt: skip
 
 

@@ -22,13 +22,13 @@ PACKED, NOT_FINITE, TOO_LARGE = 0, 1, 2
 
 
 @triton.jit
-def _rounded(x):
+def rounded(x):
     """Round to the nearest integer, halves to even; |x| < 2^22."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
-def _over(a, b):
+def over(a, b):
     """Return a / b, rounded once."""
     return tl.div_rn(a, tl.zeros_like(a) + b)
 
@@ -75,9 +75,9 @@ def _hadamard(x, norm, D: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _scale_8(largest):
+def scale_8(largest):
     """Return a scale's fp16 bits and its value."""
-    bits = tl.maximum(_bits(_over(largest, 127.0)), 113 << 23)
+    bits = tl.maximum(_bits(over(largest, 127.0)), 113 << 23)
     bits = (bits + 0x1FFF) >> 13
     return bits - (112 << 10), _float(bits << 13)
 
@@ -89,11 +89,11 @@ def _snap(low, high, BITS: tl.constexpr):
     exponent = tl.maximum((_bits(high - low) >> 23) - BITS, (_bits(largest) >> 23) - 10)
     exponent = tl.minimum(tl.maximum(exponent, 127 - 14), 250)
     fine = _float((254 - exponent) << 23)
-    first, last = _rounded(low * fine), _rounded(high * fine)
+    first, last = rounded(low * fine), rounded(high * fine)
     far = tl.maximum(tl.abs(first), tl.abs(last))
     exponent += ((last - first >= 2 << BITS) | (far > 2047)).to(tl.int32)
     coarse, unit = _float((254 - exponent) << 23), _float(exponent << 23)
-    first, last = _rounded(low * coarse), _rounded(high * coarse)
+    first, last = rounded(low * coarse), rounded(high * coarse)
     minimum = first.to(tl.float32) * unit
     span = tl.maximum(last - first, 15).to(tl.float32) * unit
     return minimum, span
@@ -125,8 +125,8 @@ def _pack_8(
     """Pack x [16, DP] with a scale for each channel (AXIS 0) or slot (AXIS 1). Returns whether a
     scale is beyond fp16."""
     s, d = tl.arange(0, 16), tl.arange(0, DP)
-    bits, scale = _scale_8(tl.max(tl.abs(x), AXIS))
-    whole = _rounded(x * tl.expand_dims(_over(tl.zeros_like(scale) + 1.0, scale), AXIS))
+    bits, scale = scale_8(tl.max(tl.abs(x), AXIS))
+    whole = rounded(x * tl.expand_dims(over(tl.zeros_like(scale) + 1.0, scale), AXIS))
     inside = (d < D)[None, :] & (s < 16)[:, None]
     if AXIS == 0:
         tl.store(out16_ptr + scales_at // 2 + d, bits.to(tl.int16), mask=d < D)
@@ -170,8 +170,8 @@ def _pack_4(
     else:
         low, high = tl.min(x, 1), tl.max(x, 1)
     minimum, span = _snap(low, high, 5 if AXIS == 0 else 4)
-    inverse = _over(tl.zeros_like(span) + 15.0, span)
-    whole = _rounded((x - tl.expand_dims(minimum, AXIS)) * tl.expand_dims(inverse, AXIS))
+    inverse = over(tl.zeros_like(span) + 15.0, span)
+    whole = rounded((x - tl.expand_dims(minimum, AXIS)) * tl.expand_dims(inverse, AXIS))
     whole = tl.where(counted, tl.minimum(tl.maximum(whole, 0), 15), 0)
     if AXIS == 0:
         tl.store(out16_ptr + spans_at // 2 + d, _exact_half(span).to(tl.int16))
@@ -207,7 +207,7 @@ def _unpack_4(
         whole = tl.trans(tl.reshape(tl.join(both & 15, both >> 4), (D, 16)))
     else:
         whole = tl.reshape(tl.join(both & 15, both >> 4), (16, D))
-    step = _float(_bits(_over(span, 15.0)) & -16)
+    step = _float(_bits(over(span, 15.0)) & -16)
     return whole.to(tl.float32) * tl.expand_dims(step, AXIS) + tl.expand_dims(minimum, AXIS)
 
 

@@ -16,7 +16,10 @@ Hopper, `kernels.gpu.hopper_attention` runs BIG and WIDE. `kernels.reference` is
 `engine.attention.gpu_backend` launches the kernels.
 
 Shapes: T rows, H query heads, K KV heads, G = H / K, D head_dim, B blocks, S = 16 slots.
-KV is one tensor [B, layers, 2, K, S, D], in which a block is contiguous.
+KV is one tensor [B, layers, 2, K, S, D], in which a block is contiguous. KV in int8 is
+[B, layers, 2, K, S, D + 2] as `kernels.reference_int8` orders it: keys and values become the
+queries' dtype, which holds them exactly, a key's scale multiplies its scores, and a value's its
+probabilities; so no product is in 8 bits.
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ def _accumulate(
     loaded one tile ahead: if the address of a KV load depended on a load of the same iteration, the
     loop could not be pipelined.
     """
+    INT8: tl.constexpr = kv.dtype.element_ty == tl.int8
+    halves = kv.to(tl.pointer_type(tl.float16))
     d = tl.arange(0, DP)
     n = tl.arange(0, KEYS)
     inside = (n % SLOTS) * D + head_offset
@@ -70,6 +75,8 @@ def _accumulate(
     ids = tl.load(block_ids + first // SLOTS + which)
     for start in tl.range(first, end, KEYS, num_stages=STAGES):
         base = ids.to(tl.int64) * BLOCK_STRIDE + inside
+        # With int8, where the scales of the keys lie, in halves.
+        scales = (base - inside + head_offset + SLOTS * D) // 2 + n % SLOTS
         ids = tl.load(block_ids + (start + KEYS) // SLOTS + which)
         if D == DP:
             k = tl.load(kv + base[None, :] + d[:, None]).to(q.dtype)
@@ -81,6 +88,8 @@ def _accumulate(
                 kv + value_offset + base[:, None] + d[None, :], mask=real[None, :], other=0.0
             ).to(q.dtype)
         scores = tl.dot(q, k)
+        if INT8:
+            scores *= tl.load(halves + scales).to(tl.float32)[None, :]
         factor = scale
         if CAP > 0:
             # cap * tanh(s / cap) of s = scores * scale, all in base 2.
@@ -105,6 +114,8 @@ def _accumulate(
         alpha = tl.exp2(row_max - base_max)
         p = tl.exp2(scores * factor - base_max[:, None])
         row_sum = row_sum * alpha + tl.sum(p, 1)
+        if INT8:
+            p *= tl.load(halves + value_offset // 2 + scales).to(tl.float32)[None, :]
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
         row_max = new_max
     return row_max, row_sum, acc
@@ -155,6 +166,7 @@ def _do_unit(
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute unit `u` of the work list: a tile's rows against its keys, for one KV head."""
+    HEAD: tl.constexpr = SLOTS * (D + 2) if kv.dtype.element_ty == tl.int8 else SLOTS * D
     tile = tiles + (tl.load(count + 1) + u // (H // G)) * 8
     head = u % (H // G)
     m = tl.arange(0, M)
@@ -190,12 +202,12 @@ def _do_unit(
     if PEEL and WINDOW == 0:
         begin = shortest // KEYS * KEYS
         row_max, row_sum, acc = _accumulate(
-            q, kv, ids, 0, begin, shortest, growth, low, head * SLOTS * D, VALUE_OFFSET,
+            q, kv, ids, 0, begin, shortest, growth, low, head * HEAD, VALUE_OFFSET,
             row_max, row_sum, acc, scale, GP, False, CAUSAL, False, CAP,
             BLOCK_STRIDE, D, DP, SLOTS, KEYS, STAGES,
         )  # fmt: skip
     row_max, row_sum, acc = _accumulate(
-        q, kv, ids, begin, end, shortest, growth, low, head * SLOTS * D, VALUE_OFFSET,
+        q, kv, ids, begin, end, shortest, growth, low, head * HEAD, VALUE_OFFSET,
         row_max, row_sum, acc, scale, GP, True, CAUSAL, WINDOW > 0, CAP,
         BLOCK_STRIDE, D, DP, SLOTS, KEYS, 1 if PEEL and WINDOW == 0 else STAGES,
     )  # fmt: skip
@@ -408,7 +420,8 @@ def tree_attention(
     merge: bool = True, scale: float = 0.0, window: int = 0, cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write attention of q [T, H, D] over one layer of kv [B, layers, 2, K, S, D] to out [T, H, D].
+    """Write attention of q [T, H, D] over one layer of kv [B, layers, 2, K, S, D] to out [T, H, D];
+    of int8, D + 2.
 
     `block_ids` int32: the flat table that units index, padded by 8 entries, each a valid block.
     `lengths` [T] int32: keys that each row sees. Launches the tile `classes` and the merge, each

@@ -18,6 +18,7 @@ from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
 from engine.model_store.rope_parameters import read_rope
 from engine.plan import Row, StepPlan
+from kernels import reference_int8
 from kernels.reference import paged_attention, rotate
 from tests.models import LLAMA3_SCALING, tiny_config
 from tests.unit.engine.attention.test_cpu_backend import random_tree
@@ -66,6 +67,38 @@ def attend(
     cos, sin = (table[batch.positions] for table in rope_tables(config, CONTEXT)["full"])
     q = qkv[:, : config.heads * config.head_dim].view(tokens, config.heads, config.head_dim)
     return attention.attend(LAYER, qkv.clone(), sinks), rotate(q, cos, sin)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_over_8_bits_equals_reference(seed: int) -> None:
+    """The step's own tokens are rounded when they are written, and read as the others are."""
+    config = tiny_config(heads=6, kv_heads=2)
+    plan = random_tree(random.Random(seed))
+    generator = torch.Generator().manual_seed(seed)
+    blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
+    kv = KvStorage(kv_format(config, torch.int8, BLOCK), blocks, torch.device("cpu"))
+    units = kv.data.flatten(-2)
+    values = reference_int8.values_of(units)
+    x = torch.randn(values.shape, generator=generator)
+    found, scales = reference_int8.quantise(x)
+    values.copy_(found)
+    reference_int8.scales_of(units).copy_(scales)
+
+    got, q = attend(config, kv, plan, generator)
+
+    wide, at = reference_int8.widen(units), 0
+    for row in plan.rows:
+        rows = slice(at, at + row.count)
+        expected = paged_attention(q[rows], wide, LAYER, row.block_ids, row.start).flatten(1)
+        assert float((got[rows] - expected).abs().max()) < 1e-5
+        at += row.count
+    assert not torch.equal(wide[:, LAYER], reference_int8.widen(reference_units(x))[:, LAYER])
+
+
+def reference_units(x: torch.Tensor) -> torch.Tensor:
+    """Return int8 units of KV [..., S, D]."""
+    values, scales = reference_int8.quantise(x)
+    return torch.cat([values.flatten(-2), scales.view(torch.int8)], -1)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_formats_say_their_bytes_and_fidelity() -> None:
         ("int8c", {"parts": 1}, "this model keeps latents"),
         ("int8c", {"groups": (KvGroup(0, (0,)), KvGroup(4, (1,)))}, "this model has 2"),
         ("int8c", {"block_size": 32}, "blocks of 16 tokens; these have 32"),
+        ("int8t", {"dtype": torch.int8}, "this pool is int8t, copied as it is"),
     ],
 )
 def test_pools_that_a_format_does_not_fit_are_refused(
@@ -99,6 +100,8 @@ def test_a_storage_has_the_packers_that_fit_it() -> None:
     assert set(packers_of(storage())) == set(NAMES)
     assert set(packers_of(wide, compile_library())) == {"int8c", "int8t"}
     assert packers_of(latents) == {}
+    int8 = KvStorage(msgspec.structs.replace(FORMAT, dtype=torch.int8), 1, CPU)
+    assert packers_of(int8, compile_library()) == {}
 
 
 def test_a_space_of_another_size_is_refused() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from engine.errors import ModelError
 from engine.kv.format import KvFormat, Layout, kv_format
 from engine.kv.storage import KvStorage
+from engine.model_store.architecture import Latent
 from engine.plan import BlockCopy
 from tests.models import tiny_config
 
@@ -56,7 +59,35 @@ def test_copy_takes_whole_blocks_of_panels() -> None:
     assert torch.equal(kv.data[4], before[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copy_takes_whole_int8_blocks() -> None:
+    """A token's scales lie behind all values of their head."""
+    kv = KvStorage(kv_format(tiny_config(), torch.int8, 16), 6, CPU)
+    kv.data.copy_(torch.arange(kv.data.numel()).view_as(kv.data) % 127)
+    before = kv.data.clone()
+
+    kv.copy([BlockCopy(src=1, dst=4, tokens=5)])
+
+    assert torch.equal(kv.data[4], before[1])
+    assert torch.equal(kv.data[[0, 1, 2, 3, 5]], before[[0, 1, 2, 3, 5]])
+
+
+def test_int8_takes_a_byte_a_value_and_two_a_token_and_head() -> None:
+    """1,064,960 bytes for Llama 3's 8B shape, where bf16 takes 2,097,152."""
+    form = KvFormat(32, 8, 128, 16, torch.int8)
+
+    assert form.block_bytes == 1_064_960
+    assert (form.name, form.fidelity) == ("int8t", "near")
+
+
+def test_int8_of_latents_is_refused_by_name() -> None:
+    """A latent is key and value in one, and has no path in 8 bits."""
+    latent = Latent(rank=32, nope=32, rope=16, value=32)
+    config = msgspec.structs.replace(tiny_config(), latent=latent)
+    with pytest.raises(ModelError, match=r"engine.kv_dtype is int8.*expected auto, bf16 or fp32"):
+        kv_format(config, torch.int8, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_storage_takes_block_bytes_per_block(dtype: torch.dtype) -> None:
     """The number of blocks in the pool is computed from `block_bytes`."""
     kv = KvStorage(kv_format(tiny_config(), dtype, 16), 3, CPU)
@@ -70,11 +101,11 @@ def test_formats_with_different_bytes_have_different_names() -> None:
     """The name is part of every cache namespace: blocks are never read in another format."""
     formats: list[KvFormat] = [
         kv_format(tiny_config(), dtype, 16, layout)
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16, torch.int8)
         for layout in ("slots", "panels")
     ]
 
-    assert len({f.name for f in formats}) == 4
+    assert len({f.name for f in formats}) == 6
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")

@@ -367,6 +367,38 @@ def test_bf16_weights_and_kv_stay_near_dense_computation(kernels: Kernels) -> No
     assert error(got, expected) < (0.2 if kernels.bf16_kind != cpu.PAIRS else 0.05)
 
 
+@pytest.mark.parametrize("path", ["torch", "c"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_kv_stays_near_dense_computation(
+    shape: str, path: str, request: pytest.FixtureRequest
+) -> None:
+    """A value of KV is off by up to 1 / 254 of its token's largest. A scale of another token or a
+    channel of another word would be off by a whole deviation."""
+    config, weights = SHAPES[shape], tiny_weights(SHAPES[shape])
+    expected = dense_logits(config, weights, tokens_of(config))
+    kernels = request.getfixturevalue("kernels") if path == "c" else None
+
+    got = logits_of(config, dict(weights), kernels, SLICES[3], torch.int8)
+
+    assert 1e-3 < error(got, expected) < 0.12
+
+
+@pytest.mark.parametrize("name", ["GQA", "Gemma 3", "gpt-oss", "Cohere 2", "all"])
+def test_int8_kv_in_c_and_torch_are_one_computation(name: str, kernels: Kernels) -> None:
+    """Where rounding of sums turns a value of KV to its neighbour, logits differ by that; slices
+    change no bit in C."""
+    config = msgspec.structs.replace(SHAPES["GQA"], **EXTENDED.get(name, {}))
+    weights = tiny_weights(config)
+    expected = logits_of(config, dict(weights), None, SLICES[0], torch.int8)
+
+    whole = logits_of(config, dict(weights), kernels, SLICES[0], torch.int8)
+
+    assert error(whole, expected) < 0.01
+    for slices in SLICES[1:]:
+        in_slices = logits_of(config, dict(weights), kernels, slices, torch.int8)
+        assert torch.equal(in_slices, whole)
+
+
 def test_kernels_are_not_loaded_for_unsupported_shape() -> None:
     """Torch computes heads of 20 channels; C would compute them wrongly."""
     assert load_kernels(tiny_config(head_dim=20), threads=1) is None

@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig, LevelsConfig
+from engine.model_store.architecture import Latent
 from gateway.__main__ import main
 from gateway.cli.doctor import Check, checks_text
 from gateway.cli.level_checks import check_levels
+from gateway.cli.pool_checks import PoolCheck, check_pool, check_pools
 from gateway.config import Config, ModelSettings
 from gateway.engines.memory import available_memory_mib
 from tests.models import prepared
@@ -161,6 +164,29 @@ def test_each_of_several_models_is_checked(
     assert status == 1
     assert [name for name in "ab" if f"FAIL  model {name}" in text] == ["a", "b"]
     assert "set the model's path to a file or folder that exists" in text
+
+
+def test_says_how_many_tokens_the_pool_of_a_prepared_model_holds(tmp_path: Path) -> None:
+    """8 bits and a scale for each token and head nearly double them; latents have no such pool."""
+    card = prepared(tmp_path / "models")
+    config = Config(data_dir=str(tmp_path), model=ModelSettings(name=card.source))
+
+    def pool(**settings: object) -> PoolCheck:
+        engine = msgspec.structs.replace(EngineConfig(kv_memory_mib=1), **settings)
+        (found,) = check_pools(msgspec.structs.replace(config, engine=engine))
+        return found
+
+    heads = 2 * len(card.config.layers) * card.config.kv_heads
+    plain, int8 = heads * card.config.head_dim * 2, heads * (card.config.head_dim + 2)
+    tokens = 2**20 // (16 * plain) * 16
+    assert pool().found.startswith(f"{tokens:,} tokens of {plain:,} B; ")
+    assert pool(kv_blocks=3).found.startswith("48 tokens")
+    assert f"tokens of {int8:,} B" in pool(kv_dtype="int8").found
+    assert pool(kv_dtype="int8").found.endswith("answers are near and not exact")
+    latents = msgspec.structs.replace(card.config, latent=Latent(32, 16, 8, 16))
+    refused = check_pool("KV pool", latents, EngineConfig(kv_dtype="int8"))
+    assert (refused.ok, refused.fix) == (False, 'set engine.kv_dtype to "auto"')
+    assert check_pool("KV pool", latents, EngineConfig()).ok
 
 
 def test_measures_the_disk_of_the_levels_and_says_its_worth(

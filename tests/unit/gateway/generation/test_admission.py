@@ -122,6 +122,18 @@ def test_grant_has_the_requests_fidelity_and_whether_its_kv_may_rest() -> None:
     assert grant(member) == ("near", False)
 
 
+def test_grant_is_no_better_than_the_kv_of_the_engine() -> None:
+    """Copies of blocks of 8 bits are told as what they are, whatever the tenant allows."""
+    call = Call("m", (Prompt(),), GenerationParameters())
+    info = msgspec.structs.replace(NOW.info, kv_fidelity="near")
+    now = msgspec.structs.replace(NOW, info=info)
+    for allowed, expected in (("exact", "near"), ("near", "near"), ("rough", "rough")):
+        who = identity(fidelity=allowed)
+        (request,) = admit(call, [Rendered((1,))], who, "id", now, b"namespace")
+
+        assert request.grant.fidelity == expected
+
+
 def refused(**asked: object) -> Refusal:
     with pytest.raises(Refusal) as caught:
         ask(**asked)  # type: ignore[arg-type]

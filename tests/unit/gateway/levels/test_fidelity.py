@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from gateway.background.erasure import list_holdings
@@ -123,3 +124,51 @@ async def test_a_quote_asks_the_namespace_of_its_fidelity(gateway: GatewayFixtur
     assert own["physical"]["cached_tokens"] > 0
     assert exact["physical"]["cached_tokens"] == 0
     assert (status, answer["error"]["code"]) == (400, "fidelity_not_allowed")
+
+
+def keep_int8(gateway: GatewayFixture) -> None:
+    """Let the engine say that it keeps KV in 8 bits."""
+    assert gateway.engine.info is not None
+    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, kv_fidelity="near")
+
+
+async def test_a_pool_of_8_bits_is_told_where_no_one_asked(gateway: GatewayFixture) -> None:
+    """The tenant's default speaks of copies, which are as exact as the pool; the header says what
+    the answer was computed with."""
+    allow(gateway)
+    keep_int8(gateway)
+    _, _, first = await gateway.ask(CHAT, gateway.chat(LONG))
+    status, found, second = await gateway.ask(CHAT, gateway.chat(LONG))
+    assert status == 200, found
+    for answer in (first, second):
+        assert "; fidelity=near" in answer.headers["X-Trunkline-Cache"]
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    await gateway.engine.get_stats()
+    assert [parts_of(one.namespace)[5:] for one in gateway.engine.namespaces] == [("near",)]
+
+
+@pytest.mark.parametrize(
+    ("least", "asked", "code"),
+    [
+        ("exact", "exact", "fidelity_not_available"),
+        ("exact", "near", "fidelity_not_allowed"),
+        ("near", "exact", "fidelity_not_available"),
+        ("near", "near", ""),
+        ("rough", "rough", ""),
+    ],
+)
+async def test_who_asks_a_pool_of_8_bits_for_exact_is_refused(
+    gateway: GatewayFixture, least: str, asked: str, code: str
+) -> None:
+    """In an answer and in a quote; not silently given less."""
+    allow(gateway, fidelity=least)
+    keep_int8(gateway)
+    headers = {FIDELITY_HEADER: asked}
+    quote = {"endpoint": CHAT, "request": gateway.chat(LONG)}
+    for path, body in ((CHAT, gateway.chat()), ("/v1/cache/quote", quote)):
+        status, answer, _ = await gateway.ask(path, body, headers=headers)
+
+        assert status == (400 if code else 200), answer
+        if code:
+            assert answer["error"]["code"] == code
+    await gateway.check_quiet()

@@ -70,6 +70,7 @@ def test_cost_of_a_token_is_that_of_the_published_shape() -> None:
 
     assert kv_bytes_per_token(LLAMA_8B, "auto") == 131_072
     assert kv_bytes_per_token(LLAMA_8B, "fp32") == 262_144
+    assert kv_bytes_per_token(LLAMA_8B, "int8") == 1_064_960 / 16
     assert flops is not None
     assert flops == pytest.approx(2 * 6.98e9, rel=0.01)
     assert not has_windows(LLAMA_8B)

@@ -22,8 +22,12 @@ from kernels.cpu import build
 CPUS = ("skylake-avx512", "cooperlake", "sapphirerapids")
 """AVX-512; the same with bf16 products; the same beside AMX."""
 
-FUNCTIONS = ("tile_6_2", "tile_12_2", "tile_1_4", "score_rows", "value_rows")
-MULTIPLY = re.compile(r"vdpbf16ps|vfmadd")
+FUNCTIONS = (
+    *("tile_6_2", "tile_12_2", "tile_1_4", "score_rows", "value_rows"),
+    *("int8_score_rows", "int8_scores", "int8_value_rows", "int8_values"),
+)
+"""Those of int8 only where a CPU has VNNI; gcc may put one of a pair into the other."""
+MULTIPLY = re.compile(r"vdpbf16ps|vpdpbusd|vfmadd")
 STORE_TO_STACK = re.compile(r"%[yz]mm\d+,-?(0x)?[0-9a-f]*\(%r[sb]p\)")
 JUMP = re.compile(r"j\w+\s+([0-9a-f]+)")
 INSTRUCTION = re.compile(r"\s+([0-9a-f]+):\s+(.*)")

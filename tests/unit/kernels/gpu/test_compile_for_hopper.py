@@ -21,6 +21,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 SAMPLING = "tests.unit.kernels.gpu.compile_sampling"
 PACKING = "tests.unit.kernels.gpu.compile_kv_formats"
+INT8 = "tests.unit.kernels.gpu.compile_int8"
 PLAIN, BY_HAND = (
     "tests.unit.kernels.gpu.compile_for_hopper",
     "tests.unit.kernels.gpu.compile_hand_scheduled",
@@ -142,3 +143,22 @@ def test_packing_kernels_compile_and_do_not_spill() -> None:
         for name in ("int8c", "int4c", "int8t")
     }
     assert [one for one in reports if one["spills"]] == []
+
+
+INT8_SPILLS_MAX = {"small": 32, "wide": 2}
+"""Of int8, a converted tile of keys takes registers beside the loads: 64 bytes of stack in the
+small class and 8 in the wide one; not measured on a device."""
+
+
+def test_kernels_over_int8_kv_compile_and_hardly_spill() -> None:
+    """Each tile class and the write, at an 8B model's shape; products are by the matrix units."""
+    reports = reports_of(INT8)
+
+    assert [(one["kernel"], one["causal"]) for one in reports] == [
+        *(("small", False), ("big", False), ("small", True), ("big", True), ("wide", True)),
+        ("write", False),
+    ]
+    for one in reports:
+        assert one["spills"] <= INT8_SPILLS_MAX.get(one["kernel"], 0), one
+        if one["kernel"] != "write":
+            assert one["mma" if one["kernel"] == "small" else "wgmma"] > 0, one

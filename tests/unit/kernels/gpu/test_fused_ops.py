@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from kernels import reference_int8
 from kernels.gpu.fused_ops import copy_blocks, gated_mul, residual_rms_norm, rope_kv_write
+from tests.unit.kernels.kv_blocks import hard_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -78,6 +82,40 @@ def test_rope_kv_write_rotates_and_writes_slots(d: int, grows: bool) -> None:
         expected[slot // size, 1, 0, :, slot % size] = rotated[row, heads : heads + kv_heads]
         expected[slot // size, 1, 1, :, slot % size] = x[row, heads + kv_heads :]
     torch.testing.assert_close(kv, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter is numpy
+@pytest.mark.parametrize("d", [16, 24, 64])
+def test_rope_kv_write_writes_the_references_int8(d: int) -> None:
+    """Without a rotation, so that keys are what they were: outliers, zeros, what is no number and
+    what no scale reaches. Padding rows write nothing."""
+    heads, kv_heads, size, rows = 3, 2, 16, 18
+    hard = hard_blocks(rows, (1, heads + 2 * kv_heads, d), torch.float32, seed=d)
+    qkv = hard[:, 0, 0, :, 3].contiguous()
+    qkv[:6, heads, 1] = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e38, 7.0])
+    qkv[6:9, heads + kv_heads, 0] = torch.tensor([math.nan, -math.inf, 3e38])
+    shape = (5, 2, 2, kv_heads, size, d + 2)
+    kv = torch.zeros(shape, dtype=torch.int8, device=DEVICE)
+    slots = torch.randperm(5 * size, generator=torch.Generator().manual_seed(1))[:rows].int()
+    slots[7] = -1
+    at = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    q_out = torch.empty(rows, heads, d, device=DEVICE)
+    no_rotation = torch.ones(1, d // 2, device=DEVICE)
+
+    rope_kv_write(
+        qkv.flatten(1).to(DEVICE), q_out, kv, 1, no_rotation, 0 * no_rotation, at, slots.to(DEVICE)
+    )
+
+    # A rotation by nothing still makes its neighbour of what is no number: infinity times zero.
+    half = torch.cat([-qkv[..., d // 2 :], qkv[..., : d // 2]], -1)
+    keys = (qkv + half * 0)[:, heads : heads + kv_heads]
+    values = qkv[:, heads + kv_heads :]
+    expected = torch.zeros(shape, dtype=torch.int8)
+    live = slots >= 0
+    block, slot = slots[live].long() // size, slots[live].long() % size
+    for part, x in enumerate((keys, values)):
+        reference_int8.write(expected.flatten(-2)[:, 1, part], block, slot, x[live])
+    assert torch.equal(kv.cpu(), expected)
 
 
 def test_copy_blocks_copies_filled_slots_of_all_layers() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kernels.gpu.tree_attention
+from kernels import reference_int8
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
 from kernels.gpu.work_list import Slices, WorkPlanner, classes_for
 from kernels.reference import paged_attention
@@ -248,6 +249,33 @@ def test_rules_of_families_equal_the_reference(
 
     tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3
     assert error(got, case.expected_by(1, **given)) < tolerance
+
+
+INT8_CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
+    "decoding rows": ("three levels", (6, 2, 16), 0, {}),
+    "a prompt beside them": ("a prefill chunk beside decoding rows", (4, 2, 32), 0, {}),
+    "in parts": ("a prefill chunk beside decoding rows", (4, 2, 24), 64, {}),
+    "a window": ("no sharing, ragged", (2, 1, 80), 0, {"window": 33}),
+    "a cap": ("one prefix", (4, 2, 16), 0, {"cap": 2.0, "scale": 0.7}),
+}
+
+
+@pytest.mark.parametrize("name", INT8_CASES)
+def test_attention_over_int8_equals_the_reference(name: str) -> None:
+    """A key's scale multiplies its scores, a value's its probabilities, and no other's."""
+    tree, (heads, kv_heads, d), chunk, given = INT8_CASES[name]
+    levels, slices = TREES[tree]
+    case = Case(5, levels, slices, heads=heads, kv_heads=kv_heads, head_dim=d, dtype=torch.float32)
+    spread = torch.logspace(-1, 1, SIZE, device=DEVICE)[:, None]
+    values, scales = reference_int8.quantise(case.kv * spread)
+    units = torch.cat([values.flatten(-2), scales.view(torch.int8)], -1)
+    case.kv = reference_int8.widen(units)
+    expected = case.expected_by(1, **given)
+    case.kv = units.view(*units.shape[:-1], SIZE, d + 2)
+
+    got = attend(case, planner_for(case, chunk=chunk), **given)
+
+    assert error(got, expected) < (1e-5 if DEVICE.type == "cpu" else 4e-3)
 
 
 @pytest.mark.parametrize("seed", range(3 if DEVICE.type == "cpu" else 200))

@@ -1,0 +1,54 @@
+"""What `trunkline doctor` says of the device's KV pool: how many tokens it holds, and in how many
+bits."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.model_store import Architecture, resolve
+from gateway.config import Config
+from gateway.levels.model_cost import find_architecture, has_windows, kv_bytes_per_token
+
+
+class PoolCheck(Struct, frozen=True):
+    """A finding: its name, whether it is right, what was found and what to do."""
+
+    check: str
+    ok: bool
+    found: str
+    fix: str | None = None
+
+
+def check_pools(config: Config) -> list[PoolCheck]:
+    """Return a finding for each model that a server has prepared."""
+    found = []
+    for model in config.served_models():
+        try:
+            source = resolve(model.source, config.models_dir)
+        except ModelError:
+            continue
+        shape = find_architecture(source, config.models_dir)
+        if shape is not None:
+            name = f"KV pool {model.name}".strip()
+            found.append(check_pool(name, shape, config.engine_of(model)))
+    return found
+
+
+def check_pool(name: str, shape: Architecture, engine: EngineConfig) -> PoolCheck:
+    """Return the finding on one engine's pool."""
+    is_int8 = engine.kv_dtype == "int8"
+    if is_int8 and shape.latent is not None:
+        text = f"engine.kv_dtype is int8, and {shape.family} keeps latents: the engine cannot start"
+        return PoolCheck(name, False, text, 'set engine.kv_dtype to "auto"')
+    token_bytes = kv_bytes_per_token(shape, engine.kv_dtype)
+    run_bytes = token_bytes * engine.block_size
+    runs = engine.kv_blocks or engine.kv_memory_mib * 2**20 // run_bytes
+    text = (
+        f"{'at least ' if has_windows(shape) else ''}{runs * engine.block_size:,} tokens of"
+        f" {token_bytes:,} B; {2**30 // run_bytes * engine.block_size:,} a GiB"
+    )
+    if is_int8:
+        text += "; KV of 8 bits, so answers are near and not exact"
+    return PoolCheck(name, True, text)

@@ -1,0 +1,172 @@
+"""A runner whose pool is int8: answers depend on no batch, no copy and no way through a level."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.kv.transfer import CpuTransferEngine
+from engine.model_store import ModelCard
+from engine.models.cpu_llama import load_kernels
+from engine.moves import Move, Moved
+from engine.plan import BlockCopy, Row, StepPlan
+from engine.runner.cpu_runner import CpuRunner, build_runner
+from engine.storage.arena import HostArena
+from kernels import reference_int8
+from tests.models import prepared, tiny_config
+from tests.unit.engine.attention.test_cpu_backend import random_tree
+from tests.unit.engine.runner.test_cpu_runner import begun, drawn, draws, run, tokens_of
+
+BLOCKS, CONTEXT = 900, 2048
+INT8 = EngineConfig(kv_dtype="int8")
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    config = tiny_config(head_dim=32, heads=3, kv_heads=1, context=CONTEXT)
+    return prepared(tmp_path_factory.mktemp("model"), config)
+
+
+Make = Callable[[int], CpuRunner]
+
+
+@pytest.fixture
+def in_c(card: ModelCard, request: pytest.FixtureRequest) -> Make:
+    """Return a constructor of runners in C with so many threads, which end with the test."""
+
+    def made(threads: int) -> CpuRunner:
+        kernels = load_kernels(card.config, threads)
+        if kernels is None:
+            pytest.skip("no C compiler")
+        request.addfinalizer(kernels.close)
+        return CpuRunner(card, INT8, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
+
+    return made
+
+
+@pytest.fixture(params=["torch", "c"])
+def runner(request: pytest.FixtureRequest, card: ModelCard) -> CpuRunner:
+    """A runner in torch or in C."""
+    if request.param == "c":
+        made: CpuRunner = request.getfixturevalue("in_c")(2)
+        return made
+    return CpuRunner(card, INT8, blocks=BLOCKS, context=CONTEXT)
+
+
+def fill(runner: CpuRunner, seed: int) -> None:
+    """Fill the pool with arbitrary values and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    units = runner.kv.data.flatten(-2)
+    units.random_(-127, 128, generator=generator)
+    scales = reference_int8.scales_of(units)
+    scales.copy_(torch.rand(scales.shape, generator=generator) / 50 + 0.001)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_changes_no_bit_of_a_row_in_c(seed: int, in_c: Make) -> None:
+    """Alone, in a batch, with groups, with 1 thread or 3: the logprobs are equal to the last
+    bit."""
+    plan = random_tree(random.Random(seed))
+    plans = {
+        "groups": [plan],
+        "no groups": [StepPlan(0, plan.rows)],
+        "alone": [StepPlan(0, (row,)) for row in plan.rows],
+    }
+    outcomes = {}
+    for threads in (1, 3):
+        runner = in_c(threads)
+        for name, parts in plans.items():
+            fill(runner, seed)
+            outcomes[name, threads] = [token for part in parts for token in draws(runner, part)]
+
+    expected = outcomes["alone", 1]
+    assert len(expected) == len(plan.rows)
+    for how, outcome in outcomes.items():
+        assert outcome == expected, (seed, how)
+
+
+def test_slots_of_other_sequences_are_never_read(runner: CpuRunner) -> None:
+    """The largest values in every slot outside the history change no bit of the result."""
+    prompt = tokens_of(10, 37)
+    outcomes = []
+    for value, scale in ((0, 0.0), (127, 65504.0), (-127, 65504.0)):
+        units = runner.kv.data.flatten(-2)
+        units.fill_(value)
+        reference_int8.scales_of(units).fill_(scale)
+        plan = StepPlan(0, (Row(1, 0, 37, [4, 2, 6], 0, prompt, (1,)),), begun=(begun(1, prompt),))
+        first = drawn(run(runner, plan))[1]
+        plan = StepPlan(1, (Row(1, 37, 1, [4, 2, 6], 0, None, (1,)),), copies=(BlockCopy(6, 5, 5),))
+        outcomes.append((first, drawn(run(runner, plan))[1]))
+        run(runner, StepPlan(2, (), ended=(1,)))
+
+    assert outcomes[1] == outcomes[0]
+    assert outcomes[2] == outcomes[0]
+
+
+def test_copied_block_is_independent_of_source(runner: CpuRunner) -> None:
+    """Copy-on-write: both sequences write the slot behind the copied ones, and answer as if each
+    were alone."""
+    prompt = tokens_of(5, 20)
+    run(runner, StepPlan(0, (Row(1, 0, 20, [0, 1], 0, prompt),), begun=(begun(1, prompt),)))
+    rows = (Row(1, 20, 1, [0, 1], 0, [11], (1,)), Row(2, 20, 1, [0, 6], 0, [22], (2,)))
+    plan = StepPlan(1, rows, begun=(begun(2, [*prompt, 22]),), copies=(BlockCopy(1, 6, 4),))
+    together = drawn(run(runner, plan))
+
+    for sequence_id, token in ((1, 11), (2, 22)):
+        history = [*prompt, token]
+        row = Row(9, 0, 21, [30, 31], 0, history, (9,))
+        alone = drawn(run(runner, StepPlan(2, (row,), begun=(begun(9, history),))))[9]
+        run(runner, StepPlan(3, (), ended=(9,)))
+
+        assert together[sequence_id].token_id == alone.token_id
+        assert together[sequence_id].logprob == pytest.approx(alone.logprob, abs=1e-4)
+
+
+def test_blocks_come_back_from_a_level_bit_for_bit(in_c: Make) -> None:
+    """Rule 31: a copy in the pool's own format is what was saved, scales included, and an answer
+    over loaded copies equals one from nothing."""
+    runner = in_c(2)
+    prompt = tokens_of(6, 49)
+    row = Row(1, 0, 49, [0, 1, 2, 3], 0, prompt, (1,))
+    first = drawn(run(runner, StepPlan(0, (row,), begun=(begun(1, prompt),))))[1]
+    arena, ended = HostArena.create(4, runner.kv.format.block_bytes), threading.Semaphore(0)
+    transfer = CpuTransferEngine(runner.kv, arena, on_moved=ended.release)
+
+    def moved(moves: list[Move]) -> list[Moved]:
+        transfer.submit(moves)
+        assert all(ended.acquire(timeout=30) for _ in moves)
+        return transfer.poll()
+
+    try:
+        saved = moved([Move(n, "offload", n, n) for n in range(3)])
+        runner.kv.data.zero_()
+        loads = [Move(n, "load", n + 10, n, check=one.check) for n, one in enumerate(saved)]
+        assert all(one.is_done for one in moved(loads))
+    finally:
+        transfer.close()
+        arena.close()
+
+    row = Row(2, 48, 1, [10, 11, 12, 13], 0, prompt[48:], (2,))
+    again = drawn(run(runner, StepPlan(1, (row,), begun=(begun(2, prompt),), ended=(1,))))[2]
+
+    assert again == first
+
+
+def test_built_runner_has_nearly_twice_the_blocks(card: ModelCard) -> None:
+    """34 bytes a token and head where bf16 takes 64 and fp32 128; warm-up leaves the KV zero."""
+    threads = torch.get_num_threads()
+    try:
+        built = build_runner(card, EngineConfig(kv_dtype="int8", kv_memory_mib=4, threads=1))
+    finally:
+        torch.set_num_threads(threads)
+
+    assert isinstance(built.runner, CpuRunner)
+    assert built.kv_format.block_bytes == 2 * 2 * 16 * 34
+    assert built.blocks == 4 * 2**20 // built.kv_format.block_bytes
+    assert built.kv_format.name in ("int8t-panels", "int8t")
+    assert not built.runner.kv.data.any()
