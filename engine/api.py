@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -359,11 +359,33 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     total_s: float = 0.0
 
 
+LoadMiss = Literal["", "damaged", "level_failed", "not_worth_loading"]
+"""Why a level below the device did not bring what it had, empty if it did. `damaged`: the bytes
+were not those that were written. `level_failed`: a look, fetch or load failed or came too late, or
+the level is off. `not_worth_loading`: computing was predicted to be faster."""
+
+
+class LevelWait(Struct, frozen=True, forbid_unknown_fields=True):
+    """What levels below the device cost a request, and what they did not bring.
+
+    `load_s`: seconds that it waited for its loads, a part of its time before the first step;
+    `level`: the slowest level that they came from, None without a load. `missed_tokens`: further
+    tokens that a level had, or may have had where it could not be asked; `cause`: why they were
+    computed.
+    """
+
+    load_s: float = 0.0
+    level: LevelName | None = None
+    missed_tokens: Count = 0
+    cause: LoadMiss = ""
+
+
 class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     """The request was first scheduled. Sent once, before any token, and not again after
     preemption. `window_gone_tokens`: further tokens that were cached but for the blocks of a
     window, so they are computed again. `loaded_tokens`: the part of the cached tokens that was
-    loaded for this request, by the level it was on.
+    loaded for this request, by the level it was on. `wait`: None where no level below the device
+    had anything of it.
     """
 
     request_id: str
@@ -372,6 +394,7 @@ class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     leases: tuple[LeaseGrant, ...] = ()
     window_gone_tokens: Count = 0
     loaded_tokens: tuple[tuple[LevelName, Count], ...] = ()
+    wait: LevelWait | None = None
 
 
 class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):

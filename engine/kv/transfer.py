@@ -169,7 +169,8 @@ class CpuTransferEngine:
         except Exception as error:
             with contextlib.suppress(Exception):
                 self._on_error(move, error)
-            return Moved(move.move_id, is_done=False, seconds=self._clock() - started_s)
+            seconds, is_damaged = self._clock() - started_s, isinstance(error, DamagedSlotError)
+            return Moved(move.move_id, is_done=False, seconds=seconds, is_damaged=is_damaged)
         return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
 
     def _offload(self, move: Move) -> bytes:

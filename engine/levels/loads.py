@@ -8,11 +8,12 @@ has. This module chooses nothing: `levels` does.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
 
-from engine.api import Namespace
+from engine.api import LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.levels.copies import CopyBook
 from engine.levels.load_choice import LevelPace, LoadChoice
@@ -39,7 +40,7 @@ class _State(Enum):
 class _Piece:
     """One run of a load: its copy, the level it comes from, its slot, the block it fills."""
 
-    __slots__ = ("block", "check", "copy", "level", "slot", "state")
+    __slots__ = ("block", "check", "copy", "is_damaged", "level", "slot", "state")
 
     def __init__(self, copy: Copy, level: LevelName, slot: int, block: int, check: bytes) -> None:
         self.copy = copy
@@ -47,6 +48,7 @@ class _Piece:
         self.slot = slot
         self.block = block
         self.check = check
+        self.is_damaged = False
         self.state = _State.READY if level == "host" else _State.FETCHING
 
 
@@ -54,8 +56,8 @@ class Load:
     """The load of one sequence.
 
     `first`: the index of its first run. `loaded`: the runs that are in place, counted from the
-    first one, once it `is_ended`. `after_step`: it fills blocks only when this step has been
-    collected, since a step in flight may still write to their former owner.
+    first one, once it `is_ended`; `miss`: why not all are. `after_step`: it fills blocks only when
+    this step has been collected, since a step in flight may still write to their former owner.
     """
 
     __slots__ = (
@@ -68,7 +70,9 @@ class Load:
         "held",
         "is_ended",
         "loaded",
+        "miss",
         "namespace",
+        "payer",
         "pieces",
         "under_way",
     )
@@ -83,6 +87,7 @@ class Load:
         now_s: float,
     ) -> None:
         self.namespace = namespace
+        self.payer: Payer = held.account.payer_account.payer
         self.first = first
         self.held = held
         self.pieces = pieces
@@ -93,7 +98,13 @@ class Load:
         self.epoch = 0
         self.is_ended = False
         self.loaded = 0
+        self.miss: LoadMiss = ""
         self.under_way = 0
+
+    @property
+    def level(self) -> LevelName:
+        """Return the slowest level that it comes from."""
+        return "disk" if any(piece.level == "disk" for piece in self.pieces) else "host"
 
     def tokens_by_level(self, run_tokens: int) -> tuple[tuple[LevelName, int], ...]:
         """Return the tokens that it brought, by the level they were on."""
@@ -110,7 +121,8 @@ class Load:
 class Loads:
     """All loads whose moves have not ended.
 
-    `loaded_blocks`: totals by level. `failed`: pieces that failed, by level.
+    `loaded_blocks`: totals by level. `failed`: pieces that failed, by level; `damaged`: those of
+    them whose bytes were not those that were written.
     """
 
     def __init__(
@@ -135,6 +147,7 @@ class Loads:
         self._moved_from_host = 0
         self.loaded_blocks: dict[LevelName, int] = {"host": 0, "disk": 0}
         self.failed: dict[LevelName, int] = {"host": 0, "disk": 0}
+        self.damaged: dict[LevelName, int] = {"host": 0, "disk": 0}
         self.fetched = 0
 
     def __len__(self) -> int:
@@ -207,19 +220,29 @@ class Loads:
                 self._ended.append(load)
 
     def next_moves(self, collected_step: int) -> list[Move]:
-        """Return the moves to submit now, the oldest load first. O(pieces of loads)."""
+        """Return the moves to submit now: those of the payer with fewest under way first, and of
+        its loads the oldest, so that no payer waits for the loads of another. O(pieces of loads).
+        """
         moves: list[Move] = []
+        if len(self._moves) >= MOVES_MAX:
+            return moves
+        ready: dict[Payer, deque[tuple[Load, _Piece]]] = {}
         for load in self._loads:
-            if load.is_ended or load.after_step > collected_step:
-                continue
-            for piece in load.pieces:
-                if len(self._moves) >= MOVES_MAX:
-                    return moves
-                if piece.state is _State.READY:
-                    move_id = self._next_id()
-                    piece.state = _State.MOVING
-                    self._moves[move_id] = (load, piece)
-                    moves.append(Move(move_id, "load", piece.block, piece.slot, piece.check))
+            if not load.is_ended and load.after_step <= collected_step:
+                for piece in load.pieces:
+                    if piece.state is _State.READY:
+                        ready.setdefault(load.payer, deque()).append((load, piece))
+        under_way = Counter(load.payer for load, _ in self._moves.values())
+        while ready and len(self._moves) < MOVES_MAX:
+            payer = min(ready, key=under_way.__getitem__)
+            load, piece = ready[payer].popleft()
+            if not ready[payer]:
+                del ready[payer]
+            under_way[payer] += 1
+            move_id = self._next_id()
+            piece.state = _State.MOVING
+            self._moves[move_id] = (load, piece)
+            moves.append(Move(move_id, "load", piece.block, piece.slot, piece.check))
         return moves
 
     def moved(self, outcome: Moved) -> bool:
@@ -230,6 +253,7 @@ class Loads:
         load, piece = found
         if outcome.is_done:
             self._paces["host"].record_block(outcome.seconds)
+        piece.is_damaged = outcome.is_damaged
         self._piece_ended(load, piece, is_done=outcome.is_done)
         return True
 
@@ -241,6 +265,7 @@ class Loads:
         load, piece = found
         is_current = load.epoch == self._book.epochs[load.namespace]
         if not outcome.is_done:
+            piece.is_damaged = outcome.is_damaged
             self._piece_ended(load, piece, is_done=False)
             return
         self.fetched += 1
@@ -264,8 +289,9 @@ class Loads:
                 done = self._done(load)
                 is_cut = done < len(load.pieces) and load.pieces[done].state is _State.FAILED
                 if done == len(load.pieces) or is_cut or now_s >= load.deadline_at_s:
-                    if now_s >= load.deadline_at_s and done < len(load.pieces) and not is_cut:
-                        self.failed[load.pieces[done].level] += 1
+                    if done < len(load.pieces):
+                        load.miss = "damaged" if load.pieces[done].is_damaged else "level_failed"
+                        self.failed[load.pieces[done].level] += not is_cut
                     self._end(load, done)
                     ended.append(load)
             if load.is_ended and not load.under_way:
@@ -315,6 +341,7 @@ class Loads:
         piece.state = _State.DONE if is_done else _State.FAILED
         if not is_done:
             self.failed[piece.level] += 1
+            self.damaged[piece.level] += piece.is_damaged
             self._book.strike(piece.copy, piece.slot)
         self._let_go(load, piece)
 

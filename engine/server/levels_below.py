@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.api import LevelStats
 from engine.cache import PrefixCache
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.kv.format import KvFormat
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import CpuTransferEngine
@@ -33,15 +33,16 @@ def build_levels(
         return None, ()
     slots = (wanted.host_mib or wanted.stage_mib) * 2**20 // kv_format.block_bytes
     if kv_format.windows:
-        return None, _off(f"the model has windows of {kv_format.windows} tokens")
+        return _off(wanted, f"the model has windows of {kv_format.windows} tokens")
     if kv is None:
-        return None, _off("no transfer engine reaches this device's memory")
+        return _off(wanted, "no transfer engine reaches this device's memory")
     if slots < SLOTS_MIN:
-        return None, _off(f"{slots} slots of {kv_format.block_bytes} bytes; at least {SLOTS_MIN}")
+        size = kv_format.block_bytes
+        return _off(wanted, f"{slots} slots of {size} bytes; expected at least {SLOTS_MIN}")
     try:
         arena = HostArena.create(slots, kv_format.block_bytes)
     except (OSError, ValueError) as error:
-        return None, _off(f"no host memory: {error}")
+        return _off(wanted, f"no host memory: {error}")
     transfer = CpuTransferEngine(kv, arena)
     storage = None
     if wanted.disk_gib > 0:
@@ -49,5 +50,7 @@ def build_levels(
     return Levels(cache, wanted, transfer, storage, close_memory=arena.close), ()
 
 
-def _off(reason: str) -> tuple[LevelStats, ...]:
-    return (LevelStats("host", "off", reason),)
+def _off(config: LevelsConfig, reason: str) -> tuple[None, tuple[LevelStats, ...]]:
+    """Return no levels, and each configured one as off for this reason."""
+    host = (LevelStats("host", "off", reason),)
+    return None, (*host, LevelStats("disk", "off", reason)) if config.disk_gib > 0 else host

@@ -290,7 +290,11 @@ class OutputStream:
         self._started[prompt] = event
         self._on_started(prompt)
         self._contracts[prompt].begin(
-            event.cached_tokens, event.leases, event.window_gone_tokens, event.loaded_tokens
+            event.cached_tokens,
+            event.leases,
+            event.window_gone_tokens,
+            event.loaded_tokens,
+            event.wait,
         )
         found: list[Delta] = []
         if None not in self._started:

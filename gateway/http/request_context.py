@@ -78,7 +78,8 @@ class RequestState(Struct):
     decoded path parameters. `headers`: added to any response. `operation`: the
     span's name; empty for a request without a span. `epoch`: the engine's epoch. `submitted_s`: the
     time the engine accepted the request. `queue_s`: how long it waited there for its first step.
-    `loaded_tokens`: of the cached ones, by the level below the device that had them.
+    `loaded_tokens`: of the cached ones, by the level below the device that had them. `load_s`: the
+    part of `queue_s` that it waited for its load from `load_level`, the slowest one; "": no load.
     `missed`: the cause of the first miss. `segments`: the parts of a single prompt. `first_token_s`
     is relative to `submitted_s`; the other times are readings of the gateway's monotonic clock, in
     seconds.
@@ -100,6 +101,8 @@ class RequestState(Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     loaded_tokens: dict[str, int] = {}
+    load_s: float = 0.0
+    load_level: str = ""
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     output_tokens: int = 0
@@ -163,6 +166,7 @@ def log_facts(
         "prompt_tokens": state.prompt_tokens,
         "cached_tokens": state.cached_tokens,
         "output_tokens": state.output_tokens,
+        "load_ms": round(state.load_s * 1000, 1) if state.load_level else None,
         "first_token_ms": None if first_s is None else round(first_s * 1000, 1),
         "total_ms": round(total_s * 1000, 1),
     }
@@ -197,6 +201,7 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         missed=state.missed,
         missed_tokens=state.missed_tokens,
         loaded_tokens=state.loaded_tokens,
+        load_s=state.load_s if state.load_level else None,
     )
 
 
@@ -224,6 +229,7 @@ def span_facts(
         is_stream=state.is_stream,
         prompt_tokens=state.prompt_tokens,
         cached_tokens=state.cached_tokens,
+        load_s=state.load_s if state.load_level else None,
         cache_read_tokens=state.cache_read_tokens,
         cache_write_tokens=state.cache_write_tokens,
         output_tokens=state.output_tokens,

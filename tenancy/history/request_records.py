@@ -35,7 +35,8 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     `missed`: the cause of the first miss; `missed_tokens`: prompt tokens written before and not
     read. `segments`: parts of the prompt as (path in the request, token at which it ends), in order
     of their ends; of many, the first and the last. `loaded_tokens`: of the cached tokens, those
-    that were loaded for the request, by level.
+    that were loaded for the request, by level. `load_s`: the part of the time before `started_s`
+    that it waited for that; None without a load.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     missed_tokens: int = 0
     segments: tuple[tuple[str, int], ...] = ()
     loaded_tokens: dict[str, int] = {}
+    load_s: float | None = None
 
 
 class RequestFilter(Struct, frozen=True):

@@ -100,6 +100,7 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
         "times": _times(found, row["received_ms"], row["ended_ms"]),
         "cached_tokens": _either(found, "physical_cached_tokens", "cached_tokens"),
         "loaded_tokens": {} if record is None else record.loaded_tokens,
+        "load_ms": None if record is None or record.load_s is None else _ms(record.load_s),
         "segments": _segments(found),
         "missed_tokens": None if record is None else record.missed_tokens,
         "recomputed_promised_tokens": None if entry is None else entry.recomputed_promised_tokens,

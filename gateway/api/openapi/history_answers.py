@@ -156,11 +156,13 @@ class RequestPrice(Struct, frozen=True):
 
 class RequestAnswer(RequestRow, frozen=True):
     """Everything known of an ended request. `loaded_tokens`: of the cached ones, by the level below
-    the device that had them. `entry`: its ledger entry."""
+    the device that had them; `load_ms`: how long it waited for them before its first step, null
+    without a load. `entry`: its ledger entry."""
 
     times: RequestTimes
     cached_tokens: int
     loaded_tokens: dict[str, int]
+    load_ms: float | None
     segments: list[RequestSegment] | None
     missed_tokens: int | None
     recomputed_promised_tokens: int | None
