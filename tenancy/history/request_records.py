@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
+from tenancy.ledger.entries import ROW_FIELDS, entry_of
 from tenancy.storage.interface import Row, Store, Value
 from tenancy.types import DAY_MS, UsageEntry
 
@@ -24,7 +24,7 @@ DELETED_AT_ONCE = 2_000
 _TIME_DIGITS, _ID_DIGITS = 12, 32
 _LAST_ID = "g"
 """A text above every request id, which is hexadecimal."""
-_ENTRIES = ", ".join(f"ledger.{name}" for name in ENTRY_FIELDS)
+_ENTRIES = ", ".join(f"ledger.{name}" for name in ROW_FIELDS)
 
 
 class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
