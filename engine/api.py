@@ -359,13 +359,34 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     total_s: float = 0.0
 
 
+LoadMiss = Literal["", "damaged", "level_failed", "not_worth_loading"]
+"""Why a level below the device did not bring what it had, empty if it did. `damaged`: the bytes
+were not those that were written. `level_failed`: a look, fetch or load failed or came too late, or
+the level is off. `not_worth_loading`: computing was predicted to be faster."""
+
+
+class LevelWait(Struct, frozen=True, forbid_unknown_fields=True):
+    """What levels below the device cost a request, and what they did not bring.
+
+    `load_s`: seconds that it waited for its loads, a part of its time before the first step;
+    `level`: the slowest level that they came from, None without a load. `missed_tokens`: further
+    tokens that a level had, or may have had where it could not be asked; `cause`: why they were
+    computed.
+    """
+
+    load_s: float = 0.0
+    level: LevelName | None = None
+    missed_tokens: Count = 0
+    cause: LoadMiss = ""
+
+
 class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     """The request was first scheduled. Sent once, before any token, and not again after
     preemption. `window_gone_tokens`: further tokens that were cached but for the blocks of a
     window, so they are computed again. `loaded_tokens`: the part of the cached tokens that was
     loaded for this request, by the level it was on. `fidelity`: how far from exact the cached
     tokens may be; laxer than exact only where the request allows it and a packed copy was loaded in
-    its namespace.
+    its namespace. `wait`: None where no level below the device had anything of it.
     """
 
     request_id: str
@@ -375,6 +396,7 @@ class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     window_gone_tokens: Count = 0
     loaded_tokens: tuple[tuple[LevelName, Count], ...] = ()
     fidelity: Fidelity = "exact"
+    wait: LevelWait | None = None
 
 
 class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):

@@ -115,7 +115,8 @@ class Moved(Struct, frozen=True, gc=False):
     """The outcome of a `Move`. `check`: the xxh3-128 digest of the slot's bytes after an offload.
 
     `seconds`: from the start of its copy to its end. `is_unpackable`: the block has values that its
-    format cannot hold; a copy of its own bytes may still be made.
+    format cannot hold; a copy of its own bytes may still be made. `is_damaged`: not done, since the
+    slot's bytes differ from the digest.
     """
 
     move_id: int
@@ -123,6 +124,7 @@ class Moved(Struct, frozen=True, gc=False):
     check: bytes = b""
     seconds: float = 0.0
     is_unpackable: bool = False
+    is_damaged: bool = False
 
 
 class TransferEngine(Protocol):
@@ -240,14 +242,15 @@ class Fetch(Struct, frozen=True, tag="fetch"):
 
 
 class Fetched(Struct, frozen=True, tag="fetched"):
-    """The outcome for one record of a `Fetch`. Not done: its bytes were damaged, or are gone.
-    `level`: where it was."""
+    """The outcome for one record of a `Fetch`. Not done: its bytes were damaged (`is_damaged`), or
+    are gone. `level`: where it was."""
 
     call_id: Count
     record_id: RecordId
     is_done: bool
     seconds: float = 0.0
     level: Literal["disk", "remote"] = "disk"
+    is_damaged: bool = False
 
 
 class Renew(Struct, frozen=True, tag="renew"):

@@ -200,7 +200,8 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     that the contract counts as read and that the engine computed again (a broken promise).
     `ttft_ms`: time to the first token. The ledger fills in `rate_card_id`, `charge_pico` and
     `saved_pico`. `saved_pico` is by how much caching made the prompt cheaper than plain input; it
-    is below zero when writes cost more than reads saved.
+    is below zero when writes cost more than reads saved. `host_cached_tokens`,
+    `disk_cached_tokens`: the parts of `physical_cached_tokens` that were loaded from these levels.
     """
 
     request_id: str
@@ -227,6 +228,8 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     rate_card_id: str = FREE
     charge_pico: int = 0
     saved_pico: int = 0
+    host_cached_tokens: int = 0
+    disk_cached_tokens: int = 0
 
 
 DAY_MS = 86_400_000

@@ -46,10 +46,12 @@ class MoveError(AssertionError):
 
 @dataclass
 class Weather:
-    """How a fake behaves: the most polls that a move waits, and how often one fails."""
+    """How a fake behaves: the most polls that a move waits, how often one fails, and whether a
+    fetch that fails has read damaged bytes."""
 
     polls_max: int = 0
     fails: float = 0.0
+    is_damaging: bool = False
     seconds: float = 0.0
 
 
@@ -154,7 +156,7 @@ class FakeTransferEngine:
         if self.written[move.slot] != move.format:
             raise MoveError(f"{move}: the slot was written as {self.written[move.slot]!r}")
         if move.check and move.check != digest(content):
-            return Moved(move.move_id, is_done=False)
+            return Moved(move.move_id, is_done=False, is_damaged=True)
         self._write(move.block, content)
         self.copied += 1
         return Moved(move.move_id, is_done=True, seconds=self._weather.seconds)
@@ -184,6 +186,7 @@ class FakeStorage:
         self.records: dict[RecordId, Record] = {}
         self.is_closed = False
         self.is_away = False  # stores and fetches fail
+        self.is_deaf = False  # looks find nothing
         self.commands: list[StorageCommand] = []
         self._chance = chance
         self._weather = weather
@@ -290,7 +293,7 @@ class FakeStorage:
 
     def _look(self, command: Look) -> None:
         found, parent, at = list[StoredRun](), ROOT, 0
-        while at < len(command.tokens):
+        while at < len(command.tokens) and not self.is_deaf:
             own = next(
                 (
                     record_id
@@ -313,12 +316,15 @@ class FakeStorage:
             is_done = record is not None and record.namespace == command.namespace
             if record is not None and record.form.slot_bytes != command.slot_bytes:
                 raise MoveError(f"{command}: the record has {record.form.slot_bytes} bytes")
-            if self._fails():
+            if has_failed := self._fails():
                 is_done = False
                 self._drop([record_id])
             if record is not None and is_done:
                 self.memory.write(slot, record.content, record.form.name)
-            self._ready.append(Fetched(command.call_id, record_id, is_done, self._weather.seconds))
+            is_damaged, seconds = has_failed and self._weather.is_damaging, self._weather.seconds
+            self._ready.append(
+                Fetched(command.call_id, record_id, is_done, seconds, is_damaged=is_damaged)
+            )
 
     def _erase(self, command: EraseStored) -> None:
         before = len(self.records)

@@ -473,6 +473,13 @@ class PrefixCache:
         """Return the blocks that nothing refers to. O(1)."""
         return len(self._manager.pool.free)
 
+    @property
+    def pinned_blocks(self) -> int:
+        """Return the blocks that a block table or a move refers to. O(payers changed since the last
+        query)."""
+        manager = self._manager
+        return manager.pool.blocks - len(manager.pool.free) - manager.fair_share.cached()
+
     def watch(
         self,
         on_evict: Callable[[NamespaceAccount, Node], None],

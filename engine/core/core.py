@@ -594,6 +594,7 @@ class Core:
         assert table is not None
         self.requests.mark_started(active, now_s)
         active.cached_tokens = table.kv_tokens
+        use = active.level_use
         self.engine_stats.prompt_tokens += len(active.request.tokens)
         self.engine_stats.cached_tokens += table.kv_tokens
         self._events.append(
@@ -605,6 +606,7 @@ class Core:
                 window_gone_tokens=table.window_gone_tokens,
                 loaded_tokens=active.loaded_tokens,
                 fidelity=self._fidelity_of(table),
+                wait=None if use is None else use.told(table.kv_tokens),
             )
         )
 

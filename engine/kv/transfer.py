@@ -175,8 +175,13 @@ class CpuTransferEngine:
         except Exception as error:
             with contextlib.suppress(Exception):
                 self._on_error(move, error)
-            seconds, why = self._clock() - started_s, isinstance(error, UnpackableError)
-            return Moved(move.move_id, is_done=False, seconds=seconds, is_unpackable=why)
+            return Moved(
+                move.move_id,
+                is_done=False,
+                seconds=self._clock() - started_s,
+                is_unpackable=isinstance(error, UnpackableError),
+                is_damaged=isinstance(error, DamagedSlotError),
+            )
         return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
 
     def _offload(self, move: Move) -> bytes:

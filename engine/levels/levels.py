@@ -60,18 +60,21 @@ STUCK_S: Final = 10.0
 turns one second counts: the machine may have paused."""
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
-FARTHEST: Final[tuple[LevelName, ...]] = ("remote", "disk")
-"""Levels whose loads another one may be a part of, the slowest first."""
 
 
 class LoadPlan:
-    """The copies that a request could load, and how much of them is worth it."""
+    """The copies of a request's prefix behind the first `first` runs, which the device has.
 
-    __slots__ = ("choice", "copies", "first")
+    `copies`: those that are worth loading, none where computing is no slower; `known`: how many
+    there are.
+    """
+
+    __slots__ = ("choice", "copies", "first", "known")
 
     def __init__(self, first: int, copies: Sequence[Copy], choice: LoadChoice) -> None:
         self.first = first
-        self.copies = copies
+        self.known = len(copies)
+        self.copies = copies[: choice.blocks]
         self.choice = choice
 
 
@@ -79,7 +82,7 @@ class Levels:
     """The levels below one device pool.
 
     `storage` None: there is no disk. `on_erased` is called with the id that `erase` returned and
-    with what the storage has taken, when it has.
+    with what the storage has taken, when it has. `is_disk_lost`: the disk is off and was heard of.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class Levels:
         self._erasures: set[int] = set()
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
+        self.is_disk_lost = False
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
         self._chosen: Counter[LevelName] = Counter()
         self._declined: Counter[LevelName] = Counter()
@@ -169,7 +173,7 @@ class Levels:
         now_s: float,
     ) -> LoadPlan | None:
         """Return what to load behind the first `whole` runs of a sequence, which the device has;
-        None if computing is no slower. `compute_s(start, count)`: seconds to compute tokens.
+        None where no copy is known. `compute_s(start, count)`: seconds to compute tokens.
         """
         path = self.book.prefixes.match(grant.namespace, tokens, now_s)
         copies, size = path[whole:], self.cache.block_size
@@ -191,7 +195,7 @@ class Levels:
         )
         level = level_of(copies[0])
         (self._chosen if choice.blocks else self._declined)[level] += 1
-        return LoadPlan(whole, copies[: choice.blocks], choice) if choice.blocks else None
+        return LoadPlan(whole, copies, choice)
 
     def begin(
         self, plan: LoadPlan, table: BlockTable, after_step: int, now_s: float
@@ -264,8 +268,8 @@ class Levels:
                 self._take(outcome)
         self.book.prefixes.expire(now_s)
         moves = self.loads.next_moves(collected)
-        tables = running if self._is_crowded() else ()
-        moves += self.offloading.next_moves(now_s, tables)
+        crowd = filter(self._may_lose_blocks, running) if self._is_crowded() else ()
+        moves += self.offloading.next_moves(now_s, crowd)
         if moves:
             self._transfer.submit(moves)
         if self._storing is not None and self._storage is not None:
@@ -364,6 +368,7 @@ class Levels:
             offloaded_total=self.offloading.offloaded,
             loaded_total=loads.loaded_blocks["host"],
             failed_total=self.offloading.failed + loads.failed["host"],
+            damaged_total=loads.damaged["host"],
             dropped_total=self.book.accounts.dropped_total,
             expired_total=self.book.prefixes.expired_total,
             loaded_tokens_total=self._loaded_tokens["host"],
@@ -436,8 +441,14 @@ class Levels:
         return -(-tokens // self.cache.block_size)
 
     def _is_crowded(self) -> bool:
-        held = self.cache.stats()
-        return held.pinned >= CROWDED * held.blocks
+        return self.cache.pinned_blocks >= CROWDED * self.cache.blocks
+
+    def _may_lose_blocks(self, table: BlockTable) -> bool:
+        """Return whether a running sequence may be preempted for another payer (rule 9). One that
+        may not is not copied for a crowd: what its payer finds later must not tell of others.
+        """
+        payer = table.account.payer_account
+        return payer.held > payer.floor_blocks
 
     def _take(self, outcome: StorageOutcome) -> None:
         if isinstance(outcome, Fetched):
@@ -456,6 +467,7 @@ class Levels:
                 self.on_erased(outcome.call_id, erased)
         else:
             was_open, self._disk = self._disk.state == "open", outcome
+            self.is_disk_lost = outcome.state == "off"
             if self._storing is not None:
                 if outcome.state == "open" and not was_open:
                     self._storing.copied_all(self.book.prefixes, self._now_s)
@@ -561,9 +573,8 @@ class Levels:
             fidelity = self.book.formats.formats[form].fidelity
             self._lossy[load.namespace] = laxest(self.read_fidelity(load.namespace), fidelity)
         if load.loaded == len(load.pieces):
-            names: list[LevelName] = [piece.level for piece in load.pieces]
-            level: LevelName = next((name for name in FARTHEST if name in names), "host")
-            self.paces[level].record_load(now_s - load.began_s, load.choice.compute_s, now_s)
+            pace = self.paces[load.level]
+            pace.record_load(now_s - load.began_s, load.choice.compute_s, now_s)
 
     def _disk_stats(self, storing: Storing) -> LevelStats:
         disk, pace = self._disk, self.paces["disk"]

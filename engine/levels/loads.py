@@ -8,11 +8,12 @@ has. This module chooses nothing: `levels` does.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
 
-from engine.api import Namespace
+from engine.api import LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.levels.copies import CopyBook
 from engine.levels.load_choice import LevelPace, LoadChoice
@@ -28,6 +29,10 @@ DEADLINE_FACTOR = 4.0
 """A load is given up after this many times its predicted time, and not before the least."""
 
 
+FARTHEST: tuple[LevelName, ...] = ("remote", "disk")
+"""Levels whose loads another one may be a part of, the slowest first."""
+
+
 class _State(Enum):
     FETCHING = 1
     READY = 2
@@ -41,7 +46,7 @@ class _Piece:
     block it fills.
     """
 
-    __slots__ = ("block", "check", "copy", "form", "level", "slot", "state")
+    __slots__ = ("block", "check", "copy", "form", "is_damaged", "level", "slot", "state")
 
     def __init__(
         self, copy: Copy, level: LevelName, slot: int, form: int, block: int, check: bytes
@@ -52,6 +57,7 @@ class _Piece:
         self.form = form
         self.block = block
         self.check = check
+        self.is_damaged = False
         self.state = _State.READY if level == "host" else _State.FETCHING
 
 
@@ -59,8 +65,8 @@ class Load:
     """The load of one sequence.
 
     `first`: the index of its first run. `loaded`: the runs that are in place, counted from the
-    first one, once it `is_ended`. `after_step`: it fills blocks only when this step has been
-    collected, since a step in flight may still write to their former owner.
+    first one, once it `is_ended`; `miss`: why not all are. `after_step`: it fills blocks only when
+    this step has been collected, since a step in flight may still write to their former owner.
     """
 
     __slots__ = (
@@ -73,7 +79,9 @@ class Load:
         "held",
         "is_ended",
         "loaded",
+        "miss",
         "namespace",
+        "payer",
         "pieces",
         "under_way",
     )
@@ -88,6 +96,7 @@ class Load:
         now_s: float,
     ) -> None:
         self.namespace = namespace
+        self.payer: Payer = held.account.payer_account.payer
         self.first = first
         self.held = held
         self.pieces = pieces
@@ -98,7 +107,14 @@ class Load:
         self.epoch = 0
         self.is_ended = False
         self.loaded = 0
+        self.miss: LoadMiss = ""
         self.under_way = 0
+
+    @property
+    def level(self) -> LevelName:
+        """Return the slowest level that it comes from."""
+        names = {piece.level for piece in self.pieces}
+        return next((name for name in FARTHEST if name in names), "host")
 
     def tokens_by_level(self, run_tokens: int) -> tuple[tuple[LevelName, int], ...]:
         """Return the tokens that it brought, by the level they were on."""
@@ -119,7 +135,8 @@ class Load:
 class Loads:
     """All loads whose moves have not ended.
 
-    `loaded_blocks`: totals by level. `failed`: pieces that failed, by level.
+    `loaded_blocks`: totals by level. `failed`: pieces that failed, by level; `damaged`: those of
+    them whose bytes were not those that were written.
     """
 
     def __init__(
@@ -144,6 +161,7 @@ class Loads:
         self._moved_from_host = 0
         self.loaded_blocks: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
         self.failed: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
+        self.damaged: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
         self.fetched = 0
 
     def __len__(self) -> int:
@@ -222,20 +240,30 @@ class Loads:
                 self._ended.append(load)
 
     def next_moves(self, collected_step: int) -> list[Move]:
-        """Return the moves to submit now, the oldest load first. O(pieces of loads)."""
+        """Return the moves to submit now: those of the payer with fewest under way first, and of
+        its loads the oldest, so that no payer waits for the loads of another. O(pieces of loads).
+        """
         moves: list[Move] = []
+        if len(self._moves) >= MOVES_MAX:
+            return moves
+        ready: dict[Payer, deque[tuple[Load, _Piece]]] = {}
         for load in self._loads:
-            if load.is_ended or load.after_step > collected_step:
-                continue
-            for piece in load.pieces:
-                if len(self._moves) >= MOVES_MAX:
-                    return moves
-                if piece.state is _State.READY:
-                    move_id = self._next_id()
-                    piece.state = _State.MOVING
-                    self._moves[move_id] = (load, piece)
-                    name = self._book.formats.formats[piece.form].name
-                    moves.append(Move(move_id, "load", piece.block, piece.slot, piece.check, name))
+            if not load.is_ended and load.after_step <= collected_step:
+                for piece in load.pieces:
+                    if piece.state is _State.READY:
+                        ready.setdefault(load.payer, deque()).append((load, piece))
+        under_way = Counter(load.payer for load, _ in self._moves.values())
+        while ready and len(self._moves) < MOVES_MAX:
+            payer = min(ready, key=under_way.__getitem__)
+            load, piece = ready[payer].popleft()
+            if not ready[payer]:
+                del ready[payer]
+            under_way[payer] += 1
+            move_id = self._next_id()
+            piece.state = _State.MOVING
+            self._moves[move_id] = (load, piece)
+            name = self._book.formats.formats[piece.form].name
+            moves.append(Move(move_id, "load", piece.block, piece.slot, piece.check, name))
         return moves
 
     def moved(self, outcome: Moved) -> bool:
@@ -246,6 +274,7 @@ class Loads:
         load, piece = found
         if outcome.is_done:
             self._paces["host"].record_block(outcome.seconds, piece.form)
+        piece.is_damaged = outcome.is_damaged
         self._piece_ended(load, piece, is_done=outcome.is_done)
         return True
 
@@ -257,6 +286,7 @@ class Loads:
         load, piece = found
         is_current = load.epoch == self._book.epochs[load.namespace]
         if not outcome.is_done:
+            piece.is_damaged = outcome.is_damaged
             self._piece_ended(load, piece, is_done=False)
             return
         self.fetched += outcome.level == "disk"
@@ -281,8 +311,9 @@ class Loads:
                 done = self._done(load)
                 is_cut = done < len(load.pieces) and load.pieces[done].state is _State.FAILED
                 if done == len(load.pieces) or is_cut or now_s >= load.deadline_at_s:
-                    if now_s >= load.deadline_at_s and done < len(load.pieces) and not is_cut:
-                        self.failed[load.pieces[done].level] += 1
+                    if done < len(load.pieces):
+                        load.miss = "damaged" if load.pieces[done].is_damaged else "level_failed"
+                        self.failed[load.pieces[done].level] += not is_cut
                     self._end(load, done)
                     ended.append(load)
             if load.is_ended and not load.under_way:
@@ -333,6 +364,7 @@ class Loads:
         piece.state = _State.DONE if is_done else _State.FAILED
         if not is_done:
             self.failed[piece.level] += 1
+            self.damaged[piece.level] += piece.is_damaged
             self._book.strike(piece.copy, piece.slot)
         self._let_go(load, piece)
 

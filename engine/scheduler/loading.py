@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.cache import BlockTable, PrefixCache, TreeMatch
+from engine.levels.level_use import LevelUse
 from engine.levels.levels import Levels, LoadPlan
 from engine.levels.loads import Load
 from engine.scheduler.request_queue import RequestQueue
@@ -35,6 +36,7 @@ class Loading:
         self.looking: dict[int, tuple[Sequence, float | None]] = {}
         self._loading: dict[Load, Sequence] = {}
         self._launched = 0
+        self._now_s = 0.0
 
     def __len__(self) -> int:
         return len(self.looking) + len(self._loading)
@@ -65,6 +67,7 @@ class Loading:
         """Forget a sequence that has ended, or lost its blocks."""
         self.looking.pop(sequence.sequence_id, None)
         if (load := sequence.load) is not None:
+            _use_of(sequence).wait(self._now_s - load.began_s, load.level)
             self._release(sequence)
             del self._loading[load]
             self.levels.give_up(load)
@@ -72,27 +75,33 @@ class Loading:
     # -- loads --------------------------------------------------------------------------------
 
     def plan(self, sequence: Sequence, found: TreeMatch | None, now_s: float) -> LoadPlan | None:
-        """Return what to load for a waiting sequence behind what the device has, or None."""
+        """Return what to load for a waiting sequence behind what the device has; None if nothing
+        is known, or worth it.
+        """
         if found is None:
             return None
         grant = sequence.parent.request.grant
         seconds = self._step_cost.seconds_of_slice
-        return self.levels.plan(grant, sequence.tokens, len(found.path), seconds, now_s)
+        plan = self.levels.plan(grant, sequence.tokens, len(found.path), seconds, now_s)
+        if plan is None:
+            return None
+        use = _use_of(sequence)
+        use.know((plan.first + plan.known) * self._cache.block_size)
+        if len(plan.copies) < plan.known:
+            use.miss("not_worth_loading")
+        return plan if plan.copies else None
 
     def begin(self, sequence: Sequence, plan: LoadPlan | None, now_s: float) -> None:
         """Begin the planned load of a sequence that has just been admitted, where it still fits."""
         table = sequence.table
         assert table is not None, "it was admitted"
         self.levels.used(sequence.parent.request.grant, table, now_s)
-        size = self._cache.block_size
-        if plan is None or table.committed != plan.first or table.kv_tokens != plan.first * size:
-            return
-        if not self._cache.grow(table, (plan.first + len(plan.copies)) * size, now_s):
-            return
-        load = self.levels.begin(plan, table, self._launched, now_s)
+        load = None if plan is None else self._begin(plan, table, now_s)
         if load is not None:
             sequence.load, sequence.is_halted = load, True
             self._loading[load] = sequence
+        if plan is not None and (load is None or len(load.pieces) < len(plan.copies)):
+            _use_of(sequence).miss("level_failed")
 
     # -- turns --------------------------------------------------------------------------------
 
@@ -106,21 +115,27 @@ class Loading:
         """
         # Nothing is copied for running sequences while none can go on: that would have no end.
         tables = _tables(running) if launched != self._launched else ()
-        self._launched = launched
+        self._launched, self._now_s = launched, now_s
         self.levels.turn(now_s, tables, collected)
         for sequence_id in self.levels.take_looked():
-            self._end_look(sequence_id)
+            self._end_look(sequence_id, is_answered=not self.levels.is_disk_lost)
         for sequence_id, (sequence, until_s) in list(self.looking.items()):
             if until_s is None:
                 until_s = now_s + self.levels.config.look_ms / 1000
                 self.looking[sequence_id] = (sequence, until_s)
             elif now_s >= until_s:
-                self._end_look(sequence_id)
+                self._end_look(sequence_id, is_answered=False)
         ended = []
         for load in self.levels.take_ended(now_s):
             if load not in self._loading:
                 continue  # its sequence ended after an erasure had ended the load
             loaded = self._loading.pop(load)
+            use = _use_of(loaded)
+            use.wait(now_s - load.began_s, load.level)
+            if load.miss:
+                use.miss(load.miss)
+            elif load.loaded < len(load.pieces):  # an erasure has ended it
+                use.forget()
             self._release(loaded)
             self._commit(loaded, load, now_s)
             ended.append(loaded)
@@ -132,10 +147,26 @@ class Loading:
         """Let a sequence compute again, unless it has ended."""
         sequence.load, sequence.is_halted = None, sequence.is_ended
 
-    def _end_look(self, sequence_id: int) -> None:
+    def _begin(self, plan: LoadPlan, table: BlockTable, now_s: float) -> Load | None:
+        """Begin a load where it still fits; return None where it does not."""
+        size = self._cache.block_size
+        if table.committed != plan.first or table.kv_tokens != plan.first * size:
+            return None
+        if not self._cache.grow(table, (plan.first + len(plan.copies)) * size, now_s):
+            return None
+        return self.levels.begin(plan, table, self._launched, now_s)
+
+    def _end_look(self, sequence_id: int, *, is_answered: bool) -> None:
+        """Queue a sequence whose look has ended. Without an answer the disk may have all of it."""
         found = self.looking.pop(sequence_id, None)
-        if found is not None:
-            self._queue.add(found[0])
+        if found is None:
+            return
+        sequence = found[0]
+        if not is_answered:
+            use, size = _use_of(sequence), self._cache.block_size
+            use.know((len(sequence.tokens) - 1) // size * size)
+            use.miss("level_failed")
+        self._queue.add(sequence)
 
     def _commit(self, sequence: Sequence, load: Load, now_s: float) -> None:
         """Commit what a load has brought, as if it had been computed."""
@@ -149,6 +180,14 @@ class Loading:
         active = sequence.parent
         if active.started_at_s is None:
             active.loaded_tokens = load.tokens_by_level(size)
+
+
+def _use_of(sequence: Sequence) -> LevelUse:
+    """Return the note of what levels did for a sequence's request; make it if there is none."""
+    active = sequence.parent
+    if active.level_use is None:
+        active.level_use = LevelUse()
+    return active.level_use
 
 
 def _tables(running: RunningSet) -> Iterator[BlockTable]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from engine.api import LevelName, Request, Usage
 from engine.cache import BlockTable
 from engine.grammar.grammar import CompiledGrammar, Matcher
+from engine.levels.level_use import LevelUse
 from engine.levels.loads import Load
 from engine.plan import Mask
 
@@ -149,7 +150,8 @@ class ActiveRequest:
     """One live request and its usage so far. It ends with exactly one final event.
 
     `payer` pays for its blocks; `turn` is the payer whose slots and time it uses. `loaded_tokens`:
-    the part of its cached tokens that was loaded for it, by level.
+    the part of its cached tokens that was loaded for it, by level. `level_use`: what levels below
+    the device have done for it; None while none was asked.
     """
 
     __slots__ = (
@@ -161,6 +163,7 @@ class ActiveRequest:
         "first_token_at_s",
         "is_finished",
         "is_forked",
+        "level_use",
         "loaded_tokens",
         "may_write",
         "payer",
@@ -186,6 +189,7 @@ class ActiveRequest:
         self.sequences: list[Sequence] = []
         self.cached_tokens = 0
         self.loaded_tokens: tuple[tuple[LevelName, int], ...] = ()
+        self.level_use: LevelUse | None = None
         self.computed_tokens = 0
         self.recomputed_tokens = 0
         self.preemptions = 0

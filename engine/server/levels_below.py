@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.api import LevelStats
 from engine.cache import PrefixCache
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.kv.format import KvFormat
 from engine.kv.packing import PackedName, compiled_kernels, packers_of
 from engine.kv.storage import KvStorage
@@ -44,17 +44,18 @@ def build_levels(
         return None, ()
     slots = (wanted.host_mib or wanted.stage_mib) * 2**20 // kv_format.block_bytes
     if kv_format.windows:
-        return None, _off(f"the model has windows of {kv_format.windows} tokens")
+        return _off(wanted, f"the model has windows of {kv_format.windows} tokens")
     if kv is None:
-        return None, _off("no transfer engine reaches this device's memory")
+        return _off(wanted, "no transfer engine reaches this device's memory")
     if slots < SLOTS_MIN:
-        return None, _off(f"{slots} slots of {kv_format.block_bytes} bytes; at least {SLOTS_MIN}")
+        size = kv_format.block_bytes
+        return _off(wanted, f"{slots} slots of {size} bytes; expected at least {SLOTS_MIN}")
     packers: dict[str, BlockPacker] = {**packers_of(kv, compiled_kernels(), FORMATS)}
     sizes = [kv_format.block_bytes, *(one.block_bytes for one in packers.values())]
     try:
         arena = HostArena.create(layout_of(slots * stride_of(sizes[0]), sizes))
     except (OSError, ValueError) as error:
-        return None, _off(f"no host memory: {error}")
+        return _off(wanted, f"no host memory: {error}")
     transfer = CpuTransferEngine(kv, arena, packers=packers)
     storage = None
     if wanted.disk_gib > 0:
@@ -74,5 +75,7 @@ def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:
     return SlotLayout(memory_bytes, blocks * strides[0], min(sizes))
 
 
-def _off(reason: str) -> tuple[LevelStats, ...]:
-    return (LevelStats("host", "off", reason),)
+def _off(config: LevelsConfig, reason: str) -> tuple[None, tuple[LevelStats, ...]]:
+    """Return no levels, and each configured one as off for this reason."""
+    host = (LevelStats("host", "off", reason),)
+    return None, (*host, LevelStats("disk", "off", reason)) if config.disk_gib > 0 else host

@@ -261,6 +261,8 @@ async def run(
         info, failure = service.info, service.failure
         if info is not None:
             log("ready", model=info.model, blocks=info.blocks, pid=os.getpid())
+            for level in service.levels_off:
+                log("level_off", level=level.name, reason=level.reason)
             gateway.welcome(service, info)
             await stop.wait()
         elif failure is not None:

@@ -30,6 +30,7 @@ from engine.api import (
     Event,
     Finished,
     GetStats,
+    LevelStats,
     Namespace,
     Peek,
     Reply,
@@ -99,6 +100,7 @@ class EngineService:
         self.config = config
         self.clock = clock
         self.info: EngineInfo | None = None
+        self.levels_off: tuple[LevelStats, ...] = ()
         self.failure: BaseException | None = None
         self._make_core = make_core
         self._record = record
@@ -149,7 +151,7 @@ class EngineService:
             if self._record is not None:
                 core.runner = RecordedRunner(core.runner, core.requests, self._record)
             smoke_test(core)
-            self.info = info
+            self.info, self.levels_off = info, core.engine_stats.levels_off
             self.ready.set()
             self._on_change()
             while self._take_commands(core):

@@ -43,6 +43,8 @@ CONTRACT_CAUSES = {
     "evicted_own_quota": "evicted",
     "evicted_pressure": "evicted",
     "restarted": "restarted",
+    "damaged": "damaged",
+    "level_failed": "level_failed",
     "below_minimum": "below_minimum",
     "model": "model_changed",
     "template": "template_changed",
@@ -50,11 +52,16 @@ CONTRACT_CAUSES = {
 """Causes of findings by the cause that a contract gives for a miss."""
 
 
+LEVEL_FAULTS = frozenset({"damaged", "level_failed"})
+"""Causes by which a level below the device failed to bring what it had."""
+
+
 class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     """Where and when a prompt ran. `is_unmarked`: its dialect reads nothing without breakpoints,
     and it has none. `min_tokens`: shorter prefixes are not read. `losses`: blocks that the
     namespace has lost, by cause; None for a prompt that was cached. `started_s`: when the engine
-    took it, on the gateway's clock. `model`: the name that findings give its model."""
+    took it, on the gateway's clock. `model`: the name that findings give its model. `level_miss`:
+    why a level below the device did not bring what it had."""
 
     tenant_id: int
     request_id: str
@@ -65,6 +72,7 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     min_tokens: int
     losses: dict[str, int] | None
     model: str = ""
+    level_miss: str = ""
 
 
 class _Waste(Struct, frozen=True):
@@ -197,6 +205,8 @@ class PromptFindings:
                 return _Waste(cause, "", missed_tokens)
 
     def _loss(self, context: PromptContext, reuse: PromptReuse, at_ms: int) -> _Waste:
+        if context.level_miss in LEVEL_FAULTS:
+            return _Waste(context.level_miss, "", reuse.lost)
         if "restarted" in reuse.lost_by:
             return _Waste("restarted", "", reuse.lost)
         if set(reuse.lost_by) == {"expired"}:

@@ -37,6 +37,8 @@ _COUNTS = (
     "fresh_tokens",
     "output_tokens",
     "physical_cached_tokens",
+    "host_cached_tokens",
+    "disk_cached_tokens",
 )
 _MONEY = ("charge", "saved", "adjusted")
 

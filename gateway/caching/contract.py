@@ -20,6 +20,7 @@ from engine.api import (
     LeaseGrant,
     LeaseRequest,
     LevelName,
+    LevelWait,
     Namespace,
     Retention,
     Usage,
@@ -247,6 +248,8 @@ class Contract:
         """How far from exact the tokens are that were found."""
         self.loaded_tokens: dict[LevelName, int] = {}
         """Cached tokens that were loaded for this prompt, by level."""
+        self.wait: LevelWait | None = None
+        """What levels below the device cost this prompt, and what they did not bring."""
         self.missed_tokens = 0
         """Tokens of the longest indexed prefix that were not read."""
         self.fingerprint: Fingerprint | None = None
@@ -273,7 +276,7 @@ class Contract:
         """
         read = self.expect(cached_tokens).read_tokens()
         reach = cached_tokens + window_gone_tokens
-        return self._why_missed(read, cached_tokens, reach, self._manager.clock())
+        return self._why_missed(read, cached_tokens, reach, None, self._manager.clock())
 
     def begin(
         self,
@@ -282,14 +285,17 @@ class Contract:
         window_gone_tokens: int = 0,
         loaded_tokens: Sequence[tuple[LevelName, int]] = (),
         read_fidelity: Fidelity = "exact",
+        wait: LevelWait | None = None,
     ) -> UsageRecord:
         """Settle the read when the engine starts: record usage and grants, renew what was read.
 
         `window_gone_tokens`: see `explain`. `loaded_tokens`: of the cached ones, by level.
-        `read_fidelity`: how far from exact the cached ones may be.
+        `read_fidelity`: how far from exact the cached ones may be. `wait`: see
+        `engine.api.Started`.
         """
         now_s = self._manager.clock()
-        self.loaded_tokens, self.read_fidelity = dict(loaded_tokens), read_fidelity
+        self.loaded_tokens, self.wait = dict(loaded_tokens), wait
+        self.read_fidelity = read_fidelity
         terms = self._terms
         if terms.writes:
             self._granted = {w.tokens: w.tokens for w in terms.writes}
@@ -300,11 +306,13 @@ class Contract:
         short = _short_lease(terms.writes, grants) if terms.writes else None
         if short is not None and self._manager.tells_leases:
             self._record = replace(self._record, short_lease=short)
+        if self.loaded_tokens:
+            self._record = replace(self._record, loaded={**self.loaded_tokens})
         if terms.candidates:
             self._adopt(cached_tokens)
         read = self._record.read_tokens()
         reach = cached_tokens + window_gone_tokens
-        self._missed = self._why_missed(read, cached_tokens, reach, now_s)
+        self._missed = self._why_missed(read, cached_tokens, reach, wait, now_s)
         if self._missed:
             self.missed_segment = self._digests.segment_behind(cached_tokens)
             if terms.candidates:
@@ -390,10 +398,10 @@ class Contract:
 
         A difference that the request itself shows (see `diagnosis`) comes first. Otherwise the fate
         of the longest prefix found: expired, or lost to its own quota, to pressure from others, to
-        an erasure or to an engine restart, or there but for the blocks of a window. If no prefix
-        was found, the same content may be cached where this call cannot read it: in another
-        namespace, or under another template or model. If the index is younger than the retention,
-        the cause is unknown.
+        an erasure or to an engine restart, or there but for the blocks of a window, or there on a
+        level that did not bring it. If no prefix was found, the same content may be cached where
+        this call cannot read it: in another namespace, or under another template or model. If the
+        index is younger than the retention, the cause is unknown.
         """
         if self._missed and self.diagnosis is not None and self.diagnosis.outcome == "miss":
             return str(self.diagnosis.cause)
@@ -415,7 +423,9 @@ class Contract:
                 entry.epoch, entry.losses = epoch, manager.losses(namespace)
                 manager.entries.note_change(entry)
 
-    def _why_missed(self, read: int, cached_tokens: int, reach: int, now_s: float) -> str:
+    def _why_missed(
+        self, read: int, cached_tokens: int, reach: int, wait: LevelWait | None, now_s: float
+    ) -> str:
         terms = self._terms
         if terms.lookup == "none":
             return ""
@@ -426,9 +436,12 @@ class Contract:
         longest = terms.longest()
         if longest is None or longest.tokens <= read:
             return self._cause_elsewhere(read, now_s)
+        is_live = longest.is_live(now_s)
+        if wait is not None and is_live and terms.is_most(wait, longest.tokens, cached_tokens):
+            return wait.cause
         if not self._manager.is_alive(longest.epoch):
             return "restarted"
-        if not longest.is_live(now_s):
+        if not is_live:
             return "expired"
         # The prefix is cached but not read: a longer promise was requested, or counts are coarse.
         if terms.is_cached(longest.tokens, cached_tokens):
@@ -525,6 +538,11 @@ class ContractTerms(Struct, frozen=True):
     def is_cached(self, tokens: int, cached_tokens: int) -> bool:
         """Whether a prefix is cached. The last token of a prompt is always computed: not a loss."""
         return cached_tokens >= min(tokens, self.total - 1)
+
+    def is_most(self, wait: LevelWait, tokens: int, cached_tokens: int) -> bool:
+        """Whether a level had most of what is missing of a prefix, and did not bring it."""
+        missing = min(tokens, self.total - 1) - cached_tokens
+        return wait.cause != "" and 0 < missing <= 2 * wait.missed_tokens
 
     def _read(self, there: int, now_s: float) -> tuple[int, IndexedPrefix | None, int]:
         """Return (logical tokens read, their prefix, tokens of it that were promised but lost)."""

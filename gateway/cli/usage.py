@@ -140,6 +140,8 @@ _COLUMNS = (
     ("prompt", "prompt_tokens"),
     ("read", "cache_read_tokens"),
     ("hit %", "hit_ratio"),
+    ("host", "host_cached_tokens"),
+    ("disk", "disk_cached_tokens"),
     ("written", "cache_write_tokens"),
     ("fresh", "fresh_tokens"),
     ("output", "output_tokens"),
@@ -152,8 +154,10 @@ _COLUMNS = (
 """Headings of the table, and the columns of a row."""
 _BILLED = ("charge", "storage", "adjusted")
 """The parts of a bill."""
-_LEAST = ("written", "fresh", "read", "charge $", "storage $", "adjusted $")
+_LEAST = ("host", "disk", "written", "fresh", "read", "charge $", "storage $", "adjusted $")
 """Columns that a narrow terminal does without, the first ones first."""
+_LEVELS = {"host": "host_cached_tokens", "disk": "disk_cached_tokens"}
+"""Columns of the levels below the device, which a table has where something came from there."""
 
 
 def _table(rows: Table, groups: Sequence[UsageGroup], width: int) -> str:
@@ -170,6 +174,7 @@ def _table(rows: Table, groups: Sequence[UsageGroup], width: int) -> str:
     right = [title for title, _ in _COLUMNS]
     has_parts = any(_pico(rows, "storage")) or any(_pico(rows, "adjusted"))
     empty = [] if has_parts else [f"{part} $" for part in _BILLED]  # the charge is the bill
+    empty += [title for title, name in _LEVELS.items() if not any(row[name] for row in rows)]
     text = ""
     for left_out in range(len(_LEAST) + 1):
         hidden = {*empty, *_LEAST[:left_out]}

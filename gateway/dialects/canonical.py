@@ -374,6 +374,8 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
     physical_cached: int = 0
     breached_tokens: int = 0
     """Tokens read by contract but computed again: eviction or a restart broke their promise."""
+    loaded: dict[str, int] = {}
+    """The part of `physical_cached` that came from levels below the device, by level."""
     short_lease: ShortLease | None = None
     """The first lease that was not granted whole: why a write is smaller than requested."""
     thinking: int = 0
@@ -470,6 +472,9 @@ Cause = Literal[
     "evicted_own_quota",
     "evicted_pressure",
     "window_gone",
+    "damaged",
+    "level_failed",
+    "not_worth_loading",
     "erased",
     "restarted",
     "below_minimum",

@@ -22,8 +22,10 @@ ONE_TIME = frozenset({"restarted", "model_changed", "template_changed"})
 """Causes that end by themselves: their cost does not return every month."""
 LEGITIMATE = frozenset({"new_conversation"})
 """Causes that cost what they must."""
-OF_TRAFFIC = frozenset({"expired", "evicted"})
+OF_TRAFFIC = frozenset({"expired", "evicted", "level_failed"})
 """Causes that even healthy traffic has now and then: they count from a share of the tokens on."""
+OF_HARDWARE = frozenset({"damaged"})
+"""Causes that a healthy machine does not have: they count from the second time on."""
 
 
 class CauseFacts(Struct, frozen=True):
@@ -221,6 +223,32 @@ def _evicted(facts: CauseFacts) -> CauseWords:
     )
 
 
+def _damaged(facts: CauseFacts) -> CauseWords:
+    advice = (
+        "Check the disk (its SMART values, the kernel's log, trunkline levels verify) and, where no"
+        " disk is configured, the host's memory."
+    )
+    return CauseWords(
+        "Copies below the device are damaged",
+        f"the bytes of a copy were not those that were written {facts.share}, so it was computed"
+        " again",
+        "Tell the operator: the host's disk or memory is at fault." if facts.is_own else advice,
+    )
+
+
+def _level_failed(facts: CauseFacts) -> CauseWords:
+    advice = (
+        "See the level's state and rate on the dashboard's Memory page: a disk that is off, or"
+        " slower than its loads were predicted, needs attention."
+    )
+    return CauseWords(
+        "A level did not bring what it had",
+        f"a copy in host memory or on disk could not be fetched, or came too late, {facts.share}",
+        "Tell the operator: a level of the cache is off, or slow." if facts.is_own else advice,
+        0.9,
+    )
+
+
 def _below(facts: CauseFacts) -> CauseWords:
     least = round(facts.mean("min_tokens"))
     limit = f" of {least:,} tokens" if least else ""
@@ -265,6 +293,8 @@ _WORDS: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
     "restarted": _restarted,
     "expired": _expired,
     "evicted": _evicted,
+    "damaged": _damaged,
+    "level_failed": _level_failed,
     "below_minimum": _below,
     "unmarked": _unmarked,
     "new_conversation": _new_conversation,

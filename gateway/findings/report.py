@@ -18,6 +18,7 @@ from gateway.analytics.prompt_findings import HOUR_MS, WORKING_SET
 from gateway.findings.books import TAKER
 from gateway.findings.causes import (
     LEGITIMATE,
+    OF_HARDWARE,
     OF_TRAFFIC,
     ONE_TIME,
     CauseFacts,
@@ -39,6 +40,8 @@ FINDINGS_MAX = 500
 """Findings in one answer: those that would save most."""
 REQUESTS_MIN = 3
 """Fewer requests are chance."""
+FAULTS_MIN = 2
+"""The same of a fault of hardware, which one cosmic ray may cause."""
 REQUESTS_SHARE_MIN = 0.1
 """The least share of a tenant's requests that a change in prompts must concern."""
 TOKENS_SHARE_MIN = 0.05
@@ -153,6 +156,8 @@ def is_finding(
     these requests; `of_...`: of the tenant in the same window."""
     if cause in LEGITIMATE or cause in ONE_TIME:
         return requests > 0
+    if cause in OF_HARDWARE:
+        return requests >= FAULTS_MIN
     if requests < REQUESTS_MIN:
         return False
     if cause in OF_TRAFFIC:

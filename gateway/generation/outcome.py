@@ -19,7 +19,7 @@ from gateway.dialects.tolerance import label_of
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
 from gateway.generation.rate_limits import actual_usage
-from gateway.generation.usage import read_fidelity, sum_loaded, sum_usage
+from gateway.generation.usage import longest_wait, read_fidelity, sum_loaded, sum_usage
 from gateway.http.request_context import RequestState
 from tenancy.limits import NO_DEMAND, Reservation
 from tenancy.pricing.charges import is_charged
@@ -62,6 +62,10 @@ class Outcome:
         state.loaded_tokens = sum_loaded(self._prepared.contracts)
         state.fidelity = self._prepared.contracts[0].fidelity
         state.read_fidelity = read_fidelity(self._prepared.contracts)
+        wait = longest_wait(self._prepared.contracts)
+        if wait is not None and wait.level is not None:
+            state.load_s, state.load_level = wait.load_s, wait.level
+            telemetry.load_s.add(wait.load_s, wait.level)
         state.cache_read_tokens = read = usage.read_tokens()
         state.cache_write_tokens = written = usage.write_tokens()
         state.output_tokens = usage.out
@@ -119,6 +123,7 @@ class Outcome:
                         min_tokens=contract.min_tokens,
                         losses=contract.losses() if computed >= LOST_TOKENS_MIN else None,
                         model=prepared.model.name,
+                        level_miss="" if contract.wait is None else contract.wait.cause,
                     ),
                 )
             )

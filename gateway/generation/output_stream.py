@@ -295,6 +295,7 @@ class OutputStream:
             event.window_gone_tokens,
             event.loaded_tokens,
             event.fidelity,
+            event.wait,
         )
         found: list[Delta] = []
         if None not in self._started:

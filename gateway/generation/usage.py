@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.api import LeaseGrant, LevelName, Usage
+from engine.api import LeaseGrant, LevelName, LevelWait, Usage
 from gateway.caching import Contract
 from gateway.dialects.canonical import Diagnosis, UsageRecord
 from tenancy.types import FIDELITIES, Fidelity
@@ -30,10 +30,12 @@ class UsageAccounting(Protocol):
         window_gone_tokens: int = 0,
         loaded_tokens: Sequence[tuple[LevelName, int]] = (),
         read_fidelity: Fidelity = "exact",
+        wait: LevelWait | None = None,
     ) -> object:
         """The engine started: it found `cached_tokens`, of which `loaded_tokens` came from levels
-        below the device, granted `grants`, and would have found `window_gone_tokens` more but for
-        the blocks of a window. `read_fidelity`: how far from exact the found ones may be."""
+        below the device, at the cost of `wait`, granted `grants`, and would have found
+        `window_gone_tokens` more but for the blocks of a window. `read_fidelity`: how far from
+        exact the found ones may be."""
 
     def written(self) -> None:
         """The prompt is computed: its first token is out, or the request is over."""
@@ -54,6 +56,7 @@ class _PhysicalAccounting:
         window_gone_tokens: int = 0,
         loaded_tokens: Sequence[tuple[LevelName, int]] = (),
         read_fidelity: Fidelity = "exact",
+        wait: LevelWait | None = None,
     ) -> None:
         pass
 
@@ -86,9 +89,11 @@ def sum_usage(records: Sequence[UsageRecord]) -> UsageRecord:
         return records[0]
     read: Counter[str] = Counter()
     write: Counter[str] = Counter()
+    loaded: Counter[str] = Counter()
     for record in records:
         read.update(record.read)
         write.update(record.write)
+        loaded.update(record.loaded)
     return UsageRecord(
         total_in=sum(record.total_in for record in records),
         read=dict(read),
@@ -97,6 +102,7 @@ def sum_usage(records: Sequence[UsageRecord]) -> UsageRecord:
         out=sum(record.out for record in records),
         physical_cached=sum(record.physical_cached for record in records),
         breached_tokens=sum(record.breached_tokens for record in records),
+        loaded=dict(loaded),
         thinking=sum(record.thinking for record in records),
         short_lease=next((record.short_lease for record in records if record.short_lease), None),
     )
@@ -115,13 +121,21 @@ def read_fidelity(contracts: Sequence[Contract]) -> Fidelity:
     return max((one.read_fidelity for one in contracts), key=FIDELITIES.index, default="exact")
 
 
+def longest_wait(contracts: Sequence[Contract]) -> LevelWait | None:
+    """Return what levels cost the prompt of a call that waited longest for its load; None if none
+    had to do with levels."""
+    waits = [contract.wait for contract in contracts if contract.wait is not None]
+    return max(waits, key=lambda wait: wait.load_s, default=None)
+
+
 def cache_header(contracts: Sequence[Contract]) -> str:
     """Return the value of the cache header.
 
     It has the tokens read and written by contract, computed and found; of the found ones those on
-    each level, if any were loaded; the fidelity that was allowed, if not exact, and how far from
-    exact the found ones may be; the first lease that was not fully granted, with its bound; and the
-    cause of a miss with the segment of the first token that was not found.
+    each level, if any were loaded, and the time that the call waited for its loads; the fidelity
+    that was allowed, if not exact, and how far from exact the found ones may be; the first lease
+    that was not fully granted, with its bound; and the cause of a miss with the segment of the
+    first token that was not found.
     """
     records: list[UsageRecord] = []
     short: LeaseGrant | None = None
@@ -138,6 +152,9 @@ def cache_header(contracts: Sequence[Contract]) -> str:
     if loaded := sum_loaded(contracts):
         device = record.physical_cached - sum(loaded.values())
         text += f"; device={device}" + "".join(f"; {name}={n}" for name, n in loaded.items())
+    wait = longest_wait(contracts)
+    if wait is not None and wait.level is not None:
+        text += f"; load_ms={1000 * wait.load_s:.1f}"
     if contracts[0].fidelity != "exact":
         text += f"; fidelity={contracts[0].fidelity}; read_fidelity={read_fidelity(contracts)}"
     if short is not None:

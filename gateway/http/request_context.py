@@ -78,8 +78,10 @@ class RequestState(Struct):
     decoded path parameters. `headers`: added to any response. `operation`: the
     span's name; empty for a request without a span. `epoch`: the engine's epoch. `submitted_s`: the
     time the engine accepted the request. `queue_s`: how long it waited there for its first step.
-    `loaded_tokens`: of the cached ones, by the level below the device that had them. `fidelity`:
-    how far from exact copies might be; `read_fidelity`: how far those may be that were found.
+    `loaded_tokens`: of the cached ones, by the level below the device that had them. `load_s`: the
+    part of `queue_s` that it waited for its load from `load_level`, the slowest one; "": no load.
+    `fidelity`: how far from exact copies might be; `read_fidelity`: how far those may be that were
+    found.
     `missed`: the cause of the first miss. `segments`: the parts of a single prompt. `first_token_s`
     is relative to `submitted_s`; the other times are readings of the gateway's monotonic clock, in
     seconds.
@@ -103,6 +105,8 @@ class RequestState(Struct):
     loaded_tokens: dict[str, int] = {}
     fidelity: Fidelity = "exact"
     read_fidelity: Fidelity = "exact"
+    load_s: float = 0.0
+    load_level: str = ""
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     output_tokens: int = 0
@@ -166,6 +170,7 @@ def log_facts(
         "prompt_tokens": state.prompt_tokens,
         "cached_tokens": state.cached_tokens,
         "output_tokens": state.output_tokens,
+        "load_ms": round(state.load_s * 1000, 1) if state.load_level else None,
         "first_token_ms": None if first_s is None else round(first_s * 1000, 1),
         "total_ms": round(total_s * 1000, 1),
     }
@@ -202,6 +207,7 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         loaded_tokens=state.loaded_tokens,
         fidelity=state.fidelity,
         read_fidelity=state.read_fidelity,
+        load_s=state.load_s if state.load_level else None,
     )
 
 
@@ -229,6 +235,7 @@ def span_facts(
         is_stream=state.is_stream,
         prompt_tokens=state.prompt_tokens,
         cached_tokens=state.cached_tokens,
+        load_s=state.load_s if state.load_level else None,
         cache_read_tokens=state.cache_read_tokens,
         cache_write_tokens=state.cache_write_tokens,
         output_tokens=state.output_tokens,

@@ -35,6 +35,8 @@ def _progress(record: UsageRecord) -> Progress:
         output_tokens=record.out,
         physical_cached_tokens=record.physical_cached,
         breached_tokens=record.breached_tokens,
+        host_cached_tokens=record.loaded.get("host", 0),
+        disk_cached_tokens=record.loaded.get("disk", 0),
     )
 
 
@@ -129,6 +131,8 @@ class LedgerReservation:
             recomputed_promised_tokens=record.breached_tokens,
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
+            host_cached_tokens=record.loaded.get("host", 0),
+            disk_cached_tokens=record.loaded.get("disk", 0),
         )
         item = entry if hold.claim is None else NamedEntry(entry, replay)
         return self._ledger.write(item)

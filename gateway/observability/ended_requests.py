@@ -184,7 +184,8 @@ class EndedRequests:
 
     def _measure(self, record: RequestRecord) -> None:
         if record.started_s is not None and record.submitted_s is not None:
-            self._telemetry.queue_s.add(record.started_s - record.submitted_s)
+            waited_s = record.started_s - record.submitted_s - (record.load_s or 0.0)
+            self._telemetry.queue_s.add(max(0.0, waited_s))
         if record.first_token_s is not None and record.output_tokens > 1:
             end_s = record.total_s if record.settled_s is None else record.settled_s
             each_s = (end_s - record.first_token_s) / (record.output_tokens - 1)

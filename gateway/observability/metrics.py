@@ -37,6 +37,7 @@ ENGINE_EPOCHS_MAX = 64
 """Engine epochs whose tokens are counted separately: those counted last."""
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LOAD_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 
 _GAUGES = {
@@ -282,8 +283,10 @@ class Metrics:
             "first_token", "Time from arrival to the first token.", "cache"
         )
         self.duration_s = seconds("request", "Time from arrival to the end of the response.")
-        help_text = "Time that requests waited in the engine for their first step."
+        help_text = "Time that requests waited in the engine for their first step, without loads."
         self.queue_s = seconds("queue", help_text)
+        help_text = "Time that requests waited for a load, by the slowest level it came from."
+        self.load_s = seconds("load", help_text, "level", buckets_s=_LOAD_BUCKETS_S)
         help_text = "Mean time between the output tokens of a request, after the first."
         self.time_per_output_token_s = seconds(
             "time_per_output_token", help_text, buckets_s=_TOKEN_BUCKETS_S

@@ -33,8 +33,8 @@ def operation_name(dialect: str) -> str:
 class CompletedRequest(Struct, frozen=True):
     """A finished request. Times are seconds after its arrival; `ended_ms` is wall time.
 
-    `error`: the error code of a refusal, else the ending, else "". `traceparent`: the client's
-    header.
+    `error`: the error code of a refusal, else the ending, else "". `load_s`: how long it waited for
+    a level below the device; None without a load. `traceparent`: the client's header.
     """
 
     operation: str
@@ -53,6 +53,7 @@ class CompletedRequest(Struct, frozen=True):
     cached_tokens: int = 0
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
+    load_s: float | None = None
     output_tokens: int = 0
     finish_reasons: tuple[str, ...] = ()
     submitted_s: float | None = None
@@ -112,6 +113,8 @@ class CompletedRequest(Struct, frozen=True):
             CACHE_WRITE_TOKENS: self.cache_write_tokens,
             "trunkline.cached_tokens": self.cached_tokens,
         }
+        if self.load_s is not None:
+            attributes["trunkline.load_s"] = self.load_s
         if self.finish_reasons:
             attributes["gen_ai.response.finish_reasons"] = self.finish_reasons
         if self.first_token_s is not None:

@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from tenancy.ledger.aggregates import ENTRY_SUMS, HOUR_MS
-from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
+from tenancy.ledger.entries import ROW_FIELDS, entry_of
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Row, Store, Value
@@ -26,9 +26,11 @@ UsageGroup = Literal["tenant", "key", "model", "user", "hour", "day"]
 class UsageTotal(Struct, frozen=True):
     """A sum of ledger entries. Money is pico-dollars; `charge_pico` is before adjustments.
 
-    `hits`: requests that read the cache. `ttft_*`: how many requests reported a time to first
-    token, and its sum, for hits and misses. `key_id`, `model` and `from_ms` (the start of the hour
-    or day) are set if the query groups by them, and `user`: "" for entries that name none.
+    `host_cached_tokens`, `disk_cached_tokens`: the parts of `physical_cached_tokens` that were
+    loaded from these levels. `hits`: requests that read the cache. `ttft_*`: how many requests
+    reported a time to first token, and its sum, for hits and misses. `key_id`, `model` and
+    `from_ms` (the start of the hour or day) are set if the query groups by them, and `user`: "" for
+    entries that name none.
     """
 
     tenant: str
@@ -40,6 +42,8 @@ class UsageTotal(Struct, frozen=True):
     output_tokens: int = 0
     physical_cached_tokens: int = 0
     recomputed_promised_tokens: int = 0
+    host_cached_tokens: int = 0
+    disk_cached_tokens: int = 0
     hits: int = 0
     ttft_hits: int = 0
     ttft_hit_ms: int = 0
@@ -77,7 +81,7 @@ class _Level(Struct, frozen=True):
 _DAYS = _Level("usage_days", "day_ms", DAY_MS)
 _LEVELS = (_Level("usage_hours", "hour_ms", HOUR_MS),)
 _LAST = 2**63 - 1
-_ENTRIES = ", ".join(f"ledger.{name}" for name in ENTRY_FIELDS)
+_ENTRIES = ", ".join(f"ledger.{name}" for name in ROW_FIELDS)
 
 
 def usage(

@@ -19,7 +19,7 @@ from tenancy.types import DAY_MS
 
 _COUNTS = (
     *("prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
-    "output_tokens",
+    *("output_tokens", "physical_cached_tokens", "host_cached_tokens", "disk_cached_tokens"),
 )
 _MONEY = ("charge_micros", "charge_rest", "saved_micros", "saved_rest")
 _OF_SUMS = ", ".join(f"sum({name})" for name in ("requests", *_COUNTS, *_MONEY))
@@ -41,16 +41,28 @@ _WHERE = (
 
 
 class LedgerBucket(Struct, frozen=True):
-    """What was booked in one bucket. Money is pico-dollars, before adjustments."""
+    """What was booked in one bucket. Money is pico-dollars, before adjustments.
 
-    requests: int
-    prompt_tokens: int
-    cache_read_tokens: int
-    cache_write_tokens: int
-    fresh_tokens: int
-    output_tokens: int
-    charge_pico: int
-    saved_pico: int
+    `physical_cached_tokens`: prompt tokens that were not computed; of these `host_cached_tokens`
+    and `disk_cached_tokens` were loaded from these levels.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_write_tokens: int = 0
+    fresh_tokens: int = 0
+    output_tokens: int = 0
+    physical_cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    disk_cached_tokens: int = 0
+    charge_pico: int = 0
+    saved_pico: int = 0
+
+    @property
+    def device_cached_tokens(self) -> int:
+        """Return the cached tokens that were on the device."""
+        return self.physical_cached_tokens - self.host_cached_tokens - self.disk_cached_tokens
 
 
 def ledger_history(
@@ -96,8 +108,6 @@ def _buckets(store: Store, sql: str, values: Sequence[Value]) -> dict[int, Ledge
     for at_ms, (*counts, micros, rest, saved_micros, saved_rest) in sums.items():
         charge_pico = micros * PICO_PER_MICRO + rest
         saved_pico = saved_micros * PICO_PER_MICRO + saved_rest
-        requests, prompt, read, write, fresh, output = counts
-        buckets[at_ms] = LedgerBucket(
-            *(requests, prompt, read, write, fresh, output), charge_pico, saved_pico
-        )
+        facts = dict(zip(("requests", *_COUNTS), counts, strict=True))
+        buckets[at_ms] = LedgerBucket(**facts, charge_pico=charge_pico, saved_pico=saved_pico)
     return buckets

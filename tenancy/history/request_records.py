@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from tenancy.ledger.entries import ENTRY_FIELDS, entry_of
+from tenancy.ledger.entries import ROW_FIELDS, entry_of
 from tenancy.storage.interface import Row, Store, Value
 from tenancy.types import DAY_MS, UsageEntry
 
@@ -24,7 +24,7 @@ DELETED_AT_ONCE = 2_000
 _TIME_DIGITS, _ID_DIGITS = 12, 32
 _LAST_ID = "g"
 """A text above every request id, which is hexadecimal."""
-_ENTRIES = ", ".join(f"ledger.{name}" for name in ENTRY_FIELDS)
+_ENTRIES = ", ".join(f"ledger.{name}" for name in ROW_FIELDS)
 
 
 class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
@@ -35,7 +35,8 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     `missed`: the cause of the first miss; `missed_tokens`: prompt tokens written before and not
     read. `segments`: parts of the prompt as (path in the request, token at which it ends), in order
     of their ends; of many, the first and the last. `loaded_tokens`: of the cached tokens, those
-    that were loaded for the request, by level. `fidelity`: how far from exact their copies might
+    that were loaded for the request, by level. `load_s`: the part of the time before `started_s`
+    that it waited for that; None without a load. `fidelity`: how far from exact their copies might
     be; `read_fidelity`: how far the cached tokens may have been.
     """
 
@@ -63,6 +64,7 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     loaded_tokens: dict[str, int] = {}
     fidelity: str = "exact"
     read_fidelity: str = "exact"
+    load_s: float | None = None
 
 
 class RequestFilter(Struct, frozen=True):

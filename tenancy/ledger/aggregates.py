@@ -66,7 +66,8 @@ def sums_of(entry: UsageEntry) -> list[int]:
     return [
         *(1, entry.prompt_tokens, entry.cache_read_tokens, entry.cache_write_tokens),
         *(entry.fresh_tokens, entry.output_tokens, entry.physical_cached_tokens),
-        *(entry.recomputed_promised_tokens, int(is_hit), *times),
+        *(entry.recomputed_promised_tokens, entry.host_cached_tokens, entry.disk_cached_tokens),
+        *(int(is_hit), *times),
         *(charge // PICO_PER_MICRO, charge % PICO_PER_MICRO),
         *(saved // PICO_PER_MICRO, saved % PICO_PER_MICRO),
     ]
@@ -127,7 +128,7 @@ _FOLD = (
 
 ENTRY_SUMS = (
     "count(*)",
-    *(f"sum({name})" for name in HOUR_SUMS[1:8]),
+    *(f"sum({name})" for name in HOUR_SUMS[1 : HOUR_SUMS.index("hits")]),
     "count(*) filter (where cache_read_tokens > 0)",
     "count(*) filter (where cache_read_tokens > 0 and ttft_ms is not null)",
     "coalesce(sum(ttft_ms) filter (where cache_read_tokens > 0), 0)",

@@ -36,10 +36,15 @@ ENTRY_FIELDS = (
     *("dialect", "recomputed_promised_tokens", "ttft_ms", "epoch", "rate_card_id"),
     *("charge_pico", "saved_pico", "booked_ms"),
 )
-"""Columns of the ledger except `entry_id` and `chain`.
+"""The columns of the ledger that the chain covers.
 
-They are the fields of `UsageEntry` in their order, and then `booked_ms`.
+They are the fields of `UsageEntry` in their order but for the last ones, and then `booked_ms`.
 """
+LEVEL_FIELDS = ("host_cached_tokens", "disk_cached_tokens")
+"""Columns beside the chain, the last fields of `UsageEntry`: where cached tokens came from is no
+money, and came later than the chain."""
+ROW_FIELDS = (*ENTRY_FIELDS, *LEVEL_FIELDS)
+"""All columns of an entry but `entry_id` and `chain`."""
 
 
 FREE_ENDING = "failed"
@@ -85,7 +90,7 @@ class EntryAppender:
         """Append an entry whose request id has no entry yet."""
         row = entry_row(entry, booked_ms)
         self.chain = next_chain(self.chain, row)
-        row.append(self.chain)
+        row += (self.chain, entry.host_cached_tokens, entry.disk_cached_tokens)
         self._rows.append(row)
         if booked_ms > self._last_booked_ms:
             self._last_booked_ms = booked_ms
@@ -104,7 +109,7 @@ class EntryAppender:
 
 def entry_row(entry: UsageEntry, booked_ms: int) -> list[Value]:
     """Return an entry's columns in the order of `ENTRY_FIELDS`."""
-    row: list[Value] = list(structs.astuple(entry))
+    row: list[Value] = list(structs.astuple(entry)[: -len(LEVEL_FIELDS)])
     row[_READS] = _counts(entry.read) if entry.read else _NO_COUNTS
     row[_WRITES] = _counts(entry.write) if entry.write else _NO_COUNTS
     row.append(booked_ms)
@@ -112,8 +117,9 @@ def entry_row(entry: UsageEntry, booked_ms: int) -> list[Value]:
 
 
 def entry_of(row: Sequence[Any]) -> UsageEntry:
-    """Decode a row of `ENTRY_FIELDS`."""
-    fields = list(row[:-1])
+    """Decode a row of `ROW_FIELDS`; of `ENTRY_FIELDS` alone, without the counts by level."""
+    booked = len(ENTRY_FIELDS) - 1
+    fields = [*row[:booked], *row[booked + 1 :]]
     for column in (_READS, _WRITES):
         fields[column] = _COUNTS(fields[column])
     return UsageEntry(*fields)
@@ -145,7 +151,7 @@ def hour_of(at_ms: int) -> int:
 
 _READS, _WRITES = ENTRY_FIELDS.index("reads"), ENTRY_FIELDS.index("writes")
 _INSERT_ENTRIES = (
-    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain)"
-    f" values {placeholders(len(ENTRY_FIELDS) + 1)}"
+    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain, {', '.join(LEVEL_FIELDS)})"
+    f" values {placeholders(len(ROW_FIELDS) + 1)}"
 )
 _INSERT_SEAL = "insert into seals (hour_ms, entry_id, chain) select ?, max(entry_id), ? from ledger"

@@ -120,6 +120,8 @@ class Progress(Struct, frozen=True, array_like=True):
     output_tokens: Count = 0
     physical_cached_tokens: Count = 0
     breached_tokens: Count = 0
+    host_cached_tokens: Count = 0
+    disk_cached_tokens: Count = 0
 
 
 class ProgressNote(Struct, frozen=True, tag="progress"):
@@ -165,6 +167,8 @@ def interrupted(hold: Row, now_ms: int) -> UsageEntry:
         dialect=dialect,
         recomputed_promised_tokens=done.breached_tokens,
         epoch=epoch,
+        host_cached_tokens=done.host_cached_tokens,
+        disk_cached_tokens=done.disk_cached_tokens,
     )
 
 

@@ -235,6 +235,9 @@ class _Chart:
             "written_tokens": self._booked(lambda one: one.cache_write_tokens),
             "computed_tokens": self._booked(lambda one: one.fresh_tokens),
             "output_tokens": self._booked(lambda one: one.output_tokens),
+            "device_cached_tokens": self._booked(lambda one: one.device_cached_tokens),
+            "host_cached_tokens": self._booked(lambda one: one.host_cached_tokens),
+            "disk_cached_tokens": self._booked(lambda one: one.disk_cached_tokens),
             "cost_usd": self._booked(lambda one: format_dollars(one.charge_pico)),
             "uncached_cost_usd": self._booked(
                 lambda one: format_dollars(one.charge_pico + one.saved_pico)
@@ -267,7 +270,7 @@ class _Chart:
 
     def _booked(self, value: Callable[[LedgerBucket], T]) -> list[T | None]:
         """Return a series of the ledger: zeros where the gateway ran and nothing was booked."""
-        nothing = LedgerBucket(0, 0, 0, 0, 0, 0, 0, 0)
+        nothing = LedgerBucket()
         return [
             value(self._ledger.get(at_ms, nothing)) if self._has_run(at_ms) else None
             for at_ms in self._period.at_ms

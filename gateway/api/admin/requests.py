@@ -99,7 +99,8 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
         **row,
         "times": _times(found, row["received_ms"], row["ended_ms"]),
         "cached_tokens": _either(found, "physical_cached_tokens", "cached_tokens"),
-        "loaded_tokens": {} if record is None else record.loaded_tokens,
+        "loaded_tokens": _loaded(found),
+        "load_ms": None if record is None or record.load_s is None else _ms(record.load_s),
         "fidelity": None if record is None else record.fidelity,
         "read_fidelity": None if record is None else record.read_fidelity,
         "segments": _segments(found),
@@ -161,6 +162,17 @@ def _row(found: EndedRequest, names: Names) -> dict[str, Any]:
         "missed": None if record is None else record.missed,
         "cost_usd": None if entry is None else format_dollars(entry.charge_pico),
     }
+
+
+def _loaded(found: EndedRequest) -> dict[str, int]:
+    """Return the cached tokens that were loaded, by level."""
+    entry, record = found.entry, found.record
+    if record is not None and record.loaded_tokens:
+        return record.loaded_tokens
+    if entry is None:
+        return {}
+    counts = {"host": entry.host_cached_tokens, "disk": entry.disk_cached_tokens}
+    return {name: tokens for name, tokens in counts.items() if tokens}
 
 
 def _csv_row(row: Mapping[str, Any]) -> dict[str, object]:

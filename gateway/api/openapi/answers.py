@@ -179,7 +179,8 @@ class WindowAnswer(Struct, frozen=True):
 
 
 class UsageCounts(Struct, frozen=True):
-    """Sums of ledger entries. Money: exact decimal dollars, as strings."""
+    """Sums of ledger entries. Money: exact decimal dollars, as strings. `host_cached_tokens`,
+    `disk_cached_tokens`: the parts of `physical_cached_tokens` that were loaded from there."""
 
     requests: int
     prompt_tokens: int
@@ -188,6 +189,8 @@ class UsageCounts(Struct, frozen=True):
     fresh_tokens: int
     output_tokens: int
     physical_cached_tokens: int
+    host_cached_tokens: int
+    disk_cached_tokens: int
     hit_ratio: float | None
     charge_usd: str
     saved_usd: str

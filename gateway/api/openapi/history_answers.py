@@ -37,7 +37,11 @@ class FirstTokenTimes(Struct, frozen=True):
 
 
 class HistorySeries(Struct, frozen=True):
-    """Charts: one value per bucket, null in a gap. Money is exact decimal dollars."""
+    """Charts: one value per bucket, null in a gap. Money is exact decimal dollars.
+
+    `device_cached_tokens`, `host_cached_tokens`, `disk_cached_tokens`: prompt tokens that were not
+    computed, by the level on which they were found.
+    """
 
     requests: list[int | None]
     refused: list[int | None]
@@ -46,6 +50,9 @@ class HistorySeries(Struct, frozen=True):
     written_tokens: list[int | None]
     computed_tokens: list[int | None]
     output_tokens: list[int | None]
+    device_cached_tokens: list[int | None]
+    host_cached_tokens: list[int | None]
+    disk_cached_tokens: list[int | None]
     cost_usd: list[str | None]
     uncached_cost_usd: list[str | None]
     first_token_ms_hit: QuantileSeries
@@ -156,14 +163,16 @@ class RequestPrice(Struct, frozen=True):
 
 class RequestAnswer(RequestRow, frozen=True):
     """Everything known of an ended request. `loaded_tokens`: of the cached ones, by the level below
-    the device that had them. `fidelity`: how far from exact copies might be; `read_fidelity`: how
-    far the cached tokens may have been. `entry`: its ledger entry."""
+    the device that had them; `load_ms`: how long it waited for them before its first step, null
+    without a load. `fidelity`: how far from exact copies might be; `read_fidelity`: how far the
+    cached tokens may have been. `entry`: its ledger entry."""
 
     times: RequestTimes
     cached_tokens: int
     loaded_tokens: dict[str, int]
     fidelity: str | None
     read_fidelity: str | None
+    load_ms: float | None
     segments: list[RequestSegment] | None
     missed_tokens: int | None
     recomputed_promised_tokens: int | None

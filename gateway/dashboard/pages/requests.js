@@ -108,6 +108,11 @@ const STEPS = [["received_ms", "received"], ["submitted_ms", "given to the engin
 function Times({ one }) {
   const known = STEPS.map(([field, text]) => [text, one.times?.[field]]).filter(([,
     at]) => at !== null && at !== undefined);
+  const started = known.findIndex(([text]) => text === "started");
+  if (one.load_ms && started > 0) {  // its turn came before the load did
+    const at = Math.max(known[started - 1][1], known[started][1] - one.load_ms);
+    known.splice(started, 1, ["had its turn", at], ["loaded", known[started][1]]);
+  }
   if (!known.length) return html`<${Panel} title="Times"><${Empty}>The times of this request are no
     longer kept.<//><//>`;
   const begin = known[0][1], whole = Math.max(1, known[known.length - 1][1] - begin);
@@ -136,6 +141,7 @@ function Prefix({ one }) {
         count(n)]),
       ["copies allowed; read", one.fidelity && one.fidelity !== "exact"
         ? `${one.fidelity}; ${one.read_fidelity}` : null],
+      ["waited for its load", one.load_ms ? ms(one.load_ms) : null],
       ["missed", one.missed_tokens ? count(one.missed_tokens) : null], ["promised, but recomputed",
         one.recomputed_promised_tokens ? count(one.recomputed_promised_tokens) : null],
       ...Object.entries(one.read_by_class ?? {}).map(([name, n]) => [`read, ${name}`, count(n)]),

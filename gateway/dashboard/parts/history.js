@@ -49,6 +49,25 @@ const ghost = (label, values, colour = "ghost") =>
   (numbers(values).filter(isKnown).length > 1
     ? [line(label, values, colour, { isGhost: true })] : []);
 
+// The hit ratio: by level where anything came from below the device, else in one line. A level's
+// share is of tokens that were not computed, the one line's of tokens read by contract.
+const LEVELS = [["device", "on the device", "read"], ["host", "in host memory", "out"],
+  ["disk", "on disk", "write"]];
+function hitRatio(series, before, sums) {
+  const prompts = numbers(series.prompt_tokens), of = (name) => series[`${name}_cached_tokens`];
+  if (!plus(of("host")) && !plus(of("disk"))) {
+    const hits = ratios(numbers(series.read_tokens), prompts);
+    return { lines: [line("read from the cache", hits, "read", { isFilled: true,
+      total: share(sums.hitRatio) }),
+    ...ghost("period before", before && ratios(numbers(before.read_tokens),
+      numbers(before.prompt_tokens)))] };
+  }
+  return { unit: "of prompt tokens, by where they were found", isStacked: true,
+    lines: LEVELS.map(([name, text, colour]) => line(`found ${text}`,
+      ratios(numbers(of(name)), prompts), colour,
+      { total: share(overall(of(name), series.prompt_tokens)) })) };
+}
+
 function money(series, before) {
   const all = [...numbers(series.cost_usd), ...numbers(series.uncached_cost_usd)];
   const write = dollarsOf(all), sum = dollarsOf([plus(series.uncached_cost_usd)]);
@@ -85,7 +104,6 @@ export function HistoryCharts({ found, hasBlocks = true }) {
   const missing = instead(found, "the history");
   if (missing) return html`<section class="panel wide"><h2>History</h2>${missing}</section>`;
   const { series, previous: before, at_ms: at, budget } = found.data;
-  const hits = ratios(numbers(series.read_tokens), numbers(series.prompt_tokens));
   const cost = money(series, before);
   const step = stepOf(found.data.step_ms);
   const time = (kind, which) => series[`first_token_ms_${kind}`]?.[which];
@@ -93,11 +111,8 @@ export function HistoryCharts({ found, hasBlocks = true }) {
   const chart = (props) => html`<div class="panel"><${Chart} at=${at} ...${props} /></div>`;
   return html`<div class=${`charts ${found.isOld ? "old" : ""}`}>
     ${chart({ title: "Hit ratio", unit: "of prompt tokens", write: share, most: 1, showsZero: true,
-      axis: (v) => `${Math.round(100 * v)} %`, none: "No prompt in this range.", lines: [
-        line("read from the cache", hits, "read", { isFilled: true,
-          total: share(found.sums.hitRatio) }),
-        ...ghost("period before", before && ratios(numbers(before.read_tokens),
-          numbers(before.prompt_tokens)))] })}
+      axis: (v) => `${Math.round(100 * v)} %`, none: "No prompt in this range.",
+      ...hitRatio(series, before, found.sums) })}
     ${chart({ title: "Cost", unit: "dollars", write: cost.write, axis: cost.axis, lines: cost.lines,
       none: "Nothing was charged in this range." })}
     ${chart({ title: "Tokens", unit: `per ${step}`, write: about, isBars: true, isStacked: true,

@@ -53,6 +53,8 @@ def used(request_id: str, at_ms: int) -> UsageEntry:
         recomputed_promised_tokens=1,
         ttft_ms=12,
         epoch="e1",
+        host_cached_tokens=2,
+        disk_cached_tokens=1,
     )
 
 

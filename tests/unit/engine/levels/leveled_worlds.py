@@ -6,7 +6,16 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.api import CacheGrant, LeaseRequest, Peek, Quota, Request, Retention, Sampling
+from engine.api import (
+    CacheGrant,
+    LeaseRequest,
+    LevelWait,
+    Peek,
+    Quota,
+    Request,
+    Retention,
+    Sampling,
+)
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.levels.levels import Levels
@@ -98,6 +107,12 @@ class LeveledWorld(World):
         started = self.streams[name].started
         assert started is not None
         return started.cached_tokens
+
+    def wait(self, name: str) -> LevelWait:
+        """Return what levels cost a request; nothing where they had no part in it."""
+        started = self.streams[name].started
+        assert started is not None
+        return started.wait or LevelWait()
 
     def loaded(self, name: str) -> dict[str, int]:
         """Return the tokens that were loaded for a request, by level."""

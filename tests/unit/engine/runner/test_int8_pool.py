@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.kv.transfer import CpuTransferEngine
 from engine.model_store import ModelCard
 from engine.models.cpu_llama import load_kernels
-from engine.moves import Move, Moved
+from engine.moves import Move, Moved, SlotLayout
 from engine.plan import BlockCopy, Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner, build_runner
 from engine.storage.arena import HostArena
@@ -134,7 +134,8 @@ def test_blocks_come_back_from_a_level_bit_for_bit(in_c: Make) -> None:
     prompt = tokens_of(6, 49)
     row = Row(1, 0, 49, [0, 1, 2, 3], 0, prompt, (1,))
     first = drawn(run(runner, StepPlan(0, (row,), begun=(begun(1, prompt),))))[1]
-    arena, ended = HostArena.create(4, runner.kv.format.block_bytes), threading.Semaphore(0)
+    layout = SlotLayout.uniform(4, runner.kv.format.block_bytes)
+    arena, ended = HostArena.create(layout), threading.Semaphore(0)
     transfer = CpuTransferEngine(runner.kv, arena, on_moved=ended.release)
 
     def moved(moves: list[Move]) -> list[Moved]:

@@ -142,3 +142,15 @@ def test_levels_that_cannot_be_had_are_off_with_a_reason(
 
     assert not is_built
     assert says in reason
+
+
+def test_each_configured_level_is_off_by_name() -> None:
+    """Also the disk, whose promises would not survive the engine."""
+    form = KvFormat(2, 1, 8, 16, torch.float32)
+    cache = PrefixCache(blocks=4, block_size=16)
+    wanted = LevelsConfig(host_mib=1, disk_gib=1.0)
+    below, off = build_levels(cache, EngineConfig(levels=wanted), form, None)
+
+    assert below is None
+    assert [(one.name, one.state) for one in off] == [("host", "off"), ("disk", "off")]
+    assert len({one.reason for one in off}) == 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.api import LeaseGrant, Retention, Usage
+from engine.api import LeaseGrant, LevelWait, LoadMiss, Retention, Usage
 from gateway.caching import CacheScope, Contract, ContractManager
 from gateway.dialects.canonical import (
     Boundary,
@@ -354,6 +354,54 @@ def test_tokens_that_a_freed_window_cost_have_their_own_cause() -> None:
 
     assert (partly.why_missed(), wholly.why_missed()) == ("evicted_pressure", "window_gone")
     assert world.resolve("abd", {2: "5m"}).explain(0, 20) == "window_gone"
+
+
+@pytest.mark.parametrize(
+    ("cause", "tokens", "cached", "told"),
+    [
+        ("damaged", 20, 0, "damaged"),
+        ("level_failed", 16, 0, "level_failed"),
+        ("not_worth_loading", 8, 4, "not_worth_loading"),
+        ("damaged", 9, 0, "evicted_pressure"),
+        ("", 20, 0, "evicted_pressure"),
+    ],
+)
+def test_what_a_level_did_not_bring_has_its_own_cause(
+    cause: LoadMiss, tokens: int, cached: int, told: str
+) -> None:
+    """Where a level had most of what is missing, the loss of the device's blocks is no cause."""
+    world = World(CachingConfig(honour_broken_promises=False))
+    world.run("abc", {2: "5m"})
+    world.losses = {"evicted_pressure": 3}
+
+    contract = world.resolve("abd", {2: "5m"})
+    contract.begin(cached, [], wait=LevelWait(0.0, None, tokens, cause))
+
+    assert contract.why_missed() == told
+
+
+def test_a_level_that_failed_after_a_restart_is_the_cause() -> None:
+    """The disk had what the engine before wrote; but what has expired would not be read at all."""
+    world = World(CachingConfig(honour_broken_promises=False))
+    world.run("abc", {2: "5m"})
+    world.epoch = "second"
+    failed = world.resolve("abd", {2: "5m"})
+    failed.begin(0, [], wait=LevelWait(0.0, None, 20, "level_failed"))
+    world.clock.advance(301)
+    late = world.resolve("abd", {2: "5m"})
+    late.begin(0, [], wait=LevelWait(0.0, None, 20, "level_failed"))
+
+    assert (failed.why_missed(), late.why_missed()) == ("level_failed", "restarted")
+
+
+def test_loaded_tokens_are_in_the_usage() -> None:
+    """The ledger has them beside the cached ones."""
+    world = World()
+    contract = world.resolve("abd", {2: "5m"})
+    record = contract.begin(20, [], 0, [("host", 12), ("disk", 4)])
+
+    assert record.loaded == {"host": 12, "disk": 4}
+    assert contract.record(Usage(30, 20, 10, 5)).loaded == {"host": 12, "disk": 4}
 
 
 def test_full_read_has_no_miss_cause() -> None:

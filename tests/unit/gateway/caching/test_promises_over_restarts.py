@@ -5,7 +5,7 @@ What comes back is read, billed as read and not broken; what does not is told as
 
 from __future__ import annotations
 
-from engine.api import LeaseGrant
+from engine.api import LeaseGrant, LevelWait
 from gateway.generation.usage import cache_header
 from tests.unit.gateway.caching.test_contract import World
 
@@ -106,6 +106,10 @@ def test_cache_header_tells_tokens_by_level() -> None:
     plain.begin(20, [LeaseGrant("", "5m", "granted", 0)])
 
     assert cache_header([contract]).endswith("physical=20; device=8; host=8; disk=4")
+    contract.wait = LevelWait(0.0124, "disk")
+    assert cache_header([contract]).endswith("disk=4; load_ms=12.4")
+    contract.wait = LevelWait(0.0, None, 20, "not_worth_loading")
+    assert cache_header([contract]).endswith("disk=4"), "nothing was waited for"
     assert cache_header([plain]).endswith("physical=20")
     assert cache_header([contract, plain]).endswith("physical=40; device=28; host=8; disk=4")
     contract.fidelity = "near"

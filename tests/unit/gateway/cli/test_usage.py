@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.__main__ import main
 from gateway.cli.usage import short_count
@@ -70,6 +72,25 @@ def test_table_fits_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, colu
     assert len({len(line) for line in lines}) == 1, "numbers end below each other"
     assert lines[-1].startswith("total")
     assert "…" in text
+
+
+def test_levels_have_columns_where_anything_came_from_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside the hit ratio, and in every row for programs."""
+    monkeypatch.setenv("COLUMNS", "200")
+    _, before, _ = run("usage")
+    store = SqliteStore(tmp_path / "trunkline.db")
+    with closing(store), closing(Ledger(store, lambda: NOW_MS)) as ledger:
+        counts = (1_000, 900, 0, 100, 7, 900)
+        one = UsageEntry("leveled", 1, 1, "small", "done", NOW_MS, NOW_MS, *counts)
+        ledger.settle(replace(one, host_cached_tokens=600, disk_cached_tokens=200)).result(20)
+    _, after, _ = run("usage")
+    (ada,) = data_of(run, "usage", "--tenant", "ada")
+
+    assert "host" not in before.split("\n")[0]
+    assert after.split("\n")[0].split()[4:8] == ["hit", "%", "host", "disk"]
+    assert (ada["host_cached_tokens"], ada["disk_cached_tokens"]) == (600, 200)
 
 
 def test_programs_get_every_column_and_exact_numbers(run: Run) -> None:

@@ -128,6 +128,10 @@ def test_order_is_by_saving_and_legitimate_ones_are_last(books: Books) -> None:
         ("evicted", 3, 2_500, True),
         ("evicted", 2, 9_000, False),
         ("restarted", 1, 100, True),
+        ("damaged", 1, 9_000, False),
+        ("damaged", 2, 100, True),
+        ("level_failed", 3, 2_400, False),
+        ("level_failed", 3, 2_500, True),
     ],
 )
 def test_chance_and_trifles_are_no_findings(

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine.api import LevelWait
+from gateway.caching import Contract
+from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.openai.chat import ChatEncoder
 from gateway.observability.tracing import CompletedRequest, Tracer
 from tenancy.errors import LedgerUnavailable
@@ -16,6 +19,8 @@ from tenancy.ledger.transactions import Item
 from tenancy.types import UsageEntry
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+LONG = "one " * 40
 
 
 class Spans(Tracer):
@@ -89,6 +94,34 @@ async def test_usage_is_recorded_while_entry_is_written(
     assert (counted(gateway), await endings(gateway)) == ((entry.prompt_tokens, 3), {"done": 1})
     assert gateway.lines[-1]["output_tokens"] == 3
     await gateway.check_quiet()
+
+
+async def test_the_wait_for_a_load_is_told_everywhere(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the header, the log line, the histogram of its level and the request's page."""
+    begin, wait = Contract.begin, LevelWait(0.25, "disk")
+
+    def begin_loaded(contract: Contract, cached_tokens: int, *facts: Any) -> UsageRecord:
+        grants, gone, *_ = facts
+        return begin(
+            contract, cached_tokens, grants, gone, (("disk", cached_tokens),), "exact", wait
+        )
+
+    await gateway.ask(body=gateway.chat(LONG))
+    plain = gateway.lines[-1]["load_ms"]
+    monkeypatch.setattr(Contract, "begin", begin_loaded)
+    _, _, answer = await gateway.ask(body=gateway.chat(LONG))
+    line = gateway.lines[-1]
+    await gateway.quiet()
+    asked = await AdminClient(gateway).ask("GET", f"/admin/v1/requests/{line['id']}")
+    text = gateway.gateway.context.telemetry.exposition().decode()
+
+    assert (plain, line["load_ms"]) == (None, 250.0)
+    assert "; load_ms=250.0" in answer.headers["X-Trunkline-Cache"]
+    assert asked[1]["load_ms"] == 250.0
+    assert asked[1]["loaded_tokens"] == {"disk": line["cached_tokens"]}
+    assert 'trunkline_load_seconds_sum{level="disk"} 0.25' in text
 
 
 async def test_failed_entry_makes_a_failed_answer_counted_once(

@@ -14,6 +14,7 @@ from gateway.http.request_context import (
     RequestIds,
     RequestState,
     log_facts,
+    record_of,
     span_facts,
 )
 
@@ -40,6 +41,16 @@ def test_span_times_are_relative_to_the_start_of_the_request() -> None:
 
     assert (line["first_token_ms"], line["total_ms"]) == (300.0, 1000.0)
     assert (span.submitted_s, span.first_token_s, span.settled_s) == pytest.approx((0.2, 0.5, 0.9))
+
+
+def test_a_load_is_a_part_of_the_time_before_the_first_step() -> None:
+    """The record has both, so that the page can tell queue, load and compute apart."""
+    facts = state(submitted_s=10.25, queue_s=0.5, load_s=0.125, load_level="disk")
+    record = record_of(facts, 200, 1.0)
+
+    assert (record.submitted_s, record.started_s, record.load_s) == (0.25, 0.75, 0.125)
+    assert span_facts(facts, 200, 1.0, 5_000, "").load_s == 0.125
+    assert record_of(state(submitted_s=10.25), 200, 1.0).load_s is None
 
 
 def test_refused_request_has_no_engine_times() -> None:

@@ -23,7 +23,14 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import Identity
 
-RECORD = UsageRecord(total_in=10, read={"best_effort": 4}, fresh=6, out=3, physical_cached=4)
+RECORD = UsageRecord(
+    total_in=10,
+    read={"best_effort": 4},
+    fresh=6,
+    out=3,
+    physical_cached=4,
+    loaded={"host": 2, "disk": 1},
+)
 
 
 class MeteringLedger:
@@ -67,10 +74,10 @@ async def test_settles_hold_into_entry_with_disjoint_counts(metering: MeteringLe
 
     (row,) = metering.store.query(
         "select prompt_tokens, cache_read_tokens, cache_write_tokens, fresh_tokens, output_tokens,"
-        " physical_cached_tokens from ledger"
+        " physical_cached_tokens, host_cached_tokens, disk_cached_tokens from ledger"
     )
     assert (held, metering.ledger.open_holds()) == (1, 0)
-    assert row == (10, 4, 0, 6, 3, 4)
+    assert row == (10, 4, 0, 6, 3, 4, 2, 1)
 
 
 async def test_settling_twice_keeps_the_first(metering: MeteringLedger) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.dialects.canonical import Boundary
 from gateway.observability import ended_requests
@@ -96,6 +97,14 @@ def test_a_minute_ends_with_the_clocks(ended: EndedRequests, wall: Wall) -> None
     assert ended.refusals_last_hour()[7] == {"overloaded": 2}
     wall.ms = START_MS + 60 * MINUTE_MS
     assert ended.refusals_last_hour()[7] == {"overloaded": 1}
+
+
+def test_the_queue_is_without_the_load(ended: EndedRequests, wall: Wall, metrics: Metrics) -> None:
+    """Both are a part of the time before the first step, and have a histogram each."""
+    ended.add((replace(answered(wall, 50), load_s=0.015), ()))
+    ended.count()
+
+    assert metrics.registry.get_sample_value("trunkline_queue_seconds_sum") == pytest.approx(0.005)
 
 
 def test_times_to_first_token_are_hits_from_half_of_the_prompt_on(

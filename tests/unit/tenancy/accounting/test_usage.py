@@ -48,6 +48,8 @@ def entry(number: int) -> UsageEntry:
         write={"5m": 1, "1h": 1},
         recomputed_promised_tokens=1,
         ttft_ms=None if number % 5 == 0 else 10 + number,
+        host_cached_tokens=number // 4,
+        disk_cached_tokens=number // 8,
     )
 
 
@@ -88,6 +90,7 @@ def facts(total: UsageTotal) -> tuple[int, ...]:
         *(total.requests, total.prompt_tokens, total.cache_read_tokens, total.cache_write_tokens),
         *(total.fresh_tokens, total.output_tokens, total.physical_cached_tokens, total.hits),
         *(total.ttft_hits, total.ttft_hit_ms, total.charge_pico, total.saved_pico),
+        *(total.host_cached_tokens, total.disk_cached_tokens),
     )
 
 
@@ -102,6 +105,7 @@ def in_words(entries: list[UsageEntry]) -> tuple[int, ...]:
         sum(e.cache_read_tokens > 0 for e in entries),
         *(len(timed), sum(e.ttft_ms or 0 for e in timed)),
         *(sum(e.charge_pico for e in entries), sum(e.saved_pico for e in entries)),
+        *(sum(e.host_cached_tokens for e in entries), sum(e.disk_cached_tokens for e in entries)),
     )
 
 

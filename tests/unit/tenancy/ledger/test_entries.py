@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from tenancy.ledger.aggregates import HOUR_MS
-from tenancy.ledger.entries import ENTRY_FIELDS, entry_row, next_chain
+from tenancy.ledger.entries import ENTRY_FIELDS, ROW_FIELDS, entry_of, entry_row, next_chain
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Store
@@ -24,6 +26,18 @@ def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
     changed[ENTRY_FIELDS.index("charge_pico")] = 7
     assert next_chain(b"", changed) != rows[0][-1]
     assert list(rows[0][:-1]) == entry_row(used("a", wall()), wall())
+
+
+def test_the_chain_does_not_cover_levels(store: Store, ledger: Ledger, wall: Wall) -> None:
+    """Entries from before the levels keep their chain, and are read with nothing from below."""
+    entry = used("a", wall())
+    ledger.settle(entry).result(20)
+    (row,) = store.query(f"select {', '.join(ROW_FIELDS)} from ledger")
+    older = replace(entry, host_cached_tokens=0, disk_cached_tokens=0)
+
+    assert entry_row(entry, wall()) == entry_row(older, wall())
+    assert entry_of(row) == entry
+    assert entry_of(row[: len(ENTRY_FIELDS)]) == older
 
 
 def test_settling_again_keeps_chain_and_sums(store: Store, ledger: Ledger, wall: Wall) -> None:

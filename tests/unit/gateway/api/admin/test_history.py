@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.api.admin.history import FINE_MS, POINTS_MAX, STEPS_MS, read_period
 from gateway.errors import Refusal
@@ -228,6 +229,23 @@ async def test_a_budget_burns_down(admin: AdminClient, monkeypatch: pytest.Monke
     assert (body["budget"]["window"], body["budget"]["share"]) == ("day", 0.1)
 
 
+async def test_cached_tokens_are_told_by_level(admin: AdminClient) -> None:
+    """From the ledger: they are there after a restart, of a tenant and of a model."""
+    gateway = admin.gateway
+    at_ms = wall_ms()
+    counts = (100, 90, 0, 10, 1, 90)
+    entry = UsageEntry("leveled", 1, 1, gateway.model, "done", at_ms, at_ms, *counts)
+    entry = replace(entry, host_cached_tokens=50, disk_cached_tokens=30)
+    await gateway.gateway.ledger.write(entry)
+
+    for wanted in ("tenant=ada", f"model={gateway.model}"):
+        series = (await history(admin, f"range=1h&{wanted}"))["series"]
+        found = [sum(known(series[f"{name}_cached_tokens"])) for name in ("device", "host", "disk")]
+        assert found == [10, 50, 30]
+    status, body = await admin.ask("GET", "/admin/v1/requests/leveled")
+    assert (status, body["loaded_tokens"]) == (200, {"host": 50, "disk": 30})
+
+
 async def test_csv_has_a_row_per_bucket(admin: AdminClient) -> None:
     await admin.gateway.ask(body=admin.gateway.chat(LONG))
     await admin.gateway.quiet()
@@ -239,3 +257,4 @@ async def test_csv_has_a_row_per_bucket(admin: AdminClient) -> None:
     assert rows[0]["requests"] == ""
     assert sum(int(row["requests"] or 0) for row in rows) == 1
     assert "first_token_ms_hit_p95" in rows[0]
+    assert sum(int(row["disk_cached_tokens"] or 0) for row in rows) == 0

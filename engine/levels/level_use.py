@@ -1,0 +1,57 @@
+"""What the levels below the device have done for one request, before its first step.
+
+`scheduler.loading` notes it, and core tells it once, when the request starts. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engine.api import LevelName, LevelWait, LoadMiss
+
+_RANKS: Final[tuple[LoadMiss, ...]] = ("", "not_worth_loading", "level_failed", "damaged")
+
+
+class LevelUse:
+    """One request's use of the levels below the device.
+
+    `known_tokens`: how much of its prompt the device and a level had together, at most, or may have
+    had where a level could not be asked. `cause`: why a part of that was not brought; of several
+    the gravest, since the others would not have cost this part. `load_s`: seconds that it waited
+    for loads; `level`: the slowest that they came from.
+    """
+
+    __slots__ = ("cause", "known_tokens", "level", "load_s")
+
+    def __init__(self) -> None:
+        self.known_tokens = 0
+        self.cause: LoadMiss = ""
+        self.load_s = 0.0
+        self.level: LevelName | None = None
+
+    def know(self, tokens: int) -> None:
+        """Note that a level has, or may have, the prompt up to `tokens`."""
+        self.known_tokens = max(self.known_tokens, tokens)
+
+    def miss(self, cause: LoadMiss) -> None:
+        """Note why something known is not brought."""
+        self.cause = max(self.cause, cause, key=_RANKS.index)
+
+    def forget(self) -> None:
+        """Note that what was known is erased: no level has it, so none failed to bring it."""
+        self.known_tokens, self.cause = 0, ""
+
+    def wait(self, seconds: float, level: LevelName) -> None:
+        """Note the end of a load that the request waited for."""
+        self.load_s += max(0.0, seconds)
+        if self.level is None or level != "host":
+            self.level = level
+
+    def told(self, cached_tokens: int) -> LevelWait | None:
+        """Return what is told of a request that starts with so many cached tokens; None where no
+        level had anything more.
+        """
+        missed = max(0, self.known_tokens - cached_tokens) if self.cause else 0
+        if not missed and self.level is None:
+            return None
+        return LevelWait(self.load_s, self.level, missed, self.cause if missed else "")
