@@ -46,13 +46,15 @@ class Move(Struct, frozen=True, gc=False):
 class Moved(Struct, frozen=True, gc=False):
     """The outcome of a `Move`. `check`: the xxh3-128 digest of the slot's bytes after an offload.
 
-    `seconds`: from the start of its copy to its end.
+    `seconds`: from the start of its copy to its end. `is_damaged`: of a load, the slot's bytes have
+    another digest.
     """
 
     move_id: int
     is_done: bool
     check: bytes = b""
     seconds: float = 0.0
+    is_damaged: bool = False
 
 
 class TransferEngine(Protocol):
@@ -163,12 +165,16 @@ class Fetch(Struct, frozen=True, tag="fetch"):
 
 
 class Fetched(Struct, frozen=True, tag="fetched"):
-    """The outcome for one record of a `Fetch`. Not done: its bytes were damaged, or are gone."""
+    """The outcome for one record of a `Fetch`. Not done: its bytes were damaged, or are gone.
+
+    `check`: the xxh3-128 digest of the slot's bytes, if it is done.
+    """
 
     call_id: Count
     record_id: RecordId
     is_done: bool
     seconds: float = 0.0
+    check: bytes = b""
 
 
 class Renew(Struct, frozen=True, tag="renew"):

@@ -10,6 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import xxhash
 
 from engine.api import Namespace
 from engine.moves import (
@@ -32,6 +35,7 @@ from engine.moves import (
     StoredRun,
     StoreRuns,
 )
+from engine.storage.slot_table import SlotTable, table_bytes
 from tests.fakes import BROKEN, FakeRunner, Slot
 
 Content = tuple[Slot | None, ...]
@@ -86,6 +90,12 @@ class FakeTransferEngine:
         """End."""
         self.is_closed = True
 
+    def break_off(self) -> None:
+        """End in the middle of every move."""
+        for _, move in self._moves:
+            if move.kind == "offload":
+                self.contents[move.slot] = (BROKEN,) * self._runner().block_size
+
     def _run(self, move: Move) -> Moved:
         if self._chance.random() < self._weather.fails:
             return Moved(move.move_id, is_done=False)
@@ -97,7 +107,7 @@ class FakeTransferEngine:
             return Moved(move.move_id, True, digest(content), self._weather.seconds)
         content = self.contents[move.slot]
         if move.check and move.check != digest(content):
-            return Moved(move.move_id, is_done=False)
+            return Moved(move.move_id, is_done=False, is_damaged=True)
         self._write(move.block, content)
         self.copied += 1
         return Moved(move.move_id, is_done=True, seconds=self._weather.seconds)
@@ -105,6 +115,62 @@ class FakeTransferEngine:
     def _write(self, block: int, content: Sequence[Slot | None]) -> None:
         size = self._runner().block_size
         self._runner().slots[block * size : (block + 1) * size] = content
+
+
+class WriterKilled(BaseException):
+    """The process ended in the middle of a write."""
+
+
+class KillableMemory(bytearray):
+    """Memory in which a writer may be killed: within the write after `left` others, of which
+    `bytes_left` bytes are still written. `writes` counts them.
+    """
+
+    left = -1
+    bytes_left = 0
+    writes = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.writes += 1
+        if self.left == 0:
+            part = bytes(value)[: self.bytes_left]
+            super().__setitem__(slice(key.start or 0, (key.start or 0) + len(part)), part)
+            raise WriterKilled
+        self.left -= 1
+        super().__setitem__(key, value)
+
+
+class FakeKeptSlots:
+    """`engine.levels.recovery.KeptSlots` in memory: a table, and the slots of each engine in turn.
+
+    `is_shared`: a process of the engine before still uses the slots.
+    """
+
+    def __init__(self, slots: int, boot_s: Callable[[], float]) -> None:
+        self.memory = KillableMemory(table_bytes(slots))
+        self.table = SlotTable(self.memory, slots)
+        self.boot_s = boot_s
+        self.generation = 0
+        self.is_new = True
+        self.is_shared = False
+        self.contents: list[Content] = [()] * slots
+
+    def start(self, memory: FakeTransferEngine, before: FakeTransferEngine | None) -> None:
+        """Let the next engine have the slots; what its predecessor was copying is half done."""
+        self.is_new = self.generation == 0
+        self.memory.left = -1
+        self.generation = self.table.next_generation()
+        if before is not None:
+            before.break_off()
+        memory.contents = self.contents
+
+    def is_alone(self) -> bool:
+        """Return whether no process of an earlier engine uses the slots."""
+        return not self.is_shared
+
+    def wipe(self, slot: int) -> None:
+        """Forget what lies in a slot."""
+        self.contents[slot] = ()
 
 
 @dataclass
@@ -251,7 +317,9 @@ class FakeStorage:
                 self._drop([record_id])
             if record is not None and is_done:
                 self.memory.contents[slot] = record.content
-            self._ready.append(Fetched(command.call_id, record_id, is_done, self._weather.seconds))
+            check = digest(record.content) if record is not None and is_done else b""
+            seconds = self._weather.seconds
+            self._ready.append(Fetched(command.call_id, record_id, is_done, seconds, check))
 
     def _erase(self, command: EraseStored) -> None:
         before = len(self.records)
@@ -296,4 +364,4 @@ class FakeStorage:
 
 def digest(content: Content) -> bytes:
     """Return what stands for the digest of a slot's bytes."""
-    return repr(content).encode()
+    return xxhash.xxh3_128_digest(repr(content).encode())

@@ -169,7 +169,9 @@ class CpuTransferEngine:
         except Exception as error:
             with contextlib.suppress(Exception):
                 self._on_error(move, error)
-            return Moved(move.move_id, is_done=False, seconds=self._clock() - started_s)
+            is_damaged = isinstance(error, DamagedSlotError)
+            seconds = self._clock() - started_s
+            return Moved(move.move_id, is_done=False, seconds=seconds, is_damaged=is_damaged)
         return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
 
     def _offload(self, move: Move) -> bytes:

@@ -1,8 +1,9 @@
 """Host memory for copies of KV blocks, shared between the engine and the storage process.
 
 It is one anonymous file (`memfd`) of equal slots, mapped by both processes, so it lives as long as
-either. The arena knows no block, no record and no free list: its caller decides which slot holds
-what. Core dumps leave it out, since it holds what prompts say.
+either, and as long as the gateway where that keeps it (`kept_memory`). The arena knows no block, no
+record and no free list: its caller decides which slot holds what. Core dumps leave it out, since it
+holds what prompts say.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from contextlib import suppress
 
 ALIGNMENT = 64
 """Bytes: slots begin at multiples, for the vector instructions that pack and unpack them."""
+PIDS = 2**22
+"""Bound of process ids on Linux: each process locks a byte of its own."""
 
 
 class HostArena:
@@ -28,7 +31,7 @@ class HostArena:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._stride = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
-        length = slots * self._stride
+        length = arena_bytes(slots, slot_bytes)
         try:
             has = os.fstat(fd).st_size
             if has < length:
@@ -44,10 +47,9 @@ class HostArena:
     @classmethod
     def create(cls, slots: int, slot_bytes: int) -> HostArena:
         """Make an arena. Raises OSError if the machine gives no memory, ValueError for no slots."""
-        stride = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
         fd = os.memfd_create("trunkline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, max(0, slots * stride))
+            os.ftruncate(fd, arena_bytes(slots, slot_bytes))
             # A shorter file would end each process that touches the missing pages.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except BaseException:
@@ -65,10 +67,48 @@ class HostArena:
 
     def view(self, slot: int) -> memoryview:
         """Return the slot's bytes, writable. Raises IndexError."""
+        start = self._start_of(slot)
+        return self._view[start : start + self.slot_bytes]
+
+    def wipe(self, slot: int) -> None:
+        """Make a slot's bytes zeros; its whole pages go back to the machine. Raises IndexError."""
+        start = self._start_of(slot)
+        end = start + self.slot_bytes
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = max(first, end // mmap.PAGESIZE * mmap.PAGESIZE)
+        if last > first:
+            try:
+                self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+            except OSError:  # a kernel without it
+                self._zero(first, last)
+        self._zero(start, min(first, end))
+        self._zero(last, end)
+
+    def lock_until_exit(self, generation: int) -> None:
+        """Say that this process uses the memory for the engine of this generation, until it ends.
+
+        The lock goes with the process, or when it closes a descriptor of the memory: then no thread
+        of it may write any more. Raises OSError.
+        """
+        fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, generation * PIDS + os.getpid())
+
+    def is_used_before(self, generation: int) -> bool:
+        """Return whether a process uses the memory for an engine of an earlier generation."""
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, generation * PIDS, 0)
+        except OSError:
+            return True
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, generation * PIDS, 0)
+        return False
+
+    def _start_of(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot}; expected 0 to {self.slots - 1}")
-        start = slot * self._stride
-        return self._view[start : start + self.slot_bytes]
+        return slot * self._stride
+
+    def _zero(self, start: int, end: int) -> None:
+        if end > start:
+            self._view[start:end] = bytes(end - start)
 
     def close(self) -> None:
         """Unmap the memory; it stays while another process or a view holds it. Safe to repeat."""
@@ -79,3 +119,8 @@ class HostArena:
         self._view.release()
         with suppress(BufferError):  # a view is alive: the memory goes with it
             self._map.close()
+
+
+def arena_bytes(slots: int, slot_bytes: int) -> int:
+    """Return the bytes of an arena."""
+    return max(0, slots) * (-(-slot_bytes // ALIGNMENT) * ALIGNMENT)

@@ -101,8 +101,11 @@ def start_process(settings: DiskSettings) -> StorageProcess:
     return _ChildProcess(settings.arena_fd)
 
 
-def disk_settings(config: LevelsConfig, arena: HostArena, run_tokens: int = 16) -> DiskSettings:
-    """Return the settings of a storage process for an engine's configuration."""
+def disk_settings(
+    config: LevelsConfig, arena: HostArena, run_tokens: int = 16, generation: int = 0
+) -> DiskSettings:
+    """Return the settings of a storage process for an engine's configuration. `generation`: of this
+    engine among those that had the arena."""
     return DiskSettings(
         dir=config.dir,
         disk_bytes=int(config.disk_gib * GIB),
@@ -113,6 +116,7 @@ def disk_settings(config: LevelsConfig, arena: HostArena, run_tokens: int = 16) 
         io_threads=config.io_threads,
         write_bytes_per_day=int(config.disk_write_gib_per_day * GIB),
         run_tokens=run_tokens,
+        generation=generation,
     )
 
 

@@ -25,7 +25,7 @@ from engine.protocol import Decoder
 
 FRAME_BYTES_MAX = 64 * 2**20
 NAMESPACES_PER_FRAME = 4_096
-STORAGE_VERSION = 1
+STORAGE_VERSION = 2
 """Version of these messages: both ends come from one installation."""
 _LENGTH = struct.Struct("<I")
 
@@ -35,7 +35,8 @@ class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fiel
 
     `disk_bytes`: room for slabs and index. `write_bytes_per_day`: 0 for as much as `disk_bytes`.
     `run_tokens`: tokens of a run. `wait_s`: how long to wait for the lock of a storage process that
-    is about to end. `spare_bytes`: left to others on the file system.
+    is about to end. `spare_bytes`: left to others on the file system. `generation`: of the engine,
+    among those that had this arena.
     """
 
     dir: str
@@ -50,6 +51,7 @@ class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fiel
     heartbeat_s: float = 0.5
     wait_s: float = 10.0
     spare_bytes: Count = 2 * 2**30
+    generation: Count = 0
     version: int = STORAGE_VERSION
 
 

@@ -566,7 +566,8 @@ class DiskStore:
             self.fetched_total += 1
             self.read_bytes += row.payload_bytes
             self.read_seconds += plan.seconds
-        return Fetched(plan.call_id, row.record_id, is_done, plan.seconds)
+        check = row.check if is_done else b""
+        return Fetched(plan.call_id, row.record_id, is_done, plan.seconds, check)
 
     def renew(self, command: Renew) -> None:
         """Note a use of records, and lengthen their limits and promises."""
