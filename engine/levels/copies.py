@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from engine.api import Namespace, Payer, Quota
 from engine.cache import PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
+from engine.levels.copy_notes import CopyNotes
 from engine.levels.host_accounts import HostAccounts
+from engine.levels.slot_remains import SlotRemains
 from engine.levels.stored_prefixes import Copy, StoredPrefixes
 
 DISK_ONLY_MAX: Final = 200_000
@@ -28,12 +31,25 @@ class CopyBook:
 
     `struck_total` counts copies that were given up because a move from them failed. `epochs`: grows
     with each erasure in a namespace; what began under another epoch brings nothing. `host_blocks`:
-    copies in host memory by namespace; `changed`: the namespaces where that has changed.
+    copies in host memory by namespace; `changed`: the namespaces where that has changed. `notes`:
+    what the next engine will know of them, None where host memory ends with this one. `remains`:
+    whose bytes lie in which slots.
     """
 
-    def __init__(self, cache: PrefixCache, slots: int) -> None:
-        self.prefixes = StoredPrefixes(cache.block_size, self._removed, self._changed)
-        self.accounts = HostAccounts(slots, self._dropped)
+    def __init__(
+        self, cache: PrefixCache, slots: int, wipe: Callable[[int], None] = lambda slot: None
+    ) -> None:
+        """`wipe` makes the bytes of a free slot zeros."""
+        self.prefixes = StoredPrefixes(
+            cache.block_size,
+            self._removed,
+            self._changed,
+            self._terms_changed,
+            self._leases_changed,
+        )
+        self.accounts = HostAccounts(slots, self._dropped, self._emptied)
+        self.remains = SlotRemains(self.accounts, wipe)
+        self.notes: CopyNotes | None = None
         self.struck_total = 0
         self.records = 0
         self.epochs: Counter[Namespace] = Counter()
@@ -59,11 +75,19 @@ class CopyBook:
         self._by_block[node.block] = copy
 
     def give(self, copy: Copy, slot: int, check: bytes = b"") -> None:
-        """Let a copy have a held slot; the hold becomes the copy's. O(log copies)."""
-        self._unhold(slot)
-        self.accounts.give(copy, slot, check)
-        self._count_host(copy, 1)
-        self._disk_only.pop(copy, None)
+        """Let a copy have a held slot, full of its bytes; the hold becomes the copy's.
+        O(log copies).
+        """
+        self._place(copy, slot, check)
+        if self.notes is not None:
+            self.notes.given(copy)
+
+    def recover(self, copy: Copy, slot: int, check: bytes) -> None:
+        """Let a copy have a claimed slot, in which an engine that has ended has left its bytes.
+        O(log copies).
+        """
+        self._place(copy, slot, check)
+        copy.is_unverified = True
 
     def set_record(self, copy: Copy, record_id: int) -> None:
         """Note a copy's record on disk. O(log copies)."""
@@ -93,8 +117,9 @@ class CopyBook:
         limit_at_s = math.inf if terms is None else terms.limit_at_s
         if copy.limit_at_s < limit_at_s:
             self.prefixes.set_limit(copy, limit_at_s)
-        if terms is not None and node.promised:
-            copy.promise_at_s = max(copy.promise_at_s, terms.promise_at_s)
+        if terms is not None and node.promised and copy.promise_at_s < terms.promise_at_s:
+            copy.promise_at_s = terms.promise_at_s
+            self._terms_changed(copy)
         for lease_id in node.ending_leases:
             self.prefixes.extend_lease(lease_id, copy)
 
@@ -136,13 +161,23 @@ class CopyBook:
             self.sync(copy, node)
         return copy
 
+    def note_namespace(self, namespace: Namespace) -> None:
+        """Have all copies of a namespace noted anew. O(these)."""
+        if self.notes is not None and self.prefixes.has(namespace):
+            for copy in self.prefixes.root(namespace).subtree():
+                self.notes.changed(copy)
+
     # -- slots --------------------------------------------------------------------------------
 
     def take_slot(
-        self, payer: Payer, quota: Quota | None = None, used_at_s: float | None = None
+        self,
+        payer: Payer,
+        namespace: Namespace,
+        quota: Quota | None = None,
+        used_at_s: float | None = None,
     ) -> int | None:
-        """Return a slot held for a move, or None without room; see `HostAccounts.take`.
-        O(payers).
+        """Return a slot held for a move that fills it with bytes of a namespace, or None without
+        room; see `HostAccounts.take`. O(payers).
         """
         self._set_share(payer, quota)
         slot = self.accounts.take(payer, used_at_s)
@@ -150,7 +185,17 @@ class CopyBook:
             self.accounts.forget_if_idle(payer)
             return None
         self._held[slot] += 1
+        self.remains.taken(slot, namespace)
         return slot
+
+    def claim(self, owners: Mapping[int, tuple[Payer, Namespace]]) -> None:
+        """Hold free slots that have bytes of copies to `recover`, by their payers and namespaces.
+        O(slots).
+        """
+        self.accounts.claim({slot: payer for slot, (payer, _) in owners.items()})
+        for slot, (_, namespace) in owners.items():
+            self._held[slot] += 1
+            self.remains.taken(slot, namespace)
 
     def hold(self, slot: int) -> None:
         """Hold a slot for a move or a store that reads it."""
@@ -171,6 +216,9 @@ class CopyBook:
         """Recount. Raises InvariantViolation. O(copies)."""
         self.prefixes.check()
         self.accounts.check(self.prefixes, dict(self._held))
+        self.remains.check()
+        if self.notes is not None:
+            self.notes.check(self.prefixes)
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -185,6 +233,14 @@ class CopyBook:
         part = self.accounts.slots / self._cache.blocks
         ceiling = None if quota.ceiling_blocks is None else int(quota.ceiling_blocks * part)
         self.accounts.set_share(payer, int(floor * part), ceiling, quota.weight)
+
+    def _place(self, copy: Copy, slot: int, check: bytes) -> None:
+        self._unhold(slot)
+        self.accounts.give(copy, slot, check)
+        self.remains.filled(slot, copy.namespace)
+        copy.is_unverified = False
+        self._count_host(copy, 1)
+        self._disk_only.pop(copy, None)
 
     def _unhold(self, slot: int) -> None:
         self._held[slot] -= 1
@@ -231,6 +287,18 @@ class CopyBook:
         node = copy.node
         if node is not None and self._by_block.get(node.block) is copy:
             del self._by_block[node.block]
+
+    def _emptied(self, copy: Copy, slot: int) -> None:
+        if self.notes is not None:
+            self.notes.emptied(copy, slot)
+
+    def _terms_changed(self, copy: Copy) -> None:
+        if self.notes is not None:
+            self.notes.changed(copy)
+
+    def _leases_changed(self, copy: Copy) -> None:
+        if self.notes is not None:
+            self.notes.leases_changed(copy)
 
     def _changed(self, copy: Copy) -> None:
         if not copy.is_root:

@@ -9,7 +9,7 @@ flush what is used. This module knows no token and no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from sortedcontainers import SortedList
@@ -54,14 +54,23 @@ class HostAccounts:
     """`slots` slots, their references and their payers.
 
     A slot has a reference for the copy that lies in it and one for each move or store that reads or
-    fills it; it is free at none. `dropped_total` counts copies dropped for room.
+    fills it; it is free at none. `dropped_total` counts copies dropped for room. `is_closed`: no
+    slot is given out.
     """
 
-    def __init__(self, slots: int, on_dropped: Callable[[Copy], None]) -> None:
-        """`on_dropped` is called with a copy that has just lost its slot to make room."""
+    def __init__(
+        self,
+        slots: int,
+        on_dropped: Callable[[Copy], None],
+        on_emptied: Callable[[Copy, int], None] = lambda copy, slot: None,
+    ) -> None:
+        """`on_dropped` is called with a copy that has just lost its slot to make room, `on_emptied`
+        with each copy that loses its slot, before that can be free."""
         self.slots = slots
         self.dropped_total = 0
+        self.is_closed = False
         self._on_dropped = on_dropped
+        self._on_emptied = on_emptied
         self._free = list(range(slots - 1, -1, -1))
         self._refs = [0] * slots
         self._owner: list[HostShare | None] = [None] * slots
@@ -96,6 +105,8 @@ class HostAccounts:
         `used_at_s`: when what will lie there was used; of the payer's own copies only older ones
         are dropped for it, so that two cannot take each other's place for ever.
         """
+        if self.is_closed:
+            return None
         share = self._share(payer)
         if share.ceiling is not None and share.used >= share.ceiling:
             victim = _older(share.next_dropped(), used_at_s)
@@ -111,6 +122,24 @@ class HostAccounts:
         self._owner[slot] = share
         share.used += 1
         return slot
+
+    def claim(self, payers: Mapping[int, Payer]) -> None:
+        """Take free slots for copies that lie in them already, one reference each. O(slots)."""
+        for slot, payer in payers.items():
+            if self._refs[slot]:
+                raise InvariantViolation(f"slot {slot} is in use; expected a free slot")
+            share = self._shares[payer] = self._share(payer)
+            self._refs[slot], self._owner[slot] = 1, share
+            share.used += 1
+        self._free = [slot for slot in self._free if slot not in payers]
+
+    def is_free(self, slot: int) -> bool:
+        """Return whether a slot has no reference. O(1)."""
+        return not self._refs[slot]
+
+    def has_copy(self, slot: int) -> bool:
+        """Return whether a copy has this slot. O(1)."""
+        return self._copy_in[slot] is not None
 
     def hold(self, slot: int) -> None:
         """Add a reference to a slot in use. O(log copies)."""
@@ -149,6 +178,7 @@ class HostAccounts:
         self._leave_order(copy)
         slot, copy.slot, copy.check = copy.slot, -1, b""
         self._copy_in[slot] = None
+        self._on_emptied(copy, slot)
         self.release(slot)
 
     # -- order --------------------------------------------------------------------------------

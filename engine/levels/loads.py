@@ -110,7 +110,8 @@ class Load:
 class Loads:
     """All loads whose moves have not ended.
 
-    `loaded_blocks`: totals by level. `failed`: pieces that failed, by level.
+    `loaded_blocks`: totals by level. `failed`: pieces that failed, by level. `damaged`: slots whose
+    bytes were not those that were written.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Loads:
         self._moved_from_host = 0
         self.loaded_blocks: dict[LevelName, int] = {"host": 0, "disk": 0}
         self.failed: dict[LevelName, int] = {"host": 0, "disk": 0}
-        self.fetched = 0
+        self.fetched = self.damaged = 0
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -185,7 +186,9 @@ class Loads:
             if is_here:
                 pieces.append(_Piece(copy, "host", copy.slot, block, self._check_of(copy)))
                 continue
-            slot = self._book.take_slot(payer.payer, payer.quota) if copy.record_id else None
+            slot = None
+            if copy.record_id:
+                slot = self._book.take_slot(payer.payer, table.namespace, payer.quota)
             if slot is None:
                 break
             pieces.append(_Piece(copy, "disk", slot, block, b""))
@@ -230,6 +233,9 @@ class Loads:
         load, piece = found
         if outcome.is_done:
             self._paces["host"].record_block(outcome.seconds)
+            if piece.check and piece.check == piece.copy.check:
+                piece.copy.is_unverified = False
+        self.damaged += outcome.is_damaged
         self._piece_ended(load, piece, is_done=outcome.is_done)
         return True
 
@@ -248,7 +254,7 @@ class Loads:
         copy = piece.copy
         if is_current and copy.parent is not None and copy.slot < 0:
             self._book.hold(piece.slot)  # one for the copy, one for this load
-            self._book.give(copy, piece.slot)
+            self._book.give(copy, piece.slot, outcome.check)
         if load.is_ended:
             self._let_go(load, piece)
         else:
@@ -276,9 +282,11 @@ class Loads:
     # -- internals ----------------------------------------------------------------------------
 
     def _check_of(self, copy: Copy) -> bytes:
-        """Return the digest to verify, for one of so many loads from host memory."""
+        """Return the digest to verify: for one of so many loads from host memory, and for the first
+        one of what another engine has left there."""
         self._moved_from_host += 1
-        return copy.check if self._moved_from_host % self._verify_host == 0 else b""
+        is_next = self._moved_from_host % self._verify_host == 0
+        return copy.check if is_next or copy.is_unverified else b""
 
     def _fetch(self, load: Load, pieces: list[_Piece]) -> None:
         for start in range(0, len(pieces), FETCH_RECORDS_MAX):

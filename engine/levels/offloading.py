@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from engine.api import Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
@@ -112,8 +111,10 @@ class Offloading:
 
     @property
     def has_promised(self) -> bool:
-        """Return whether a promised prefix waits for its offload, and not for a pause to end."""
-        return bool(self._promised) and not self._is_paused
+        """Return whether a promised prefix waits for its offload, and not for a pause to end or for
+        the storage process of an earlier engine."""
+        is_waiting = self._is_paused or self._book.accounts.is_closed
+        return bool(self._promised) and not is_waiting
 
     def promised(self, node: Node, leases: tuple[tuple[str, int], ...]) -> None:
         """Have the path to a promised node copied. `leases`: those that cover it, with the tokens
@@ -210,9 +211,10 @@ class Offloading:
         if not self._busy.isdisjoint(wanted):
             return None
         used_at_s = node.last_use_s if pins and not leases else None
-        slots = self._take_slots(account.payer_account.payer, parent, len(wanted), used_at_s)
+        slots = self._take_slots(account, parent, len(wanted), used_at_s)
         if not slots:
-            may_come = bool(self._moves) or self.is_storing()
+            is_closed = self._book.accounts.is_closed
+            may_come = bool(self._moves) or self.is_storing() or is_closed
             return None if leases and may_come else False
         offload = _Offload(account, path[: first + len(slots)], first, slots)
         offload.leases, offload.epoch = leases, self._book.epochs[account.namespace]
@@ -230,7 +232,7 @@ class Offloading:
         return True
 
     def _take_slots(
-        self, payer: Payer, parent: Copy, count: int, used_at_s: float | None
+        self, account: NamespaceAccount, parent: Copy, count: int, used_at_s: float | None
     ) -> list[int]:
         """Return up to `count` slots. The copy that the new ones will hang on is not dropped for
         them: it would be copied and dropped for ever.
@@ -239,7 +241,8 @@ class Offloading:
         if kept >= 0:
             self._book.hold(kept)
         while len(slots) < count:
-            slot = self._book.take_slot(payer, used_at_s=used_at_s)
+            payer, namespace = account.payer_account.payer, account.namespace
+            slot = self._book.take_slot(payer, namespace, used_at_s=used_at_s)
             if slot is None:
                 break
             slots.append(slot)

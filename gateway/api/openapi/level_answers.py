@@ -46,6 +46,11 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
     chosen_total: int = 0
     declined_total: int = 0
     pending_erasures: int = 0
+    recovered_total: int = 0
+    torn_total: int = 0
+    orphaned_total: int = 0
+    lapsed_total: int = 0
+    unnoted_total: int = 0
 
 
 class LevelsAnswer(Struct, frozen=True):
