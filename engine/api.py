@@ -553,8 +553,11 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     took longer than computing would have. `bytes_per_s`: the measured rate at which it is read.
     `written_bytes_today`: wear of a disk. `chosen_total`, `declined_total`: prompts with a prefix
     on this level for which loading was chosen, or computing, since it was faster.
-    `pending_erasures`: erasures that the level has not confirmed. `payers`: bytes by payer.
-    `copies`: by fidelity, those that there are.
+    `pending_erasures`: erasures that the level has not confirmed. `recovered_total`: copies in host
+    memory that were taken over from the engine before; of those that were not, `torn_total` were
+    being written when it died, `orphaned_total` hung on a copy that is gone, `lapsed_total` had
+    reached their limit. `unnoted_total`: copies that the next engine will not find. `payers`: bytes
+    by payer. `copies`: by fidelity, those that there are.
     """
 
     name: LevelName
@@ -580,6 +583,11 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     chosen_total: Count = 0
     declined_total: Count = 0
     pending_erasures: Count = 0
+    recovered_total: Count = 0
+    torn_total: Count = 0
+    orphaned_total: Count = 0
+    lapsed_total: Count = 0
+    unnoted_total: Count = 0
     payers: tuple[PayerBytes, ...] = ()
     copies: tuple[FidelityBytes, ...] = ()
 

@@ -243,7 +243,8 @@ class Fetch(Struct, frozen=True, tag="fetch"):
 
 class Fetched(Struct, frozen=True, tag="fetched"):
     """The outcome for one record of a `Fetch`. Not done: its bytes were damaged (`is_damaged`), or
-    are gone. `level`: where it was."""
+    are gone. `level`: where it was. `check`: the xxh3-128 digest of the slot's bytes, if done.
+    """
 
     call_id: Count
     record_id: RecordId
@@ -251,6 +252,7 @@ class Fetched(Struct, frozen=True, tag="fetched"):
     seconds: float = 0.0
     level: Literal["disk", "remote"] = "disk"
     is_damaged: bool = False
+    check: bytes = b""
 
 
 class Renew(Struct, frozen=True, tag="renew"):

@@ -52,14 +52,16 @@ T = TypeVar("T")
 class Hello(Struct, frozen=True, tag="hello"):
     """The client's first message: the model to load, and an `EngineConfig` as plain data.
 
-    `record_fd`: an inherited descriptor of a `StepRecord`; -1 for none. Unknown fields are allowed,
-    so that another version gets a `Rejected` that says so.
+    `record_fd`: an inherited descriptor of a `StepRecord`; -1 for none. `host_fds`: inherited
+    descriptors of the files of host memory (`HostMemoryFiles`), if that outlives the engine.
+    Unknown fields are allowed, so that another version gets a `Rejected` that says so.
     """
 
     version: int
     model_dir: str = ""
     config: dict[str, Any] = {}
     record_fd: int = -1
+    host_fds: tuple[int, int] | None = None
 
 
 class Welcome(Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):

@@ -6,7 +6,8 @@ replaced after a pause. Consecutive pauses grow from 0.1 to 60 s and never end: 
 served once is never given up.
 
 A `StepRecord` tells which requests were in the step at a death; `gateway.crash_suspects` judges
-them.
+them. Where the engine has levels, the memory files of its host memory belong to the supervisor, so
+that the next engine finds the copies of the one before.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from engine.api import (
 )
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.client import RequestStream, SocketEngine
+from engine.client.host_memory import HostMemoryFiles
 from engine.client.namespace_stats import NamespaceTable
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
@@ -60,7 +62,9 @@ class EngineSupervisor:
         *,
         command: tuple[str, ...] = COMMAND,
         restarts: RestartPolicy = RESTARTS,
+        keeps_host_memory: bool = True,
     ) -> None:
+        """`keeps_host_memory`: the host memory of an engine with levels outlives it."""
         self._model_dir = model_dir
         self._config = config
         self._report = report
@@ -69,6 +73,8 @@ class EngineSupervisor:
         self._is_draining = False
         self._last_stats = Stats()
         self._suspects = CrashSuspects(asyncio.get_running_loop().time)
+        keeps = keeps_host_memory and config.levels.is_on
+        self._host = HostMemoryFiles() if keeps else None
 
     @property
     def restarts(self) -> int:
@@ -160,6 +166,8 @@ class EngineSupervisor:
         """End all streams and the process."""
         await self._child.stop()
         await self._child.end(CLOSE_S)
+        if self._host is not None:
+            self._host.close()
 
     # -- one process --------------------------------------------------------------------------
 
@@ -173,9 +181,11 @@ class EngineSupervisor:
 
     async def _run_recorded(self, record: StepRecord) -> str:
         settings = msgspec.to_builtins(self._config)
-        hello = Hello(PROTOCOL_VERSION, str(self._model_dir), settings, record.fd)
         try:
-            engine = await SocketEngine.connect(await self._child.spawn((record.fd,)), hello)
+            host_fds = None if self._host is None else self._host.begin_start()
+            hello = Hello(PROTOCOL_VERSION, str(self._model_dir), settings, record.fd, host_fds)
+            fds = (record.fd, *(host_fds or ()))
+            engine = await SocketEngine.connect(await self._child.spawn(fds), hello)
         except (EngineUnavailable, OSError) as error:
             return str(error)
         except EngineError as error:
@@ -185,6 +195,8 @@ class EngineSupervisor:
         engine.cache_events.group_by(owner_of)
         self._engine = engine
         self._child.set_ready()
+        if self._host is not None:
+            self._host.note_ready()
         lost = asyncio.create_task(engine.wait_lost())
         try:
             return await self._watch(engine, lost)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import xxhash
 
 from engine.api import Namespace
 from engine.moves import (
@@ -35,6 +38,7 @@ from engine.moves import (
     StoreRuns,
     stride_of,
 )
+from engine.storage.slot_table import SlotTable, table_bytes
 from tests.fakes import BROKEN, FakeRunner, Slot
 
 Content = tuple[Slot | None, ...]
@@ -125,18 +129,25 @@ class FakeTransferEngine:
 
     def write(self, slot: int, content: Content, name: str) -> None:
         """Fill a slot; whatever lay in the same bytes in another size is gone."""
-        start = self.layout.offset(slot, self.size_of(name))
-        end = start + self.size_of(name)
-        slab = slot // self.layout.slots_per_slab * self.layout.slots_per_slab
-        for other in range(slab, slab + self.layout.slots_per_slab):
-            size = self.size_of(self.written[other])
-            if self.contents[other] and other - slab < self.layout.slots_in(
-                slab // self.layout.slots_per_slab, size
-            ):
-                at = self.layout.offset(other, size)
-                if at < end and start < at + size:
-                    self.contents[other] = ()
+        self.wipe(slot, self.size_of(name))
         self.contents[slot], self.written[slot] = content, name
+
+    def wipe(self, slot: int, slot_bytes: int) -> None:
+        """Forget what lies in the bytes of a slot."""
+        start = self.layout.offset(slot, slot_bytes)
+        slab, per_slab = slot // self.layout.slots_per_slab, self.layout.slots_per_slab
+        for other in range(slab * per_slab, (slab + 1) * per_slab):
+            size = self.size_of(self.written[other])
+            if self.contents[other] and other - slab * per_slab < self.layout.slots_in(slab, size):
+                at = self.layout.offset(other, size)
+                if at < start + slot_bytes and start < at + size:
+                    self.contents[other] = ()
+
+    def break_off(self) -> None:
+        """End in the middle of every move."""
+        for _, move in self._moves:
+            if move.kind == "offload":
+                self.write(move.slot, (BROKEN,) * self._runner().block_size, move.format)
 
     def _run(self, move: Move) -> Moved:
         if self._chance.random() < self._weather.fails:
@@ -164,6 +175,65 @@ class FakeTransferEngine:
     def _write(self, block: int, content: Sequence[Slot | None]) -> None:
         size = self._runner().block_size
         self._runner().slots[block * size : (block + 1) * size] = content
+
+
+class WriterKilled(BaseException):
+    """The process ended in the middle of a write."""
+
+
+class KillableMemory(bytearray):
+    """Memory in which a writer may be killed: within the write after `left` others, of which
+    `bytes_left` bytes are still written. `writes` counts them.
+    """
+
+    left = -1
+    bytes_left = 0
+    writes = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.writes += 1
+        if self.left == 0:
+            part = bytes(value)[: self.bytes_left]
+            super().__setitem__(slice(key.start or 0, (key.start or 0) + len(part)), part)
+            raise WriterKilled
+        self.left -= 1
+        super().__setitem__(key, value)
+
+
+class FakeKeptSlots:
+    """`engine.levels.recovery.KeptSlots` in memory: a table, and the slots of each engine in turn.
+
+    `is_shared`: a process of the engine before still uses the slots.
+    """
+
+    def __init__(self, slots: int, boot_s: Callable[[], float]) -> None:
+        self.memory = KillableMemory(table_bytes(slots))
+        self.table = SlotTable(self.memory, slots)
+        self.boot_s = boot_s
+        self.generation = 0
+        self.is_new = True
+        self.is_shared = False
+        self.contents: list[Content] = [()] * slots
+        self.written = [""] * slots
+        self._wipe: Callable[[int, int], None] = lambda slot, slot_bytes: None
+
+    def start(self, memory: FakeTransferEngine, before: FakeTransferEngine | None) -> None:
+        """Let the next engine have the slots; what its predecessor was copying is half done."""
+        self.is_new = self.generation == 0
+        self.memory.left = -1
+        self.generation = self.table.next_generation()
+        if before is not None:
+            before.break_off()
+        memory.contents, memory.written = self.contents, self.written
+        self._wipe = memory.wipe
+
+    def is_alone(self) -> bool:
+        """Return whether no process of an earlier engine uses the slots."""
+        return not self.is_shared
+
+    def wipe(self, slot: int, slot_bytes: int) -> None:
+        """Forget what lies in a slot."""
+        self._wipe(slot, slot_bytes)
 
 
 @dataclass
@@ -321,10 +391,15 @@ class FakeStorage:
                 self._drop([record_id])
             if record is not None and is_done:
                 self.memory.write(slot, record.content, record.form.name)
-            is_damaged, seconds = has_failed and self._weather.is_damaging, self._weather.seconds
-            self._ready.append(
-                Fetched(command.call_id, record_id, is_done, seconds, is_damaged=is_damaged)
+            outcome = Fetched(
+                command.call_id,
+                record_id,
+                is_done,
+                self._weather.seconds,
+                is_damaged=has_failed and self._weather.is_damaging,
+                check=digest(record.content) if record is not None and is_done else b"",
             )
+            self._ready.append(outcome)
 
     def _erase(self, command: EraseStored) -> None:
         before = len(self.records)
@@ -377,4 +452,4 @@ class FakeStorage:
 
 def digest(content: Content) -> bytes:
     """Return what stands for the digest of a slot's bytes."""
-    return repr(content).encode()
+    return xxhash.xxh3_128_digest(repr(content).encode())

@@ -207,6 +207,7 @@ class MemoryStorage:
     def _fetch(self, command: Fetch) -> Iterator[Fetched]:
         for record_id, slot in zip(command.record_ids, command.slots, strict=True):
             is_done = not self._is_closed and self._is_found(command.namespace, record_id)
+            check = b""
             if is_done:
                 record = self.records[record_id]
                 is_done = xxhash.xxh3_128_digest(record.data) == record.check
@@ -214,7 +215,8 @@ class MemoryStorage:
                     self._delete(record_id)
                 elif is_done := len(record.data) == command.slot_bytes:
                     self._memory.view(slot, command.slot_bytes)[:] = record.data
-            yield Fetched(command.call_id, record_id, is_done)
+                    check = record.check
+            yield Fetched(command.call_id, record_id, is_done, check=check)
 
     def _renew(self, command: Renew) -> None:
         for record_id in command.record_ids:

@@ -259,6 +259,11 @@ class Core:
         if self.levels is not None:
             self.levels.set_quota(quota)
 
+    def disown_copies(self) -> None:
+        """Hand no copy on to the next engine; see `Levels.disown`."""
+        if self.levels is not None:
+            self.levels.disown()
+
     def close(self) -> None:
         """End what works beside the core: grammars and levels."""
         self.constraints.close()

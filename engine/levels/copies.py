@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from engine.api import Namespace, Payer, Quota
@@ -17,8 +17,10 @@ from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.levels.copy_formats import FIDELITIES, OWN, CopyFormats
+from engine.levels.copy_notes import CopyNotes
 from engine.levels.host_accounts import HostAccounts
 from engine.levels.slot_pool import SlotPool
+from engine.levels.slot_remains import SlotRemains
 from engine.levels.stored_prefixes import Copy, StoredPrefixes
 from engine.moves import SlotFormat, SlotLayout
 
@@ -34,15 +36,30 @@ class CopyBook:
     `struck_total` counts copies that were given up because a move from them failed. `epochs`: grows
     with each erasure in a namespace; what began under another epoch brings nothing. `host_blocks`,
     `host_bytes`: copies in host memory by namespace; `changed`: the namespaces where these have
-    changed. `formats`: what copies are made in, and what each namespace allows.
+    changed. `formats`: what copies are made in, and what each namespace allows. `notes`: what the
+    next engine will know of them, None where host memory ends with this one. `remains`: whose bytes
+    lie in which slots.
     """
 
     def __init__(
-        self, cache: PrefixCache, layout: SlotLayout, formats: Sequence[SlotFormat]
+        self,
+        cache: PrefixCache,
+        layout: SlotLayout,
+        formats: Sequence[SlotFormat],
+        wipe: Callable[[int, int], None] = lambda slot, slot_bytes: None,
     ) -> None:
-        self.prefixes = StoredPrefixes(cache.block_size, self._removed, self._changed)
+        """`wipe` makes the bytes of a free slot zeros."""
+        self.prefixes = StoredPrefixes(
+            cache.block_size,
+            self._removed,
+            self._changed,
+            self._terms_changed,
+            self._leases_changed,
+        )
         self.formats = CopyFormats(formats)
-        self.accounts = HostAccounts(SlotPool(layout, formats), self._dropped)
+        self.accounts = HostAccounts(SlotPool(layout, formats), self._dropped, self._emptied)
+        self.remains = SlotRemains(self.accounts, wipe)
+        self.notes: CopyNotes | None = None
         self.struck_total = 0
         self.records = 0
         self.epochs: Counter[Namespace] = Counter()
@@ -69,11 +86,19 @@ class CopyBook:
         self._by_block[node.block] = copy
 
     def give(self, copy: Copy, slot: int, check: bytes = b"") -> None:
-        """Let a copy have a held slot; the hold becomes the copy's. O(log copies)."""
-        self._unhold(slot)
-        self.accounts.give(copy, slot, check)
-        self._count_host(copy, 1, self.accounts.pool.bytes_of(slot))
-        self._disk_only.pop(copy, None)
+        """Let a copy have a held slot, full of its bytes; the hold becomes the copy's.
+        O(log copies).
+        """
+        self._place(copy, slot, check)
+        if self.notes is not None:
+            self.notes.given(copy)
+
+    def recover(self, copy: Copy, slot: int, check: bytes) -> None:
+        """Let a copy have a claimed slot, in which an engine that has ended has left its bytes.
+        O(log copies).
+        """
+        self._place(copy, slot, check)
+        copy.is_unverified = True
 
     def set_record(self, copy: Copy, record_id: int, form: int = 0) -> None:
         """Note a copy's record on disk, and its format; 0: it has none. O(log copies)."""
@@ -103,8 +128,9 @@ class CopyBook:
         limit_at_s = math.inf if terms is None else terms.limit_at_s
         if copy.limit_at_s < limit_at_s:
             self.prefixes.set_limit(copy, limit_at_s)
-        if terms is not None and node.promised:
-            copy.promise_at_s = max(copy.promise_at_s, terms.promise_at_s)
+        if terms is not None and node.promised and copy.promise_at_s < terms.promise_at_s:
+            copy.promise_at_s = terms.promise_at_s
+            self._terms_changed(copy)
         for lease_id in node.ending_leases:
             self.prefixes.extend_lease(lease_id, copy)
 
@@ -146,17 +172,24 @@ class CopyBook:
             self.sync(copy, node)
         return copy
 
+    def note_namespace(self, namespace: Namespace) -> None:
+        """Have all copies of a namespace noted anew. O(these)."""
+        if self.notes is not None and self.prefixes.has(namespace):
+            for copy in self.prefixes.root(namespace).subtree():
+                self.notes.changed(copy)
+
     # -- slots --------------------------------------------------------------------------------
 
     def take_slot(
         self,
         payer: Payer,
+        namespace: Namespace,
         form: int,
         quota: Quota | None = None,
         used_at_s: float | None = None,
     ) -> int | None:
-        """Return a slot of a format held for a move, or None without room; see
-        `HostAccounts.take`. O(payers).
+        """Return a slot of a format held for a move that fills it with bytes of a namespace, or
+        None without room; see `HostAccounts.take`. O(payers).
         """
         self._set_share(payer, quota)
         slot = self.accounts.take(payer, form, used_at_s)
@@ -164,11 +197,21 @@ class CopyBook:
             self.accounts.forget_if_idle(payer)
             return None
         self._held[slot] += 1
+        self.remains.taken(slot, namespace)
         return slot
 
     def format_of(self, slot: int) -> SlotFormat:
         """Return the format of a slot in use. O(1)."""
         return self.formats.formats[self.accounts.pool.format_of(slot)]
+
+    def claim(self, owners: Mapping[int, tuple[Payer, Namespace, int]]) -> None:
+        """Hold free slots that have bytes of copies to `recover`, by their payers, namespaces and
+        formats. O(slots).
+        """
+        self.accounts.claim({slot: (payer, form) for slot, (payer, _, form) in owners.items()})
+        for slot, (_, namespace, _) in owners.items():
+            self._held[slot] += 1
+            self.remains.taken(slot, namespace)
 
     def hold(self, slot: int) -> None:
         """Hold a slot for a move or a store that reads it."""
@@ -190,6 +233,9 @@ class CopyBook:
         self.prefixes.check()
         self.accounts.check(self.prefixes, dict(self._held))
         self._check_host()
+        self.remains.check()
+        if self.notes is not None:
+            self.notes.check(self.prefixes)
 
     def _check_host(self) -> None:
         sizes: Counter[Namespace] = Counter()
@@ -222,6 +268,14 @@ class CopyBook:
         per_block = self.accounts.capacity_bytes / self._cache.blocks
         ceiling = None if quota.ceiling_blocks is None else int(quota.ceiling_blocks * per_block)
         self.accounts.set_share(payer, int(floor * per_block), ceiling, quota.weight)
+
+    def _place(self, copy: Copy, slot: int, check: bytes) -> None:
+        self._unhold(slot)
+        self.accounts.give(copy, slot, check)
+        self.remains.filled(slot, copy.namespace)
+        copy.is_unverified = False
+        self._count_host(copy, 1, self.accounts.pool.bytes_of(slot))
+        self._disk_only.pop(copy, None)
 
     def _unhold(self, slot: int) -> None:
         self._held[slot] -= 1
@@ -270,6 +324,18 @@ class CopyBook:
         node = copy.node
         if node is not None and self._by_block.get(node.block) is copy:
             del self._by_block[node.block]
+
+    def _emptied(self, copy: Copy, slot: int) -> None:
+        if self.notes is not None:
+            self.notes.emptied(copy, slot)
+
+    def _terms_changed(self, copy: Copy) -> None:
+        if self.notes is not None:
+            self.notes.changed(copy)
+
+    def _leases_changed(self, copy: Copy) -> None:
+        if self.notes is not None:
+            self.notes.leases_changed(copy)
 
     def _changed(self, copy: Copy) -> None:
         if not copy.is_root:

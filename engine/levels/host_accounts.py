@@ -14,7 +14,7 @@ format may go. This module knows no token and no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import merge
 from itertools import chain, islice
 from typing import Final
@@ -97,18 +97,26 @@ class HostAccounts:
     """The slots of `pool`, their references and their payers.
 
     A slot has a reference for the copy that lies in it and one for each move or store that reads or
-    fills it; it is free at none. `dropped_total` counts copies dropped for room. `capacity_bytes`:
-    what copies in the device's own format could take.
+    fills it; it is free at none. `dropped_total` counts copies dropped for room. `is_closed`: no
+    slot is given out. `capacity_bytes`: what copies in the device's own format could take.
     """
 
-    def __init__(self, pool: SlotPool, on_dropped: Callable[[Copy, int], None]) -> None:
+    def __init__(
+        self,
+        pool: SlotPool,
+        on_dropped: Callable[[Copy, int], None],
+        on_emptied: Callable[[Copy, int], None] = lambda copy, slot: None,
+    ) -> None:
         """`on_dropped` is called with a copy that has just lost its slot to make room, and with the
-        bytes of that slot."""
+        bytes of that slot; `on_emptied` with each copy that loses its slot, before that can be
+        free."""
         self.pool = pool
         size = pool.formats[0].slot_bytes
         self.capacity_bytes = pool.layout.capacity(size) * size
         self.dropped_total = 0
+        self.is_closed = False
         self._on_dropped = on_dropped
+        self._on_emptied = on_emptied
         self._all = range(len(pool.formats))
         self._refs = [0] * pool.layout.slots
         self._owner: list[HostShare | None] = [None] * pool.layout.slots
@@ -144,6 +152,8 @@ class HostAccounts:
         `used_at_s`: when what will lie there was used; of the payer's own copies only older ones
         are dropped for it, so that two cannot take each other's place for ever.
         """
+        if self.is_closed:
+            return None
         share, size = self._share(payer), self.pool.formats[form].slot_bytes
         while share.ceiling is not None and share.used + size > share.ceiling:
             victim = _older(share.next_dropped(self._all), used_at_s)
@@ -161,6 +171,23 @@ class HostAccounts:
         self._owner[slot] = share
         share.used += size
         return slot
+
+    def claim(self, owners: Mapping[int, tuple[Payer, int]]) -> None:
+        """Take free slots for copies that lie in them already, one reference each, by their payers
+        and formats. O(slots)."""
+        for slot, (payer, form) in owners.items():
+            self.pool.claim(slot, form)
+            share = self._shares[payer] = self._share(payer)
+            self._refs[slot], self._owner[slot] = 1, share
+            share.used += self.pool.formats[form].slot_bytes
+
+    def is_free(self, slot: int) -> bool:
+        """Return whether a slot has no reference. O(1)."""
+        return not self._refs[slot]
+
+    def has_copy(self, slot: int) -> bool:
+        """Return whether a copy has this slot. O(1)."""
+        return self._copy_in[slot] is not None
 
     def hold(self, slot: int) -> None:
         """Add a reference to a slot in use. O(log copies)."""
@@ -199,6 +226,7 @@ class HostAccounts:
         self._leave_order(copy)
         slot, copy.slot, copy.check = copy.slot, -1, b""
         self._copy_in[slot] = None
+        self._on_emptied(copy, slot)
         self.release(slot)
 
     # -- order --------------------------------------------------------------------------------

@@ -30,9 +30,11 @@ from engine.cache.prefix_tree import Node
 from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import FIDELITIES, OWN, laxest
+from engine.levels.copy_notes import CopyNotes
 from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
+from engine.levels.recovery import AT_START, DropReason, KeptSlots, Recovery
 from engine.levels.stored_prefixes import Copy
 from engine.levels.storing import Storing
 from engine.moves import (
@@ -60,6 +62,10 @@ STUCK_S: Final = 10.0
 turns one second counts: the machine may have paused."""
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
+WIPED_BYTES_A_TURN: Final = 4 * 2**20
+"""Bytes of host memory that a turn wipes, in about a millisecond."""
+ERASED_TURNS: Final = 4
+"""What an erasure wipes before it returns, in bytes of as many turns."""
 
 
 class LoadPlan:
@@ -93,11 +99,17 @@ class Levels:
         storage: Storage | None = None,
         *,
         close_memory: Callable[[], None] = lambda: None,
+        wipe: Callable[[int, int], None] = lambda slot, slot_bytes: None,
+        kept: KeptSlots | None = None,
+        now_s: float = 0.0,
     ) -> None:
-        """`close_memory` is called when the transfer engine and the storage have been closed."""
+        """`close_memory` is called when the transfer engine and the storage have been closed.
+        `wipe` makes a slot's bytes zeros. `kept`: what outlives this engine of host memory; the
+        copies of the engine before are taken over from it, as of `now_s`.
+        """
         self.config = config
         self.cache = cache
-        self.book = CopyBook(cache, transfer.layout, transfer.formats)
+        self.book = CopyBook(cache, transfer.layout, transfer.formats, wipe)
         self.on_erased: Callable[[int, LevelErased], None] = lambda call_id, erased: None
         self._transfer = transfer
         self._storage = storage
@@ -132,7 +144,12 @@ class Levels:
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
         self._chosen: Counter[LevelName] = Counter()
         self._declined: Counter[LevelName] = Counter()
-        self._now_s = self._silent_s = 0.0
+        self._now_s, self._silent_s = now_s, 0.0
+        self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
+        self._kept = kept
+        self._recovery: Recovery | None = None
+        if kept is not None:
+            self._take_over(kept)
         cache.watch(self._evicting, self._committed)
 
     # -- requests -----------------------------------------------------------------------------
@@ -257,6 +274,8 @@ class Levels:
         """
         self._silent_s += min(1.0, max(0.0, now_s - self._now_s))
         self._now_s = now_s
+        if self._kept is not None:
+            self._recover(self._kept)
         outcomes = self._transfer.poll()
         if outcomes or not (self.offloading.moves or self.loads.moves):
             self._silent_s = 0.0
@@ -275,6 +294,9 @@ class Levels:
         if self._storing is not None and self._storage is not None:
             for store in self._storing.next_stores(now_s):
                 self._storage.send(store)
+        if self.book.notes is not None:
+            self.book.notes.write_changed()
+        self._wipe(self._wiped_a_turn)
 
     @property
     def is_moving(self) -> bool:
@@ -290,15 +312,20 @@ class Levels:
             or self.offloading.has_promised
             or bool(self._looks or self._erasures)
             or self._is_storing()
+            or self._is_recovering
+            or (self.book.remains.soiled > 0 and not self.book.accounts.is_closed)
         )
 
     # -- erasure ------------------------------------------------------------------------------
 
     def erase(self, call: Erase) -> tuple[LevelErased, int | None]:
         """Erase copies on every level; call it before the device's tree is erased. Return what host
-        memory lost, and an id that `on_erased` gets when the disk is done; None without a disk.
+        memory lost, and an id that `on_erased` gets when the disk is done; None without a disk. No
+        later engine finds what was named; its bytes are wiped now, or, where there are many, in the
+        next turns.
         """
         book, namespace = self.book, call.namespace
+        self._finish_recovery()
         book.epochs[namespace] += 1
         self.loads.void(namespace)
         if call.lease_id is None and not call.tokens:
@@ -314,6 +341,8 @@ class Levels:
         for top in tops:
             if top.parent is not None:
                 book.prefixes.remove(top)
+        book.remains.soil(namespace)
+        self._wipe(ERASED_TURNS * self._wiped_a_turn)
         blocks -= book.host_blocks.get(namespace, 0)
         erased = LevelErased("host", blocks, size - self.host_bytes(namespace))
         if self._storage is None:
@@ -344,11 +373,13 @@ class Levels:
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces with copies in host memory or on disk. O(these)."""
         stored = set() if self._storage is None else self._storage.namespaces()
-        return list(stored.union(self.book.host_blocks))
+        pending = () if self._recovery is None else self._recovery.pending
+        return list(stored.union(self.book.host_blocks, pending))
 
     def host_bytes(self, namespace: Namespace) -> int:
         """Return the bytes of a namespace's copies in host memory. O(1)."""
-        return self.book.host_bytes.get(namespace, 0)
+        pending = 0 if self._recovery is None else self._recovery.pending.get(namespace, 0)
+        return self.book.host_bytes.get(namespace, 0) + pending
 
     def read_fidelity(self, namespace: Namespace) -> Fidelity:
         """Return how far what a namespace has on the device may be from exact: the laxest copy that
@@ -359,6 +390,8 @@ class Levels:
     def stats(self) -> tuple[LevelStats, ...]:
         """Return the statistics of host memory, and of the disk if there is one. O(1)."""
         loads, pool, pace = self.loads, self.book.accounts.pool, self.paces["host"]
+        found, notes = self._recovery, self.book.notes
+        dropped = Counter[DropReason]() if found is None else found.dropped
         host = LevelStats(
             name="host",
             state="open",
@@ -376,6 +409,11 @@ class Levels:
             bytes_per_s=pace.bytes_per_s,
             chosen_total=self._chosen["host"],
             declined_total=self._declined["host"],
+            recovered_total=0 if found is None else found.recovered,
+            torn_total=dropped["torn"],
+            orphaned_total=dropped["orphaned"],
+            lapsed_total=dropped["expired"],
+            unnoted_total=0 if notes is None else notes.unnoted_total,
             payers=tuple(
                 PayerBytes(share.payer, share.used, 0)
                 for share in self.book.accounts.shares()
@@ -397,12 +435,70 @@ class Levels:
         """Recount the copies. Raises InvariantViolation. O(copies)."""
         self.book.check()
 
+    def disown(self) -> None:
+        """Hand nothing on to the next engine: a structure has violated its rules, so that copies
+        may not be what they are noted as."""
+        if self._kept is not None:
+            self._kept.table.end()
+
     def close(self) -> None:
         """End the transfer engine, then the storage, then their memory."""
         self._transfer.close()
         if self._storage is not None:
             self._storage.close()
+        if self.book.notes is not None:
+            self.book.notes.write_changed(self.book.notes.waiting)
         self._close_memory()
+
+    # -- over the end of an engine ------------------------------------------------------------
+
+    def _take_over(self, kept: KeptSlots) -> None:
+        """Take over the copies that the engine before has left, the first of them at once."""
+        self.book.notes = notes = CopyNotes(
+            kept.table, kept.generation, kept.boot_s, self._terms_of, self.book.format_of
+        )
+        notes.set_time(self._now_s)
+        self.book.accounts.is_closed = not kept.is_alone()
+        self._recovery = found = Recovery(kept.table, self.book, notes)
+        if not kept.is_new:
+            self.book.remains.soil_free()
+        for namespace, fidelity in found.fidelity.items():
+            self.book.formats.allow(namespace, fidelity)
+        self._never_at_rest |= found.never_at_rest
+        found.step(self._now_s, AT_START)
+
+    def _recover(self, kept: KeptSlots) -> None:
+        """Go on with what the engine before has left."""
+        found, notes, accounts = self._recovery, self.book.notes, self.book.accounts
+        assert found is not None, "it comes with kept memory"
+        assert notes is not None, "they come with kept memory"
+        notes.set_time(self._now_s)
+        if accounts.is_closed and kept.is_alone():
+            accounts.is_closed = False
+        if not found.is_done:
+            found.step(self._now_s)
+            self._end_recovery()
+
+    def _finish_recovery(self) -> None:
+        if self._recovery is not None and not self._recovery.is_done:
+            self._recovery.finish(self._now_s)
+            self._end_recovery()
+
+    def _end_recovery(self) -> None:
+        """Have what was recovered stored, where a disk has opened before."""
+        if not self._is_recovering and self._storing is not None and self._disk.state == "open":
+            self._storing.copied_all(self.book.prefixes, self._now_s)
+
+    @property
+    def _is_recovering(self) -> bool:
+        return self._recovery is not None and not self._recovery.is_done
+
+    def _wipe(self, most: int) -> None:
+        if self.book.remains.soiled and not self.book.accounts.is_closed:
+            self.book.remains.wipe_some(most)
+
+    def _terms_of(self, namespace: Namespace) -> tuple[Fidelity, bool]:
+        return self.book.formats.allowed(namespace), namespace not in self._never_at_rest
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -414,9 +510,12 @@ class Levels:
         return self._storing is not None and self._storing.has_work
 
     def _note_grant(self, grant: CacheGrant) -> None:
+        before = self._terms_of(grant.namespace)
         self.book.formats.allow(grant.namespace, grant.fidelity)
         if not grant.at_rest:
             self._never_at_rest.add(grant.namespace)
+        if self._terms_of(grant.namespace) != before:
+            self.book.note_namespace(grant.namespace)
         if self._storage is not None and self._quotas.get(grant.payer) != grant.quota:
             self._tell_quota(grant.quota, grant.payer)
 

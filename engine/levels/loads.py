@@ -217,7 +217,7 @@ class Loads:
             form = copy.record_format
             slot: int | None = None
             if copy.record_id:
-                slot = self._book.take_slot(payer.payer, form, payer.quota)
+                slot = self._book.take_slot(payer.payer, table.namespace, form, payer.quota)
             if slot is None:
                 break
             level: LevelName = "remote" if copy.is_remote else "disk"
@@ -274,6 +274,8 @@ class Loads:
         load, piece = found
         if outcome.is_done:
             self._paces["host"].record_block(outcome.seconds, piece.form)
+            if piece.check and piece.check == piece.copy.check:
+                piece.copy.is_unverified = False
         piece.is_damaged = outcome.is_damaged
         self._piece_ended(load, piece, is_done=outcome.is_done)
         return True
@@ -295,7 +297,7 @@ class Loads:
         copy = piece.copy
         if is_current and copy.parent is not None and copy.slot < 0:
             self._book.hold(piece.slot)  # one for the copy, one for this load
-            self._book.give(copy, piece.slot)
+            self._book.give(copy, piece.slot, outcome.check)
         if load.is_ended:
             self._let_go(load, piece)
         else:
@@ -324,9 +326,11 @@ class Loads:
     # -- internals ----------------------------------------------------------------------------
 
     def _check_of(self, copy: Copy) -> bytes:
-        """Return the digest to verify, for one of so many loads from host memory."""
+        """Return the digest to verify: for one of so many loads from host memory, and for the first
+        one of what another engine has left there."""
         self._moved_from_host += 1
-        return copy.check if self._moved_from_host % self._verify_host == 0 else b""
+        is_next = self._moved_from_host % self._verify_host == 0
+        return copy.check if is_next or copy.is_unverified else b""
 
     def _fetch(self, load: Load, pieces: list[_Piece]) -> None:
         for start, end in _fetches_of(pieces):

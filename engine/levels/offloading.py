@@ -122,8 +122,10 @@ class Offloading:
 
     @property
     def has_promised(self) -> bool:
-        """Return whether a promised prefix waits for its offload, and not for a pause to end."""
-        return bool(self._promised) and not self._is_paused
+        """Return whether a promised prefix waits for its offload, and not for a pause to end or for
+        the storage process of an earlier engine."""
+        is_waiting = self._is_paused or self._book.accounts.is_closed
+        return bool(self._promised) and not is_waiting
 
     def promised(self, node: Node, leases: tuple[tuple[str, int], ...]) -> None:
         """Have the path to a promised node copied. `leases`: those that cover it, with the tokens
@@ -225,7 +227,8 @@ class Offloading:
         used_at_s = node.last_use_s if pins and not leases else None
         slots = self._take_slots(account, parent, wanted, used_at_s)
         if not slots:
-            may_come = bool(self._moves) or self.is_storing()
+            is_closed = self._book.accounts.is_closed
+            may_come = bool(self._moves) or self.is_storing() or is_closed
             return None if leases and may_come else False
         offload = _Offload(account, path[: first + len(slots)], first, slots)
         offload.leases, offload.epoch = leases, self._book.epochs[account.namespace]
@@ -259,7 +262,7 @@ class Offloading:
             self._book.hold(kept)
         for node in wanted:
             own = OWN if node in self._unpackable else form
-            slot = self._book.take_slot(payer, own, used_at_s=used_at_s)
+            slot = self._book.take_slot(payer, account.namespace, own, used_at_s=used_at_s)
             if slot is None:
                 break
             slots.append(slot)

@@ -61,6 +61,20 @@ class SlotPool:
             self._open[form].remove(slab)
         return slab * self.layout.slots_per_slab + position
 
+    def claim(self, slot: int, form: int) -> None:
+        """Take one free slot of a format. O(slots of a slab). Raises InvariantViolation if it is
+        not free, or if its slab has another format."""
+        slab, position = divmod(slot, self.layout.slots_per_slab)
+        if self._format[slab] == NO_FORMAT:
+            self._give_format(slab, form)
+        if self._format[slab] != form or position not in self._free[slab]:
+            raise InvariantViolation(f"slot {slot} is no free slot of format {form}")
+        self._free[slab].remove(position)
+        self._taken[slab].add(position)
+        self.used_slots[form] += 1
+        if not self._free[slab]:
+            self._open[form].remove(slab)
+
     def has_room(self, form: int) -> bool:
         """Return whether a slot of a format can be taken. O(empty slabs) at most."""
         size = self.formats[form].slot_bytes
@@ -130,10 +144,14 @@ class SlotPool:
         """Give an empty slab a format; return whether there was one that has room for it."""
         size = self.formats[form].slot_bytes
         for slab in self._empty:  # all but the last hold as many
-            if slots := self.layout.slots_in(slab, size):
-                self._empty.remove(slab)
-                self._format[slab] = form
-                self._free[slab] = list(range(slots - 1, -1, -1))
-                self._open[form].add(slab)
+            if self.layout.slots_in(slab, size):
+                self._give_format(slab, form)
                 return True
         return False
+
+    def _give_format(self, slab: int, form: int) -> None:
+        slots = self.layout.slots_in(slab, self.formats[form].slot_bytes)
+        self._empty.remove(slab)
+        self._format[slab] = form
+        self._free[slab] = list(range(slots - 1, -1, -1))
+        self._open[form].add(slab)

@@ -33,7 +33,8 @@ class Copy:
     `promise_at_s`: promised until. `hits`: how often it was matched. `node`: the device's node with
     the same tokens, where one is known. `ending_leases`: the leases whose last copy this is.
     `is_storing`: a store is under way. `order_key`: its place among the copies that may be dropped,
-    or None. A copy that left the tree has no parent; the root of a namespace has an empty run.
+    or None. `is_unverified`: another engine made it, and its bytes have not been compared with
+    `check` yet. A copy that left the tree has no parent; the root of a namespace has an empty run.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class Copy:
         "is_kept",
         "is_remote",
         "is_storing",
+        "is_unverified",
         "last_use_s",
         "limit_at_s",
         "namespace",
@@ -82,6 +84,7 @@ class Copy:
         self.ending_leases: Set[str] = NO_LEASES
         self.has_deadline = False
         self.is_storing = False
+        self.is_unverified = False
         self.is_kept = False
         self.order_key: tuple[float, int] | None = None
 
@@ -115,7 +118,9 @@ class StoredPrefixes:
     """The copies of every namespace.
 
     `on_removed` is called with each copy that has left the tree, `on_changed` with each whose
-    children have changed. `expired_total` counts copies that reached their limit.
+    children have changed, `on_terms` with each whose limit has changed, and `on_leases` with each
+    where a lease has come to end, or does so no more. `expired_total` counts copies that reached
+    their limit.
     """
 
     def __init__(
@@ -123,11 +128,15 @@ class StoredPrefixes:
         run_tokens: int,
         on_removed: Callable[[Copy], None],
         on_changed: Callable[[Copy], None],
+        on_terms: Callable[[Copy], None] = lambda copy: None,
+        on_leases: Callable[[Copy], None] = lambda copy: None,
     ) -> None:
         self.run_tokens = run_tokens
         self.expired_total = 0
         self._on_removed = on_removed
         self._on_changed = on_changed
+        self._on_terms = on_terms
+        self._on_leases = on_leases
         self._roots: dict[Namespace, Copy] = {}
         self._lease_ends: dict[tuple[Namespace, str], dict[Copy, None]] = {}
         self._limits: Deadlines[Copy] = Deadlines()
@@ -197,6 +206,7 @@ class StoredPrefixes:
     def set_limit(self, copy: Copy, limit_at_s: float) -> None:
         """Set the time from which a copy is not matched. O(log copies) the first time."""
         copy.limit_at_s = limit_at_s
+        self._on_terms(copy)
         if limit_at_s < math.inf and not copy.has_deadline:
             copy.has_deadline = True
             self._limits.add(limit_at_s, copy)
@@ -247,6 +257,7 @@ class StoredPrefixes:
         else:
             copy.ending_leases = {lease_id}
         self._lease_ends.setdefault((copy.namespace, lease_id), {})[copy] = None
+        self._on_leases(copy)
 
     def revoke(self, namespace: Namespace, lease_id: str) -> list[Copy]:
         """Forget a lease. Return the topmost copies that it alone covered."""
@@ -264,6 +275,7 @@ class StoredPrefixes:
         del ends[copy]
         if not ends:
             del self._lease_ends[copy.namespace, lease_id]
+        self._on_leases(copy)
 
     def _hand_up_leases(self, copy: Copy, above: Copy) -> None:
         for lease_id in tuple(copy.ending_leases):

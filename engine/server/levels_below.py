@@ -19,6 +19,7 @@ from engine.levels.levels import Levels
 from engine.moves import SlotLayout, stride_of
 from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, disk_settings
+from engine.storage.kept_memory import KeptMemory
 
 SLOTS_MIN = 8
 """Fewer slots of host memory hold no prefix that is worth a load."""
@@ -33,11 +34,17 @@ def build_levels(
     config: EngineConfig,
     kv_format: KvFormat,
     kv: KvStorage | None,
+    *,
+    model_digest: str = "",
+    host_fds: tuple[int, int] | None = None,
+    now_s: float = 0.0,
 ) -> tuple[Levels | None, tuple[LevelStats, ...]]:
     """Return the configured levels; or None, with what statistics say of levels that are off.
 
-    `kv`: the device's blocks, None where no transfer engine reaches them. Raises nothing: a machine
-    that gives no memory has no levels.
+    `kv`: the device's blocks, None where no transfer engine reaches them. `host_fds`: the memory
+    files that outlive the engine (`engine.client.host_memory`); without them host memory ends with
+    it. `model_digest`: tells the model and the format of its KV. Raises nothing: a machine that
+    gives no memory has no levels.
     """
     wanted = config.levels
     if not wanted.is_on:
@@ -52,15 +59,34 @@ def build_levels(
         return _off(wanted, f"{slots} slots of {size} bytes; expected at least {SLOTS_MIN}")
     packers: dict[str, BlockPacker] = {**packers_of(kv, compiled_kernels(), FORMATS)}
     sizes = [kv_format.block_bytes, *(one.block_bytes for one in packers.values())]
+    layout = layout_of(slots * stride_of(sizes[0]), sizes)
+    kept: KeptMemory | None = None
     try:
-        arena = HostArena.create(layout_of(slots * stride_of(sizes[0]), sizes))
+        if host_fds is None:
+            arena = HostArena.create(layout)
+        else:
+            shape = f"{model_digest} {kv_format.name} {config.block_size} {sizes} {list(packers)}"
+            kept = KeptMemory.open(*host_fds, layout, shape)
+            arena = kept.arena
     except (OSError, ValueError) as error:
         return _off(wanted, f"no host memory: {error}")
+    generation = 0 if kept is None else kept.generation
     transfer = CpuTransferEngine(kv, arena, packers=packers)
     storage = None
     if wanted.disk_gib > 0:
-        storage = StorageClient(disk_settings(wanted, arena, sizes, config.block_size))
-    return Levels(cache, wanted, transfer, storage, close_memory=arena.close), ()
+        run_tokens = config.block_size
+        storage = StorageClient(disk_settings(wanted, arena, sizes, run_tokens, generation))
+    levels = Levels(
+        cache,
+        wanted,
+        transfer,
+        storage,
+        close_memory=arena.close if kept is None else kept.close,
+        wipe=arena.wipe,
+        kept=kept,
+        now_s=now_s,
+    )
+    return levels, ()
 
 
 def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:

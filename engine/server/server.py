@@ -58,6 +58,7 @@ class ServerSettings(Struct, frozen=True):
     model_dir: str
     config: EngineConfig
     record_fd: int = -1
+    host_fds: tuple[int, int] | None = None
 
 
 class SocketResponseSink:
@@ -143,7 +144,9 @@ class GatewayConnection:
                 case [Hello() as hello]:
                     if hello.version == PROTOCOL_VERSION:
                         config = msgspec.convert(hello.config, EngineConfig)
-                        return ServerSettings(hello.model_dir, config, hello.record_fd)
+                        return ServerSettings(
+                            hello.model_dir, config, hello.record_fd, hello.host_fds
+                        )
                     self.reject(
                         "unsupported",
                         f"Unsupported protocol version: {hello.version}; expected"
@@ -324,7 +327,9 @@ def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
 
 def main() -> NoReturn:
     """Serve a prepared model folder with the real runner."""
-    serve_process(lambda settings: core_of_model(Path(settings.model_dir), settings.config))
+    serve_process(
+        lambda settings: core_of_model(Path(settings.model_dir), settings.config, settings.host_fds)
+    )
 
 
 if __name__ == "__main__":

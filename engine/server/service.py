@@ -47,7 +47,7 @@ from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
-from engine.errors import EngineError
+from engine.errors import EngineError, InvariantViolation
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.grammar import MaskFiller
 from engine.grammar.sandbox import SandboxSettings
@@ -161,6 +161,8 @@ class EngineService:
                     break
         except BaseException as failure:
             self.failure = failure
+            if core is not None and isinstance(failure, InvariantViolation):
+                core.disown_copies()
             self._fail_all()
         finally:
             if core is not None:
@@ -332,10 +334,13 @@ def smoke_test(core: Core) -> None:
     raise EngineError("not_ready", f"The engine produced no token in {SMOKE_TEST_STEPS_MAX} steps.")
 
 
-def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]:
+def core_of_model(
+    folder: Path, config: EngineConfig, host_fds: tuple[int, int] | None = None
+) -> tuple[Core, EngineInfo]:
     """Build a core over the real runner of a prepared model folder: the composition root.
 
-    Torch is imported here and in no module above. Raises ModelError.
+    `host_fds`: the files of host memory that outlives the engine. Torch is imported here and in no
+    module above. Raises ModelError.
     """
     import torch
 
@@ -356,7 +361,16 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         context_tokens=built.context,
         windows=built.kv_format.windows,
     )
-    levels, off = build_levels(cache, config, built.kv_format, built.kv)
+    digest = f"{card.digest}-{built.kv_format.name}-{built.kv_format.block_size}"
+    levels, off = build_levels(
+        cache,
+        config,
+        built.kv_format,
+        built.kv,
+        model_digest=digest,
+        host_fds=host_fds,
+        now_s=time.monotonic(),
+    )
     core = Core(
         cache,
         built.runner,
@@ -372,7 +386,7 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
     info = EngineInfo(
         epoch=secrets.token_hex(8),
         model=card.name,
-        model_digest=f"{card.digest}-{built.kv_format.name}-{built.kv_format.block_size}",
+        model_digest=digest,
         model_dir=str(folder),
         vocab_size=card.config.vocab,
         context_tokens=built.context,

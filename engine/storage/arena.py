@@ -1,8 +1,9 @@
 """Host memory for copies of KV blocks, shared between the engine and the storage process.
 
-It is one anonymous file (`memfd`), mapped by both processes, so it lives as long as either. Its
-layout says where a slot of a size lies; the arena knows no block, no record and no free list: its
-caller decides which slot holds what, and of what size it is. Core dumps leave it out, since it
+It is one anonymous file (`memfd`), mapped by both processes, so it lives as long as either, and as
+long as the gateway where that keeps it (`kept_memory`). Its layout says where a slot of a size
+lies; the arena knows no block, no record and no free list: its caller decides which slot holds
+what, and of what size it is. Core dumps leave it out, since it
 holds what prompts say.
 """
 
@@ -14,6 +15,9 @@ import os
 from contextlib import suppress
 
 from engine.moves import SlotLayout
+
+PIDS = 2**22
+"""Bound of process ids on Linux: each process locks a byte of its own."""
 
 
 class HostArena:
@@ -64,6 +68,41 @@ class HostArena:
         """Return the bytes of a slot of this size, writable. Raises IndexError."""
         start = self.layout.offset(slot, slot_bytes)
         return self._view[start : start + slot_bytes]
+
+    def wipe(self, slot: int, slot_bytes: int) -> None:
+        """Make a slot's bytes zeros; its whole pages go back to the machine. Raises IndexError."""
+        start = self.layout.offset(slot, slot_bytes)
+        end = start + slot_bytes
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = max(first, end // mmap.PAGESIZE * mmap.PAGESIZE)
+        if last > first:
+            try:
+                self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+            except OSError:  # a kernel without it
+                self._zero(first, last)
+        self._zero(start, min(first, end))
+        self._zero(last, end)
+
+    def lock_until_exit(self, generation: int) -> None:
+        """Say that this process uses the memory for the engine of this generation, until it ends.
+
+        The lock goes with the process, or when it closes a descriptor of the memory: then no thread
+        of it may write any more. Raises OSError.
+        """
+        fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, generation * PIDS + os.getpid())
+
+    def is_used_before(self, generation: int) -> bool:
+        """Return whether a process uses the memory for an engine of an earlier generation."""
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, generation * PIDS, 0)
+        except OSError:
+            return True
+        fcntl.lockf(self.fd, fcntl.LOCK_UN, generation * PIDS, 0)
+        return False
+
+    def _zero(self, start: int, end: int) -> None:
+        if end > start:
+            self._view[start:end] = bytes(end - start)
 
     def close(self) -> None:
         """Unmap the memory; it stays while another process or a view holds it. Safe to repeat."""

@@ -109,10 +109,14 @@ def start_process(settings: DiskSettings) -> StorageProcess:
 
 
 def disk_settings(
-    config: LevelsConfig, arena: HostArena, slot_sizes: Sequence[int], run_tokens: int = 16
+    config: LevelsConfig,
+    arena: HostArena,
+    slot_sizes: Sequence[int],
+    run_tokens: int = 16,
+    generation: int = 0,
 ) -> DiskSettings:
     """Return the settings of a storage process for an engine's configuration. `slot_sizes`: the
-    bytes of copies, by format."""
+    bytes of copies, by format; `generation`: of this engine among those that had the arena."""
     return DiskSettings(
         dir=config.dir,
         disk_bytes=int(config.disk_gib * GIB),
@@ -125,6 +129,7 @@ def disk_settings(
         run_tokens=run_tokens,
         seal=seal_settings(config),
         remote=remote_settings(config.remote),
+        generation=generation,
     )
 
 

@@ -47,7 +47,8 @@ class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fiel
     slabs and index. `write_bytes_per_day`: 0 for as much as `disk_bytes`. `run_tokens`: tokens of a
     run. `wait_s`: how long to wait for the lock of a storage process that is about to end.
     `spare_bytes`: left to others on the file system. `seal`: where the master key is; None for a
-    plain store. No key crosses the socket. `remote`: only beside `seal`.
+    plain store. No key crosses the socket. `remote`: only beside `seal`. `generation`: of the
+    engine, among those that had this arena.
     """
 
     dir: str
@@ -64,6 +65,7 @@ class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fiel
     spare_bytes: Count = 2 * 2**30
     seal: SealSettings | None = None
     remote: RemoteSettings | None = None
+    generation: Count = 0
     version: int = STORAGE_VERSION
 
 

@@ -113,6 +113,7 @@ class StorageService:
         self._owed: list[EraseStored] = []
         self._read_errors_s: deque[float] = deque(maxlen=READ_ERRORS_MAX)
         self._ticks = 0
+        self.has_left_work = False
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -308,6 +309,7 @@ class StorageService:
 
     def _close(self) -> None:
         if self._io.under_way:  # a thread hangs in a call: the next start cleans up
+            self.has_left_work = True
             self._log("storage_left_work", works=self._io.under_way)
         elif self._store is not None:
             self._store.close()
@@ -547,27 +549,32 @@ def serve(
         log("storage_refused", reason="the first frame must be settings of this version")
         return 1
     arena = attach(settings)
+    service = StorageService(
+        wire,
+        settings,
+        arena,
+        wall_ms=wall_ms,
+        uptime_s=uptime_s,
+        monotonic_s=monotonic_s,
+        calls=calls,
+        log=log,
+        environment=environment or {},
+        open_remote=open_remote,
+    )
     try:
-        StorageService(
-            wire,
-            settings,
-            arena,
-            wall_ms=wall_ms,
-            uptime_s=uptime_s,
-            monotonic_s=monotonic_s,
-            calls=calls,
-            log=log,
-            environment=environment or {},
-            open_remote=open_remote,
-        ).serve(decoder, early)
+        service.serve(decoder, early)
     finally:
-        arena.close()
+        if not service.has_left_work:  # its lock says that slots may still be written
+            arena.close()
     return 0
 
 
 def attach_arena(settings: DiskSettings) -> HostArena:
-    """Map the arena whose descriptor this process has inherited. Raises OSError, ValueError."""
-    return HostArena.attach(settings.arena_fd, settings.layout)
+    """Map the arena whose descriptor this process has inherited, and lock it for as long as the
+    process lives. Raises OSError, ValueError."""
+    arena = HostArena.attach(settings.arena_fd, settings.layout)
+    arena.lock_until_exit(settings.generation)
+    return arena
 
 
 def log_line(event: str, **facts: object) -> None:

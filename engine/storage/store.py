@@ -632,8 +632,8 @@ class DiskStore:
             self.fetched_total += 1
             self.read_bytes += row.payload_bytes
             self.read_seconds += plan.seconds
-        is_damaged = plan.verdict == "damaged"
-        return Fetched(plan.call_id, row.record_id, is_done, plan.seconds, level, is_damaged)
+        facts = level, plan.verdict == "damaged", row.check if is_done else b""
+        return Fetched(plan.call_id, row.record_id, is_done, plan.seconds, *facts)
 
     def renew(self, command: Renew) -> None:
         """Note a use of records, and lengthen their limits and promises."""

@@ -263,7 +263,10 @@ def message_of(body: bytes) -> str:
             label = f" ({data['label']})" if data["label"] else ""
             return f"key {data['key_id']}{label} of {owner} expires {data['expires']}"
         case "engine.restarted":
-            return f"the engine of {data['model']} was lost and restarted; its cache is empty"
+            return (
+                f"the engine of {data['model']} was lost and restarted, without what only its"
+                " device memory held"
+            )
         case "tenant.limited":
             return f"{data['tenant']}: {data['refused']} requests refused by its limits"
         case "finding.new":

@@ -101,8 +101,12 @@ def levels_report(
 
 
 def holds_promises(stats: Stats) -> bool:
-    """Return whether a disk serves, which holds promised prefixes over the end of an engine."""
-    return any(one.name == "disk" and one.state != "off" for one in stats.levels)
+    """Return whether a level holds promised prefixes over the end of an engine: a disk that serves,
+    or host memory from which this engine has taken over copies of the one before."""
+    return any(
+        one.state != "off" and (one.name == "disk" or one.recovered_total > 0)
+        for one in stats.levels
+    )
 
 
 def is_disk_away(stats: Stats) -> bool:

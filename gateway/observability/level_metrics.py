@@ -75,6 +75,7 @@ class LevelMetrics(Collector):
                 counter.add_metric((one.name,), getattr(one, field))
             yield counter
         yield from _flows(below)
+        yield from _recovery(below)
 
 
 def device_tokens(stats: Stats) -> int:
@@ -94,6 +95,31 @@ def moves_of(level: LevelStats) -> Iterator[tuple[str, str, int]]:
     if level.name == "remote":
         yield "disk", "remote", level.stored_total
         yield "remote", "host", level.fetched_total
+
+
+def _recovery(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
+    recovered = CounterMetricFamily(
+        "trunkline_recovered_blocks",
+        "Copies taken over from the engine before.",
+        labels=("level",),
+    )
+    lost = CounterMetricFamily(
+        "trunkline_unrecovered_blocks",
+        "Copies of the engine before that were not taken over.",
+        labels=("level", "reason"),
+    )
+    unnoted = CounterMetricFamily(
+        "trunkline_unnoted_blocks",
+        "Copies that the next engine will not find.",
+        labels=("level",),
+    )
+    for one in below:
+        if one.name == "host":
+            recovered.add_metric((one.name,), one.recovered_total)
+            unnoted.add_metric((one.name,), one.unnoted_total)
+            for reason in ("torn", "orphaned", "lapsed"):
+                lost.add_metric((one.name, reason), getattr(one, f"{reason}_total"))
+    yield from (recovered, lost, unnoted)
 
 
 def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:

@@ -1,7 +1,8 @@
 """What levels cost on the engine's thread: python -m tests.bench.level_cost
 
 A prefix of 512 blocks of 16 tokens: matching its copies, importing its records, deciding what to
-load, and a turn with nothing to do. Median and ninth decile, in microseconds.
+load, and a turn with nothing to do; and one copy: noting it for the next engine, and recovering it.
+Median and ninth decile, in microseconds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Callable
 from engine.api import CacheGrant
 from engine.cache import PrefixCache
 from engine.config import LevelsConfig
+from engine.levels.copy_formats import OWN
 from engine.levels.levels import Levels
 from engine.moves import Look, Looked, StorageCommand, StorageOutcome, StoredRun
 from engine.scheduler.step_cost import StepCost
-from tests.fake_levels import FakeTransferEngine, Weather
+from tests.fake_levels import FakeKeptSlots, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 
 BLOCKS, SIZE, TIMES = 512, 16, 200
@@ -73,6 +75,42 @@ def measure(call: Callable[[], object], times: int = TIMES) -> list[float]:
     return found
 
 
+NOTED = 4_096
+"""Copies of the slot table's figures."""
+
+
+def table_lines() -> list[tuple[str, list[float]]]:
+    """Return what it costs to note copies for the next engine, and to recover them: each a copy."""
+    kept = FakeKeptSlots(NOTED, time.monotonic)
+    namespace = b"0007default0064" + bytes(64) + b"0016" + bytes(16)
+    grown: list[Levels] = []
+
+    def engine() -> Levels:
+        memory = FakeTransferEngine(lambda: runner, NOTED, random.Random(1), Weather())
+        kept.start(memory, None)
+        cache = PrefixCache(blocks=8, block_size=SIZE)
+        return Levels(cache, LevelsConfig(host_mib=1), memory, kept=kept, now_s=time.monotonic())
+
+    runner = FakeRunner(1, SIZE, vocab_size=3)
+    levels = engine()
+    book, notes = levels.book, levels.book.notes
+    assert notes is not None, "it is kept"
+    parent = book.prefixes.root(namespace)
+    chance = random.Random(2)
+    for number in range(NOTED):
+        run = tuple(chance.randrange(50_000) for _ in range(SIZE))
+        parent = book.prefixes.add(parent, run, b"payer", 0.0)
+        slot = book.take_slot(b"payer", namespace, OWN)
+        assert slot is not None, "there is one for each"
+        book.give(parent, slot, number.to_bytes(16))
+        if number % 512 == 511:
+            parent = book.prefixes.root(namespace)
+    noting = measure(lambda: notes.write_changed(1), NOTED)
+    taking = measure(lambda: grown.append(engine()), 1)
+    assert grown[0].stats()[0].recovered_total == NOTED
+    return [("note a copy", noting), ("recover a copy", [taking[0] / NOTED])]
+
+
 def main() -> None:
     """Print the table."""
     cache = PrefixCache(blocks=4096, block_size=SIZE)
@@ -97,6 +135,7 @@ def main() -> None:
             measure(lambda: levels.plan(grant, tokens, 0, cost.seconds_of_slice, 0.0)),
         ),
         ("a turn with nothing to do", measure(lambda: levels.turn(0.0, (), 0))),
+        *table_lines(),
     )
     sys.stdout.write(f"{'':28} {'median':>8} {'p90':>8}\n")
     for name, times_s in lines:

@@ -19,12 +19,14 @@ from engine.cache import PrefixCache
 from engine.config import LevelsConfig
 from engine.levels.levels import Levels
 from engine.moves import SlotFormat
+from engine.storage.slot_table import ENTRY_BYTES
 from tests.checkers import MakeLevels, expect
-from tests.fake_levels import PLAIN, FakeStorage, FakeTransferEngine, Weather
+from tests.fake_levels import PLAIN, FakeKeptSlots, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner, tag_after
 from tests.property.test_engine_machine import EngineMachine
 from tests.strategies import NAMESPACES, namespaces, tokens
 
+SLOTS = 12
 CONFIG = LevelsConfig(host_mib=1, disk_gib=1.0, host_tokens_min=1, disk_tokens_min=1, verify_host=2)
 
 
@@ -34,6 +36,7 @@ class LevelsMachine(EngineMachine):
     has_disk = True
     formats: Sequence[SlotFormat] = (PLAIN,)
     unpackable = 0.0
+    is_kept = False
 
     def levels_below(self) -> MakeLevels | None:
         """Return a host level that is smaller than the device and a disk, both faulty."""
@@ -41,19 +44,41 @@ class LevelsMachine(EngineMachine):
         self.weather = Weather(polls_max=2)
         self.disk: FakeStorage | None = None
         self.confirmed: set[bytes] = set()
+        self.kept: FakeKeptSlots | None = None
+        memories: list[FakeTransferEngine] = []
 
         def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
             self.memory = FakeTransferEngine(
-                runner, 12, self.chance, self.weather, self.formats, self.unpackable
+                runner, SLOTS, self.chance, self.weather, self.formats, self.unpackable
             )
             before, self.disk = self.disk, None
             if self.has_disk:
                 self.disk = FakeStorage(self.memory, self.chance, self.weather)
                 self.disk.take_over(before)
-            self.levels = Levels(cache, CONFIG, self.memory, self.disk)
+            if not self.is_kept:
+                self.levels = Levels(cache, CONFIG, self.memory, self.disk)
+                return self.levels
+            kept = self.kept = self.kept or FakeKeptSlots(
+                self.memory.layout.slots, lambda: self.now_s() + 5_000.0
+            )
+            kept.start(self.memory, memories[-1] if memories else None)
+            memories.append(self.memory)
+            self.levels = Levels(
+                cache,
+                CONFIG,
+                self.memory,
+                self.disk,
+                wipe=kept.wipe,
+                kept=kept,
+                now_s=self.now_s(),
+            )
             return self.levels
 
         return make
+
+    def now_s(self) -> float:
+        """Return the engine's present instant, also while the first one is made."""
+        return self.world.clock() if hasattr(self, "world") else 0.0
 
     seed = 1
 
@@ -80,6 +105,16 @@ class LevelsMachine(EngineMachine):
         live = {stream.request.grant.namespace for stream in self.world.live.values()}
         if self.disk is not None and namespace not in live:
             expect(not self.disk.has_records(namespace), "records of an erased namespace")
+        if self.kept is not None:
+            self.kept_has_nothing_of(self.kept, namespace)
+
+    def kept_has_nothing_of(self, kept: FakeKeptSlots, namespace: bytes) -> None:
+        """Nothing is left of a namespace in kept memory but in slots that are about to be wiped."""
+        for slot, content in enumerate(kept.contents):
+            entry = kept.table.read(slot)
+            expect(entry is None or entry.namespace != namespace, "an entry of it", slot)
+            if any(part is not None and part[0] == namespace for part in content):
+                expect(self.levels.book.remains.is_soiled(slot), "bytes of it", slot, content)
 
     @rule(namespace=namespaces, prompt=tokens)
     def match_holds_limits(self, namespace: bytes, prompt: tuple[int, ...]) -> None:
@@ -123,6 +158,46 @@ class HostMachine(LevelsMachine):
     has_disk = False
 
 
+class KeptMachine(LevelsMachine):
+    """The same with host memory that outlives the engine, which may be killed at any step."""
+
+    is_kept = True
+
+    @rule(is_shared=st.booleans(), seconds=st.sampled_from([0.0, 30.0, 4000.0]))
+    def kill(self, is_shared: bool, seconds: float) -> None:
+        """Kill the engine between two steps, in the middle of its moves."""
+        kept = self.kept
+        assert kept is not None, "it is made with the first engine"
+        kept.is_shared = is_shared
+        self.world.clock.advance(seconds)
+        self.world.restart()
+
+    @rule()
+    def end_the_process_before(self) -> None:
+        """Let the storage process of the engine before end."""
+        assert self.kept is not None, "it is made with the first engine"
+        self.kept.is_shared = False
+
+    def teardown(self) -> None:
+        """See `LevelsMachine`."""
+        if self.kept is not None:
+            self.kept.is_shared = False
+            self.world.step()
+        super().teardown()
+        if self.kept is not None:
+            expect(not any(self.kept.contents), "bytes after the erasure of all")
+            expect(
+                self.kept.memory.count(0) >= self.kept.table.slots * ENTRY_BYTES,
+                "entries after that",
+            )
+
+
+class KeptHostMachine(KeptMachine):
+    """The same without a disk."""
+
+    has_disk = False
+
+
 def prefix_slots(namespace: bytes, path: tuple[int, ...], last: int) -> tuple[object, ...]:
     """Return what the slots of the last `last` tokens of a path hold."""
     tag, slots = 0, []
@@ -136,3 +211,7 @@ TestLevelsMachine = LevelsMachine.TestCase
 TestLevelsMachine.settings = settings(stateful_step_count=40)
 TestHostMachine = HostMachine.TestCase
 TestHostMachine.settings = settings(stateful_step_count=40)
+TestKeptMachine = KeptMachine.TestCase
+TestKeptMachine.settings = settings(stateful_step_count=40)
+TestKeptHostMachine = KeptHostMachine.TestCase
+TestKeptHostMachine.settings = settings(stateful_step_count=40)

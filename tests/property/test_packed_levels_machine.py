@@ -23,7 +23,7 @@ from engine.levels.levels import Levels
 from engine.moves import SlotFormat
 from tests.checkers import expect
 from tests.fake_levels import PACKED
-from tests.property.test_levels_machine import LevelsMachine
+from tests.property.test_levels_machine import KeptMachine, LevelsMachine
 
 ASKED: dict[bytes, Fidelity] = {b"north": "exact", b"south": "near", b"east": "rough"}
 
@@ -60,6 +60,10 @@ class PackedMachine(LevelsMachine):
                 expect(FIDELITIES.index(started.fidelity) <= asked, "laxer than asked for")
                 is_told = started.cached_tokens > 0 or started.fidelity == "exact"
                 expect(is_told, "what was computed is exact")
+
+
+class KeptPackedMachine(PackedMachine, KeptMachine):
+    """The same in host memory that outlives the engine."""
 
 
 def always_the_smallest(original: Any) -> Any:
@@ -117,3 +121,5 @@ def test_planted_faults_are_found(
 
 TestPackedMachine = PackedMachine.TestCase
 TestPackedMachine.settings = settings(stateful_step_count=40)
+TestKeptPackedMachine = KeptPackedMachine.TestCase
+TestKeptPackedMachine.settings = settings(stateful_step_count=40)

@@ -57,6 +57,11 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
     declined_total: int = 0
     pending_erasures: int = 0
     copies: list[CopiesAnswer] = []
+    recovered_total: int = 0
+    torn_total: int = 0
+    orphaned_total: int = 0
+    lapsed_total: int = 0
+    unnoted_total: int = 0
 
 
 class LevelsAnswer(Struct, frozen=True):

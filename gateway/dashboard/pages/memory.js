@@ -114,8 +114,9 @@ function Choices({ all }) {
       { head: "a token computed", get: (row) => micro(row.worth?.compute_us_per_token) },
       { head: "worth it from", get: (row) => (row.worth ? row.worth.tokens_min === null ? "never"
         : `${count(row.worth.tokens_min)} tokens` : null) },
-      total("failed", "failed_total"), total("damaged", "damaged_total"),
-      total("dropped", "dropped_total"), total("expired", "expired_total"),
+      total("recovered", "recovered_total"), total("failed", "failed_total"),
+      total("damaged", "damaged_total"), total("dropped", "dropped_total"),
+      total("expired", "expired_total"),
       { head: "written today", get: (row) => row.written_bytes_today, show: (row) => (row.name
         === "disk" ? `${bytes(row.written_bytes_today)} of ${bytes(all.write_bytes_per_day_max)}`
         : null) }]} />` : html`<${Empty}>The engine has not told of its levels yet.<//>`}<//>`;

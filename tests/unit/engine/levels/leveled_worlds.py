@@ -21,7 +21,7 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.levels.levels import Levels
 from engine.moves import SlotFormat
 from tests.checkers import World
-from tests.fake_levels import PLAIN, FakeStorage, FakeTransferEngine, Weather
+from tests.fake_levels import PLAIN, FakeKeptSlots, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 
 PAYER = Quota(payer=b"payer")
@@ -64,8 +64,12 @@ class LeveledWorld(World):
         blocks: int = 40,
         depth: int = 1,
         formats: Sequence[SlotFormat] = (PLAIN,),
+        is_kept: bool = False,
         **settings: Any,
     ) -> None:
+        """`is_kept`: host memory outlives the engine."""
+        self.kept: FakeKeptSlots | None = None
+        memories: list[FakeTransferEngine] = []
         self.weather, self.chance = Weather(), random.Random(1)
         self.formats = formats
         self.disk: FakeStorage | None = None
@@ -77,12 +81,19 @@ class LeveledWorld(World):
         wanted |= {"host_tokens_min": 4} | settings
 
         def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+            last = memories[-1] if memories else None
             self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather, self.formats)
+            memories.append(self.memory)
             before, self.disk = self.disk, None
             if disk:
                 self.disk = FakeStorage(self.memory, self.chance, self.weather)
                 self.disk.take_over(before)
-            self.levels = Levels(cache, LevelsConfig(**wanted), self.memory, self.disk)
+            more: dict[str, Any] = {}
+            if is_kept:
+                kept = self.kept = self.kept or FakeKeptSlots(self.memory.layout.slots, self.boot_s)
+                kept.start(self.memory, last)
+                more = {"wipe": kept.wipe, "kept": kept, "now_s": self.clock()}
+            self.levels = Levels(cache, LevelsConfig(**wanted), self.memory, self.disk, **more)
             return self.levels
 
         super().__init__(
@@ -93,6 +104,10 @@ class LeveledWorld(World):
             depth=depth,
             make_levels=below,
         )
+
+    def boot_s(self) -> float:
+        """Return the instant of the machine's boot clock."""
+        return self.clock() + 5_000.0
 
     def run(self, *requests: Request) -> list[int]:
         """Run requests at once; return the cached tokens that each began with."""

@@ -119,7 +119,7 @@ async def test_slack_gets_a_sentence(gateway: GatewayFixture, clock: Clock) -> N
     (got,) = receiver.received
 
     assert json.loads(got.body) == {
-        "text": "the engine of m was lost and restarted; its cache is empty"
+        "text": "the engine of m was lost and restarted, without what only its device memory held"
     }
     assert "webhook-signature" not in got.headers
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 
-from engine.api import EngineInfo, Erased, NamespaceStats, Stats
+from engine.api import EngineInfo, Erased, LevelStats, NamespaceStats, Stats
 from engine.client.client import EngineConnection
 from engine.errors import EngineUnavailable, InvariantViolation
 from engine.model_store import ModelCard
@@ -119,6 +119,10 @@ def test_a_heartbeat_is_that_of_the_namespaces_engine(renderer: Renderer) -> Non
     found = [models.stats_of(namespace(f"digest{model.suffix}")) for model in models]
 
     assert [holds_promises(stats) for stats in found] == [True, False]
+    assert [
+        holds_promises(Stats(levels=(LevelStats("host", "open", recovered_total=count),)))
+        for count in (0, 1)
+    ] == [False, True], "host memory does, if it was taken over"
     assert models.stats_of(namespace("another")) == Stats()
 
 

@@ -64,7 +64,7 @@ async def test_shows_bytes_by_tenant(gateway: GatewayFixture) -> None:
 async def test_metrics_have_every_level(gateway: GatewayFixture) -> None:
     """Names as documented; what is off is 0, what is full still serves."""
     engine = report(gateway)
-    engine.set_level("host", state="off")
+    engine.set_level("host", state="off", recovered_total=5, torn_total=1, unnoted_total=2)
     async with gateway.session.get(f"{gateway.admin_url}/metrics") as response:
         lines = (await response.text()).splitlines()
 
@@ -83,6 +83,9 @@ async def test_metrics_have_every_level(gateway: GatewayFixture) -> None:
         'trunkline_moves_total{from="device",outcome="done",to="host"} 9.0',
         'trunkline_moves_total{from="disk",outcome="done",to="host"} 2.0',
         'trunkline_loads_total{choice="compute",level="host"} 1.0',
+        'trunkline_recovered_blocks_total{level="host"} 5.0',
+        'trunkline_unrecovered_blocks_total{level="host",reason="torn"} 1.0',
+        'trunkline_unnoted_blocks_total{level="host"} 2.0',
         "trunkline_disk_written_bytes_total 700.0",
         "trunkline_pending_erasures 2.0",
     } <= set(lines)

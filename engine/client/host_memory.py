@@ -1,0 +1,53 @@
+"""Host memory of an engine, kept by the gateway over the engine's death.
+
+Two memory files: the arena with the copies, and the table that says what they are. Each engine gets
+both when it is started (`Hello`), sizes them, and takes over what the engine before it has left, if
+that had the same model and settings (`engine.storage.kept_memory`). Empty files take no memory. The
+gateway never looks into them.
+"""
+
+from __future__ import annotations
+
+import os
+
+FAILED_STARTS_MAX = 2
+"""Engines in a row that may fail to start over the same files; the next one gets empty ones."""
+
+
+class HostMemoryFiles:
+    """The files of one engine's host memory. `fds`: arena and table."""
+
+    def __init__(self) -> None:
+        """Make empty files. Raises OSError."""
+        self.fds = self._make()
+        self._failed_starts = 0
+
+    def begin_start(self) -> tuple[int, int]:
+        """Return the descriptors for an engine that is about to be started, of new files if the
+        engines before it did not start: what lies there may be why. Raises OSError."""
+        if self._failed_starts >= FAILED_STARTS_MAX:
+            self.close()
+            self.fds = self._make()
+            self._failed_starts = 0
+        self._failed_starts += 1
+        return self.fds
+
+    def note_ready(self) -> None:
+        """Note that the engine that was started last has come to serve."""
+        self._failed_starts = 0
+
+    def close(self) -> None:
+        """Close the files: the memory goes with the last process that has them. Safe to repeat."""
+        for fd in self.fds:
+            if fd >= 0:
+                os.close(fd)
+        self.fds = (-1, -1)
+
+    @staticmethod
+    def _make() -> tuple[int, int]:
+        arena = os.memfd_create("trunkline-kv", os.MFD_CLOEXEC)
+        try:
+            return arena, os.memfd_create("trunkline-slots", os.MFD_CLOEXEC)
+        except BaseException:
+            os.close(arena)
+            raise

@@ -1,0 +1,203 @@
+"""Recovery: the copies that an engine has left in host memory when it died become copies again.
+
+The table is read once, before the engine serves: all namespaces are known then, so that an erasure
+misses none, and the slots of copies are taken. The copies enter the tree in turns, the root first.
+What was being written, hangs on a copy that is gone, or is over its limit, is dropped. The bytes of
+a copy are verified when it is loaded for the first time. Only `levels` calls this module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, Protocol
+
+from engine.api import Fidelity, Namespace, Payer
+from engine.levels.copies import CopyBook
+from engine.levels.copy_notes import CopyNotes
+from engine.levels.stored_prefixes import Copy
+from engine.storage.slot_table import ROOT_SERIAL, SlotEntry, SlotTable
+
+AT_START: Final = 16_384
+"""Copies that enter the tree before the engine serves, in about a quarter of a second."""
+A_TURN: Final = 128
+"""Copies that enter the tree in a turn."""
+
+DropReason = Literal["torn", "orphaned", "expired", "again"]
+Items = Sequence[tuple[int, SlotEntry]]
+
+
+class KeptSlots(Protocol):
+    """Host memory that outlives the engine: `engine.storage.kept_memory.KeptMemory`, or a fake.
+
+    `generation`: this engine's number among those that had it. `is_new`: no slot was ever filled.
+    `boot_s`: the boot clock.
+    """
+
+    table: SlotTable
+    generation: int
+    is_new: bool
+    boot_s: Callable[[], float]
+
+    def is_alone(self) -> bool:
+        """Return whether no process of an earlier engine reads or writes slots any more."""
+
+
+class Recovery:
+    """The copies of one table that are not in the tree yet.
+
+    `recovered`: copies that are. `dropped`: entries by reason: `torn` (it was being written),
+    `orphaned` (it hung on a copy that is gone), `expired`, `again` (its run has been copied anew).
+    `fidelity`, `never_at_rest`: of their namespaces, as the table has them. `pending`: bytes by
+    namespace.
+    """
+
+    def __init__(self, table: SlotTable, book: CopyBook, notes: CopyNotes) -> None:
+        """Read the table, and claim the slots of its copies. About 6 us a copy."""
+        self._table = table
+        self._book = book
+        self._notes = notes
+        self.recovered = 0
+        self.dropped: Counter[DropReason] = Counter()
+        self.fidelity: dict[Namespace, Fidelity] = {}
+        self.never_at_rest: set[Namespace] = set()
+        self.pending: Counter[Namespace] = Counter()
+        self._below: dict[int, list[tuple[int, SlotEntry]]] = {}
+        self._next: list[tuple[Copy | None, int, SlotEntry]] = []
+        owners: dict[int, tuple[Payer, Namespace, int]] = {}
+        slabs: dict[int, int] = {}
+        for slot in range(table.slots):
+            if (found := self._read(slot, slabs)) is not None:
+                owners[slot] = (found[0].payer, found[0].namespace, found[1])
+        book.claim(owners)
+        for slot, entry in self._below.pop(ROOT_SERIAL, ()):
+            self._next.append((None, slot, entry))
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether every entry is in the tree, or dropped."""
+        return not self._next and not self._below
+
+    def step(self, now_s: float, most: int = A_TURN) -> list[Copy]:
+        """Bring up to `most` entries into the tree, or drop them. Return the copies. About 15 us
+        each.
+        """
+        made: list[Copy] = []
+        for _ in range(most):
+            if not self._next:
+                self._drop_orphans()
+                break
+            parent, slot, entry = self._next.pop()
+            copy = self._bring(parent, slot, entry, now_s)
+            if copy is not None:
+                made.append(copy)
+        return made
+
+    def finish(self, now_s: float) -> list[Copy]:
+        """Bring all that is left."""
+        made: list[Copy] = []
+        while not self.is_done:
+            made += self.step(now_s)
+        return made
+
+    # -- internals ----------------------------------------------------------------------------
+
+    def _read(self, slot: int, slabs: dict[int, int]) -> tuple[SlotEntry, int] | None:
+        """Return an entry and its format. `slabs`: the formats of slabs, which it adds to."""
+        entry = self._table.read(slot)
+        if entry is None and self._table.state(slot) == "free":
+            return None
+        form = None if entry is None else self._form_of(slot, entry, slabs)
+        if entry is None or form is None:
+            self.dropped["torn"] += 1
+            self._table.clear(slot)
+            return None
+        self.pending[entry.namespace] += self._book.formats.formats[form].slot_bytes
+        self._book.changed.add(entry.namespace)
+        self._below.setdefault(entry.parent, []).append((slot, entry))
+        if entry.fidelity != "exact":
+            self.fidelity[entry.namespace] = entry.fidelity
+        if not entry.may_rest:
+            self.never_at_rest.add(entry.namespace)
+        return entry, form
+
+    def _form_of(self, slot: int, entry: SlotEntry, slabs: dict[int, int]) -> int | None:
+        """Return the format of an entry's copy; None if this engine, or the slab, has it not."""
+        formats, layout = self._book.formats.formats, self._book.accounts.pool.layout
+        names = [one.name for one in formats]
+        if len(entry.run) != self._book.prefixes.run_tokens or entry.format not in names:
+            return None
+        form = names.index(entry.format)
+        slab, position = divmod(slot, layout.slots_per_slab)
+        if position >= layout.slots_in(slab, formats[form].slot_bytes):
+            return None
+        return form if slabs.setdefault(slab, form) == form else None
+
+    def _bring(self, parent: Copy | None, slot: int, entry: SlotEntry, now_s: float) -> Copy | None:
+        """Make a copy of an entry, and queue what hangs on it; None if it is dropped."""
+        book, notes = self._book, self._notes
+        below = self._below.pop(entry.serial, ())
+        if parent is not None and (parent.parent is None or parent.namespace != entry.namespace):
+            self._drop_all(slot, entry, below, "orphaned")  # the parent has left the tree meanwhile
+            return None
+        limit_at_s = notes.off_boot_clock(entry.limit_at_s)
+        if limit_at_s <= now_s:
+            self._drop_all(slot, entry, below, "expired")
+            return None
+        above = book.prefixes.root(entry.namespace) if parent is None else parent
+        copy = above.children.get(entry.run)
+        if copy is None:
+            copy = book.prefixes.add(above, entry.run, entry.payer, now_s)
+            copy.hits = entry.hits
+            copy.last_use_s = min(now_s, notes.off_boot_clock(entry.last_use_s))
+            book.prefixes.set_limit(copy, limit_at_s)
+        is_taken = copy.slot < 0
+        if is_taken:
+            self._unpend(slot, entry)
+            book.recover(copy, slot, entry.check)
+            notes.adopt(copy, entry.serial, entry.parent)
+            self.recovered += 1
+        else:  # it has been computed and copied again meanwhile
+            self._drop(slot, entry, "again")
+        self._extend(copy, entry, limit_at_s)
+        for item in below:
+            self._next.append((copy, *item))
+        return copy if is_taken else None
+
+    def _extend(self, copy: Copy, entry: SlotEntry, limit_at_s: float) -> None:
+        """Apply an entry's terms to its copy: they only ever lengthen."""
+        prefixes = self._book.prefixes
+        if copy.limit_at_s < limit_at_s:
+            prefixes.set_limit(copy, limit_at_s)
+        copy.promise_at_s = max(copy.promise_at_s, self._notes.off_boot_clock(entry.promise_at_s))
+        for lease_id in entry.leases:
+            prefixes.extend_lease(lease_id, copy)
+
+    def _drop_all(self, slot: int, entry: SlotEntry, below: Items, reason: DropReason) -> None:
+        """Drop an entry and all that hangs on it."""
+        self._drop(slot, entry, reason)
+        stack = list(below)
+        while stack:
+            slot, entry = stack.pop()
+            self._drop(slot, entry, reason)
+            stack += self._below.pop(entry.serial, ())
+
+    def _drop_orphans(self) -> None:
+        """Drop what hangs on nothing that is there."""
+        for entries in self._below.values():
+            for slot, entry in entries:
+                self._drop(slot, entry, "orphaned")
+        self._below.clear()
+
+    def _drop(self, slot: int, entry: SlotEntry, reason: DropReason) -> None:
+        self.dropped[reason] += 1
+        self._book.changed.add(entry.namespace)
+        self._table.clear(slot)
+        self._unpend(slot, entry)
+        self._book.remains.soil_slots([slot])
+        self._book.release(slot)
+
+    def _unpend(self, slot: int, entry: SlotEntry) -> None:
+        self.pending[entry.namespace] -= self._book.format_of(slot).slot_bytes
+        if not self.pending[entry.namespace]:
+            del self.pending[entry.namespace]
