@@ -1,4 +1,4 @@
-"""The first answer after an engine was killed: python -m tests.bench.restart [--rounds 3] [--kinds host disk]
+"""The first answer after an engine was killed: python -m tests.bench.restart [--kinds host disk]
 
 A prompt of 2,048 tokens under a promise, the default model on the CPU, and the real supervisor: the
 engine is killed with SIGKILL, and once the next one serves, the same prompt is asked again. By
