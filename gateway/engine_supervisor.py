@@ -182,7 +182,7 @@ class EngineSupervisor:
     async def _run_recorded(self, record: StepRecord) -> str:
         settings = msgspec.to_builtins(self._config)
         try:
-            host_fds = None if self._host is None else self._host.begin_start()
+            host_fds = None if self._host is None else self._host.begin_life()
             hello = Hello(PROTOCOL_VERSION, str(self._model_dir), settings, record.fd, host_fds)
             fds = (record.fd, *(host_fds or ()))
             engine = await SocketEngine.connect(await self._child.spawn(fds), hello)
@@ -195,13 +195,14 @@ class EngineSupervisor:
         engine.cache_events.group_by(owner_of)
         self._engine = engine
         self._child.set_ready()
-        if self._host is not None:
-            self._host.note_ready()
+        ready_s = asyncio.get_running_loop().time()
         lost = asyncio.create_task(engine.wait_lost())
         try:
             return await self._watch(engine, lost)
         finally:
             lost.cancel()
+            if self._host is not None:
+                self._host.end_life(asyncio.get_running_loop().time() - ready_s)
             self._last_stats = engine.stats
             self._engine = None
             await engine.close()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 
-FAILED_STARTS_MAX = 2
-"""Engines in a row that may fail to start over the same files; the next one gets empty ones."""
+SHORT_LIVES_MAX = 3
+"""Engines in a row that may end soon over the same files; the next one gets empty ones."""
+STEADY_S = 10.0
+"""Seconds that an engine has to serve for its life not to be short."""
 
 
 class HostMemoryFiles:
@@ -20,21 +22,23 @@ class HostMemoryFiles:
     def __init__(self) -> None:
         """Make empty files. Raises OSError."""
         self.fds = self._make()
-        self._failed_starts = 0
+        self._short_lives = 0
 
-    def begin_start(self) -> tuple[int, int]:
+    def begin_life(self) -> tuple[int, int]:
         """Return the descriptors for an engine that is about to be started, of new files if the
-        engines before it did not start: what lies there may be why. Raises OSError."""
-        if self._failed_starts >= FAILED_STARTS_MAX:
+        engines before it ended soon: what lies there, or how much memory it takes, may be why.
+        Raises OSError."""
+        if self._short_lives >= SHORT_LIVES_MAX:
             self.close()
             self.fds = self._make()
-            self._failed_starts = 0
-        self._failed_starts += 1
+            self._short_lives = 0
+        self._short_lives += 1
         return self.fds
 
-    def note_ready(self) -> None:
-        """Note that the engine that was started last has come to serve."""
-        self._failed_starts = 0
+    def end_life(self, served_s: float) -> None:
+        """Note that the engine that was started last has ended after it served so long."""
+        if served_s >= STEADY_S:
+            self._short_lives = 0
 
     def close(self) -> None:
         """Close the files: the memory goes with the last process that has them. Safe to repeat."""

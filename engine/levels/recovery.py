@@ -18,8 +18,8 @@ from engine.levels.copy_notes import CopyNotes
 from engine.levels.stored_prefixes import Copy
 from engine.storage.slot_table import ROOT_SERIAL, SlotEntry, SlotTable
 
-AT_START: Final = 16_384
-"""Copies that enter the tree before the engine serves, in about a quarter of a second."""
+AT_START: Final = 8_192
+"""Copies that enter the tree before the engine serves, in about a tenth of a second."""
 A_TURN: Final = 128
 """Copies that enter the tree in a turn."""
 

@@ -1,4 +1,4 @@
-"""The first answer after an engine was killed: python -m tests.bench.restart [--rounds 3]
+"""The first answer after an engine was killed: python -m tests.bench.restart [--kinds host disk]
 
 A prompt of 2,048 tokens under a promise, the default model on the CPU, and the real supervisor: the
 engine is killed with SIGKILL, and once the next one serves, the same prompt is asked again. By
@@ -37,7 +37,7 @@ from engine.model_store import DEFAULT_MODEL, prepare, resolve
 from gateway.engine_supervisor import EngineSupervisor
 
 PROMPT_TOKENS, OUTPUT_TOKENS, BLOCK = 2_048, 4, 16
-WHOLE = (PROMPT_TOKENS - 1) // BLOCK
+COPIES = PROMPT_TOKENS // BLOCK
 KINDS = ("none", "disk", "host")
 PATIENCE_S = 60.0
 
@@ -95,7 +95,7 @@ class Life:
 
 
 def _has_all(level: LevelStats) -> bool:
-    return level.blocks >= WHOLE
+    return level.blocks >= COPIES
 
 
 class Restart(Struct, frozen=True):
@@ -140,12 +140,14 @@ def main() -> None:
     """Print one line for each kind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
     model = Path(prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models).folder)
-    found: dict[str, list[Restart]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[Restart]] = {kind: [] for kind in arguments.kinds}
     for _ in range(rounds):
-        for kind in KINDS:
+        for kind in arguments.kinds:
             found[kind].append(asyncio.run(restart(model, kind)))
     for kind, each in found.items():
         firsts = sorted(one.first_s for one in each)
@@ -155,7 +157,7 @@ def main() -> None:
             f" ({firsts[0]:.3f} to {firsts[-1]:.3f}), ready {statistics.median(readies):.2f} s"
             f" ({readies[0]:.2f} to {readies[-1]:.2f}),"
             f" cold {statistics.median(one.cold_s for one in each):.3f} s,"
-            f" loaded {each[-1].loaded}, recovered {each[-1].recovered} of {WHOLE}\n"
+            f" loaded {each[-1].loaded}, recovered {each[-1].recovered} of {COPIES}\n"
         )
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.client.host_memory import FAILED_STARTS_MAX, HostMemoryFiles
+from engine.client.host_memory import SHORT_LIVES_MAX, STEADY_S, HostMemoryFiles
 from engine.moves import SlotLayout
 from engine.storage.kept_memory import KeptMemory, boot_clock_s
 from engine.storage.slot_table import SlotEntry
@@ -41,7 +41,7 @@ def files() -> Iterator[HostMemoryFiles]:
 @contextmanager
 def engine(files: HostMemoryFiles, shape: str = "m", slots: int = SLOTS) -> Iterator[KeptMemory]:
     """Have the memory as the next engine does, until it dies."""
-    arena_fd, table_fd = map(os.dup, files.begin_start())
+    arena_fd, table_fd = map(os.dup, files.begin_life())
     kept = KeptMemory.open(arena_fd, table_fd, SlotLayout.uniform(slots, SLOT_BYTES), shape)
     yield kept
     kept.close()
@@ -109,14 +109,15 @@ def test_wiping_leaves_the_neighbours(files: HostMemoryFiles) -> None:
             kept.arena.wipe(SLOTS, SLOT_BYTES)
 
 
-def test_engines_that_do_not_start_get_empty_files(files: HostMemoryFiles) -> None:
-    """What lies there may be why; one that started is none of them."""
+def test_engines_that_end_soon_cost_the_files(files: HostMemoryFiles) -> None:
+    """What lies there may be why; one that served for a while begins the count anew."""
     with engine(files) as first:
         first.table.write(2, ENTRY)
-    files.note_ready()
-    for _ in range(FAILED_STARTS_MAX):
+    files.end_life(STEADY_S)
+    for _ in range(SHORT_LIVES_MAX):
         with engine(files) as kept:
             assert kept.table.read(2) == ENTRY
+        files.end_life(STEADY_S / 2)
     with engine(files) as fresh:
         assert fresh.is_new
         assert fresh.generation == 1
