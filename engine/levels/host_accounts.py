@@ -227,7 +227,7 @@ class HostAccounts:
         """
         may_drop = (
             copy.slot >= 0
-            and self._refs[copy.slot] == 1
+            and not self._is_bound(copy)
             and (copy.record_id != 0 or not copy.children)
         )
         if may_drop == (copy.order_key is not None):
@@ -258,7 +258,7 @@ class HostAccounts:
             if self._copy_in[copy.slot] is not copy:
                 raise InvariantViolation(f"slot {copy.slot} holds another copy")
             has_key = copy.order_key is not None
-            may_drop = self._refs[copy.slot] == 1 and bool(copy.record_id or not copy.children)
+            may_drop = not self._is_bound(copy) and bool(copy.record_id or not copy.children)
             if has_key != may_drop:
                 raise InvariantViolation(f"slot {copy.slot} in the order of drops: {has_key}")
             ordered += has_key
@@ -366,7 +366,7 @@ class HostAccounts:
             copy = stack.pop()
             if copy is None or len(found) >= SLAB_COPIES_MAX:
                 return []
-            if copy.slot >= 0 and (self._refs[copy.slot] != 1 or copy.last_use_s >= before_s):
+            if copy.slot >= 0 and (self._is_bound(copy) or copy.last_use_s >= before_s):
                 return []
             if copy not in found:
                 found[copy] = None
@@ -402,6 +402,11 @@ class HostAccounts:
             if share.used - lost < share.floor or (has_less and used_at_s is not None):
                 return False
         return True
+
+    def _is_bound(self, copy: Copy) -> bool:
+        """Return whether a copy has to keep its slot, even if all that hangs on it went too: a move
+        or a store reads it."""
+        return self._refs[copy.slot] != 1
 
     def _drop(self, copy: Copy) -> None:
         self.dropped_total += 1
