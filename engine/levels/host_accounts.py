@@ -14,7 +14,7 @@ format may go. This module knows no token and no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import chain, islice
 from typing import Final
@@ -70,27 +70,36 @@ class HostShare:
         """Return the bytes above the floor per unit of weight, with `more` added."""
         return (self.used + more - self.floor) / self.weight
 
-    def coldest(self, formats: Sequence[int]) -> list[Copy]:
-        """Return the copies of these formats that were used longest ago, at most `COLDEST_SEEN` of
-        each order. O(these).
+    def gives(self, form: int) -> bool:
+        """Return whether a copy of a format may be dropped. O(1)."""
+        return bool(self.kept[form] or self.probation[form])
+
+    def coldest(self, formats: Sequence[int], before_s: float) -> Iterator[Copy]:
+        """Yield the copies of these formats that may be dropped and were used before `before_s`,
+        those used longest ago first; at most `COLDEST_SEEN` of each order.
         """
         orders = [one[form] for one in (self.kept, self.probation) for form in formats]
-        return [one[2] for one in merge(*(islice(order, COLDEST_SEEN) for order in orders))]
+        colder = [order for order in orders if order and order[0][0] < before_s]
+        for last_use_s, _, copy in merge(*(islice(order, COLDEST_SEEN) for order in colder)):
+            if last_use_s >= before_s:
+                return
+            yield copy
 
-    def next_dropped(self, formats: Sequence[int]) -> Copy | None:
-        """Return the copy of one of these formats that this payer gives next, or None.
-        O(formats).
-        """
-        kept, probation = _first(self.kept, formats), _first(self.probation, formats)
+    def next_dropped(self, form: int) -> Copy | None:
+        """Return the copy of a format that this payer gives next, or None. O(1)."""
+        first, second = self.kept[form], self.probation[form]
         if self.probation_bytes > PROBATION * self.used:
-            kept, probation = probation, kept
-        return kept or probation or None
+            first, second = second, first
+        order = first or second
+        return order[0][2] if order else None
 
-
-def _first(orders: Sequence[SortedList], formats: Sequence[int]) -> Copy | None:
-    """Return the copy that goes first in the orders of some formats."""
-    firsts = [orders[form][0] for form in formats if orders[form]]
-    return min(firsts, key=lambda one: one[:2])[2] if firsts else None
+    def next_of_all(self) -> Copy | None:
+        """Return the copy of any format that this payer gives next, or None. O(formats)."""
+        first, second = self.kept, self.probation
+        if self.probation_bytes > PROBATION * self.used:
+            first, second = second, first
+        found = [order[0] for order in first if order] or [order[0] for order in second if order]
+        return min(found)[2] if found else None
 
 
 class HostAccounts:
@@ -156,7 +165,7 @@ class HostAccounts:
             return None
         share, size = self._share(payer), self.pool.formats[form].slot_bytes
         while share.ceiling is not None and share.used + size > share.ceiling:
-            victim = _older(share.next_dropped(self._all), used_at_s)
+            victim = _older(share.next_of_all(), used_at_s)
             if victim is None:
                 return None
             self._drop(victim)
@@ -246,7 +255,7 @@ class HostAccounts:
         """
         may_drop = (
             copy.slot >= 0
-            and self._refs[copy.slot] == 1
+            and not self._is_bound(copy)
             and (copy.record_id != 0 or not copy.children)
         )
         if may_drop == (copy.order_key is not None):
@@ -277,7 +286,7 @@ class HostAccounts:
             if self._copy_in[copy.slot] is not copy:
                 raise InvariantViolation(f"slot {copy.slot} holds another copy")
             has_key = copy.order_key is not None
-            may_drop = self._refs[copy.slot] == 1 and bool(copy.record_id or not copy.children)
+            may_drop = not self._is_bound(copy) and bool(copy.record_id or not copy.children)
             if has_key != may_drop:
                 raise InvariantViolation(f"slot {copy.slot} in the order of drops: {has_key}")
             ordered += has_key
@@ -337,17 +346,17 @@ class HostAccounts:
         """Return the copy of a format that goes next: of the payer furthest over its floor, the
         taker itself at a tie. Inside its own floor the taker drops nothing of its own.
         """
-        formats, size = (form,), self.pool.formats[form].slot_bytes
+        size = self.pool.formats[form].slot_bytes
         givers = [s for s in self._shares.values() if s is not taker and s.used - size >= s.floor]
-        candidates = [(s.overage(), -s.serial, s) for s in givers if s.next_dropped(formats)]
+        candidates = [(s.overage(), -s.serial, s) for s in givers if s.gives(form)]
         best = max(candidates, key=lambda one: one[:2], default=None)
         giver = None if best is None else best[2]
-        has_own = taker.used + size > taker.floor and taker.next_dropped(formats) is not None
+        has_own = taker.used + size > taker.floor and taker.gives(form)
         if giver is None or taker.overage(size) >= giver.overage():
             # What is copied ahead of need takes nothing from a payer that has no more than its own:
             # two payers would take each other's slots for ever.
             giver = taker if has_own else (giver if used_at_s is None else None)
-        victim = None if giver is None else giver.next_dropped(formats)
+        victim = None if giver is None else giver.next_dropped(form)
         return _older(victim, used_at_s) if giver is taker else victim
 
     def _coldest_slab(
@@ -363,25 +372,21 @@ class HostAccounts:
         givers = sorted(self._shares.values(), key=lambda s: (-s.overage(), s.serial))
         before_s = math.inf if victim is None else victim.last_use_s
         seen = set[int]()
-        for copy in chain.from_iterable(giver.coldest(others) for giver in givers):
+        for copy in chain.from_iterable(giver.coldest(others, before_s) for giver in givers):
+            slab = self.pool.slab_of(copy.slot)
+            if slab in seen or not self.pool.fits(slab, form):
+                continue
             if len(seen) >= SLABS_SEEN:
                 break
-            beside = self.pool.beside(copy.slot)
-            if (
-                copy.last_use_s >= before_s
-                or beside[0] in seen
-                or not self.pool.fits(copy.slot, form)
-            ):
-                continue
-            seen.add(beside[0])
-            found = self._all_that_hangs_on(beside)
-            if found and self._may_go(found, taker, form, before_s, used_at_s):
+            seen.add(slab)
+            found = self._all_that_hangs_on(self.pool.slots_of(slab), before_s)
+            if found and self._may_go(found, taker, form, used_at_s):
                 return sorted(found, key=lambda one: -one.serial)
         return []
 
-    def _all_that_hangs_on(self, slots: Sequence[int]) -> list[Copy]:
+    def _all_that_hangs_on(self, slots: Sequence[int], before_s: float) -> list[Copy]:
         """Return the copies in these slots, with those below them that would go too; none if one is
-        read or filled, or if they are too many.
+        read or filled or was used since `before_s`, or if they are too many.
         """
         found: dict[Copy, None] = {}
         stack = [self._copy_in[slot] for slot in slots]
@@ -389,7 +394,7 @@ class HostAccounts:
             copy = stack.pop()
             if copy is None or len(found) >= SLAB_COPIES_MAX:
                 return []
-            if copy.slot >= 0 and self._refs[copy.slot] != 1:
+            if copy.slot >= 0 and (self._is_bound(copy) or copy.last_use_s >= before_s):
                 return []
             if copy not in found:
                 found[copy] = None
@@ -401,11 +406,10 @@ class HostAccounts:
         copies: Sequence[Copy],
         taker: HostShare,
         form: int,
-        before_s: float,
         used_at_s: float | None,
     ) -> bool:
-        """Return whether these copies may be dropped at once for a slot of the taker: all were used
-        before `before_s`, no payer gets below its floor, none gives that has less than the taker.
+        """Return whether these copies may be dropped at once for a slot of the taker: no payer gets
+        below its floor, and none gives that has less than the taker.
         """
         size = self.pool.formats[form].slot_bytes
         given: dict[Payer, int] = {}
@@ -413,8 +417,6 @@ class HostAccounts:
             share = self._owner[copy.slot] if copy.slot >= 0 else None
             if share is None:
                 continue
-            if copy.last_use_s >= before_s:
-                return False
             if share is taker and _older(copy, used_at_s) is None:
                 return False
             given[share.payer] = given.get(share.payer, 0) + self.pool.bytes_of(copy.slot)
@@ -428,6 +430,11 @@ class HostAccounts:
             if share.used - lost < share.floor or (has_less and used_at_s is not None):
                 return False
         return True
+
+    def _is_bound(self, copy: Copy) -> bool:
+        """Return whether a copy has to keep its slot, even if all that hangs on it went too: a move
+        or a store reads it."""
+        return self._refs[copy.slot] != 1
 
     def _drop(self, copy: Copy) -> None:
         self.dropped_total += 1

@@ -27,6 +27,7 @@ class SlotPool:
 
     def __init__(self, layout: SlotLayout, formats: Sequence[SlotFormat]) -> None:
         self.layout = layout
+        self._per_slab = layout.slots_per_slab
         self.formats = tuple(formats)
         self.used_slots = [0] * len(self.formats)
         self._format = [NO_FORMAT] * layout.slabs
@@ -59,7 +60,7 @@ class SlotPool:
         self.used_slots[form] += 1
         if not self._free[slab]:
             self._open[form].remove(slab)
-        return slab * self.layout.slots_per_slab + position
+        return slab * self._per_slab + position
 
     def claim(self, slot: int, form: int) -> None:
         """Take one free slot of a format. O(slots of a slab). Raises InvariantViolation if it is
@@ -82,7 +83,7 @@ class SlotPool:
 
     def give_back(self, slot: int) -> None:
         """Make a slot free. O(log slabs). Raises InvariantViolation if it is free."""
-        slab, position = divmod(slot, self.layout.slots_per_slab)
+        slab, position = divmod(slot, self._per_slab)
         form = self._format[slab]
         if position not in self._taken[slab]:
             raise InvariantViolation(f"slot {slot} was freed twice")
@@ -98,25 +99,28 @@ class SlotPool:
 
     def format_of(self, slot: int) -> int:
         """Return the format of a slot in use. O(1)."""
-        return self._format[slot // self.layout.slots_per_slab]
+        return self._format[slot // self._per_slab]
 
     def bytes_of(self, slot: int) -> int:
         """Return the bytes of a slot in use. O(1)."""
         return self.formats[self.format_of(slot)].slot_bytes
 
-    def beside(self, slot: int) -> list[int]:
-        """Return the slots in use of a slot's slab, with itself. O(these)."""
-        slab, per_slab = slot // self.layout.slots_per_slab, self.layout.slots_per_slab
-        return [slab * per_slab + position for position in sorted(self._taken[slab])]
+    def slab_of(self, slot: int) -> int:
+        """Return the number of a slot's slab. O(1)."""
+        return slot // self._per_slab
 
-    def fits(self, slot: int, form: int) -> bool:
-        """Return whether the slab of a slot could have slots of a format. O(1)."""
-        slab = slot // self.layout.slots_per_slab
+    def slots_of(self, slab: int) -> list[int]:
+        """Return the slots in use of a slab. O(these)."""
+        first = slab * self._per_slab
+        return [first + position for position in self._taken[slab]]
+
+    def fits(self, slab: int, form: int) -> bool:
+        """Return whether a slab could have slots of a format. O(1)."""
         return self.layout.slots_in(slab, self.formats[form].slot_bytes) > 0
 
     def is_used(self, slot: int) -> bool:
         """Return whether a slot is in use. O(1)."""
-        slab, position = divmod(slot, self.layout.slots_per_slab)
+        slab, position = divmod(slot, self._per_slab)
         return 0 <= slab < self.layout.slabs and position in self._taken[slab]
 
     def check(self) -> None:

@@ -2,8 +2,8 @@
 
 Prompts of the documentation's prose are answered by an engine over a disk, once for each fidelity,
 and promised; then another engine over the same folder answers them again, loaded and cold, in
-turns. Prints the bytes of a token on host and disk, the time to the first token, and how many of
-the greedy tokens agree with those of the exact prompt.
+turns. Prints the bytes of a token on host and disk, the time to the first token where the load was
+whole, and how many of the greedy tokens agree with those over exact copies.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def main() -> None:
     runs = (chosen.tokens - 1) // 16
     first_s: dict[str, list[float]] = {name: [] for name in (*FIDELITIES, "cold")}
     agree = {name: [0, 0] for name in FIDELITIES}
-    loaded = dict.fromkeys(FIDELITIES, 0)
     exact: list[list[int]] = []
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path) / "levels"
@@ -148,9 +147,10 @@ def main() -> None:
                         grant = grant_of(number, fidelity)
                         found = ask(core, f"{number}{fidelity}", prompt, grant, chosen.output)
                         assert found.started is not None
-                        assert found.started.fidelity == fidelity, found.started
-                        loaded[fidelity] += dict(found.started.loaded_tokens).get("disk", 0)
-                        first_s[fidelity].append(found.first_s)
+                        got = dict(found.started.loaded_tokens).get("disk", 0)
+                        assert found.started.fidelity == (fidelity if got else "exact")
+                        if got == runs * 16:  # on a busy machine a look or a load may end in time
+                            first_s[fidelity].append(found.first_s)
                         if fidelity == "exact" and not turn:
                             exact.append(found.tokens)
                         same, of = agreement(found.tokens, exact[number])
@@ -161,16 +161,17 @@ def main() -> None:
                         first_s["cold"].append(cold.first_s)
     base = statistics.median(first_s["cold"])
     for name, times in first_s.items():
+        if not times:
+            continue
         middle = statistics.median(times)
         sys.stdout.write(
             f"{name:6} first token {middle * 1e3:7.0f} ms ({min(times) * 1e3:.0f} to"
             f" {max(times) * 1e3:.0f}), {base / middle:.1f} times as fast as cold\n"
         )
     for fidelity, (same, of) in agree.items():
-        part = loaded[fidelity] / (chosen.times * len(prompts) * runs * 16)
         sys.stdout.write(
-            f"{fidelity:6} {part:.0%} of the tokens were loaded; {same} of {of} greedy tokens agree"
-            " with the exact ones\n"
+            f"{fidelity:6} {len(first_s[fidelity])} of {chosen.times * len(prompts)} loads were"
+            f" whole; {same} of {of} greedy tokens agree with the exact ones\n"
         )
 
 

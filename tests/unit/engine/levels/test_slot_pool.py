@@ -44,7 +44,7 @@ def test_a_slab_changes_its_format_only_when_it_is_empty() -> None:
     """A single copy keeps the whole slab in its format."""
     pool = SlotPool(LAYOUT, FORMATS)
     taken = full(pool, 0)
-    first = [slot for slot in taken if slot in pool.beside(taken[0])]
+    first = sorted(pool.slots_of(pool.slab_of(taken[0])))
     for slot in first[1:]:
         pool.give_back(slot)
     assert pool.take(2) is None
