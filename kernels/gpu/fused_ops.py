@@ -118,6 +118,22 @@ def _storable(x):
 
 
 @triton.jit
+def _scale_and_inverse(largest):
+    """Return the fp16 bits of the scales for values up to `largest`, and the scales' inverses."""
+    bits, scale = scale_8(largest)
+    return bits.to(tl.int16), over(tl.zeros_like(scale) + 1.0, scale)[:, None]
+
+
+@triton.jit
+def _store_int8(target, place, x, live, head_live):
+    """Write x [KP, width] to `target` in 8 bits, and the scales to `place`."""
+    x = _storable(x)
+    bits, inverse = _scale_and_inverse(tl.max(tl.abs(x), 1))
+    tl.store(target, rounded(x * inverse).to(tl.int8), mask=live)
+    tl.store(place.to(tl.pointer_type(tl.int16)), bits, mask=head_live)
+
+
+@triton.jit
 def rope_kv_write_kernel(
     qkv_ptr, q_out, kv_ptr, cos_ptr, sin_ptr, positions, slots, growth_ptr,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr,
@@ -137,8 +153,9 @@ def rope_kv_write_kernel(
     real = half < D // 2
     source = qkv_ptr + row * (H + 2 * K) * D
     slot = tl.load(slots + row)
-    block = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + (slot % S) * D
-    scales = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE + S * D + slot % S * 2
+    scales = kv_ptr + (slot // S).to(tl.int64) * BLOCK_STRIDE
+    block = scales + (slot % S) * D
+    scales += S * D + slot % S * 2
     if chunk < query_chunks + 1:
         position = tl.load(positions + row).to(tl.int64)
         cos = tl.load(cos_ptr + position * (D // 2) + half, mask=real, other=0.0)[None, :]
@@ -168,12 +185,11 @@ def rope_kv_write_kernel(
             if INT8:
                 low = _storable(first * cos - second * sin)
                 high = _storable(second * cos + first * sin)
-                bits, scale = scale_8(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1))
-                inverse = over(tl.zeros_like(scale) + 1.0, scale)[:, None]
+                bits, inverse = _scale_and_inverse(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1))
                 tl.store(target, rounded(low * inverse).to(tl.int8), mask=live)
                 tl.store(target + D // 2, rounded(high * inverse).to(tl.int8), mask=live)
                 place = (scales + head * HEAD).to(tl.pointer_type(tl.int16))
-                tl.store(place, bits.to(tl.int16), mask=head < K)
+                tl.store(place, bits, mask=head < K)
             else:
                 tl.store(target, _finite(first * cos - second * sin).to(kind), mask=live)
                 tl.store(target + D // 2, _finite(second * cos + first * sin).to(kind), mask=live)
@@ -184,12 +200,8 @@ def rope_kv_write_kernel(
         value = tl.load(source + (H + K) * D + head[:, None] * D + d[None, :], mask=live, other=0.0)
         target = block + VALUE_OFFSET + head[:, None] * HEAD + d[None, :]
         if INT8:
-            value = _storable(value.to(tl.float32))
-            bits, scale = scale_8(tl.max(tl.abs(value), 1))
-            inverse = over(tl.zeros_like(scale) + 1.0, scale)[:, None]
-            tl.store(target, rounded(value * inverse).to(tl.int8), mask=live)
-            place = (scales + VALUE_OFFSET + head * HEAD).to(tl.pointer_type(tl.int16))
-            tl.store(place, bits.to(tl.int16), mask=head < K)
+            place = scales + VALUE_OFFSET + head * HEAD
+            _store_int8(target, place, value.to(tl.float32), live, head < K)
         else:
             tl.store(target, _finite(value).to(kv_ptr.dtype.element_ty), mask=live)
 

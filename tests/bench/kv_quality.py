@@ -1,13 +1,14 @@
 """What packed KV costs in quality: perplexity, divergence and recall beside exact KV.
 
-    python -m tests.bench.kv_quality [--format int8c,int4c,int8t] [--policy window,h2o,...|all]
-        [--budget 128,256] [--model NAME] [--models FOLDER] [--text FILE] [--context 768]
-        [--windows 1] [--tasks 1] [--full]
+    python -m tests.bench.kv_quality [--format int8c,int4c,int8t] [--pool]
+        [--policy window,h2o,...|all] [--budget 128,256] [--model NAME] [--models FOLDER]
+        [--text FILE] [--context 768] [--windows 1] [--tasks 1] [--full]
 
 Formats run the engine's own path (`kv_reading`): a block is packed when it is full, and later
-tokens read it back. Policies keep tokens by attention; they run in a harness of their own
-(`kv_policies`), since they may never enter the shared tree, and are compared over the second half
-of a text. They are left out unless they are named.
+tokens read it back. `--pool` adds an engine whose pool is int8 (`engine.kv_dtype`). Policies keep
+tokens by attention; they run in a harness of their own (`kv_policies`), since they may never enter
+the shared tree, and are compared over the second half of a text. They are left out unless they are
+named.
 
 All variants read the same tokens. *Perplexity* is that of the text's next tokens, beside exact
 KV's; *KL* the divergence of the next-token distribution from exact KV's, mean and 99th percentile
@@ -33,7 +34,7 @@ from tokenizers import Tokenizer
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, resolve
 from tests.bench import kv_texts
 from tests.bench.kv_policies import POLICIES, PolicyReader
-from tests.bench.kv_reading import Reader
+from tests.bench.kv_reading import INT8_POOL, BesideInt8, Reader
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("int8c", "int4c", "int8t")
@@ -167,13 +168,12 @@ def tasks_of(
 
 
 def report_formats(
-    reader: Reader, formats: Sequence[str], windows: dict[str, list[list[int]]],
+    reader: Reader, read: Read, formats: Sequence[str], windows: dict[str, list[list[int]]],
     tasks: dict[str, list[kv_texts.Task]],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the lines of the report on packed formats: a table a text."""
-    recalls = {
-        kind: recall(reader.read, ["", *formats], asked) for kind, asked in tasks.items() if asked
-    }
+    """Yield the lines of the report on packed formats: a table a text. `read`: the reader's own, or
+    one with further variants."""
+    recalls = {kind: recall(read, ["", *formats], asked) for kind, asked in tasks.items() if asked}
     by_name = {
         name or "exact": [parts[index] for parts in recalls.values()]
         for index, name in enumerate(["", *formats])
@@ -181,7 +181,7 @@ def report_formats(
     for name, chosen in windows.items():
         if not chosen:
             continue
-        comparisons = compare(reader.read, formats, chosen)
+        comparisons = compare(read, formats, chosen)
         floor = noise_floor(reader, chosen[0][:512])
         exact = comparisons[formats[0]].exact_losses
         yield (
@@ -212,6 +212,7 @@ def options() -> argparse.Namespace:
     """Return the command's options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--format", default=",".join(FORMATS))
+    parser.add_argument("--pool", action="store_true")
     parser.add_argument("--policy", default="")
     parser.add_argument("--budget", default="128,256")
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -243,10 +244,16 @@ def main() -> None:
     }
     tasks = tasks_of(card, tokenizer, chosen.context, chosen.tasks)
     write = sys.stdout.write
-    if formats:
+    if formats or chosen.pool:
         reader = Reader(card, chosen.context, len(formats) + 1, chosen.threads)
+        read: Read = reader.read
         write("\n".join(sizes(reader, formats)) + "\n")
-        for line in report_formats(reader, formats, windows, tasks):
+        if chosen.pool:
+            beside = BesideInt8(reader, chosen.threads)
+            read, formats = beside.read, [*formats, INT8_POOL]
+            size, plain = beside.int8.kv.format.block_bytes, reader.kv.format.block_bytes
+            write(f"{INT8_POOL}: {size:,} bytes a block, {size / plain:.3f}\n")
+        for line in report_formats(reader, read, formats, windows, tasks):
             write(line + "\n")
     if budgets:
         policy_reader = PolicyReader(card, chosen.context)

@@ -3,12 +3,14 @@
 `Reader` runs a model as `engine.runner` runs it: step plans, block tables, the CPU's kernels. A
 text is read by several *variants* at once, each in blocks of its own; a variant packs and unpacks
 each of its blocks when it is full, so that later tokens read what a level below the device would
-have brought back. A token's own block is exact.
+have brought back. A token's own block is exact. `BesideInt8` adds a pool whose every value is
+rounded when it is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,13 +24,22 @@ from engine.runner.cpu_runner import CpuRunner, build_runner
 from kernels.cpu.build import compile_library
 
 BLOCK = 16
+INT8_POOL = "int8 pool"
+"""The variant that an int8 pool computes."""
 
 
 class Reader:
     """A model on the CPU with room for `variants` texts of `context` tokens."""
 
-    def __init__(self, card: ModelCard, context: int, variants: int, threads: int = 0) -> None:
-        """Raises ModelError. `threads` 0: one a core."""
+    def __init__(
+        self,
+        card: ModelCard,
+        context: int,
+        variants: int,
+        threads: int = 0,
+        kv_dtype: Literal["auto", "int8"] = "auto",
+    ) -> None:
+        """Raises ModelError. `threads` 0: one a core. `kv_dtype`: of the pool."""
         self.card, self.context = card, context
         self._blocks_each = -(-context // BLOCK)
         config = EngineConfig(
@@ -36,6 +47,7 @@ class Reader:
             kv_blocks=variants * self._blocks_each,
             context_tokens_max=context,
             threads=threads,
+            kv_dtype=kv_dtype,
         )
         runner = build_runner(card, config).runner
         assert isinstance(runner, CpuRunner)
@@ -86,3 +98,30 @@ class Reader:
         packed = np.empty(packer.block_bytes, np.uint8)
         packer.pack(block, packed)
         packer.unpack(packed, block)
+
+
+class BesideInt8:
+    """A `Reader` and the same model over an int8 pool, which is the variant `INT8_POOL`."""
+
+    def __init__(self, reader: Reader, threads: int = 0) -> None:
+        """Raises ModelError."""
+        self._reader = reader
+        self.int8 = Reader(reader.card, reader.context, 1, threads, "int8")
+
+    def read(
+        self, token_ids: Sequence[int], formats: Sequence[str]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `Reader.read`."""
+        others = [name for name in formats if name != INT8_POOL]
+        if INT8_POOL not in formats:
+            yield from self._reader.read(token_ids, formats)
+            return
+        pool = self.int8.read(token_ids, [""])
+        for (start, logits), (_, own) in zip(
+            self._reader.read(token_ids, others), pool, strict=True
+        ):
+            rest = iter(logits)
+            yield (
+                start,
+                torch.stack([own[0] if name == INT8_POOL else next(rest) for name in formats]),
+            )

@@ -1,5 +1,6 @@
 """A real engine with a disk, in a process that may be killed: python -m tests.e2e.leveled_engine
 
+Arguments: the model, the disk's folder, a task (`stay`, `read`, `miss`) and the dtype of the KV.
 Prints one JSON line for each prompt of 2,048 tokens that it answered, and for what its disk has.
 """
 
@@ -69,25 +70,29 @@ def wait_for_disk(core: Core, records: int) -> None:
 
 
 def main() -> None:
-    """Answer; with `stay`, then say that the disk has it all and wait to be killed."""
-    model, folder, task = sys.argv[1:4]
+    """Answer; with `stay`, then say that the disk has it all and wait to be killed; with `miss`,
+    answer once."""
+    model, folder, task, kv_dtype = sys.argv[1:5]
     levels = LevelsConfig(disk_gib=1.0, dir=folder, slab_mib=64)
-    config = EngineConfig(kv_memory_mib=128, levels=levels)
-    core, _ = core_of_model(Path(model), config)
+    engine = {"kv_memory_mib": 128, "kv_dtype": kv_dtype}
+    config = msgspec.structs.replace(msgspec.convert(engine, EngineConfig), levels=levels)
+    core, info = core_of_model(Path(model), config)
+    fidelity = info.kv_fidelity
     smoke_test(core)
     chance = random.Random(1)
     warm = tuple(chance.randrange(40_000) for _ in range(PROMPT_TOKENS))
     cold = tuple(chance.randrange(40_000) for _ in range(PROMPT_TOKENS))
     kept = LeaseRequest(PROMPT_TOKENS, Retention("hour", 3600, 7200), "lease")
     if task == "stay":
-        say(answer(core, "cold", warm, CacheGrant(b"n", leases=(kept,))))
+        say(answer(core, "cold", warm, CacheGrant(b"n", leases=(kept,), fidelity=fidelity)))
         wait_for_disk(core, PROMPT_TOKENS // 16)
         say({"name": "stored"})
         time.sleep(WAIT_S)
     else:
         wait_for_disk(core, 1)
-        say(answer(core, "warm", warm, CacheGrant(b"n")))
-        say(answer(core, "other", cold, CacheGrant(b"n")))
+        say(answer(core, "warm", warm, CacheGrant(b"n", fidelity=fidelity)))
+        if task == "read":
+            say(answer(core, "other", cold, CacheGrant(b"n", fidelity=fidelity)))
     core.close()
 
 

@@ -18,10 +18,10 @@ from tests.e2e.real_core import real_card
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
-def run_engine(folder: Path, task: str) -> subprocess.Popen[str]:
+def run_engine(folder: Path, task: str, kv_dtype: str) -> subprocess.Popen[str]:
     """Start a real engine over this folder."""
     command = [sys.executable, "-m", "tests.e2e.leveled_engine"]
-    command += [str(real_card().folder), str(folder), task]
+    command += [str(real_card().folder), str(folder), task, kv_dtype]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
 
 
@@ -32,18 +32,23 @@ def facts(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
         yield msgspec.json.decode(line)
 
 
-def test_a_killed_engines_prefix_is_loaded_from_disk(tmp_path: Path) -> None:
-    """The answer equals the cold one, and comes in a fraction of its time."""
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_killed_engines_prefix_is_loaded_from_disk(tmp_path: Path, kv_dtype: str) -> None:
+    """The answer equals the cold one, and comes in a fraction of its time. For a pool of another
+    format what is there is a miss, even under the same namespace."""
     tmp_path.chmod(0o700)
-    with run_engine(tmp_path, "stay") as first:
+    with run_engine(tmp_path, "stay", kv_dtype) as first:
         said = facts(first)
         cold = next(said)
         assert next(said) == {"name": "stored"}
         first.kill()
-    with run_engine(tmp_path, "read") as second:
+    with run_engine(tmp_path, "read", kv_dtype) as second:
         warm, other = facts(second)
+    with run_engine(tmp_path, "miss", "int8" if kv_dtype == "auto" else "auto") as third:
+        (foreign,) = facts(third)
 
     assert warm["tokens"] == cold["tokens"]
     assert warm["loaded"] == {"disk": PROMPT_TOKENS - 16}
     assert other["cached"] == 0
     assert warm["first_s"] < other["first_s"] / 3
+    assert (foreign["cached"], len(foreign["tokens"])) == (0, len(cold["tokens"]))

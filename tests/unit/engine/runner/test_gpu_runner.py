@@ -80,6 +80,7 @@ class Engine:
         self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8,
         *, dtype: torch.dtype = torch.float32, head_dim: int = 16, step_tokens: int = 64,
         graphs: bool = True, config: Architecture | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         self.config = config or config_of(*heads, head_dim)
@@ -88,7 +89,7 @@ class Engine:
             if name.endswith(("bias", "sinks")):
                 tensor.copy_(torch.linspace(-1, 1, tensor.numel()))
         model = DecoderModel(self.config, dict(self.weights), GpuOps())  # removes tensors
-        layout = kv_format(self.config, dtype, 16, has_groups=True)
+        layout = kv_format(self.config, kv_dtype or dtype, 16, has_groups=True)
         self.kv = KvStorage(layout, blocks, DEVICE)
         self.runner = GpuRunner(
             model,
@@ -146,9 +147,12 @@ class Engine:
         return tokens[len(prompt) :]
 
 
-def torch_logits(config: Architecture, weights: Weights, tokens: list[int]) -> torch.Tensor:
+def torch_logits(
+    config: Architecture, weights: Weights, tokens: list[int],
+    kv_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:  # fmt: skip
     """Return the logits of every position by the torch twin, in one piece."""
-    kv = KvStorage(kv_format(config, torch.float32, 16), CONTEXT // 16, DEVICE)
+    kv = KvStorage(kv_format(config, kv_dtype, 16), CONTEXT // 16, DEVICE)
     attention = TorchAttention(config, kv, CONTEXT)
     model = DecoderModel(config, dict(weights), TorchOps())
     plan = StepPlan(0, (Row(0, 0, len(tokens), list(range(CONTEXT // 16)), 0, tokens),))
@@ -534,3 +538,27 @@ def test_nothing_is_compiled_after_warm_up(
         )
 
     assert compiled == []
+
+
+LOGPROBS = Sampling(temperature=0, logprobs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [False, True])
+def test_int8_pool_answers_as_its_torch_twin(windows: bool) -> None:
+    """After a hit, a fork and a copy on write; a window's blocks are a group of their own."""
+    layers = (Layer(), Layer(window=40)) if windows else (Layer(), Layer())
+    config = structs.replace(config_of(4, 2), layers=layers)
+    engine = Engine(config=config, kv_dtype=torch.int8)
+    prefix = tokens_of(1, 37)
+    prompts = {"a": prefix, "b": (*prefix, *tokens_of(2, 9)), "c": (*prefix, *tokens_of(3, 30))}
+    for name, prompt in prompts.items():
+        engine.run(request(name, prompt, LOGPROBS, samples=2 if name == "b" else 1))
+
+    for (name, _), tokens in engine.drawn.items():
+        history = [*prompts[name], *(token.token_id for token in tokens)]
+        twin = torch_logits(config, engine.weights, history, torch.int8).log_softmax(-1)
+        for at, token in enumerate(tokens, len(prompts[name]) - 1):
+            assert token.logprob is not None
+            assert abs(token.logprob - float(twin[at, token.token_id])) < 0.02
+            assert float(twin[at].max() - twin[at, token.token_id]) < 0.02

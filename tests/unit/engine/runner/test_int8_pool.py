@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from engine.models.cpu_llama import load_kernels
 from engine.moves import Move, Moved, SlotLayout
 from engine.plan import BlockCopy, Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner, build_runner
+from engine.server.service import core_of_model
 from engine.storage.arena import HostArena
 from kernels import reference_int8
 from tests.models import prepared, tiny_config
@@ -171,3 +174,21 @@ def test_built_runner_has_nearly_twice_the_blocks(card: ModelCard) -> None:
     assert built.blocks == 4 * 2**20 // built.kv_format.block_bytes
     assert built.kv_format.name in ("int8t-panels", "int8t")
     assert not built.runner.kv.data.any()
+
+
+def test_engine_tells_its_pool_and_is_another_cache(card: ModelCard) -> None:
+    """The gateway is told the fidelity, and no namespace of one format is found by another."""
+    threads = torch.get_num_threads()
+    try:
+        told = []
+        for kv_dtype in ("bf16", "int8"):
+            settings = {"device": "cpu", "kv_dtype": kv_dtype, "kv_memory_mib": 1, "threads": 1}
+            core, info = core_of_model(Path(card.folder), msgspec.convert(settings, EngineConfig))
+            core.close()
+            told.append(info)
+    finally:
+        torch.set_num_threads(threads)
+
+    assert [info.kv_fidelity for info in told] == ["exact", "near"]
+    assert len({info.model_digest for info in told}) == 2
+    assert told[1].blocks > 1.8 * told[0].blocks
