@@ -106,7 +106,7 @@ class RemoteCopies:
             return
         if payload is not None:
             plan.seconds = self._uptime_s() - began_s
-            found.append(payload)
+            found.append(memoryview(bytes(payload)))  # this thread's next one uses the buffer
 
     def _got(
         self, plan: PlannedRead, found: list[memoryview], then: Callable[[], None], failure: str
