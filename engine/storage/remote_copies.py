@@ -24,7 +24,7 @@ from engine.storage.plans import PlannedRead
 from engine.storage.reader import RecordReader
 from engine.storage.record import HEADER_BYTES, DamagedRecord
 from engine.storage.remote_link import RemoteLink
-from engine.storage.remote_rows import REMOTE, object_name
+from engine.storage.remote_rows import PADDING_BYTES_MAX, REMOTE, object_name
 from engine.storage.slabs import SlabFiles
 
 PUT_PART = 0.85
@@ -32,8 +32,6 @@ PUT_PART = 0.85
 PUTS_MAX = 8
 DELETES_MAX = 256
 WANTED_MAX = 65_536
-PADDING_BYTES_MAX = 4_096
-"""Most bytes behind the payload of a record's place."""
 COUNT_MS = 5_000
 """Milliseconds between two counts of the objects."""
 

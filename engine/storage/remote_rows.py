@@ -21,6 +21,8 @@ from engine.moves import RecordId
 
 REMOTE = -1
 """The slab of a record that lies in the remote store alone; the statements below say it as -1."""
+PADDING_BYTES_MAX = 4_096
+"""Most bytes of an object behind a record's header and payload."""
 _SCHEMA = """
 create table if not exists objects(
     rec_id integer primary key, payer_id integer not null, name text not null unique,

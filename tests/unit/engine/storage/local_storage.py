@@ -144,6 +144,7 @@ class LocalStorage:
         self.store.close()
         if self.link is not None:
             self.link.close()
+            self.link = None
 
 
 class LocalRig(StorageRig):
