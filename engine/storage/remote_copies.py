@@ -171,7 +171,8 @@ class RemoteCopies:
         if row is None or row.slab == REMOTE or self.rows.name_of(record_id):
             return
         name = object_name(self._store_name, record_id, row.scope_id)
-        if name in self._writing or not self._link.is_open:
+        is_under_way = name in self._putting or name in self._writing
+        if is_under_way or not self._link.is_open:
             return
         with self._index.change():
             self.rows.begin_put(name, self._index.scope_of(row).namespace, self._now_ms())

@@ -69,6 +69,10 @@ class RemoteRows:
         found = self._all("select name from objects where rec_id=?", record_id)
         return found[0][0] if found else ""
 
+    def is_known(self, name: str) -> bool:
+        """Return whether a record has this object. O(log n)."""
+        return bool(self._all("select 1 from objects where name=?", name))
+
     def begin_put(self, name: str, namespace: Namespace, now_ms: int) -> None:
         """Note that an object is on its way, so that it is deleted if its row never comes."""
         self._all("insert or ignore into tombstones values(?,?,?)", name, namespace, now_ms)
