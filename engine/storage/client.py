@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from engine.api import Clock, Namespace, Payer, Quota
-from engine.config import LevelsConfig, RemoteConfig
+from engine.config import LevelsConfig
 from engine.errors import EngineError
 from engine.moves import (
     EraseStored,
@@ -39,14 +39,9 @@ from engine.moves import (
 )
 from engine.protocol import FrameError
 from engine.storage.arena import HostArena
-from engine.storage.messages import (
-    DiskSettings,
-    HeldNamespaces,
-    RemoteSettings,
-    encode_frame,
-    outcome_decoder,
-)
-from engine.storage.unlocking import SealSettings
+from engine.storage.messages import DiskSettings, HeldNamespaces, encode_frame, outcome_decoder
+from engine.storage.remote_address import remote_settings
+from engine.storage.unlocking import seal_settings
 
 READ_BYTES = 2**18
 UNSENT_BYTES_MAX = 64 * 2**20
@@ -131,20 +126,6 @@ def disk_settings(
         remote=remote_settings(config.remote),
         generation=generation,
     )
-
-
-def remote_settings(config: RemoteConfig) -> RemoteSettings | None:
-    """Return the remote store's address and bounds; None without one."""
-    if not config.url:
-        return None
-    return RemoteSettings(config.url, int(config.gib * GIB), config.timeout_ms / 1_000)
-
-
-def seal_settings(config: LevelsConfig) -> SealSettings | None:
-    """Return where the master key is; None for a plain store."""
-    if not config.seal:
-        return None
-    return SealSettings(config.key_file, config.key_env, config.key_file_before)
 
 
 class StorageClient:

@@ -6,6 +6,7 @@ use, such as `AWS_ACCESS_KEY_ID` and `AWS_ENDPOINT_URL`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,8 @@ from obstore.store import from_url
 from engine.storage.objects import LISTED_MAX, ObjectMissing, RemoteFailed
 
 PAGE = 1_000
+TEXT_MAX = 200
+_ADDRESS = re.compile(r"https?://[^\s,;]{0,2000}")
 
 
 class CloudObjects:
@@ -28,7 +31,9 @@ class CloudObjects:
         with _failures():
             self._store = from_url(
                 url,
-                client_options={"timeout": wait, "connect_timeout": wait},
+                # What goes there is sealed, and requests are signed: plain HTTP is the operator's
+                # choice, by the scheme of the endpoint.
+                client_options={"timeout": wait, "connect_timeout": wait, "allow_http": True},
                 retry_config={"max_retries": 1, "retry_timeout": wait},
             )
 
@@ -64,10 +69,12 @@ class CloudObjects:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turn the package's errors into `RemoteFailed`, by their kind: texts may quote addresses."""
+    """Turn the package's errors into `RemoteFailed`, by their kind and their first line without
+    addresses."""
     try:
         yield
     except FileNotFoundError as error:
         raise ObjectMissing("no such object") from error
     except (BaseError, OSError, ValueError) as error:
-        raise RemoteFailed(type(error).__name__) from error
+        first = _ADDRESS.sub("", str(error).split("\n", 1)[0])[:TEXT_MAX]
+        raise RemoteFailed(f"{type(error).__name__}: {' '.join(first.split())}") from error

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from engine.api import Namespace
 from engine.storage.master_key import MasterKey
 from engine.storage.record import DamagedRecord
-from engine.storage.sealing import DATA_KEY_BYTES, KEY_ID_BYTES, DataSeal, key_id_of
+from engine.storage.sealing import DATA_KEY_BYTES, KEY_ID_BYTES, DataSeal, ScratchBuffers, key_id_of
 from engine.storage.seals import KEYS_NAME, SealRefused
 from engine.storage.slabs import sync_folder
 
@@ -62,6 +62,7 @@ class KeyRing:
         """Keys that were wrapped anew at the opening."""
         self._master = master
         self._seals: dict[Namespace, DataSeal] = {}
+        self._scratch = ScratchBuffers()
         self._by_id: dict[bytes, Namespace] = {}
         if not self.path.exists():
             if not may_make:
@@ -171,7 +172,7 @@ class KeyRing:
             raise
 
     def _add(self, key_id: bytes, namespace: Namespace, data_key: bytes) -> DataSeal:
-        seal = self._seals[namespace] = DataSeal(key_id, data_key)
+        seal = self._seals[namespace] = DataSeal(key_id, data_key, self._scratch)
         self._by_id[key_id] = namespace
         return seal
 

@@ -22,6 +22,7 @@ from engine.api import Count, Namespace
 from engine.errors import EngineError
 from engine.moves import SlotLayout, StorageCommand, StorageOutcome
 from engine.protocol import Decoder
+from engine.storage.remote_address import RemoteSettings
 from engine.storage.unlocking import SealSettings
 
 FRAME_BYTES_MAX = 64 * 2**20
@@ -29,15 +30,6 @@ NAMESPACES_PER_FRAME = 4_096
 STORAGE_VERSION = 2
 """Version of these messages: both ends come from one installation."""
 _LENGTH = struct.Struct("<I")
-
-
-class RemoteSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """The remote store below the disk: its address, its bound (0: none), and how long any call of
-    it may take. Credentials come from the environment."""
-
-    url: str
-    bytes_max: Count = 0
-    timeout_s: float = 2.0
 
 
 class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fields=True):

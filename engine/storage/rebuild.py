@@ -18,6 +18,7 @@ from msgspec import Struct
 from engine.moves import ROOT, RecordId
 from engine.storage.folder import FolderLock, FolderRefused, check_folder
 from engine.storage.index import INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.record import (
     FIDELITIES,
     HEADER_BYTES,
@@ -26,11 +27,14 @@ from engine.storage.record import (
     decode_header,
     place_bytes_of,
 )
+from engine.storage.remote_address import RemoteSettings, open_remote
+from engine.storage.remote_rows import PADDING_BYTES_MAX, REMOTE
 from engine.storage.seals import KEYS_NAME, SealRefused, Seals
 from engine.storage.slabs import DiskCalls, Place, SlabFiles, sync_folder
-from engine.storage.unlocking import SealSettings, unlock
+from engine.storage.unlocking import SealSettings, store_name_of, unlock
 
 REBUILD_BATCH = 1_024
+DELETED_AT_ONCE = 256
 Progress = Callable[[int, int], None]
 """Told how many places of how many are done."""
 
@@ -48,6 +52,13 @@ class VerifiedStore(Struct, frozen=True):
 
     records: int
     damaged: int
+
+
+class EmptiedRemote(Struct, frozen=True):
+    """What was deleted in the remote store; `problem`: why that is not all."""
+
+    objects: int
+    problem: str = ""
 
 
 def clear_folder(folder: Path) -> int:
@@ -99,10 +110,12 @@ def verify_store(
     progress: Progress = lambda done, total: None,
     seal: SealSettings | None = None,
     environment: Mapping[str, str] | None = None,
+    remote: RemoteSettings | None = None,
 ) -> VerifiedStore:
     """Read every record, and delete those whose bytes are damaged, with everything under them.
 
-    `seal`: where the master key of a sealed store is. Raises FolderRefused, FolderInUse,
+    `seal`: where the master key of a sealed store is. `remote`: its remote store; without one, and
+    where it fails, what lies there alone is left as it is. Raises FolderRefused, FolderInUse,
     IndexUnusable, MasterKeyRefused, SealRefused, OSError, apsw.Error.
     """
     with _owned(folder), _unlocked(folder, seal, environment) as seals:
@@ -111,8 +124,13 @@ def verify_store(
             index = RecordIndex(folder / INDEX_NAME, may_make=False, seals=seals)
             with closing(index):
                 rows, damaged = list(index.rows()), []
+                objects = None if remote is None else open_remote(remote.url, remote.timeout_s)
                 for number, row in enumerate(rows):
-                    if not _is_sound(slabs, index, row):
+                    if row.slab != REMOTE:
+                        is_sound = _is_sound(slabs, index, row)
+                    else:
+                        is_sound = objects is None or _is_far_sound(objects, index, row)
+                    if not is_sound:
                         damaged.append(row.record_id)
                     progress(number + 1, len(rows))
                 with index.change():
@@ -129,6 +147,29 @@ def rewrap_keys(folder: Path, seal: SealSettings, environment: Mapping[str, str]
     """
     with _owned(folder), _unlocked(folder, seal, environment) as seals:
         return 0 if seals is None else seals.rewrapped
+
+
+def empty_remote(folder: Path, remote: RemoteSettings | None) -> EmptiedRemote | None:
+    """Delete all objects of a store; None where it has no remote one.
+
+    A rebuilt index does not know which of them were to be deleted, and a cleared folder none, so
+    neither keeps any. Raises FolderRefused, FolderInUse, RemoteRefused, apsw.Error.
+    """
+    with _owned(folder):
+        name = store_name_of(folder)
+        if remote is None or not name:
+            return None
+        deleted, before = 0, list[str]()
+        try:
+            objects = open_remote(remote.url, remote.timeout_s)
+            while names := objects.names(f"{name}/", DELETED_AT_ONCE):
+                if names == before:
+                    return EmptiedRemote(deleted, "it says that it deletes, and does not")
+                objects.delete(names)
+                deleted, before = deleted + len(names), names
+        except RemoteFailed as error:
+            return EmptiedRemote(deleted, str(error))
+        return EmptiedRemote(deleted)
 
 
 def _owned(folder: Path) -> closing[FolderLock]:
@@ -227,19 +268,40 @@ def _fill(
 
 
 def _is_sound(slabs: SlabFiles, index: RecordIndex, row: RecordRow) -> bool:
+    """Return whether a record on disk is what its row says."""
     buffer = memoryview(bytearray(row.place_bytes))
     if not slabs.has(row.place, row.place_bytes):
         return False
     try:
         is_whole = slabs.read(row.place, buffer) == row.place_bytes
-        plain, payload = bytes(buffer[:HEADER_BYTES]), buffer[HEADER_BYTES:][: row.payload_bytes]
+    except OSError:
+        return False
+    return is_whole and _is_record(index, row, buffer)
+
+
+def _is_far_sound(objects: RemoteStore, index: RecordIndex, row: RecordRow) -> bool:
+    """Return whether a record in the remote store is what its row says; True where the store does
+    not tell."""
+    name = index.remote_rows().name_of(row.record_id)
+    size = HEADER_BYTES + row.payload_bytes
+    try:
+        data = objects.get(name, size + PADDING_BYTES_MAX)
+    except ObjectMissing:
+        return False
+    except RemoteFailed:
+        return True
+    return len(data) >= size and _is_record(index, row, data)
+
+
+def _is_record(index: RecordIndex, row: RecordRow, data: memoryview) -> bool:
+    try:
+        plain, payload = bytes(data[:HEADER_BYTES]), data[HEADER_BYTES:][: row.payload_bytes]
         if (seal := index.scope_of(row).seal) is not None:
-            plain, payload = seal.open(buffer, row.payload_bytes)
+            plain, payload = seal.open(data, row.payload_bytes)
         header = decode_header(plain)
-    except (DamagedRecord, OSError):
+    except DamagedRecord:
         return False
     said = (header.store_id, header.record_id, header.parent, header.run, header.check)
     known = (index.store_id, row.record_id, row.parent, row.run, row.check)
     is_named = header.namespace == index.scope_of(row).namespace
-    is_same = xxhash.xxh3_128_digest(payload) == row.check
-    return is_whole and said == known and is_named and is_same
+    return said == known and is_named and xxhash.xxh3_128_digest(payload) == row.check

@@ -10,6 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from msgspec import Struct
+
+from engine.api import Count
+from engine.config import RemoteConfig
 from engine.errors import EngineError
 from engine.storage.objects import FolderObjects, RemoteStore
 
@@ -22,6 +26,22 @@ class RemoteRefused(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__("storage", message)
+
+
+class RemoteSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The remote store below the disk: its address, its bound (0: none), and how long any call of
+    it may take. Credentials come from the environment."""
+
+    url: str
+    bytes_max: Count = 0
+    timeout_s: float = 2.0
+
+
+def remote_settings(config: RemoteConfig) -> RemoteSettings | None:
+    """Return the remote store's address and bounds; None without one."""
+    if not config.url:
+        return None
+    return RemoteSettings(config.url, int(config.gib * 2**30), config.timeout_ms / 1_000)
 
 
 def check_remote_url(url: str) -> str:

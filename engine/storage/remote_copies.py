@@ -24,7 +24,7 @@ from engine.storage.plans import PlannedRead
 from engine.storage.reader import RecordReader
 from engine.storage.record import HEADER_BYTES, DamagedRecord
 from engine.storage.remote_link import RemoteLink
-from engine.storage.remote_rows import REMOTE, object_name
+from engine.storage.remote_rows import PADDING_BYTES_MAX, REMOTE, object_name
 from engine.storage.slabs import SlabFiles
 
 PUT_PART = 0.85
@@ -32,8 +32,6 @@ PUT_PART = 0.85
 PUTS_MAX = 8
 DELETES_MAX = 256
 WANTED_MAX = 65_536
-PADDING_BYTES_MAX = 4_096
-"""Most bytes behind the payload of a record's place."""
 COUNT_MS = 5_000
 """Milliseconds between two counts of the objects."""
 
@@ -106,7 +104,7 @@ class RemoteCopies:
             return
         if payload is not None:
             plan.seconds = self._uptime_s() - began_s
-            found.append(payload)
+            found.append(memoryview(bytes(payload)))  # this thread's next one uses the buffer
 
     def _got(
         self, plan: PlannedRead, found: list[memoryview], then: Callable[[], None], failure: str
@@ -173,7 +171,8 @@ class RemoteCopies:
         if row is None or row.slab == REMOTE or self.rows.name_of(record_id):
             return
         name = object_name(self._store_name, record_id, row.scope_id)
-        if name in self._writing or not self._link.is_open:
+        is_under_way = name in self._putting or name in self._writing
+        if is_under_way or not self._link.is_open:
             return
         with self._index.change():
             self.rows.begin_put(name, self._index.scope_of(row).namespace, self._now_ms())

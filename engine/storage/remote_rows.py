@@ -21,6 +21,8 @@ from engine.moves import RecordId
 
 REMOTE = -1
 """The slab of a record that lies in the remote store alone; the statements below say it as -1."""
+PADDING_BYTES_MAX = 4_096
+"""Most bytes of an object behind a record's header and payload."""
 _SCHEMA = """
 create table if not exists objects(
     rec_id integer primary key, payer_id integer not null, name text not null unique,
@@ -66,6 +68,10 @@ class RemoteRows:
         """Return the name of a record's object; "" if it has none. O(log n)."""
         found = self._all("select name from objects where rec_id=?", record_id)
         return found[0][0] if found else ""
+
+    def is_known(self, name: str) -> bool:
+        """Return whether a record has this object. O(log n)."""
+        return bool(self._all("select 1 from objects where name=?", name))
 
     def begin_put(self, name: str, namespace: Namespace, now_ms: int) -> None:
         """Note that an object is on its way, so that it is deleted if its row never comes."""

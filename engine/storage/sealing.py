@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from functools import lru_cache
 from itertools import count
+from typing import Literal
 
 import xxhash
 from cryptography.exceptions import InvalidTag
@@ -49,12 +51,31 @@ TEXT_BYTES_MAX = HEADER_BYTES - _ENVELOPE.size - 2 * TAG_BYTES - _CHECK.size
 """The longest plain header without the zeros at its end."""
 
 
+class ScratchBuffers:
+    """Two buffers for each thread, which all seals of a store use: new memory for each record would
+    take longer than its cipher."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def take(self, name: Literal["closed", "opened"], size: int) -> memoryview:
+        """Return this thread's buffer of a name, cut to `size` bytes; it grows as is needed."""
+        buffer: memoryview | None = getattr(self._own, name, None)
+        if buffer is None or len(buffer) < size:
+            buffer = memoryview(bytearray(size))
+            setattr(self._own, name, buffer)
+        return buffer[:size]
+
+
 class DataSeal:
     """Seals the records of one namespace. `seal` and `open` may run in any thread."""
 
-    def __init__(self, key_id: bytes, data_key: bytes) -> None:
+    def __init__(
+        self, key_id: bytes, data_key: bytes, scratch: ScratchBuffers | None = None
+    ) -> None:
         """`key_id`: the name of the key, 16 bytes; `data_key`: 32 random bytes."""
         self.key_id = key_id
+        self._scratch = scratch or ScratchBuffers()
         self._data_key = data_key
         self._salt = os.urandom(SALT_BYTES)
         self._counter = count(1)
@@ -95,7 +116,8 @@ class DataSeal:
         )
         cipher = self._derived(self._salt)
         hidden = cipher.encrypt(_NONCE.pack(_HEADER, number), text, envelope)
-        sealed = memoryview(cipher.encrypt(_NONCE.pack(_PAYLOAD, number), payload, envelope + text))
+        sealed = self._scratch.take("closed", len(payload) + TAG_BYTES)
+        cipher.encrypt_into(_NONCE.pack(_PAYLOAD, number), payload, envelope + text, sealed)
         body = b"".join((envelope, hidden, sealed[-TAG_BYTES:]))
         body = body.ljust(HEADER_BYTES - _CHECK.size, b"\0")
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body)), sealed[:-TAG_BYTES]
@@ -108,13 +130,16 @@ class DataSeal:
             raise DamagedRecord(f"payload of {told} bytes; expected {payload_bytes}")
         tag_at = _ENVELOPE.size + len(text) + TAG_BYTES
         payload = sealed[HEADER_BYTES : HEADER_BYTES + payload_bytes]
-        closed = b"".join((payload, sealed[tag_at : tag_at + TAG_BYTES]))
+        closed = self._scratch.take("closed", payload_bytes + TAG_BYTES)
+        closed[:payload_bytes] = payload
+        closed[payload_bytes:] = sealed[tag_at : tag_at + TAG_BYTES]
+        opened = self._scratch.take("opened", payload_bytes)
         cipher = self._derived(_salt_of(envelope))
         try:
-            opened = cipher.decrypt(_NONCE.pack(_PAYLOAD, number), closed, envelope + text)
+            cipher.decrypt_into(_NONCE.pack(_PAYLOAD, number), closed, envelope + text, opened)
         except InvalidTag as error:
             raise DamagedRecord("the payload's seal is broken") from error
-        return header, memoryview(opened)
+        return header, opened
 
     def open_header(self, sealed: memoryview) -> bytes:
         """Return the plain header of a sealed one. Raises DamagedRecord."""

@@ -39,11 +39,12 @@ class RecordSeal(Protocol):
         """Return what `hide` was told; b"" for bytes that no `hide` below this parent returned."""
 
     def seal(self, header: bytes, payload: memoryview) -> tuple[bytes, memoryview]:
-        """Return a sealed record of as many bytes: its header, and its payload."""
+        """Return a sealed record of as many bytes: its header, and its payload, which is good until
+        this thread's next call."""
 
     def open(self, sealed: memoryview, payload_bytes: int) -> tuple[bytes, memoryview]:
-        """Return header and payload of a sealed record. Raises DamagedRecord unless both are what
-        this seal has sealed together."""
+        """Return header and payload of a sealed record, which is good until this thread's next
+        call. Raises DamagedRecord unless both are what this seal has sealed together."""
 
 
 class Seals(Protocol):

@@ -7,11 +7,14 @@ module that imports `engine.storage.key_ring`, and with it the optional package 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
+import apsw
 from msgspec import Struct
 
+from engine.config import LevelsConfig
 from engine.storage.master_key import read_key, read_key_file
 from engine.storage.seals import KEYS_NAME, SealRefused, Seals
 
@@ -27,6 +30,24 @@ class SealSettings(Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str = ""
     key_env: str = ""
     key_file_before: str = ""
+
+
+def seal_settings(config: LevelsConfig) -> SealSettings | None:
+    """Return where the master key of sealed copies is; None if they are plain."""
+    if not config.seal:
+        return None
+    return SealSettings(config.key_file, config.key_env, config.key_file_before)
+
+
+def store_name_of(folder: Path) -> str:
+    """Return the name under which a sealed store's objects lie elsewhere; "" for a plain one. Needs
+    no key. Raises apsw.Error."""
+    path = folder / KEYS_NAME
+    if not path.exists():
+        return ""
+    with closing(apsw.Connection(str(path), apsw.SQLITE_OPEN_READONLY)) as db:
+        row = db.execute("select value from meta where name='store_name'").fetchone()
+    return "" if row is None else str(row[0])
 
 
 def can_seal() -> bool:

@@ -16,12 +16,20 @@ import apsw
 
 from engine.storage.folder import prepare_folder
 from engine.storage.master_key import make_key_file
-from engine.storage.rebuild import clear_folder, rebuild_index, rewrap_keys, verify_store
+from engine.storage.rebuild import (
+    clear_folder,
+    empty_remote,
+    rebuild_index,
+    rewrap_keys,
+    verify_store,
+)
+from engine.storage.remote_address import remote_settings
+from engine.storage.unlocking import seal_settings
 from gateway.cli.arguments import shared_options
 from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
 from gateway.config import Config, parse_address
-from gateway.levels.placement import ServerLock, levels_dir, model_folders, seal_settings
+from gateway.levels.placement import ServerLock, levels_dir, model_folders
 from gateway.levels.report import SWITCH_ON
 from tenancy.types import wall_ms
 
@@ -84,6 +92,17 @@ def _make_key(call: CommandCall) -> CommandResult:
     return CommandResult(text, {"file": str(file), "fingerprint": key.fingerprint})
 
 
+def _empty_remote(call: CommandCall, folder: Path) -> tuple[str, dict[str, object]]:
+    """Delete what a store has in the remote one; return what to say of it, and as data."""
+    emptied = empty_remote(folder, remote_settings(call.config.engine.levels.remote))
+    if emptied is None:
+        return "", {}
+    text = f"; {emptied.objects} objects deleted in the remote store"
+    if emptied.problem:
+        text += f", the rest not: {emptied.problem}"
+    return text, {"objects": emptied.objects, "objects_problem": emptied.problem or None}
+
+
 def _rewrap(call: CommandCall, folder: Path) -> CommandResult:
     """Wrap the keys of one store by the new master key. Raises CommandError."""
     levels = call.config.engine.levels
@@ -119,13 +138,15 @@ def _change_one(call: CommandCall, folder: Path) -> CommandResult:
                 f"{folder} is ready, and empty", {"folder": str(folder), "freed_bytes": freed}
             )
         case "clear":
+            far, more = _empty_remote(call, folder)
             freed = clear_folder(folder)
             return CommandResult(
-                f"{folder} is empty: {size_text(freed)} freed",
-                {"folder": str(folder), "freed_bytes": freed},
+                f"{folder} is empty: {size_text(freed)} freed{far}",
+                {"folder": str(folder), "freed_bytes": freed, **more},
             )
         case "verify":
-            found = verify_store(folder, progress, seal, os.environ)
+            remote = remote_settings(call.config.engine.levels.remote)
+            found = verify_store(folder, progress, seal, os.environ, remote)
             data = {"folder": str(folder), "records": found.records, "damaged": found.damaged}
             text = f"{found.records} records read, {found.damaged} damaged or under such, and gone"
             return CommandResult(text, data, 1 if found.damaged else 0)
@@ -133,8 +154,10 @@ def _change_one(call: CommandCall, folder: Path) -> CommandResult:
             return _rewrap(call, folder)
         case _:
             made = rebuild_index(folder, wall_ms(), progress, seal, os.environ)
+            far, more = _empty_remote(call, folder)
             data = {"folder": str(folder), "records": made.records, "left_out": made.left_out}
-            return CommandResult(f"{made.records} records kept, {made.left_out} left out", data)
+            text = f"{made.records} records kept, {made.left_out} left out{far}"
+            return CommandResult(text, {**data, **more})
 
 
 def levels_show(config: Config) -> CommandResult:

@@ -19,7 +19,7 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.storage.folder import check_folder
 from engine.storage.master_key import MasterKeyRefused, read_key, read_key_file
 from engine.storage.remote_address import CLOUD_EXTRA, can_reach
-from engine.storage.unlocking import EXTRA, SealSettings, can_seal
+from engine.storage.unlocking import EXTRA, can_seal
 from gateway.config import Config, ConfigError
 
 GIB, MIB = 2**30, 2**20
@@ -70,13 +70,6 @@ def engine_config(config: Config, engine: EngineConfig, model: str = "") -> Engi
         if (path := getattr(levels, name))
     }
     return replace(engine, levels=replace(levels, dir=str(folder.absolute()), **files))
-
-
-def seal_settings(levels: LevelsConfig) -> SealSettings | None:
-    """Return where the master key of sealed copies is; None if they are plain."""
-    if not levels.seal:
-        return None
-    return SealSettings(levels.key_file, levels.key_env, levels.key_file_before)
 
 
 def find_remote_problem(levels: LevelsConfig) -> LevelProblem | None:

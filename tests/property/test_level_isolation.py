@@ -165,7 +165,7 @@ def drops_another(original: Any) -> Any:
     """A payer that makes room drops a copy of whoever was used least recently."""
 
     def make_room(self: HostAccounts, taker: HostShare, form: int, at_s: float | None) -> bool:
-        leaves = [s.next_dropped((form,)) for s in self.shares()]
+        leaves = [s.next_dropped(form) for s in self.shares()]
         oldest = min((c for c in leaves if c is not None), key=lambda c: c.last_use_s, default=None)
         if oldest is None:
             return False

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     rule,
     run_state_machine_as_test,
@@ -26,10 +27,14 @@ from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
 from engine.storage.arena import HostArena
 from engine.storage.index import RecordIndex, RecordRow, Scope
+from engine.storage.master_key import MasterKey
 from engine.storage.place_holds import PlaceHolds
+from engine.storage.remote_copies import RemoteCopies
+from engine.storage.remote_rows import RemoteRows
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig
+from tests.unit.engine.storage.remote_faults import FaultyObjects
 from tests.unit.engine.storage.storage_rig import (
     LAYOUT,
     RUN,
@@ -60,13 +65,16 @@ class StorageMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="storage-machine-"))
         self.clock = FakeClock(1_000.0)
-        self.disk = LocalRig(
-            self.folder / "levels", clock=self.clock, other_bytes=(SLOT_BYTES // 2,)
-        )
+        self.disk = self.make_disk()
         arena = HostArena.create(LAYOUT)
         self.memory = MemoryStorage(arena, self.clock, run_tokens=RUN)
         self.model = StorageRig(self.memory, arena, self.clock, self.memory.poll)
         self.twin: dict[RecordId, RecordId] = {ROOT: ROOT}  # on disk, by the id in memory
+
+    def make_disk(self) -> LocalRig:
+        """Return the storage on disk."""
+        other_bytes = (SLOT_BYTES // 2,)
+        return LocalRig(self.folder / "levels", clock=self.clock, other_bytes=other_bytes)
 
     def teardown(self) -> None:
         self.disk.close()
@@ -168,7 +176,12 @@ class StorageMachine(RuleBasedStateMachine):
         ours = self.disk.erase(namespace, lease_id, tokens)
         theirs = self.model.erase(namespace, lease_id, tokens)
 
-        assert (ours.records, ours.code) == (theirs.records, theirs.code)
+        assert ours.records == theirs.records
+        self.check_code(ours.code)
+
+    def check_code(self, code: str) -> None:
+        """An erasure on disk never fails."""
+        assert code == ""
 
     @rule(seconds=SECONDS)
     def advance(self, seconds: int) -> None:
@@ -196,6 +209,103 @@ class StorageMachine(RuleBasedStateMachine):
 
 TestStorageMachine = StorageMachine.TestCase
 TestStorageMachine.settings = settings(stateful_step_count=30)
+
+
+class FarStorageMachine(StorageMachine):
+    """The same over a sealed disk with a remote store, to which any record may go at any time."""
+
+    def make_disk(self) -> LocalRig:
+        """Return a sealed storage with a remote one."""
+        self.objects = FaultyObjects()
+        rig = LocalRig(
+            self.folder / "levels",
+            clock=self.clock,
+            other_bytes=(SLOT_BYTES // 2,),
+            master=MasterKey(bytes(32)),
+            remote=self.objects,
+        )
+        rig.local.turn()
+        return rig
+
+    @property
+    def far(self) -> RemoteCopies:
+        """The remote part of the store."""
+        assert self.disk.disk.remote is not None
+        return self.disk.disk.remote
+
+    def check_code(self, code: str) -> None:
+        """It is pending only while objects cannot be deleted."""
+        assert code in (("", "pending") if self.objects.fails else ("",))
+
+    @initialize()
+    def begin_with_objects(self) -> None:
+        """Both namespaces have something in the remote store."""
+        for namespace in (A, B):
+            self.store(namespace=namespace, path=[0, 1], limit_s=None, promise_s=20, lease_ids=())
+        self.disk.local.turn()
+
+    @rule(data=st.data(), goes=st.booleans())
+    def put(self, data: st.DataObject, goes: bool) -> None:
+        """Put all records, whether they are there or not; and give up one's place."""
+        one = self.twin[data.draw(st.sampled_from(sorted(self.twin)))]
+        self.far.want(self.twin.values())
+        self.disk.local.turn()
+        if goes:
+            self.far.let_down(one)
+
+    @rule(call=st.sampled_from(["delete", "delete", "put"]))
+    def break_store(self, call: str) -> None:
+        """From now on the remote store deletes, or takes, nothing."""
+        self.objects.fails[call] = "503"
+
+    @rule()
+    def mend_store(self) -> None:
+        """It is well again, and has been asked."""
+        self.objects.fails.clear()
+        self.reopen()
+
+    @rule()
+    def reopen(self) -> None:
+        """The storage process ends, and the next one begins and asks the remote store."""
+        super().reopen()
+        self.disk.local.turn()
+
+    def known(self, namespace: bytes, path: list[int]) -> list[RecordId]:
+        """Compare what both find, where the remote store has not been given up."""
+        if not self.far.is_open:
+            self.mend_store()
+        return super().known(namespace, path)
+
+    @invariant()
+    def objects_are_known(self) -> None:
+        """Each object has a row or a tombstone, and each row that says so has its object."""
+        self.disk.local.pump()
+        rows = self.far.rows
+        put = {name for name in self.objects.objects if rows.is_known(name)}
+        left = set(self.objects.objects) - put
+        assert left <= set(rows.tombstones((), 10_000))
+        assert rows.sums().records == len(put)
+
+
+TestFarStorageMachine = FarStorageMachine.TestCase
+TestFarStorageMachine.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+def tombstones_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A deletion that failed counts as done."""
+    right = RemoteCopies.settle
+
+    def wrong(self: RemoteCopies, namespace: bytes, then: Callable[[], None]) -> None:
+        found = self.rows.tombstones_of(namespace, 100)
+        right(self, namespace, then)
+        self.rows.end_tombstones(found)
+
+    patch.setattr(RemoteCopies, "settle", wrong)
+
+
+def places_stay_after_they_were_given_up(patch: pytest.MonkeyPatch) -> None:
+    """A record that was let down is still looked for on disk."""
+    patch.setattr(RemoteRows, "let_down", lambda self, record_id: None)
 
 
 def limits_lengthen_only_promises(patch: pytest.MonkeyPatch) -> None:
@@ -250,8 +360,22 @@ def test_a_planted_fault_is_found(
 ) -> None:
     """A machine that finds nothing proves nothing."""
     plant(monkeypatch)
+    check_it_is_found(StorageMachine)
+
+
+@pytest.mark.parametrize("plant", [tombstones_are_forgotten, places_stay_after_they_were_given_up])
+def test_a_planted_fault_afar_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, of the remote store."""
+    plant(monkeypatch)
+    check_it_is_found(FarStorageMachine, examples=60)
+
+
+def check_it_is_found(machine: type[StorageMachine], examples: int = 200) -> None:
+    """Run a machine that must fail."""
     quick = settings(
-        max_examples=200,
+        max_examples=examples,
         stateful_step_count=30,
         derandomize=True,
         database=None,
@@ -261,4 +385,4 @@ def test_a_planted_fault_is_found(
         suppress_health_check=list(HealthCheck),
     )
     with pytest.raises((AssertionError, InvariantViolation)):
-        run_state_machine_as_test(StorageMachine, settings=quick)
+        run_state_machine_as_test(machine, settings=quick)

@@ -19,6 +19,7 @@ export function Memory() {
   const missing = instead(now, "the levels of the cache");
   if (missing) return html`<${Panel} title="Memory" wide>${missing}<//>`;
   const all = now.data, { levels } = all;
+  const names = levels.some((one) => one.name === "remote") ? [...NAMES, "remote"] : NAMES;
   const found = Math.max(1, levels.reduce((sum, one) => sum + one.loaded_tokens_total, 0));
   return html`${levels.filter((one) => one.state !== "open").map((one) => html`<${Notice}
       tone=${one.state === "off" ? "bad" : "warn"}>The ${one.name} level is ${one.state}${one.reason
@@ -33,7 +34,7 @@ export function Memory() {
     <div class="grid">${levels.map((one) => html`<${Level} level=${one} />`)}
       <${Panel} title="Bytes by tenant" wide>${instead(tenants, "bytes by tenant")
         ?? html`<${Owners} rows=${tenants.data.tenants} />`}<//>
-      ${all.is_on && html`<${Found} minutes=${all.minutes} /><${Flows} minutes=${all.minutes} />
+      ${all.is_on && html`<${Found} minutes=${all.minutes} names=${names} /><${Flows} minutes=${all.minutes} />
         <${Choices} all=${all} />`}
     </div>`;
 }
@@ -52,10 +53,12 @@ function Level({ level }) {
   const promised = Math.min(level.promised_bytes, level.used_bytes);
   const parts = [["promised", promised, "write"], ["used", level.used_bytes - promised, "read"],
     ["free", level.free_bytes, "soft"]];
-  const whole = Math.max(1, level.capacity_bytes), [tone, text] = STATES[level.state];
+  const whole = Math.max(1, level.capacity_bytes, level.used_bytes);
+  const [tone, text] = STATES[level.state];
   return html`<${Panel} title=${`${level.name[0].toUpperCase()}${level.name.slice(1)}`}
     tools=${html`<${Chip} tone=${tone}>${text}<//>`}
-    note=${[bytes(level.capacity_bytes), `${count(level.blocks)} blocks`,
+    note=${[level.capacity_bytes ? bytes(level.capacity_bytes) : "without a bound",
+      `${count(level.blocks)} blocks`,
       ...(level.copies ?? []).filter((one) => one.fidelity !== "exact").map((one) =>
         `${one.fidelity} copies ${bytes(one.bytes)}`)].join(", ")}>
     <div class="stack tall" role="img" aria-label=${parts.map(([name,
@@ -82,11 +85,11 @@ function Owners({ rows }) {
 const drawn = (minutes, names, colours) => names.map((name, place) => ({
   label: words(name).replace(" ", " to "), colour: colours[place], values: minutes[name] }));
 
-function Found({ minutes }) {
+function Found({ minutes, names }) {
   return html`<${Panel} title="Where cached tokens were" wide><${Chart} title="Tokens per minute"
     unit="cached prompt tokens by level, last two hours" at=${minutes.minute.map((n) => n * 60_000)}
     write=${about} isBars isStacked none="No token was found in the last two hours."
-    lines=${drawn(minutes, NAMES, ["read", "write", "fresh"])} /><//>`;
+    lines=${drawn(minutes, names, ["read", "write", "fresh", "out"])} /><//>`;
 }
 
 function Flows({ minutes }) {

@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import CacheGrant, Erase, Erased, Finished, Quota, Retention
+from engine.config import RemoteConfig
 from engine.errors import InvariantViolation
 from engine.levels.loads import Loads
 from engine.levels.stored_prefixes import StoredPrefixes
-from engine.moves import Look, Renew, StorageStats
+from engine.moves import Look, RemoteStats, Renew, StorageStats
 from tests.checkers import RuleBroken
 from tests.fake_levels import MoveError
 from tests.fakes import OracleError
@@ -300,6 +301,38 @@ def test_loads_that_would_be_slower_are_computed() -> None:
     world.push_out()
     for _ in range(200):
         world.levels.paces["host"].record_block(10.0)
+
+    assert world.run(ask("again", prompt(1))) == [0]
+
+
+def test_what_lies_in_the_remote_store_is_loaded_and_counted_there() -> None:
+    """The look says so; a fetch says where the record was, and its pace is that level's."""
+    world = LeveledWorld(remote=RemoteConfig("s3://bucket", tokens_min=4))
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.restart()
+    assert world.disk is not None
+    world.disk.level = "remote"
+    before = world.levels.paces["remote"].block_s
+    world.weather.seconds = 1e-6
+
+    assert world.run(ask("again", prompt(1))) == [12]
+    assert world.loaded("again") == {"remote": 12}
+    assert world.levels.paces["remote"].block_s != before
+    world.disk.beat(StorageStats("open", remote=RemoteStats("open", records=3)))
+    world.settle()
+    world.step()
+    remote = world.core.stats().levels[2]
+    assert (remote.name, remote.state, remote.blocks) == ("remote", "open", 3)
+    assert (remote.loaded_tokens_total, remote.loaded_total, remote.chosen_total) == (12, 3, 1)
+
+
+def test_a_short_prefix_is_not_fetched_from_afar() -> None:
+    """Below `tokens_min` it is computed."""
+    world = LeveledWorld(remote=RemoteConfig("s3://bucket", tokens_min=16))
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    world.restart()
+    assert world.disk is not None
+    world.disk.level = "remote"
 
     assert world.run(ask("again", prompt(1))) == [0]
 

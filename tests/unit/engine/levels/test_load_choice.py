@@ -32,7 +32,7 @@ def choose(
     """Choose where computing takes `block_s` a block and one block may be loaded."""
 
     def least(level: LevelName) -> int:
-        return {"device": 0, "host": 1, "disk": 4}[level]
+        return {"device": 0, "host": 1, "disk": 4, "remote": 8}[level]
 
     return choose_load(on_host, host, disk, lambda blocks: blocks * block_s, least, now_s)
 
@@ -129,3 +129,48 @@ def test_each_format_has_a_pace_of_its_own() -> None:
     assert host.bytes_per_s == pytest.approx(216 / 0.004, rel=0.01)
     host.queued[1] = 3
     assert host.seconds(1, 0) == pytest.approx(0.012, rel=0.01)
+
+
+def far(count: int, remote: LevelPace | None, on_host: int = 0, now_s: float = 0.0) -> LoadChoice:
+    """Choose for blocks of which all but the first `on_host` lie in the remote store; computing a
+    block takes 10 ms."""
+    host, disk = paces(0.001, 0.002)
+    here = [number < on_host for number in range(count)]
+    least = {"device": 0, "host": 1, "disk": 4, "remote": 8}
+    return choose_load(
+        here,
+        host,
+        disk,
+        lambda blocks: blocks * 0.01,
+        lambda level: least[level],
+        now_s,
+        0,
+        remote,
+        [not one for one in here],
+    )
+
+
+def remote_pace(block_s: float) -> LevelPace:
+    """Return the pace of a remote store."""
+    pace = LevelPace("remote", [BLOCK_BYTES])
+    pace.block_s[0] = block_s
+    return pace
+
+
+def test_the_remote_store_has_a_pace_and_a_least_of_its_own() -> None:
+    """A fast disk says nothing of it; what it is too slow for is computed."""
+    assert far(32, remote_pace(0.005)).blocks == 32
+    assert far(32, remote_pace(0.02)) == NOTHING
+    assert far(7, remote_pace(0.005)) == NOTHING
+    assert far(32, remote_pace(0.02), on_host=16).blocks >= 16
+    assert far(32, None, on_host=16).blocks == 16
+
+
+def test_a_remote_store_that_loses_is_left_alone() -> None:
+    """As any level; host memory serves on."""
+    pace = remote_pace(0.005)
+    for _ in range(JUDGED_LOADS):
+        pace.record_load(2.0, 1.0, 0.0)
+
+    assert far(32, pace, on_host=4, now_s=1.0).blocks == 4
+    assert far(32, pace, on_host=4, now_s=PAUSE_S).blocks == 32

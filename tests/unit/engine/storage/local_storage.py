@@ -142,9 +142,11 @@ class LocalStorage:
     def close(self) -> None:
         """See `Storage`."""
         self._is_closed = True
+        self.pump()
         self.store.close()
         if self.link is not None:
             self.link.close()
+            self.link = None
 
 
 class LocalRig(StorageRig):

@@ -14,11 +14,11 @@ import pytest
 from engine.moves import EraseStored, Fetch
 from engine.storage.index import LOG_BYTES_MAX
 from engine.storage.master_key import KEY_BYTES, MasterKey
-from engine.storage.messages import RemoteSettings
 from engine.storage.objects import FolderObjects, ObjectMissing, RemoteFailed
 from engine.storage.plans import PlannedRead
+from engine.storage.rebuild import EmptiedRemote, empty_remote, rebuild_index, verify_store
 from engine.storage.record import pack_run, place_bytes_of
-from engine.storage.remote_address import check_remote_url
+from engine.storage.remote_address import RemoteSettings, check_remote_url
 from engine.storage.remote_link import PAUSE_S
 from engine.storage.remote_rows import object_name
 from engine.storage.unlocking import SealSettings
@@ -433,6 +433,74 @@ def test_without_its_address_the_rows_stay_and_nothing_is_found_there(
 
     assert without == ["" if one == "remote" else one for one in where]
     assert levels_of(rig, range(16)) == where
+
+
+# -- while no server runs -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(tmp_path: Path) -> Iterator[LocalRig]:
+    """Return a closed store with 16 records, half of them in a folder as the remote store."""
+    rig = LocalRig(
+        tmp_path / "levels",
+        slot_bytes=WIDE,
+        master=MASTER,
+        remote=FolderObjects(tmp_path / "far"),
+        disk_bytes=LOG_BYTES_MAX + 8 * PLACE + WIDE,
+        slab_bytes=8 * PLACE,
+    )
+    rig.local.turn()
+    fill(rig, 16)
+    rig.local.close()
+    yield rig
+    rig.local.close()
+    rig.arena.close()
+
+
+def objects_in(folder: Path) -> list[Path]:
+    """Return the objects of a folder."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_verification_reads_objects_too(offline: LocalRig, tmp_path: Path) -> None:
+    """One that is not what its row says is dropped, one that is missing too."""
+    far = RemoteSettings(f"file://{tmp_path}/far")
+    seal = key_file(tmp_path)
+    sound = verify_store(offline.folder, seal=seal, remote=far)
+    first, second = objects_in(tmp_path / "far")[:2]
+    first.write_bytes(first.read_bytes()[:-5_000] + bytes(5_000))
+    second.unlink()
+    without = verify_store(offline.folder, seal=seal)
+    damaged = verify_store(offline.folder, seal=seal, remote=far)
+    offline.start()
+    offline.local.turn()
+
+    assert (sound.records, sound.damaged) == (16, 0)
+    assert without.damaged == 0
+    assert (damaged.records, damaged.damaged) == (16, 2)
+    assert levels_of(offline, range(3)) == ["", "", "remote"]
+    assert first not in objects_in(tmp_path / "far"), "its tombstone is carried out"
+
+
+def test_neither_a_rebuilt_nor_a_cleared_store_keeps_objects(
+    offline: LocalRig, tmp_path: Path
+) -> None:
+    """A new index knows no tombstones, so that an erased object might come back with it."""
+    far = RemoteSettings(f"file://{tmp_path}/far")
+    (tmp_path / "far" / "another").mkdir()
+    (tmp_path / "far" / "another" / "object").touch()
+    count = len(objects_in(tmp_path / "far")) - 1
+    for path in offline.folder.glob("index.db*"):
+        path.unlink()
+    outcome = rebuild_index(offline.folder, 0, seal=key_file(tmp_path))
+    emptied = empty_remote(offline.folder, far)
+    again = empty_remote(offline.folder, far)
+
+    assert outcome.records + count >= 16
+    assert emptied == EmptiedRemote(count)
+    assert again == EmptiedRemote(0)
+    assert empty_remote(offline.folder, None) is None
+    assert [path.name for path in objects_in(tmp_path / "far")] == ["object"]
 
 
 # -- the process --------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""The remote store over the protocol of S3: obstore against a server that speaks it (moto)."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from engine.storage.objects import ObjectMissing, RemoteFailed, RemoteStore
+from engine.storage.record import pack_run
+from engine.storage.remote_address import RemoteSettings, open_remote
+from tests.fakes import FakeClock
+from tests.unit.engine.storage.storage_rig import RUN, A, DiskRig, content_of
+from tests.unit.engine.storage.test_remote_store import key_file
+
+pytest.importorskip("obstore", reason="the extra remote is not installed")
+pytest.importorskip("moto", reason="moto is not installed")
+pytestmark = pytest.mark.slow
+
+LONG = tuple(range(5 * RUN))
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Return the port of a server that speaks as S3 does, with a bucket."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    found = 0
+    for line in process.stderr:
+        if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+            found = int(match[1])
+            break
+    assert found, "the server did not start"
+    connection = http.client.HTTPConnection("127.0.0.1", found, timeout=10)
+    connection.request("PUT", "/bucket", headers={"Host": f"127.0.0.1:{found}"})
+    assert connection.getresponse().read() is not None
+    connection.close()
+    yield found
+    process.kill()
+    process.wait(10)
+    process.stderr.close()
+
+
+@pytest.fixture
+def store(port: int, monkeypatch: pytest.MonkeyPatch) -> RemoteStore:
+    """Return the bucket's part below a prefix, opened as an operator would."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return open_remote("s3://bucket/prefix", 10.0)
+
+
+def test_objects_are_put_read_listed_and_deleted(store: RemoteStore) -> None:
+    """What is not there is said so, and its deletion is none."""
+    data = bytes(range(256)) * 1_000
+    store.put("one/00/01", memoryview(data))
+    store.put("one/00/02", memoryview(b"second"))
+    store.put("two/00/01", memoryview(b"third"))
+
+    assert bytes(store.get("one/00/01", len(data) + 5)) == data
+    assert bytes(store.get("one/00/01", 10)) == data[:10]
+    assert sorted(store.names("one/")) == ["one/00/01", "one/00/02"]
+    assert len(store.names("one/", 1)) == 1
+    store.delete(["one/00/01", "one/00/02", "one/none"])
+    store.delete(["one/none"])
+    assert store.names("one/") == []
+    with pytest.raises(ObjectMissing):
+        store.get("one/00/01", 10)
+
+
+def test_a_bucket_that_is_not_there_and_a_server_that_is_away(
+    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors say their kind, and quote neither address nor key."""
+    with pytest.raises(RemoteFailed):
+        open_remote("s3://no-such-bucket/x", 5.0).names("probe/", 1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    away = open_remote("s3://bucket/x", 0.5)
+    with pytest.raises(RemoteFailed) as failed:
+        away.put("one", memoryview(b"content"))
+
+    assert "127.0.0.1" not in str(failed.value)
+    assert "secret" not in str(failed.value)
+
+
+def test_promised_records_lie_sealed_in_the_bucket(store: RemoteStore, tmp_path: Path) -> None:
+    """The whole way, and back to nothing by an erasure."""
+    remote = RemoteSettings("s3://bucket/kv", timeout_s=10.0)
+    bucket = open_remote("s3://bucket/kv", 10.0)
+    with closing(
+        DiskRig(tmp_path / "levels", FakeClock(1_000.0), seal=key_file(tmp_path), remote=remote)
+    ) as rig:
+        rig.store(A, LONG, promise_s=60.0)
+        while (stats := rig.await_stats()).remote is None or stats.remote.stored_total < 5:
+            pass
+        found = [bytes(bucket.get(name, 2**20)) for name in names_of(bucket)]
+        receipt = rig.erase(A, tokens=LONG[:RUN])
+
+        assert len(found) == 5
+        for data in found:
+            assert pack_run(LONG[:RUN]) not in data
+            assert content_of(A, LONG[:RUN])[:32] not in data
+        assert (receipt.code, receipt.records) == ("", 5)
+        assert names_of(bucket) == []
+
+
+def names_of(bucket: RemoteStore) -> list[str]:
+    """Return all names of a bucket's part."""
+    return bucket.names("")
