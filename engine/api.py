@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -481,7 +481,9 @@ class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     """The blocks and live requests of one namespace; zeros where it has none left.
 
-    `promised_by_class`: blocks under a live promise, each in the class that promises it longest.
+    `promised_by_class`: blocks under a live promise, on any level, each in the class that promises
+    it longest. `promised_below`: those whose promise a level below the device keeps;
+    `promised_away`: those of them that the device has evicted, which `blocks` does not count.
     `host_bytes`: copies in host memory. `is_stored`: whether the disk has records of it.
     """
 
@@ -493,11 +495,23 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     promised_by_class: dict[str, Count] = {}
     host_bytes: Count = 0
     is_stored: bool = False
+    promised_below: Count = 0
+    promised_away: Count = 0
 
     @property
     def promised_blocks(self) -> int:
-        """Return the blocks under a live promise."""
+        """Return the blocks under a live promise, on any level."""
         return sum(self.promised_by_class.values())
+
+    @property
+    def promised_on_device(self) -> int:
+        """Return the blocks that a promise holds on the device."""
+        return self.promised_blocks - self.promised_below
+
+    @property
+    def unpromised_blocks(self) -> int:
+        """Return the blocks on the device that no promise covers, on any level."""
+        return self.blocks - (self.promised_blocks - self.promised_away)
 
 
 class PayerBytes(Struct, frozen=True):
@@ -590,12 +604,13 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     changed: tuple[NamespaceStats, ...] = ()
 
 
-LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased"]
-"""Why blocks left the tree: evicted for their own namespace or another, expired, or erased."""
+LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased", "lost_below"]
+"""Why blocks left the tree: evicted for their own namespace or another, expired, or erased.
+`lost_below` is told of promised blocks that had left it: the level that kept them has lost them."""
 
 
 class Loss(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` left the tree.
+    """`blocks` of `namespace` left the tree, or were `lost_below` it.
 
     `taker`: the namespace they were evicted for; `lived_s`: seconds they had been in the tree,
     summed.
@@ -609,7 +624,8 @@ class Loss(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gain(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` entered the tree: gains minus losses are its blocks in the tree."""
+    """`blocks` of `namespace` entered the tree: gains minus losses, but for those `lost_below`, are
+    its blocks in the tree."""
 
     namespace: Namespace
     blocks: Count

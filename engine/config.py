@@ -20,7 +20,9 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     folder on disk. `disk_write_gib_per_day`: wear; 0: as much as `disk_gib`; promised prefixes are
     counted and never refused for it. `disk_tokens_min`, `host_tokens_min`: shortest prefix that is
     stored without a promise, or loaded. `look_ms`: the longest wait for the disk's index.
-    `verify_host`: one of so many loads from host memory is checked.
+    `verify_host`: one of so many loads from host memory is checked. `host_keeps_promises`: without
+    a disk, a promised prefix may leave the device once host memory has it; promises then end with
+    the engine's process, as they do on the device.
     """
 
     host_mib: Annotated[int, Meta(ge=0)] = 0
@@ -34,6 +36,7 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     host_tokens_min: Positive = 64
     look_ms: Annotated[float, Meta(gt=0)] = 20.0
     verify_host: Positive = 64
+    host_keeps_promises: bool = False
 
     @property
     def is_on(self) -> bool:

@@ -23,6 +23,7 @@ from engine.moves import (
     Moved,
     RecordId,
     Renew,
+    Renewed,
     SetStoredQuotas,
     StorageCommand,
     StorageOutcome,
@@ -109,20 +110,34 @@ class FakeTransferEngine:
 
 @dataclass
 class Record:
-    """A stored run: what it holds and what it hangs on."""
+    """A stored run: what it holds, what it hangs on, and until when it is promised."""
 
     namespace: Namespace
     parent: RecordId
     tokens: tuple[int, ...]
     content: Content
     leases: frozenset[str]
+    promise_at_s: float = 0.0
 
 
 class FakeStorage:
-    """`engine.moves.Storage` in memory. `records` outlive the engine that made them."""
+    """`engine.moves.Storage` in memory. `records` outlive the engine that made them.
 
-    def __init__(self, memory: FakeTransferEngine, chance: random.Random, weather: Weather) -> None:
+    Beyond `records_max` it drops records that are not promised and nothing hangs on, the oldest
+    first, and refuses more if there are none.
+    """
+
+    def __init__(
+        self,
+        memory: FakeTransferEngine,
+        chance: random.Random,
+        weather: Weather,
+        clock: Callable[[], float] = lambda: 0.0,
+        records_max: int = 10**9,
+    ) -> None:
         self.memory = memory
+        self.records_max = records_max
+        self._clock = clock
         self.records: dict[RecordId, Record] = {}
         self.is_closed = False
         self.is_away = False  # stores and fetches fail
@@ -137,7 +152,7 @@ class FakeStorage:
     def send(self, command: StorageCommand) -> None:
         """Take a command; it is done at a later poll, those before an erasure before it."""
         self.commands.append(command)
-        if isinstance(command, Renew | SetStoredQuotas):
+        if isinstance(command, SetStoredQuotas):
             return
         if isinstance(command, EraseStored | Look):
             for _, earlier in self._outcomes:
@@ -196,6 +211,8 @@ class FakeStorage:
             self._look(command)
         elif isinstance(command, Fetch):
             self._fetch(command)
+        elif isinstance(command, Renew):
+            self._renew(command)
         elif isinstance(command, EraseStored):
             self._erase(command)
 
@@ -216,10 +233,14 @@ class FakeStorage:
                 raise MoveError(f"slot {run.slot} changed while it was held for a store")
             known = self._child(command.namespace, parent, run.tokens)
             if known is None:
+                if len(self.records) >= self.records_max and not self._make_room(parent):
+                    code = "full"
+                    break
                 self._last += 1
                 known = self._last
                 leases = frozenset(command.lease_ids)
                 self.records[known] = Record(command.namespace, parent, run.tokens, content, leases)
+            self._promise(known, run.promise_s)
             made.append(known)
             parent = known
         self._ready.append(Stored(command.call_id, tuple(made), code))
@@ -238,7 +259,8 @@ class FakeStorage:
             )
             if own is None:
                 break
-            found.append(StoredRun(own, "exact", None, 0.0))
+            promise_s = max(0.0, self.records[own].promise_at_s - self._clock())
+            found.append(StoredRun(own, "exact", None, promise_s))
             parent, at = own, at + len(self.records[own].tokens)
         self._ready.append(Looked(command.call_id, tuple(found[command.skip :])))
 
@@ -252,6 +274,33 @@ class FakeStorage:
             if record is not None and is_done:
                 self.memory.contents[slot] = record.content
             self._ready.append(Fetched(command.call_id, record_id, is_done, self._weather.seconds))
+
+    def _renew(self, command: Renew) -> None:
+        if self.is_away:
+            self._ready.append(Renewed(command.call_id, code="closed"))
+            return
+        gone = list[RecordId]()
+        for record_id in command.record_ids:
+            record = self.records.get(record_id)
+            if record is None or record.namespace != command.namespace:
+                gone.append(record_id)
+            else:
+                self._promise(record_id, command.promise_s)
+                record.leases |= frozenset(command.lease_ids)
+        self._ready.append(Renewed(command.call_id, tuple(gone)))
+
+    def _promise(self, record_id: RecordId, promise_s: float) -> None:
+        record = self.records[record_id]
+        record.promise_at_s = max(record.promise_at_s, self._clock() + promise_s)
+
+    def _make_room(self, parent: RecordId) -> bool:
+        """Drop the oldest record that may go; return whether there was one."""
+        parents = {record.parent for record in self.records.values()} | {parent}
+        for record_id, record in self.records.items():
+            if record_id not in parents and record.promise_at_s <= self._clock():
+                self._drop([record_id])
+                return True
+        return False
 
     def _erase(self, command: EraseStored) -> None:
         before = len(self.records)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 from engine.api import Namespace, Payer, Quota
@@ -29,6 +30,7 @@ class CopyBook:
     `struck_total` counts copies that were given up because a move from them failed. `epochs`: grows
     with each erasure in a namespace; what began under another epoch brings nothing. `host_blocks`:
     copies in host memory by namespace; `changed`: the namespaces where that has changed.
+    `on_removed` is called with each copy that leaves the tree, while its node is still known.
     """
 
     def __init__(self, cache: PrefixCache, slots: int) -> None:
@@ -43,6 +45,7 @@ class CopyBook:
         self._by_block: dict[int, Copy] = {}
         self._held: Counter[int] = Counter()
         self._disk_only: OrderedDict[Copy, None] = OrderedDict()
+        self.on_removed: Callable[[Copy], None] = lambda copy: None
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -68,6 +71,8 @@ class CopyBook:
     def set_record(self, copy: Copy, record_id: int) -> None:
         """Note a copy's record on disk. O(log copies)."""
         self.records += (record_id != 0) - (copy.record_id != 0)
+        if copy.record_id != record_id:
+            copy.kept_until_s = copy.renew_at_s = -math.inf
         copy.record_id = record_id
         self.accounts.update(copy)
         self._note_disk_only(copy)
@@ -93,7 +98,7 @@ class CopyBook:
         limit_at_s = math.inf if terms is None else terms.limit_at_s
         if copy.limit_at_s < limit_at_s:
             self.prefixes.set_limit(copy, limit_at_s)
-        if terms is not None and node.promised:
+        if terms is not None and (node.promised or terms.below_class is not None):
             copy.promise_at_s = max(copy.promise_at_s, terms.promise_at_s)
         for lease_id in node.ending_leases:
             self.prefixes.extend_lease(lease_id, copy)
@@ -126,6 +131,17 @@ class CopyBook:
             if (copy := self.of_node(node)) is not None:
                 return copy
             node = node.parent
+        return None
+
+    def nearest_node(self, copy: Copy) -> Node | None:
+        """Return the node of the copy or of its nearest ancestor whose block the device has.
+        O(depth).
+        """
+        above: Copy | None = copy
+        while above is not None:
+            if above.node is not None and above.node.parent is not None:
+                return above.node
+            above = above.parent
         return None
 
     def child(self, parent: Copy, node: Node) -> Copy | None:
@@ -211,7 +227,7 @@ class CopyBook:
             if len(self._disk_only) <= DISK_ONLY_MAX:
                 break
             oldest = next(iter(self._disk_only))
-            if oldest.children:
+            if oldest.children or oldest.terms is not None:
                 self._disk_only.move_to_end(oldest)
             else:
                 self.prefixes.remove(oldest)
@@ -225,6 +241,7 @@ class CopyBook:
             self.prefixes.remove(copy)
 
     def _removed(self, copy: Copy) -> None:
+        self.on_removed(copy)
         self._take_back(copy)
         self.records -= copy.record_id != 0
         self._disk_only.pop(copy, None)

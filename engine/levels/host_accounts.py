@@ -164,12 +164,12 @@ class HostAccounts:
         """Put a copy into the order of those that may be dropped, or take it out, as it now is.
 
         It may be dropped while nothing reads its slot, and it is on disk too or nothing lies below
-        it. O(log copies), O(1) where nothing changes.
+        it and it keeps no promise. O(log copies), O(1) where nothing changes.
         """
         may_drop = (
             copy.slot >= 0
             and self._refs[copy.slot] == 1
-            and (copy.record_id != 0 or not copy.children)
+            and (copy.record_id != 0 or not (copy.children or copy.terms))
         )
         if may_drop == (copy.order_key is not None):
             return
@@ -195,7 +195,8 @@ class HostAccounts:
             if self._copy_in[copy.slot] is not copy:
                 raise InvariantViolation(f"slot {copy.slot} holds another copy")
             has_key = copy.order_key is not None
-            may_drop = self._refs[copy.slot] == 1 and bool(copy.record_id or not copy.children)
+            is_needed = not copy.record_id and (copy.children or copy.terms is not None)
+            may_drop = self._refs[copy.slot] == 1 and not is_needed
             if has_key != may_drop:
                 raise InvariantViolation(f"slot {copy.slot} in the order of drops: {has_key}")
             ordered += has_key

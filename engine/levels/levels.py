@@ -8,6 +8,7 @@ it. The rules are in `engine/levels/README.md`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -20,6 +21,7 @@ from engine.api import (
     LevelName,
     LevelStats,
     Namespace,
+    Payer,
     PayerBytes,
     Quota,
 )
@@ -31,6 +33,7 @@ from engine.levels.copies import CopyBook
 from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
+from engine.levels.promises import RENEWED_PART, KeptPromises
 from engine.levels.stored_prefixes import Copy
 from engine.levels.storing import Storing
 from engine.moves import (
@@ -38,7 +41,7 @@ from engine.moves import (
     Fetched,
     Look,
     Looked,
-    Renew,
+    Renewed,
     SetStoredQuotas,
     Storage,
     StorageOutcome,
@@ -47,6 +50,7 @@ from engine.moves import (
     StoredErased,
     TransferEngine,
 )
+from engine.storage.record import place_bytes_of
 
 CROWDED: Final = 0.6
 """The part of the pool in use from which running sequences' blocks are copied, so that a preemption
@@ -54,8 +58,8 @@ finds them on host."""
 STUCK_S: Final = 10.0
 """Seconds without an outcome after which nothing waits for moves any more. Of the time between two
 turns one second counts: the machine may have paused."""
-RENEWED_PART: Final = 1 / 8
-"""A promise is renewed on disk when it has moved by this part of what was left of it."""
+AWAY_S: Final = 60.0
+"""Seconds without a disk after which the promises that it keeps count as lost."""
 FIDELITIES: Final[tuple[Fidelity, ...]] = ("exact", "near", "rough")
 
 
@@ -104,6 +108,7 @@ class Levels:
         self._fidelity: dict[Namespace, Fidelity] = {}
         self._never_at_rest: set[Namespace] = set()
         self._storing: Storing | None = None
+        self.promises = self._promises_below()
         if storage is not None:
             self._storing = Storing(
                 self.book,
@@ -112,6 +117,7 @@ class Levels:
                 self._fidelity_of,
                 self._never_at_rest,
                 config.disk_tokens_min,
+                self._confirmed,
             )
             self.offloading.is_storing = self._is_storing
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
@@ -122,7 +128,8 @@ class Levels:
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0}
         self._chosen: Counter[LevelName] = Counter()
         self._declined: Counter[LevelName] = Counter()
-        self._now_s = self._silent_s = 0.0
+        self._now_s = self._silent_s = self._away_s = 0.0
+        self._was_open = False
         cache.watch(self._evicting, self._committed)
 
     # -- requests -----------------------------------------------------------------------------
@@ -225,6 +232,8 @@ class Levels:
             copy = self.book.nearest(node)
             if copy is not None and node is not None:
                 self._renew(copy, node, lease.lease_id, now_s)
+        if self.promises is not None and not table.requested_leases:
+            self.promises.read(table.node, now_s)
 
     def set_quota(self, quota: Quota) -> None:
         """Apply a payer's changed quota on every level."""
@@ -239,10 +248,11 @@ class Levels:
         `running`: the tables of running sequences, those that would be preempted first in front.
         `collected`: the last step that was collected.
         """
-        self._silent_s += min(1.0, max(0.0, now_s - self._now_s))
+        passed_s = min(1.0, max(0.0, now_s - self._now_s))
+        self._silent_s += passed_s
         self._now_s = now_s
         outcomes = self._transfer.poll()
-        if outcomes or not (self.offloading.moves or self.loads.moves):
+        if outcomes or not (self.offloading.moves or self.loads.moves or self._is_storing()):
             self._silent_s = 0.0
         for moved in outcomes:
             if not self.loads.moved(moved):
@@ -250,6 +260,9 @@ class Levels:
         if self._storage is not None:
             for outcome in self._storage.poll():
                 self._take(outcome)
+            self._notice_absence(passed_s)
+        if self.promises is not None:
+            self.promises.turn(now_s)
         self.book.prefixes.expire(now_s)
         moves = self.loads.next_moves(collected)
         tables = running if self._is_crowded() else ()
@@ -262,8 +275,13 @@ class Levels:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether moves pin blocks, and still come to ends."""
-        return bool(self.offloading.moves or len(self.loads)) and self._silent_s <= STUCK_S
+        """Return whether moves pin blocks, or promises that hold blocks on the device are about to
+        move down, and still come to ends.
+        """
+        pins = bool(self.offloading.moves or len(self.loads))
+        if self.promises is not None and self.promises.has_ends:
+            pins = pins or self.offloading.has_promised or self._is_storing()
+        return pins and self._silent_s <= STUCK_S
 
     @property
     def is_busy(self) -> bool:
@@ -274,6 +292,7 @@ class Levels:
             or self.offloading.has_promised
             or bool(self._looks or self._erasures)
             or self._is_storing()
+            or (self.promises is not None and self.promises.renewals > 0)
         )
 
     # -- erasure ------------------------------------------------------------------------------
@@ -291,11 +310,19 @@ class Levels:
             for node in self.cache.lease_ends(namespace, call.lease_id):
                 if (copy := book.nearest(node)) is not None:
                     book.prefixes.extend_lease(call.lease_id, copy)
+            for copy in book.prefixes.ends_of(namespace, call.lease_id):
+                # What was loaded since is covered on the device as its copies are here.
+                if (loaded := book.nearest_node(copy)) is not None:
+                    self.cache.extend_lease(call.lease_id, loaded)
             tops = book.prefixes.revoke(namespace, call.lease_id)
         before = book.host_blocks.get(namespace, 0)
+        if self.promises is not None:
+            self.promises.is_erasing = True
         for top in tops:
             if top.parent is not None:
                 book.prefixes.remove(top)
+        if self.promises is not None:
+            self.promises.is_erasing = False
         blocks = before - book.host_blocks.get(namespace, 0)
         erased = LevelErased("host", blocks, blocks * self._transfer.slot_bytes)
         if self._storage is None:
@@ -320,6 +347,16 @@ class Levels:
         )
         return tuple(pair for pair in counts if pair[1])
 
+    def promised_tokens(
+        self, namespace: Namespace, tokens: Sequence[int], here: int, now_s: float
+    ) -> int:
+        """Return the tokens of a prompt behind the first `here` whose promises a level keeps."""
+        if self.promises is None:
+            return 0
+        size = self.cache.block_size
+        found = self.promises.terms_of(namespace, tokens[: len(tokens) - 1], now_s)
+        return sum(terms is not None for terms in found[-(-here // size) :]) * size
+
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose bytes, or records, have changed since the last call.
         O(changed)."""
@@ -338,11 +375,15 @@ class Levels:
     def stats(self) -> tuple[LevelStats, ...]:
         """Return the statistics of host memory, and of the disk if there is one. O(1)."""
         loads, size, pace = self.loads, self._transfer.slot_bytes, self.paces["host"]
+        kept = self.promises
+        is_kept_here = kept is not None and kept.level == "host"
+        promised = kept.kept_by_payer if kept is not None and is_kept_here else Counter[Payer]()
         host = LevelStats(
             name="host",
             state="open",
             capacity_bytes=self.book.accounts.slots * size,
             used_bytes=self.book.accounts.used * size,
+            promised_bytes=promised.total() * size,
             blocks=self.book.accounts.used,
             offloaded_total=self.offloading.offloaded,
             loaded_total=loads.loaded_blocks["host"],
@@ -355,7 +396,7 @@ class Levels:
             chosen_total=self._chosen["host"],
             declined_total=self._declined["host"],
             payers=tuple(
-                PayerBytes(share.payer, share.used * size, 0)
+                PayerBytes(share.payer, share.used * size, promised[share.payer] * size)
                 for share in self.book.accounts.shares()
                 if share.used
             ),
@@ -363,8 +404,12 @@ class Levels:
         return (host,) if self._storing is None else (host, self._disk_stats(self._storing))
 
     def check(self) -> None:
-        """Recount the copies. Raises InvariantViolation. O(copies)."""
+        """Recount the copies, and the promises that they keep. Raises InvariantViolation.
+        O(copies).
+        """
         self.book.check()
+        if self.promises is not None:
+            self.promises.check()
 
     def close(self) -> None:
         """End the transfer engine, then the storage, then their memory."""
@@ -378,6 +423,43 @@ class Levels:
     def _next_id(self) -> int:
         self._last_id += 1
         return self._last_id
+
+    def _promises_below(self) -> KeptPromises | None:
+        """Return the promises of the lowest durable level; None where no level is durable."""
+        storage, blocks = self._storage, self.book.accounts.slots
+        if storage is not None:
+            size = place_bytes_of(self._transfer.slot_bytes)
+            blocks = int(self.config.disk_gib * 2**30) // size
+            kept = KeptPromises(self.cache, self.book, "disk", self._next_id, storage.send)
+        elif self.config.host_keeps_promises:
+            kept = KeptPromises(self.cache, self.book, "host", self._next_id, lambda command: None)
+        else:
+            return None
+        kept.copy_again = self._copy_again
+        kept.store_again = self._store_again
+        self.cache.keep_promises_below(kept, blocks)
+        return kept
+
+    def _copy_again(self, node: Node) -> None:
+        self.offloading.promised(node, ())
+
+    def _store_again(self, copy: Copy) -> None:
+        if self._storing is not None:
+            self._storing.copied([copy], self._now_s)
+
+    def _confirmed(self, copies: Sequence[Copy], until_s: Sequence[float]) -> None:
+        if self.promises is not None:
+            self.promises.confirm(copies, until_s, self._now_s)
+
+    def _notice_absence(self, passed_s: float) -> None:
+        """Give up what only the disk has once it has been away for too long."""
+        if self._disk.state != "off" or not self._was_open:
+            self._away_s = 0.0
+            return
+        self._away_s += passed_s
+        if self._away_s > AWAY_S and self.promises is not None:
+            self._was_open = False
+            self.promises.level_gone()
 
     def _fidelity_of(self, namespace: Namespace) -> Fidelity:
         return self._fidelity.get(namespace, "exact")
@@ -421,6 +503,9 @@ class Levels:
                 self._storing.finished(outcome)
         elif isinstance(outcome, Looked):
             self._take_look(outcome)
+        elif isinstance(outcome, Renewed):
+            if self.promises is not None:
+                self.promises.renewed(outcome, self._now_s)
         elif isinstance(outcome, StoredErased):
             if outcome.call_id in self._erasures:
                 self._erasures.discard(outcome.call_id)
@@ -428,6 +513,7 @@ class Levels:
                 self.on_erased(outcome.call_id, erased)
         else:
             was_open, self._disk = self._disk.state == "open", outcome
+            self._was_open = self._was_open or outcome.state != "off"
             if self._storing is not None:
                 if outcome.state == "open" and not was_open:
                     self._storing.copied_all(self.book.prefixes, self._now_s)
@@ -448,6 +534,8 @@ class Levels:
             return
         size, parent = self.cache.block_size, self.book.prefixes.root(namespace)
         allowed = FIDELITIES.index(self._fidelity_of(namespace))
+        imported, until_s = list[Copy](), list[float]()
+        node = self.cache.tree_root(namespace)
         for index, run in enumerate(outcome.runs):
             if FIDELITIES.index(run.fidelity) > allowed:
                 break
@@ -459,16 +547,26 @@ class Levels:
                     self.book.prefixes.set_limit(copy, self._now_s + run.limit_s)
             copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
             self.book.set_record(copy, run.record_id)
+            until_s.append(self._now_s + run.promise_s)
+            imported.append(copy)
             parent = copy
+            node = None if node is None else node.children.get(own)
+            if node is not None and self.book.of_node(node) is None:
+                self.book.link(copy, node)
+        self._confirmed(imported, until_s)
 
     def _copied(self, copies: list[Copy]) -> None:
         if self._storing is not None:
             self._storing.copied(copies, self._now_s)
+        else:
+            self._confirmed(copies, [math.inf] * len(copies))
 
     def _committed(self, table: BlockTable, before: int) -> None:
         """Have a sequence's blocks copied that were committed since there were `before`, if they
-        are promised. O(these, leases).
+        are promised, and promises renewed on disk that this use has moved. O(these, leases).
         """
+        if self.promises is not None:
+            self.promises.read(table.node, self._now_s)
         if not table.requested_leases or table.committed == before:
             return
         node: Node | None = table.node
@@ -483,7 +581,7 @@ class Levels:
     def _evicting(self, account: NamespaceAccount, node: Node) -> None:
         """The device is about to evict a leaf: its copy takes over what is known of it."""
         copy = self.book.evicting(account, node)
-        if copy is not None and copy.record_id and node.terms is not None:
+        if copy is not None and copy.record_id and copy.terms is None and node.terms is not None:
             self._send_renew(copy)
 
     def _renew(self, copy: Copy, node: Node, lease_id: str, now_s: float) -> None:
@@ -502,14 +600,9 @@ class Levels:
             self._storing.copied([copy], now_s)
 
     def _send_renew(self, copy: Copy, lease_ids: tuple[str, ...] = ()) -> None:
-        if self._storage is None:
-            return
-        records = tuple(one.record_id for one in copy.path() if one.record_id)
-        limit_s = None
-        if copy.limit_at_s < float("inf"):
-            limit_s = max(0.0, copy.limit_at_s - self._now_s)
-        promise_s = max(0.0, copy.promise_at_s - self._now_s)
-        self._storage.send(Renew(copy.namespace, records, limit_s, promise_s, lease_ids))
+        if self.promises is not None and self._storage is not None:
+            until_s = copy.promise_at_s, copy.limit_at_s
+            self.promises.renew(copy.path(), *until_s, self._now_s, lease_ids)
 
     def _judge(self, load: Load, now_s: float) -> None:
         """Count what a load has brought, and judge the slowest level it came from."""

@@ -25,7 +25,7 @@ from engine.protocol import Decoder
 
 FRAME_BYTES_MAX = 64 * 2**20
 NAMESPACES_PER_FRAME = 4_096
-STORAGE_VERSION = 1
+STORAGE_VERSION = 2
 """Version of these messages: both ends come from one installation."""
 _LENGTH = struct.Struct("<I")
 

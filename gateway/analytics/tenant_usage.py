@@ -14,7 +14,7 @@ from collections.abc import Callable
 from engine.api import Namespace, NamespaceStats
 from engine.client.namespace_stats import NamespaceTable
 
-FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting")
+FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "promised_below", "running", "waiting")
 
 
 _NOTHING = [0] * len(FIELDS)

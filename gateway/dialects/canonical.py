@@ -471,6 +471,7 @@ Cause = Literal[
     "evicted_pressure",
     "window_gone",
     "erased",
+    "lost_below",
     "restarted",
     "below_minimum",
     "other_namespace",

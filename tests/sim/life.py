@@ -169,20 +169,29 @@ class Life:
 
 
 class LeveledLife(Life):
-    """A life with host memory and a disk below the device, whose speed and faults change."""
+    """A life with host memory and a disk below the device, whose speed, room and faults change."""
 
     def _levels_below(self, seed: int) -> MakeLevels | None:
         chance = random.Random(seed ^ 0x5EED)
         self.weather_chance, self.weather = chance, Weather()
         self.disk: FakeStorage | None = None
         slots, has_disk = chance.choice([4, 12, 60]), chance.random() < 0.7
-        config = LevelsConfig(host_mib=1, disk_gib=1.0, host_tokens_min=1, disk_tokens_min=1)
+        records_max, keeps = chance.choice([12, 40, 10**9]), chance.random() < 0.5
+        config = LevelsConfig(
+            host_mib=1,
+            disk_gib=1.0,
+            host_tokens_min=1,
+            disk_tokens_min=1,
+            host_keeps_promises=keeps,
+        )
 
         def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
             memory = FakeTransferEngine(runner, slots, chance, self.weather)
             before, self.disk = self.disk, None
             if has_disk:
-                self.disk = FakeStorage(memory, chance, self.weather)
+                self.disk = FakeStorage(
+                    memory, chance, self.weather, lambda: self.world.clock(), records_max
+                )
                 self.disk.take_over(before)
             return Levels(cache, config, memory, self.disk)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.api import CacheGrant, LeaseRequest, Peek, Quota, Request, Retention, Sampling
-from engine.cache import PrefixCache
+from engine.cache import Fact, PrefixCache
+from engine.cache.events import PromiseLost
 from engine.config import EngineConfig, LevelsConfig
 from engine.levels.levels import Levels
 from tests.checkers import World
@@ -38,9 +39,11 @@ def ask(name: str, tokens: tuple[int, ...], **wanted: Any) -> Request:
     return Request(**(settings | wanted))
 
 
-def leased(tokens: int, retention: Retention = HOUR, lease_id: str = "lease") -> CacheGrant:
+def leased(
+    tokens: int, retention: Retention = HOUR, lease_id: str = "lease", quota: Quota = PAYER
+) -> CacheGrant:
     """Return a grant with one lease."""
-    return CacheGrant(b"n", PAYER, leases=(LeaseRequest(tokens, retention, lease_id),))
+    return CacheGrant(b"n", quota, leases=(LeaseRequest(tokens, retention, lease_id),))
 
 
 class LeveledWorld(World):
@@ -53,6 +56,7 @@ class LeveledWorld(World):
         disk: bool = True,
         blocks: int = 40,
         depth: int = 1,
+        records_max: int = 10**9,
         **settings: Any,
     ) -> None:
         self.weather, self.chance = Weather(), random.Random(1)
@@ -68,7 +72,9 @@ class LeveledWorld(World):
             self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather)
             before, self.disk = self.disk, None
             if disk:
-                self.disk = FakeStorage(self.memory, self.chance, self.weather)
+                self.disk = FakeStorage(
+                    self.memory, self.chance, self.weather, self.clock, records_max
+                )
                 self.disk.take_over(before)
             self.levels = Levels(cache, LevelsConfig(**wanted), self.memory, self.disk)
             return self.levels
@@ -81,6 +87,16 @@ class LeveledWorld(World):
             depth=depth,
             make_levels=below,
         )
+        self.lost: list[PromiseLost] = []
+
+    def restart(self) -> None:
+        """See `World`; the facts of promises that are lost are kept."""
+        super().restart()
+        self.cache.facts = self._note
+
+    def _note(self, fact: Fact) -> None:
+        if isinstance(fact, PromiseLost):
+            self.lost.append(fact)
 
     def run(self, *requests: Request) -> list[int]:
         """Run requests at once; return the cached tokens that each began with."""
