@@ -21,8 +21,8 @@ from tests.unit.gateway.server_process import Server, run_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-BLOCKS, PROMPTS, WORDS = 96, 15, 300
-"""Blocks of the pool; prompts of at least 19 blocks each, and their words."""
+BLOCKS, PROMPTS, WORDS = 96, 18, 300
+"""Blocks of the pool; prompts of at least 18 blocks each, and their words."""
 SETTINGS = f"""
 [engine]
 threads = 2
@@ -33,6 +33,9 @@ disk_gib = 2.0
 disk_tokens_min = 64
 [caching.profiles.anthropic]
 min_tokens = 0
+[[models]]
+name = "kept"
+path = "smollm2-135m-instruct"
 """
 VOCABULARY = ["apple", "river", "stone", "music", "table", "green", "seven", "quiet"]
 
@@ -46,7 +49,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     (data / "models").symlink_to(models)
     settings = tmp_path / "settings.toml"
     settings.write_text(SETTINGS)
-    async with run_server(models / "smollm2-135m-instruct", data, settings) as running:
+    async with run_server(None, data, settings) as running:
         yield running
 
 
@@ -58,7 +61,7 @@ async def ask(server: Server, session: ClientSession, seed: int, *, is_promised:
     if is_promised:
         block["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
     body = {
-        "model": "smollm2-135m-instruct",
+        "model": "kept",
         "max_tokens": 1,
         "system": [block],
         "messages": [{"role": "user", "content": "x"}],
@@ -79,7 +82,7 @@ async def test_promises_of_three_pools_are_read_back(server: Server, tmp_path: P
         for seed in range(PROMPTS):
             usage, parts = await ask(server, session, seed, is_promised=True)
             assert "lease" not in parts, parts
-            written.append(usage["cache_creation_input_tokens"])
+            written.append(usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"])
         began_s = time.monotonic()
         for seed in range(100, 106):
             await ask(server, session, seed, is_promised=False)
