@@ -122,8 +122,9 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     """A payer's share of device blocks. Floor: never taken by others. Ceiling: never exceeded.
 
     Between them the payer borrows in proportion to `weight`. `promised_blocks_max`: the most blocks
-    that leases may promise it. `payer`: all namespaces that name the same payer share the quota and
-    one turn in the queue; b"" stands for the namespace alone.
+    that leases may promise it; `promised_on_device_max`: those that they may hold on the device,
+    where a level below keeps promises. `payer`: all namespaces that name the same payer share the
+    quota and one turn in the queue; b"" stands for the namespace alone.
     """
 
     floor_blocks: Count = 0
@@ -131,6 +132,7 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     promised_blocks_max: Count | None = None
     payer: Payer = b""
+    promised_on_device_max: Count | None = None
 
 
 class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
@@ -258,11 +260,15 @@ class EndSample(Struct, frozen=True, tag="end_sample", forbid_unknown_fields=Tru
 
 
 class Peek(Struct, frozen=True, tag="peek", forbid_unknown_fields=True):
-    """Ask what these tokens would match. Changes nothing: no pin, no renewal, no last use."""
+    """Ask what these tokens would match. Changes nothing: no pin, no renewal, no last use.
+
+    `quota`: the payer's; with it the answer tells how much a lease could promise.
+    """
 
     call_id: Count
     namespace: Namespace
     tokens: tuple[TokenId, ...]
+    quota: Quota | None = None
 
 
 class SetQuotas(Struct, frozen=True, tag="set_quotas", forbid_unknown_fields=True):
@@ -421,8 +427,10 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
 
 class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     """The answer to `Peek`. `expires_in_s`: until the match ends by itself; None without a
-    limit. `window_gone_tokens`: as in `Started`. `stored_tokens`: further tokens that levels below
-    the device are known to have; a disk may have more.
+    limit. `promised_tokens`: on any level. `window_gone_tokens`: as in `Started`. `stored_tokens`:
+    further tokens that levels below the device are known to have; a disk may have more.
+    `promisable_tokens`: how many leading tokens a lease could promise now, and the `bound` that
+    would clip more; None without a quota in the call, or for a model with window groups.
     """
 
     call_id: Count
@@ -431,6 +439,8 @@ class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     expires_in_s: float | None = None
     window_gone_tokens: Count = 0
     stored_tokens: tuple[tuple[LevelName, Count], ...] = ()
+    promisable_tokens: Count | None = None
+    bound: Bound = ""
 
 
 class LevelErased(Struct, frozen=True, forbid_unknown_fields=True):
@@ -676,7 +686,8 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     and KV format; every namespace contains it. `kv_windows`: the windows of the KV groups beside
     the first, in tokens: `block_size` tokens take a block in each of them as well.
     `floor_blocks_max`: the most that floors together may take; floors that ask for more are cut.
-    `promisable_blocks`: the most that promises and floors together may take.
+    `promisable_blocks`: the most that promises and floors together may take, on the lowest level
+    that keeps promises; `promisable_on_device`: on the device, 0 where that is the same.
     """
 
     epoch: str
@@ -694,6 +705,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     pid: Count
     promisable_blocks: Count = 0
     kv_windows: tuple[Count, ...] = ()
+    promisable_on_device: Count = 0
 
 
 class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):

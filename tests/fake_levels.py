@@ -200,6 +200,10 @@ class FakeStorage:
         for _, command in waiting:
             self._do(command)
 
+    def lose(self, record_id: RecordId) -> None:
+        """Lose a record, and with it those that hang on it; nobody is told."""
+        self._drop([record_id])
+
     def beat(self, stats: StorageStats) -> None:
         """Send a heartbeat."""
         self._ready.append(stats)

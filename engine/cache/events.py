@@ -103,7 +103,7 @@ class CacheStats(Struct, frozen=True):
     window_gone_tokens_total: int = 0
 
 
-class NamespaceUse(Struct, frozen=True):
+class NamespaceUse(Struct, frozen=True, repr_omit_defaults=True):
     """Blocks allocated to a namespace, the part that block tables hold, and promised blocks by
     class, on any level. `below`: those whose promise a level below the device keeps; `away`: those
     of them that the device has evicted.

@@ -144,15 +144,15 @@ class FairShare:
         self._refresh()
         return self._spare - (account.counted[0] if account else 0)
 
-    def claimed_by_others(self, account: PayerAccount) -> int:
+    def claimed_by_others(self, account: PayerAccount | None) -> int:
         """Return the blocks promised or guaranteed to all other payers. O(changed log n)."""
         self._refresh()
-        return self._claimed - account.counted[1]
+        return self._claimed - (account.counted[1] if account else 0)
 
-    def claimed_below_by_others(self, account: PayerAccount) -> int:
+    def claimed_below_by_others(self, account: PayerAccount | None) -> int:
         """Return the same on the level that keeps promises. O(changed log n)."""
         self._refresh()
-        return self._claimed_below - account.counted[3]
+        return self._claimed_below - (account.counted[3] if account else 0)
 
     def cached(self) -> int:
         """Return the blocks that only trees refer to. O(changed log n)."""

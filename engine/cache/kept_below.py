@@ -84,6 +84,28 @@ NO_ROOM_ASKED = PromiseRoom(0, "", 0, "")
 """For requests without leases."""
 
 
+def cover(
+    path: Sequence[Node], kept: int, covered: int, wanted: int, room: PromiseRoom
+) -> tuple[int, int]:
+    """Cover blocks with a promise, from number `covered` to `wanted`, as far as there is room.
+
+    `path`: the cached ones; behind them a level below keeps `kept`. Returns how many blocks are
+    covered then, and how many of these are not computed yet. Takes the room. O(blocks).
+    """
+    reserved = 0
+    while covered < wanted:
+        node = path[covered] if covered < len(path) else None
+        is_below = covered - len(path) < kept if node is None else node.promised_below
+        if is_below:
+            room.waiting += 1
+        elif node is None or not node.promised:
+            if not room.take():
+                break
+            reserved += node is None
+        covered += 1
+    return covered, reserved
+
+
 def asks_promise(leases: Sequence[LeaseRequest]) -> bool:
     """Return whether any of these leases promises anything."""
     return any(promised_seconds(lease.retention) > 0 for lease in leases)

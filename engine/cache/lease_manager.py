@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Literal
 
-from engine.api import Bound, LeaseGrant, LeaseRequest
-from engine.cache.accounts import NamespaceAccount
+from engine.api import Bound, LeaseGrant, LeaseRequest, Namespace, Quota
+from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_manager import PROMISABLE, BlockManager
 from engine.cache.block_table import BlockTable
-from engine.cache.kept_below import NO_ROOM_ASKED, KeptBelow, PromiseRoom, asks_promise
+from engine.cache.kept_below import NO_ROOM_ASKED, KeptBelow, PromiseRoom, asks_promise, cover
 from engine.cache.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
 from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock
 
@@ -184,19 +184,33 @@ class LeaseManager:
             )
             return covered, has_gap
         wanted_blocks = -(-tokens // self._manager.block_size)
-        while covered_blocks < wanted_blocks:
-            node = path[covered_blocks] if covered_blocks < len(path) else None
-            is_kept = covered_blocks - len(path) < len(kept) if node is None else False
-            if is_kept or (node is not None and node.promised_below):
-                room.waiting += 1
-            elif node is None or not node.promised:
-                if not room.take():
+        covered, reserved = cover(path, len(kept), covered_blocks, wanted_blocks, room)
+        if reserved and not table.reserved:
+            table.held_up = len(kept)
+        table.reserved += reserved
+        return covered, False
+
+    def promisable(
+        self,
+        namespace: Namespace,
+        path: Sequence[Node],
+        tokens: Sequence[int],
+        quota: Quota,
+        now_s: float,
+    ) -> tuple[int, Bound]:
+        """Return how many leading tokens of a prompt, of which `path` is cached, a lease could
+        promise now, and the bound that would clip more. Changes nothing. O(blocks).
+        """
+        size, kept = self._manager.block_size, 0
+        if self.below is not None:
+            for terms in self.below.terms_of(namespace, tokens, now_s)[len(path) :]:
+                if terms is None or terms.below_class is None:
                     break
-                if node is None and not table.reserved:
-                    table.held_up = len(kept)
-                table.reserved += node is None
-            covered_blocks += 1
-        return covered_blocks, False
+                kept += 1
+        room = self._room_of(self._manager.fair_share.get(quota.payer or namespace), quota)
+        covered, _ = cover(path, kept, 0, -(-len(tokens) // size), room)
+        promisable = min(len(tokens), covered * size)
+        return promisable, room.bound if promisable < len(tokens) else ""
 
     def _kept_below(
         self,
@@ -565,24 +579,33 @@ class LeaseManager:
         return gone
 
     def _room(self, account: NamespaceAccount) -> PromiseRoom:
-        """Return the room for promises to this namespace's payer, and the bounds that limit it; of
-        several equal bounds the payer's own first. Cost: see `FairShare`.
+        """Return the room for promises to this namespace's payer."""
+        return self._room_of(account.payer_account, account.payer_account.quota)
+
+    def _room_of(self, payer_account: PayerAccount | None, quota: Quota) -> PromiseRoom:
+        """Return the room for promises to a payer, None for one without an account, and the bounds
+        that limit it; of several equal bounds the payer's own first. Cost: see `FairShare`.
         """
-        payer_account, fair_share = account.payer_account, self._manager.fair_share
-        quota, scale = payer_account.quota, fair_share.scale
-        ceiling = quota.ceiling_blocks
+        fair_share = self._manager.fair_share
+        scale, ceiling = fair_share.scale, quota.ceiling_blocks
+        mine = (0, 0)
+        if payer_account is not None:
+            mine = payer_account.promised, payer_account.promised_total
         on_device = fair_share.promisable - fair_share.claimed_by_others(payer_account)
         others_below = fair_share.claimed_below_by_others(payer_account)
         device = _least(
-            payer_account.promised,
-            (quota.promised_blocks_max if self.below is None else None, "quota"),
+            mine[0],
+            (
+                quota.promised_blocks_max if self.below is None else quota.promised_on_device_max,
+                "quota",
+            ),
             (ceiling and int(ceiling * PROMISABLE), "ceiling"),
             (on_device, "pool"),
         )
         if self.below is None:
             return PromiseRoom(*device, *device)
         total = _least(
-            payer_account.promised_total,
+            mine[1],
             (quota.promised_blocks_max, "quota"),
             (ceiling and int(int(ceiling * scale) * PROMISABLE), "ceiling"),
             (fair_share.promisable_below - others_below, "pool"),

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from engine.api import LeaseRequest, Namespace, Payer, Quota, tokens_within
+from engine.api import Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_table import BlockTable
@@ -495,11 +495,28 @@ class PrefixCache:
 
     # -- promises that a level below keeps ----------------------------------------------------
 
+    def promisable(
+        self, namespace: Namespace, tokens: Sequence[int], quota: Quota, now_s: float
+    ) -> tuple[int, Bound] | None:
+        """Return how many leading tokens of a prompt a lease could promise now, and the bound that
+        would clip more; None with window groups. Changes nothing. Cost: as `find`.
+        """
+        if self._has_windows:
+            return None
+        path = self.find(namespace, tokens, now_s).path
+        return self._leases.promisable(namespace, path, tokens, quota, now_s)
+
     @property
     def promisable_blocks(self) -> int:
         """Return the most that promises and floors together may take, on the lowest level that
         keeps promises."""
         return self._manager.fair_share.promisable_below
+
+    @property
+    def promisable_on_device(self) -> int:
+        """Return the most that they may take on the device; 0 where no level below keeps
+        promises."""
+        return 0 if self._leases.below is None else self._manager.fair_share.promisable
 
     def keep_promises_below(self, below: KeptBelow, blocks: int) -> None:
         """Let a level of `blocks` blocks keep promises, before anything is cached."""

@@ -153,6 +153,9 @@ class Core:
         now_s = self.clock()
         found = self.cache.peek(call.namespace, call.tokens, now_s)
         expires_in_s = None if found.expires_at_s is None else max(0.0, found.expires_at_s - now_s)
+        promisable = None
+        if call.quota is not None:
+            promisable = self.cache.promisable(call.namespace, call.tokens, call.quota, now_s)
         return Peeked(
             call_id=call.call_id,
             cached_tokens=found.cached_tokens,
@@ -161,6 +164,8 @@ class Core:
             expires_in_s=expires_in_s,
             window_gone_tokens=found.window_gone_tokens,
             stored_tokens=self._stored_tokens(call, found.cached_tokens, now_s),
+            promisable_tokens=None if promisable is None else promisable[0],
+            bound="" if promisable is None else promisable[1],
         )
 
     def erase(self, call: Erase, answer: Callable[[Erased], None] = lambda erased: None) -> Erased:

@@ -383,6 +383,7 @@ def core_of_model(folder: Path, config: EngineConfig) -> tuple[Core, EngineInfo]
         pid=os.getpid(),
         promisable_blocks=core.cache.promisable_blocks,
         kv_windows=built.kv_format.windows,
+        promisable_on_device=core.cache.promisable_on_device,
     )
     return core, info
 

@@ -180,8 +180,10 @@ class PromisesMachine(RuleBasedStateMachine):
     def lose_a_record(self, data: st.DataObject) -> None:
         """The disk loses a record, and with it those below; the engine learns of it at a read."""
         assert self.disk is not None
-        self.disk._drop([data.draw(st.sampled_from(sorted(self.disk.records)))])
-        self.unmatched = 10**6  # what the engine cannot know yet
+        before = self.stored()
+        self.disk.lose(data.draw(st.sampled_from(sorted(self.disk.records))))
+        for block in before - self.stored():
+            self.promised.pop(block, None)
 
     @rule(namespace=st.sampled_from(NAMESPACES), lease=st.booleans(), data=st.data())
     def erase(self, namespace: bytes, lease: bool, data: st.DataObject) -> None:
@@ -238,6 +240,11 @@ class PromisesMachine(RuleBasedStateMachine):
         if len(copies) * size < len(path):
             return False
         return all(self.has_bytes(copy.slot, copy.record_id) for copy in copies)
+
+    def stored(self) -> set[Block]:
+        """Return the blocks of which the disk has records."""
+        assert self.disk is not None
+        return {(one.namespace, self.disk.path(i)) for i, one in self.disk.records.items()}
 
     def has_bytes(self, slot: int, record_id: int) -> bool:
         """Return whether a copy is where the engine believes it to be."""

@@ -205,4 +205,6 @@ class LeveledLife(Life):
             self.weather.seconds = chance.choice([0.0, 1e-6, 0.01])
         if self.disk is not None and chance.random() < 0.01:
             self.disk.is_away = chance.random() < 0.5
+        if self.disk is not None and self.disk.records and chance.random() < 0.01:
+            self.disk.lose(chance.choice(sorted(self.disk.records)))
         super()._happen()

@@ -220,7 +220,7 @@ def test_a_lost_record_is_told_once() -> None:
     assert world.disk is not None
     assert world.below(prompt(1))[1] == {"disk": 12}
     middle = next(i for i in world.disk.records if world.disk.path(i) == prompt(1)[:8])
-    world.disk._drop([middle])
+    world.disk.lose(middle)
 
     assert world.run(ask("again", prompt(1))) == [4]
     assert [(one.namespace, one.blocks) for one in world.lost] == [(b"n", 1)] * 2
