@@ -122,8 +122,9 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     """A payer's share of device blocks. Floor: never taken by others. Ceiling: never exceeded.
 
     Between them the payer borrows in proportion to `weight`. `promised_blocks_max`: the most blocks
-    that leases may promise it. `payer`: all namespaces that name the same payer share the quota and
-    one turn in the queue; b"" stands for the namespace alone.
+    that leases may promise it; `promised_on_device_max`: those that they may hold on the device,
+    where a level below keeps promises. `payer`: all namespaces that name the same payer share the
+    quota and one turn in the queue; b"" stands for the namespace alone.
     """
 
     floor_blocks: Count = 0
@@ -131,6 +132,7 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     promised_blocks_max: Count | None = None
     payer: Payer = b""
+    promised_on_device_max: Count | None = None
 
 
 class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
@@ -258,11 +260,15 @@ class EndSample(Struct, frozen=True, tag="end_sample", forbid_unknown_fields=Tru
 
 
 class Peek(Struct, frozen=True, tag="peek", forbid_unknown_fields=True):
-    """Ask what these tokens would match. Changes nothing: no pin, no renewal, no last use."""
+    """Ask what these tokens would match. Changes nothing: no pin, no renewal, no last use.
+
+    `quota`: the payer's; with it the answer tells how much a lease could promise.
+    """
 
     call_id: Count
     namespace: Namespace
     tokens: tuple[TokenId, ...]
+    quota: Quota | None = None
 
 
 class SetQuotas(Struct, frozen=True, tag="set_quotas", forbid_unknown_fields=True):
@@ -446,8 +452,10 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
 
 class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     """The answer to `Peek`. `expires_in_s`: until the match ends by itself; None without a
-    limit. `window_gone_tokens`: as in `Started`. `stored_tokens`: further tokens that levels below
-    the device are known to have; a disk may have more.
+    limit. `promised_tokens`: on any level. `window_gone_tokens`: as in `Started`. `stored_tokens`:
+    further tokens that levels below the device are known to have; a disk may have more.
+    `promisable_tokens`: how many leading tokens a lease could promise now, and the `bound` that
+    would clip more; None without a quota in the call, or for a model with window groups.
     """
 
     call_id: Count
@@ -456,6 +464,8 @@ class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     expires_in_s: float | None = None
     window_gone_tokens: Count = 0
     stored_tokens: tuple[tuple[LevelName, Count], ...] = ()
+    promisable_tokens: Count | None = None
+    bound: Bound = ""
 
 
 class LevelErased(Struct, frozen=True, forbid_unknown_fields=True):
@@ -507,7 +517,9 @@ class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     """The blocks and live requests of one namespace; zeros where it has none left.
 
-    `promised_by_class`: blocks under a live promise, each in the class that promises it longest.
+    `promised_by_class`: blocks under a live promise, on any level, each in the class that promises
+    it longest. `promised_below`: those whose promise a level below the device keeps;
+    `promised_away`: those of them that the device has evicted, which `blocks` does not count.
     `host_bytes`: copies in host memory. `is_stored`: whether the disk has records of it.
     """
 
@@ -519,11 +531,23 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     promised_by_class: dict[str, Count] = {}
     host_bytes: Count = 0
     is_stored: bool = False
+    promised_below: Count = 0
+    promised_away: Count = 0
 
     @property
     def promised_blocks(self) -> int:
-        """Return the blocks under a live promise."""
+        """Return the blocks under a live promise, on any level."""
         return sum(self.promised_by_class.values())
+
+    @property
+    def promised_on_device(self) -> int:
+        """Return the blocks that a promise holds on the device."""
+        return self.promised_blocks - self.promised_below
+
+    @property
+    def unpromised_blocks(self) -> int:
+        """Return the blocks on the device that no promise covers, on any level."""
+        return self.blocks - (self.promised_blocks - self.promised_away)
 
 
 class PayerBytes(Struct, frozen=True):
@@ -634,12 +658,13 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     changed: tuple[NamespaceStats, ...] = ()
 
 
-LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased"]
-"""Why blocks left the tree: evicted for their own namespace or another, expired, or erased."""
+LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased", "lost_below"]
+"""Why blocks left the tree: evicted for their own namespace or another, expired, or erased.
+`lost_below` is told of promised blocks that had left it: the level that kept them has lost them."""
 
 
 class Loss(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` left the tree.
+    """`blocks` of `namespace` left the tree, or were `lost_below` it.
 
     `taker`: the namespace they were evicted for; `lived_s`: seconds they had been in the tree,
     summed.
@@ -653,7 +678,8 @@ class Loss(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Gain(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` entered the tree: gains minus losses are its blocks in the tree."""
+    """`blocks` of `namespace` entered the tree: gains minus losses, but for those `lost_below`, are
+    its blocks in the tree."""
 
     namespace: Namespace
     blocks: Count
@@ -704,8 +730,9 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     and KV format; every namespace contains it. `kv_windows`: the windows of the KV groups beside
     the first, in tokens: `block_size` tokens take a block in each of them as well.
     `floor_blocks_max`: the most that floors together may take; floors that ask for more are cut.
-    `promisable_blocks`: the most that promises and floors together may take. `kv_fidelity`: of the
-    KV that all answers are computed with.
+    `promisable_blocks`: the most that promises and floors together may take, on the lowest level
+    that keeps promises; `promisable_on_device`: on the device, 0 where that is the same.
+    `kv_fidelity`: of the KV that all answers are computed with.
     """
 
     epoch: str
@@ -724,6 +751,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     promisable_blocks: Count = 0
     kv_windows: tuple[Count, ...] = ()
     kv_fidelity: Fidelity = "exact"
+    promisable_on_device: Count = 0
 
 
 class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):

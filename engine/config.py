@@ -38,6 +38,8 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     encrypted under a key of its own for each namespace, wrapped by the master key in `key_file` or
     in the environment's variable `key_env`; `key_file_before`: the former master key, to replace.
     `remote`: where copies go that the disk has no room for, and promised ones too.
+    `host_keeps_promises`: without a disk, a promised prefix may leave the device once host memory
+    has it.
     """
 
     host_mib: Annotated[int, Meta(ge=0)] = 0
@@ -56,6 +58,7 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     key_env: str = ""
     key_file_before: str = ""
     remote: RemoteConfig = RemoteConfig()
+    host_keeps_promises: bool = False
 
     @property
     def is_on(self) -> bool:

@@ -256,16 +256,26 @@ class Fetched(Struct, frozen=True, tag="fetched"):
 
 
 class Renew(Struct, frozen=True, tag="renew"):
-    """Note a use of records, and lengthen their limits and promises. No outcome.
+    """Note a use of records, and lengthen their limits and promises. The outcome is one `Renewed`.
 
     `limit_s` None: limits stay as they are. `lease_ids`: leases that cover these records, too.
     """
 
+    call_id: Count
     namespace: Namespace
     record_ids: tuple[RecordId, ...]
     limit_s: float | None = None
     promise_s: float = 0.0
     lease_ids: tuple[str, ...] = ()
+
+
+class Renewed(Struct, frozen=True, tag="renewed"):
+    """The outcome of a `Renew`: the records in `gone` are not there any more. `code` is not empty
+    where nothing is known of them, since the storage is away."""
+
+    call_id: Count
+    gone: tuple[RecordId, ...] = ()
+    code: str = ""
 
 
 class EraseStored(Struct, frozen=True, tag="erase_stored"):
@@ -339,7 +349,7 @@ class StorageStats(Struct, frozen=True, tag="storage_stats"):
 
 
 StorageCommand = StoreRuns | Look | Fetch | Renew | EraseStored | SetStoredQuotas
-StorageOutcome = Stored | Looked | Fetched | StoredErased | StorageStats
+StorageOutcome = Stored | Looked | Fetched | Renewed | StoredErased | StorageStats
 
 
 class Storage(Protocol):

@@ -98,7 +98,7 @@ from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
 from gateway.levels.placement import engine_config
-from gateway.levels.report import holds_promises
+from gateway.levels.report import holds_promises, unkept_tokens
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
@@ -379,6 +379,9 @@ def _contracts(config: Config, models: ServedModels, store: Store, clock: Clock)
         has_past=has_history(store),
         tells_leases=config.server.tolerance != "strict",
         survives=lambda namespace: holds_promises(models.stats_of(namespace)),
+        unkept_tokens=lambda namespace: unkept_tokens(
+            models.stats_of(namespace), models.info_of(namespace)
+        ),
     )
 
 

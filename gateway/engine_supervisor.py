@@ -129,9 +129,11 @@ class EngineSupervisor:
         engine.done_in_isolation.clear()
         return engine.submit(self._suspects.isolate(request))
 
-    async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
+    async def peek(
+        self, namespace: Namespace, tokens: tuple[int, ...], quota: Quota | None = None
+    ) -> Peeked:
         """See `engine.client.client.Engine`."""
-        return await self._running_engine().peek(namespace, tokens)
+        return await self._running_engine().peek(namespace, tokens, quota)
 
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         """See `engine.client.client.Engine`."""

@@ -26,6 +26,7 @@ from engine.moves import (
     Moved,
     RecordId,
     Renew,
+    Renewed,
     SetStoredQuotas,
     SlotFormat,
     SlotLayout,
@@ -238,7 +239,7 @@ class FakeKeptSlots:
 
 @dataclass
 class Record:
-    """A stored run: what it holds and what it hangs on."""
+    """A stored run: what it holds, what it hangs on, and until when it is promised."""
 
     namespace: Namespace
     parent: RecordId
@@ -246,13 +247,27 @@ class Record:
     content: Content
     leases: frozenset[str]
     form: SlotFormat = PLAIN
+    promise_at_s: float = 0.0
 
 
 class FakeStorage:
-    """`engine.moves.Storage` in memory. `records` outlive the engine that made them."""
+    """`engine.moves.Storage` in memory. `records` outlive the engine that made them.
 
-    def __init__(self, memory: FakeTransferEngine, chance: random.Random, weather: Weather) -> None:
+    Beyond `records_max` it drops records that are not promised and nothing hangs on, the oldest
+    first, and refuses more if there are none.
+    """
+
+    def __init__(
+        self,
+        memory: FakeTransferEngine,
+        chance: random.Random,
+        weather: Weather,
+        clock: Callable[[], float] = lambda: 0.0,
+        records_max: int = 10**9,
+    ) -> None:
         self.memory = memory
+        self.records_max = records_max
+        self._clock = clock
         self.records: dict[RecordId, Record] = {}
         self.is_closed = False
         self.is_away = False  # stores and fetches fail
@@ -269,7 +284,7 @@ class FakeStorage:
     def send(self, command: StorageCommand) -> None:
         """Take a command; it is done at a later poll, those before an erasure before it."""
         self.commands.append(command)
-        if isinstance(command, Renew | SetStoredQuotas):
+        if isinstance(command, SetStoredQuotas):
             return
         if isinstance(command, EraseStored | Look):
             for _, earlier in self._outcomes:
@@ -317,6 +332,10 @@ class FakeStorage:
         for _, command in waiting:
             self._do(command)
 
+    def lose(self, record_id: RecordId) -> None:
+        """Lose a record, and with it those that hang on it; nobody is told."""
+        self._drop([record_id])
+
     def beat(self, stats: StorageStats) -> None:
         """Send a heartbeat."""
         self._ready.append(stats)
@@ -328,6 +347,8 @@ class FakeStorage:
             self._look(command)
         elif isinstance(command, Fetch):
             self._fetch(command)
+        elif isinstance(command, Renew):
+            self._renew(command)
         elif isinstance(command, EraseStored):
             self._erase(command)
 
@@ -352,12 +373,16 @@ class FakeStorage:
                 self._drop([known])
                 known = None
             if known is None:
+                if len(self.records) >= self.records_max and not self._make_room(parent):
+                    code = "full"
+                    break
                 self._last += 1
                 known = self._last
                 leases = frozenset(command.lease_ids)
                 self.records[known] = Record(
                     command.namespace, parent, run.tokens, content, leases, form
                 )
+            self._promise(known, run.promise_s)
             made.append(known)
             parent = known
         self._ready.append(Stored(command.call_id, tuple(made), code))
@@ -376,8 +401,9 @@ class FakeStorage:
             )
             if own is None:
                 break
-            form = self.records[own].form
-            found.append(StoredRun(own, form.fidelity, None, 0.0, form.slot_bytes, self.level))
+            form, level = self.records[own].form, self.level
+            promise_s = max(0.0, self.records[own].promise_at_s - self._clock())
+            found.append(StoredRun(own, form.fidelity, None, promise_s, form.slot_bytes, level))
             parent, at = own, at + len(self.records[own].tokens)
         self._ready.append(Looked(command.call_id, tuple(found[command.skip :])))
 
@@ -402,6 +428,33 @@ class FakeStorage:
                 check=digest(record.content) if record is not None and is_done else b"",
             )
             self._ready.append(outcome)
+
+    def _renew(self, command: Renew) -> None:
+        if self.is_away:
+            self._ready.append(Renewed(command.call_id, code="closed"))
+            return
+        gone = list[RecordId]()
+        for record_id in command.record_ids:
+            record = self.records.get(record_id)
+            if record is None or record.namespace != command.namespace:
+                gone.append(record_id)
+            else:
+                self._promise(record_id, command.promise_s)
+                record.leases |= frozenset(command.lease_ids)
+        self._ready.append(Renewed(command.call_id, tuple(gone)))
+
+    def _promise(self, record_id: RecordId, promise_s: float) -> None:
+        record = self.records[record_id]
+        record.promise_at_s = max(record.promise_at_s, self._clock() + promise_s)
+
+    def _make_room(self, parent: RecordId) -> bool:
+        """Drop the oldest record that may go; return whether there was one."""
+        parents = {record.parent for record in self.records.values()} | {parent}
+        for record_id, record in self.records.items():
+            if record_id not in parents and record.promise_at_s <= self._clock():
+                self._drop([record_id])
+                return True
+        return False
 
     def _erase(self, command: EraseStored) -> None:
         before = len(self.records)

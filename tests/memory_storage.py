@@ -25,6 +25,7 @@ from engine.moves import (
     PayerBytes,
     RecordId,
     Renew,
+    Renewed,
     SetStoredQuotas,
     StorageCommand,
     StorageOutcome,
@@ -92,7 +93,7 @@ class MemoryStorage:
             case Fetch():
                 self._outcomes += self._fetch(command)
             case Renew():
-                self._renew(command)
+                self._outcomes.append(self._renew(command))
             case EraseStored():
                 self._outcomes.append(self._erase(command))
             case SetStoredQuotas():
@@ -218,13 +219,17 @@ class MemoryStorage:
                     check = record.check
             yield Fetched(command.call_id, record_id, is_done, check=check)
 
-    def _renew(self, command: Renew) -> None:
+    def _renew(self, command: Renew) -> Renewed:
+        if self._is_closed:
+            return Renewed(command.call_id, code="closed")
+        gone = list[RecordId]()
         for record_id in command.record_ids:
-            if self._is_found(command.namespace, record_id):
-                limit_s = 0.0 if command.limit_s is None else command.limit_s
-                self._lengthen(
-                    self.records[record_id], limit_s, command.promise_s, command.lease_ids
-                )
+            if not self._is_found(command.namespace, record_id):
+                gone.append(record_id)
+                continue
+            limit_s = 0.0 if command.limit_s is None else command.limit_s
+            self._lengthen(self.records[record_id], limit_s, command.promise_s, command.lease_ids)
+        return Renewed(command.call_id, tuple(gone))
 
     def _erase(self, command: EraseStored) -> StoredErased:
         if self._is_closed:

@@ -27,15 +27,22 @@ class NamespaceAccount:
     `held`: allocated to the namespace. `cached`: the part of `held` that only the tree refers to.
     `evictable`: the part of `cached` that is not promised. `promised`: in the tree under a live
     promise; `promised_in` splits it by retention class. `reserved`: promised to running requests
-    that have not computed them yet. `lease_endpoints`: the last blocks of each lease. Every change
+    that have not computed them yet. `below`: under a promise that a level below the device keeps,
+    by class in `below_in`; `away`: the part of these that the device has evicted. `held_up`: the
+    part of these that returns to the device with what running requests compute under them.
+    `lease_endpoints`: the last blocks of each lease. Every change
     adds the namespace to the set `changed` given to the constructor.
     """
 
     __slots__ = (
         "_changed",
+        "away",
+        "below",
+        "below_in",
         "cached",
         "evictable",
         "held",
+        "held_up",
         "lease_endpoints",
         "namespace",
         "payer_account",
@@ -66,6 +73,8 @@ class NamespaceAccount:
         self.promised = 0
         self.promised_in: Counter[str] = Counter()
         self.reserved = 0
+        self.below = self.away = self.held_up = 0
+        self.below_in: Counter[str] = Counter()
         self.write_epoch = 0
         self._changed = changed
 
@@ -93,12 +102,36 @@ class NamespaceAccount:
             del self.promised_in[retention]
         self.promised += blocks
         self.payer_account.promised += blocks
+        self.payer_account.promised_total += blocks
         self._mark_changed()
 
     def add_reserved(self, blocks: int) -> None:
         """Add `blocks` that are promised and not computed yet. O(1)."""
         self.reserved += blocks
         self.payer_account.promised += blocks
+        self.payer_account.promised_total += blocks
+        self._mark_changed()
+
+    def add_held_up(self, blocks: int) -> None:
+        """Add `blocks` promised below whose promises are about to return to the device. O(1)."""
+        self.held_up += blocks
+        self.payer_account.promised += blocks
+        self._mark_changed()
+
+    def add_below(self, retention: str, blocks: int) -> None:
+        """Add `blocks` whose promise of the class `retention` a level below the device keeps.
+        O(1).
+        """
+        self.below_in[retention] += blocks
+        if not self.below_in[retention]:
+            del self.below_in[retention]
+        self.below += blocks
+        self.payer_account.promised_total += blocks
+        self._mark_changed()
+
+    def add_away(self, blocks: int) -> None:
+        """Add `blocks` promised below that the device has evicted. O(1)."""
+        self.away += blocks
         self._mark_changed()
 
     @property
@@ -106,7 +139,7 @@ class NamespaceAccount:
         """Return whether the namespace holds nothing and runs nothing, so its account may be
         deleted.
         """
-        return not (self.held or self.tables or self.reserved)
+        return not (self.held or self.tables or self.reserved or self.below)
 
     def add_evictable(self, node: TreeBlock) -> None:
         """Put an unpinned, unpromised leaf or window block into the payer's eviction order.
@@ -127,10 +160,12 @@ class NamespaceAccount:
 class PayerAccount:
     """All accounts of one payer, under the payer's quota. All counts are in blocks.
 
-    `held`, `cached` and `evictable` are sums over the namespaces; `promised` is the sum of promised
-    and reserved blocks. The namespace accounts keep these sums. `floor_blocks`: the guaranteed part
-    of the quota's floor. `eviction_order`: the payer's evictable leaves, sorted by the policy.
-    `is_stale`: the account has changed and is in the list `stale` given to the constructor.
+    `held`, `cached` and `evictable` are sums over the namespaces; `promised` is the sum of blocks
+    that promises hold on the device, or will (promised, reserved, held up); `promised_total` the
+    sum of all promises on any level. The namespace accounts keep these sums. `floor_blocks`: the
+    guaranteed part of the quota's floor. `eviction_order`: the payer's evictable leaves, sorted by
+    the policy. `is_stale`: the account has changed and is in the list `stale` given to the
+    constructor.
     `fair_share` keeps `counted` (what its sums include of this payer) and `order_entry` (the
     payer's entry in its order).
     """
@@ -148,6 +183,7 @@ class PayerAccount:
         "order_entry",
         "payer",
         "promised",
+        "promised_total",
         "quota",
         "serial",
     )
@@ -165,10 +201,10 @@ class PayerAccount:
         self.serial = serial
         self.floor_blocks = 0
         self.accounts: dict[Namespace, NamespaceAccount] = {}
-        self.held = self.cached = self.evictable = self.promised = 0
+        self.held = self.cached = self.evictable = self.promised = self.promised_total = 0
         self.eviction_order = EvictionOrder(policy)
         self.is_stale = False
-        self.counted = (0, 0, 0)
+        self.counted = (0, 0, 0, 0)
         self.order_entry: tuple[float, int, PayerAccount] | None = None
         self._stale = stale
 
@@ -196,7 +232,8 @@ class PayerAccount:
         self.held += sign * account.held
         self.cached += sign * account.cached
         self.evictable += sign * account.evictable
-        self.promised += sign * (account.promised + account.reserved)
+        self.promised += sign * (account.promised + account.reserved + account.held_up)
+        self.promised_total += sign * (account.promised + account.reserved + account.below)
         self.mark_stale()
 
     def mark_stale(self) -> None:
@@ -223,6 +260,10 @@ class PayerAccount:
         floor.
         """
         return max(self.promised, self.floor_blocks)
+
+    def claimed_below(self, scale: float) -> int:
+        """Return the same on the level that keeps promises, which is `scale` times the device."""
+        return max(self.promised_total, int(self.floor_blocks * scale))
 
     def next_victim(self) -> TreeBlock:
         """Return the leaf or window block that is evicted next, over all namespaces of the payer.

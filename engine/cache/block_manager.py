@@ -99,7 +99,12 @@ class BlockManager:
         if account is None:
             return NamespaceUse(namespace, 0, 0, {})
         pinned = account.held - account.cached
-        return NamespaceUse(namespace, account.held, pinned, dict(account.promised_in))
+        promised = account.promised_in
+        if account.below:
+            promised = promised + account.below_in
+        return NamespaceUse(
+            namespace, account.held, pinned, dict(promised), account.below, account.away
+        )
 
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose counts have changed since the last call. O(changed)."""
@@ -285,6 +290,8 @@ class BlockManager:
         A tail that `run` extends is replaced: the new node takes over its terms and leases.
         """
         node, shorter = account.tree.insert(parent, run, block)
+        if shorter is not None and shorter.promised:
+            parent.promised_children -= 1
         added = 1 + len(beside)
         lost: list[WindowBlock | None] = [None] * len(beside)
         if shorter is not None:  # may be the same block, left earlier by a fork of this sequence
@@ -332,6 +339,8 @@ class BlockManager:
         """
         self.version += 1
         parent, removed = top.parent, 0
+        if parent is not None and top.promised:
+            parent.promised_children -= 1
         for node in top.subtree():
             account.lease_endpoints.remove_node(node)
             account.tree.remove(node)
@@ -352,6 +361,9 @@ class BlockManager:
             account.add_promised(node.promised_class, -1)
         if promised_class is not None:
             account.add_promised(promised_class, 1)
+        if isinstance(node, Node) and node.parent is not None:
+            now, before = promised_class is not None, node.promised_class is not None
+            node.parent.promised_children += now - before
         node.promised_class = promised_class
         if is_cached:
             self._count_cached(account, node)
@@ -417,6 +429,8 @@ class BlockManager:
         if node.promised_class is not None:
             account.add_promised(node.promised_class, -1)
             node.promised_class = None
+        elif isinstance(node, Node) and node.promised_below:
+            account.add_away(1)
         self.node_of[node.block] = None
         if self.pool.drop_ref(node.block) == 0:
             self._on_freed(node.block)

@@ -19,8 +19,10 @@ class BlockTable:
     The other fields belong to the cache. `node`: the tree node of block `committed` - 1, under
     which the next full block is committed. `requested_leases`: each lease, with the number of
     leading blocks that its promise covers; `prompt_tokens`: the most tokens that a lease covers.
-    `reserved`: promised blocks that are not computed yet. For window groups: `first`: by group, the
-    first entry that is no hole. `advanced`: the whole blocks up to which blocks were let go.
+    `reserved`: promised blocks that are not computed yet. `kept_from`, `kept_to`: entries behind
+    the match whose promises a level below keeps; `held_up`: how many of them, from `kept_from` on,
+    get their promise back on the device. For window groups: `first`: by group, the first entry that
+    is no hole. `advanced`: the whole blocks up to which blocks were let go.
     `marks`: positions still to be passed at which there is a reason to resume, ascending.
     `window_promises`: by group, the entries that the promises cover. `resumed`: window blocks whose
     promises the end of the sequence renews.
@@ -33,6 +35,9 @@ class BlockTable:
         "blocks",
         "committed",
         "first",
+        "held_up",
+        "kept_from",
+        "kept_to",
         "kv_tokens",
         "leases",
         "marks",
@@ -69,6 +74,7 @@ class BlockTable:
         self.node: Node = account.tree.root
         self.committed = 0
         self.reserved = 0
+        self.kept_from = self.kept_to = self.held_up = 0
         self.started_s = started_s
         self.write = write
         self.write_epoch = account.write_epoch

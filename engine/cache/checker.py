@@ -129,6 +129,8 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         ("promised", account.promised, promised.total()),
         ("promised by class", account.promised_in, promised),
         ("tables", account.tables, len(tables)),
+        ("promised below", account.below, account.below_in.total()),
+        ("held up", account.held_up, sum(table.held_up for table in tables)),
         ("reserved", account.reserved, sum(table.reserved for table in tables)),
     ):
         _expect(has == found, f"{name!r}: {has} {mismatch}", found)
@@ -179,11 +181,16 @@ def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) ->
         _expect(is_complete or not node.children, "a tail with children", node.run)
         _expect(manager.node_of[node.block] is node, f"block {node.block}'s node", node.run)
         is_evictable = refs[node.block] == 1 and not node.promised
+        is_twice = node.promised_below and (node.promised or node.promised_children > 0)
+        _expect(not is_twice, "a promise on the device and below it", node.run)
         if node.beside is not None or manager.windows.windows:
             _check_window_blocks(manager, node)
     runs = node.children if node.child_order is None else node.child_order
     _expect(len(runs) == len(node.children), "children out of order", len(runs))
     _expect(len(runs) < 2 or node.child_order is not None, "children without an order", len(runs))
+    promised = sum(child.promised for child in node.children.values())
+    has = node.promised_children
+    _expect(has == promised, f"{has} promised children", promised)
     before = None
     for run in runs:
         child = node.children.get(run)
@@ -210,12 +217,14 @@ def _check_payer(manager: BlockManager, payer_account: PayerAccount) -> Steps:
         return  # deleted before its turn
     _expect(not payer_account.is_idle, f"{payer!r}: an idle account", payer)
     yield 1
-    sums = [0, 0, 0, 0]
+    sums = [0, 0, 0, 0, 0]
     for number, (name, account) in enumerate(payer_account.accounts.items()):
         _expect(account.payer_account is payer_account, f"{name!r}: another payer's account", payer)
         _expect(manager.accounts.get(name) is account, f"{name!r}: an unknown account", payer)
         counts = (account.held, account.cached, account.evictable)
-        for position, more in enumerate((*counts, account.promised + account.reserved)):
+        promised = account.promised + account.reserved
+        promises = promised + account.held_up, promised + account.below
+        for position, more in enumerate((*counts, *promises)):
             sums[position] += more
         if number % 16 == 0:
             yield 8
@@ -224,8 +233,9 @@ def _check_payer(manager: BlockManager, payer_account: PayerAccount) -> Steps:
         payer_account.cached,
         payer_account.evictable,
         payer_account.promised,
+        payer_account.promised_total,
     ]
-    _expect(has == sums, f"{payer!r}: held, cached, evictable, promised {has}", sums)
+    _expect(has == sums, f"{payer!r}: held, cached, evictable, promised, on any level {has}", sums)
     order, before = payer_account.eviction_order, None
     for start in range(0, len(order), PIECE_BLOCKS):
         for score, serial, node in order.entries(start, start + PIECE_BLOCKS):

@@ -65,7 +65,14 @@ class BlocksErased(Struct, frozen=True, gc=False):
     blocks: int
 
 
-Fact = Matched | Committed | Copied | Evicted | Expired | BlocksErased
+class PromiseLost(Struct, frozen=True, gc=False):
+    """`blocks` were promised, had left the tree, and the level that kept them has lost them."""
+
+    namespace: Namespace
+    blocks: int
+
+
+Fact = Matched | Committed | Copied | Evicted | Expired | BlocksErased | PromiseLost
 
 
 class CachePeek(Struct, frozen=True):
@@ -96,12 +103,15 @@ class CacheStats(Struct, frozen=True):
     window_gone_tokens_total: int = 0
 
 
-class NamespaceUse(Struct, frozen=True):
+class NamespaceUse(Struct, frozen=True, repr_omit_defaults=True):
     """Blocks allocated to a namespace, the part that block tables hold, and promised blocks by
-    class.
+    class, on any level. `below`: those whose promise a level below the device keeps; `away`: those
+    of them that the device has evicted.
     """
 
     namespace: Namespace
     blocks: int
     pinned: int
     promised: dict[str, int]
+    below: int = 0
+    away: int = 0

@@ -27,8 +27,11 @@ from engine.errors import InvariantViolation
 class FairShare:
     """The accounts of all payers, and the order in which they give blocks.
 
-    `promisable`: blocks that promises and floors together may take. `floors_max`: the part of these
-    that floors may take. `policy` is passed on to each payer's account.
+    `promisable`: blocks that promises and floors together may take on the device. `floors_max`: the
+    part of these that floors may take. `policy` is passed on to each payer's account. `scale`: how
+    many times the device's blocks the lowest level has that keeps promises; `promisable_below`: the
+    blocks that promises and floors together may take there. Without such a level both are the
+    device's.
     """
 
     def __init__(self, promisable: int, floors_max: int, policy: EvictionPolicy) -> None:
@@ -38,7 +41,9 @@ class FairShare:
         self._by_payer: dict[Payer, PayerAccount] = {}
         self._with_floor: dict[Payer, PayerAccount] = {}
         self._floors_requested = 0
-        self._spare = self._claimed = self._cached = 0
+        self.promisable_below = promisable
+        self.scale = 1.0
+        self._spare = self._claimed = self._cached = self._claimed_below = 0
         self._order = SortedList()
         self._stale: list[PayerAccount] = []
         self._serials = count()
@@ -78,6 +83,13 @@ class FairShare:
         if account.is_idle:
             del self._by_payer[account.payer]
             self._uncount(account)
+
+    def keep_below(self, scale: float) -> None:
+        """Charge promises to a level of `scale` times the device's blocks, before any payer has an
+        account. A level that is smaller than the device takes nothing from what may be promised.
+        """
+        self.scale = max(1.0, scale)
+        self.promisable_below = int(self.promisable * self.scale)
 
     # -- floors -------------------------------------------------------------------------------
 
@@ -132,10 +144,15 @@ class FairShare:
         self._refresh()
         return self._spare - (account.counted[0] if account else 0)
 
-    def claimed_by_others(self, account: PayerAccount) -> int:
+    def claimed_by_others(self, account: PayerAccount | None) -> int:
         """Return the blocks promised or guaranteed to all other payers. O(changed log n)."""
         self._refresh()
-        return self._claimed - account.counted[1]
+        return self._claimed - (account.counted[1] if account else 0)
+
+    def claimed_below_by_others(self, account: PayerAccount | None) -> int:
+        """Return the same on the level that keeps promises. O(changed log n)."""
+        self._refresh()
+        return self._claimed_below - (account.counted[3] if account else 0)
 
     def cached(self) -> int:
         """Return the blocks that only trees refer to. O(changed log n)."""
@@ -171,9 +188,9 @@ class FairShare:
         """
         self._refresh()
         requested = sum(account.quota.floor_blocks for account in self._with_floor.values())
-        sums, entries = [0, 0, 0], 0
+        sums, entries = [0, 0, 0, 0], 0
         for number, account in enumerate(self):
-            found = _counts(account)
+            found = _counts(account, self.scale)
             entry = (-account.overage(), account.serial, account) if found[0] else None
             if account.floor_blocks != self._guaranteed(account.quota.floor_blocks, requested):
                 raise InvariantViolation(f"{account.payer!r}: a floor of {account.floor_blocks}")
@@ -187,7 +204,8 @@ class FairShare:
             entries += entry is not None
             if number % 32 == 0:
                 yield 32
-        has = (self._floors_requested, self._spare, self._claimed, self._cached, len(self._order))
+        totals = (self._spare, self._claimed, self._cached, self._claimed_below)
+        has = (self._floors_requested, *totals, len(self._order))
         if has != (requested, *sums, entries):
             raise InvariantViolation(f"sums over payers {has}, recounted: {sums} in {entries}")
 
@@ -200,10 +218,12 @@ class FairShare:
         self._stale.clear()
 
     def _count(self, account: PayerAccount) -> None:
-        account.counted = spare, claimed, cached = _counts(account)
+        account.counted = counted = _counts(account, self.scale)
+        spare, claimed, cached, claimed_below = counted
         self._spare += spare
         self._claimed += claimed
         self._cached += cached
+        self._claimed_below += claimed_below
         if spare:
             account.order_entry = (
                 -account.overage(),
@@ -213,15 +233,17 @@ class FairShare:
             self._order.add(account.order_entry)
 
     def _uncount(self, account: PayerAccount) -> None:
-        spare, claimed, cached = account.counted
+        spare, claimed, cached, claimed_below = account.counted
         self._spare -= spare
         self._claimed -= claimed
         self._cached -= cached
-        account.counted = (0, 0, 0)
+        self._claimed_below -= claimed_below
+        account.counted = (0, 0, 0, 0)
         if account.order_entry is not None:
             self._order.remove(account.order_entry)
             account.order_entry = None
 
 
-def _counts(account: PayerAccount) -> tuple[int, int, int]:
-    return account.spare_blocks(), account.claimed_blocks(), account.cached
+def _counts(account: PayerAccount, scale: float) -> tuple[int, int, int, int]:
+    spare, claimed = account.spare_blocks(), account.claimed_blocks()
+    return spare, claimed, account.cached, account.claimed_below(scale)

@@ -2,7 +2,8 @@
 deadlines.
 
 It implements rule 7 (a promise and a limit) and rule 8 (granted, clipped or refused, never silently
-dropped). It moves no block itself: `block_manager` does. Only `prefix_cache` calls it.
+dropped). Where a level below the device keeps promises, it moves them there and back. It moves no
+block itself: `block_manager` does. Only `prefix_cache` calls it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Literal
 
-from engine.api import Bound, LeaseGrant, LeaseRequest
-from engine.cache.accounts import NamespaceAccount
+from engine.api import Bound, LeaseGrant, LeaseRequest, Namespace, Quota
+from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_manager import PROMISABLE, BlockManager
 from engine.cache.block_table import BlockTable
+from engine.cache.kept_below import NO_ROOM_ASKED, KeptBelow, PromiseRoom, asks_promise, cover
 from engine.cache.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
 from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock
 
 
 class LeaseManager:
-    """The deadlines of every block under a lease, and the promises given."""
+    """The deadlines of every block under a lease, and the promises given.
+
+    `below`: the level that keeps promises below the device, if there is one. `fresh`: blocks that
+    have been promised on the device since the list was last emptied, where there is such a level.
+    """
 
     def __init__(self, manager: BlockManager) -> None:
+        self.below: KeptBelow | None = None
+        self.fresh: list[Node] = []
         self._manager = manager
         self._limits: Deadlines[tuple[NamespaceAccount, Node]] = Deadlines()
         self._promises: Deadlines[tuple[NamespaceAccount, TreeBlock]] = Deadlines()
@@ -32,27 +40,29 @@ class LeaseManager:
         self,
         table: BlockTable,
         path: Sequence[Node],
-        prompt_tokens: int,
+        tokens: Sequence[int],
         leases: Sequence[LeaseRequest],
         now_s: float,
     ) -> None:
-        """Grant, clip or refuse each lease, and apply its terms to the cached blocks of `path`.
+        """Grant, clip or refuse each lease of a prompt of `tokens`, and apply its terms to the
+        cached blocks of `path`, and to those behind it whose promises a level below keeps.
 
         A promise is clipped to the room that the payer's bounds and the promisable part of the pool
         leave, and to a prefix whose last windows are there (rule 19). Promised blocks that are not
         computed yet are reserved. Sets `table.leases` and `table.requested_leases`. O(blocks
         promised).
         """
-        size = self._manager.block_size
+        size, prompt_tokens = self._manager.block_size, len(tokens)
         requested, covered_blocks = [], 0
-        room, bound = self._promise_room_and_bound(table.account) if leases else (0, "")
+        room = self._room(table.account) if leases else NO_ROOM_ASKED
+        kept = self._kept_below(table, len(path), tokens, leases, now_s)
         grants: dict[int, LeaseGrant] = {}
         for position, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
             covered_tokens = min(lease.tokens, prompt_tokens)
             granted, has_gap = covered_tokens if table.write else 0, False
             if table.write and promised_seconds(lease.retention) > 0:
-                covered_blocks, room, has_gap = self._cover(
-                    table, path, covered_blocks, covered_tokens, room
+                covered_blocks, has_gap = self._cover(
+                    table, path, kept, covered_blocks, covered_tokens, room
                 )
                 granted = min(covered_tokens, covered_blocks * size)
             grants[position] = LeaseGrant(
@@ -60,7 +70,9 @@ class LeaseManager:
                 retention=lease.retention.name,
                 outcome=_outcome(granted, covered_tokens),
                 tokens=granted,
-                bound=_bound_of(bound, has_gap) if table.write and granted < covered_tokens else "",
+                bound=_bound_of(room.bound, has_gap)
+                if table.write and granted < covered_tokens
+                else "",
             )
             requested.append((lease, -(-granted // size)))
         table.prompt_tokens = prompt_tokens
@@ -73,6 +85,7 @@ class LeaseManager:
                 self._extend(table, node, index, spans, now_s, is_new=False)
                 if table.beside:
                     self._extend_windows(table, node, index, spans, now_s)
+            self._extend_below(table, path, kept, spans, now_s)
             for lease, _ in table.requested_leases:
                 if last := min(len(path), -(-lease.tokens // size)):
                     table.account.lease_endpoints.extend(lease.lease_id, path[last - 1])
@@ -120,7 +133,9 @@ class LeaseManager:
                 continue
             if terms is None:
                 terms = node.terms = BlockTerms(-math.inf if is_new else math.inf)
-            terms.extend(requested, promised=index < covered_blocks)
+            # Levels copy whole blocks alone: a tail would hold its whole path on the device.
+            is_whole = self.below is None or len(node.run) == self._manager.block_size
+            terms.extend(requested, promised=index < covered_blocks and is_whole)
         self.update_deadlines(table.account, node, now_s)
 
     def _extend_windows(
@@ -148,32 +163,105 @@ class LeaseManager:
             table.resumed.append(block)
 
     def _cover(
-        self, table: BlockTable, path: Sequence[Node], covered_blocks: int, tokens: int, room: int
-    ) -> tuple[int, int, bool]:
+        self,
+        table: BlockTable,
+        path: Sequence[Node],
+        kept: Sequence[BlockTerms],
+        covered_blocks: int,
+        tokens: int,
+        room: PromiseRoom,
+    ) -> tuple[int, bool]:
         """Cover a promise of `tokens` tokens, beyond the `covered_blocks` that earlier leases of
         the table cover, as far as `room` allows.
 
-        Returns the blocks then covered, the room left, and whether a freed window block stood in
-        the way. Reserves the blocks that are not computed yet. O(blocks).
+        `kept`: the terms of the blocks behind `path` whose promises a level below keeps. Returns
+        the blocks then covered, and whether a freed window block stood in the way. Reserves the
+        blocks that are not computed yet. O(blocks).
         """
         if table.beside:
-            return self._cover_windows(table, path, covered_blocks, tokens, room)
+            covered, room.total, has_gap = self._cover_windows(
+                table, path, covered_blocks, tokens, room.total
+            )
+            return covered, has_gap
         wanted_blocks = -(-tokens // self._manager.block_size)
-        while covered_blocks < wanted_blocks:
-            node = path[covered_blocks] if covered_blocks < len(path) else None
-            if node is None or not node.promised:
-                if room <= 0:
+        covered, reserved = cover(path, len(kept), covered_blocks, wanted_blocks, room)
+        if reserved and not table.reserved:
+            table.held_up = len(kept)
+        table.reserved += reserved
+        return covered, False
+
+    def promisable(
+        self,
+        namespace: Namespace,
+        path: Sequence[Node],
+        tokens: Sequence[int],
+        quota: Quota,
+        now_s: float,
+    ) -> tuple[int, Bound]:
+        """Return how many leading tokens of a prompt, of which `path` is cached, a lease could
+        promise now, and the bound that would clip more. Changes nothing. O(blocks).
+        """
+        size, kept = self._manager.block_size, 0
+        if self.below is not None:
+            for terms in self.below.terms_of(namespace, tokens, now_s)[len(path) :]:
+                if terms is None or terms.below_class is None:
                     break
-                room -= 1
-                table.reserved += node is None
-            covered_blocks += 1
-        return covered_blocks, room, False
+                kept += 1
+        room = self._room_of(self._manager.fair_share.get(quota.payer or namespace), quota)
+        covered, _ = cover(path, kept, 0, -(-len(tokens) // size), room)
+        promisable = min(len(tokens), covered * size)
+        return promisable, room.bound if promisable < len(tokens) else ""
+
+    def _kept_below(
+        self,
+        table: BlockTable,
+        matched: int,
+        tokens: Sequence[int],
+        leases: Sequence[LeaseRequest],
+        now_s: float,
+    ) -> list[BlockTerms]:
+        """Return the terms of the blocks right behind the `matched` ones whose promises a level
+        below keeps. O(blocks), where leases promise anything.
+        """
+        table.kept_from = table.kept_to = matched
+        if self.below is None or not table.write or not asks_promise(leases):
+            return []
+        found = self.below.terms_of(table.namespace, tokens, now_s)[matched:]
+        kept: list[BlockTerms] = []
+        for terms in found:
+            if terms is None or terms.below_class is None:
+                break
+            kept.append(terms)
+        table.kept_to = matched + len(kept)
+        return kept
+
+    def _extend_below(
+        self,
+        table: BlockTable,
+        path: Sequence[Node],
+        kept: Sequence[BlockTerms],
+        spans: Sequence[tuple[int, int, LeaseSpans]],
+        now_s: float,
+    ) -> None:
+        """Apply the leases of a table to the blocks behind its match that a level below keeps, and
+        bring the promises of its path back to the device if new blocks under it are promised.
+        """
+        if self.below is None:
+            return
+        table.account.add_held_up(table.held_up)
+        if table.reserved and path:
+            self._return_to_device(table.account, path[-1], now_s)
+        for index, terms in enumerate(kept, start=len(path)):
+            for tokens, covered_blocks, requested in spans:
+                if index * self._manager.block_size < tokens:
+                    terms.extend(requested, promised=index < covered_blocks)
+            self._follow_below(table.account, terms)
 
     def _cover_windows(
         self, table: BlockTable, path: Sequence[Node], covered_blocks: int, tokens: int, room: int
     ) -> tuple[int, int, bool]:
         """Cover a promise as `_cover` does, with the blocks of its last window in each window
-        group.
+        group. Returns the room left, too.
 
         O(blocks of the windows) where the promise is covered whole.
         """
@@ -220,6 +308,10 @@ class LeaseManager:
 
     def release_reservation(self, table: BlockTable, index: int) -> None:
         """Release the reservations of block `index` of the table, which is now in the tree."""
+        if table.held_up and table.node.promised:  # so are the blocks above it
+            self._release_held_up(table, min(index + 1, table.kept_to) - table.kept_from)
+        if index < table.kept_to:
+            return
         if table.reserved and index < max(
             covered_blocks for _, covered_blocks in table.requested_leases
         ):
@@ -236,6 +328,7 @@ class LeaseManager:
         is_cut_short = table.reserved > 0
         table.account.add_reserved(-table.reserved)
         table.reserved = 0
+        self._release_held_up(table, table.held_up)
         if is_cut_short and table.beside:
             self._promise_last_windows(table, now_s)
 
@@ -244,7 +337,7 @@ class LeaseManager:
         that reach beyond it, while there is room.
         """
         spans = [span for span in _spans(table, now_s) if span[1] > table.committed]
-        room = self._promise_room(table.account)
+        room = self._room(table.account).blocks
         for row, first in zip(table.beside, table.first, strict=True):
             for block_id in row[first:]:
                 block = self._manager.node_of[block_id]
@@ -297,15 +390,18 @@ class LeaseManager:
 
         A block may be promised if it is already, or if there is room for its promise.
         """
-        room = None
+        room, waiting = None, 0
         for node in nodes:
             if node.terms is None:
                 continue
             has_room = node.promised
-            if not has_room and node.terms.renew_promise_s > 0:
-                room = self._promise_room(account) if room is None else room
-                has_room = room > 0
-                room -= has_room
+            if node.terms.below_class is not None:
+                has_room, waiting = True, waiting + 1
+            elif not has_room and node.terms.renew_promise_s > 0:
+                room = self._room(account) if room is None else room
+                room.waiting += waiting
+                waiting = 0
+                has_room = room.take()
             yield node, node.terms, has_room
 
     def update_deadlines(self, account: NamespaceAccount, node: TreeBlock, now_s: float) -> None:
@@ -320,19 +416,21 @@ class LeaseManager:
         if terms.limit_at_s < math.inf and isinstance(node, Node) and not node.has_limit_deadline:
             node.has_limit_deadline = True
             self._limits.add(terms.limit_at_s, (account, node))
+        if terms.below_class is not None:
+            self._follow_below(account, terms)
+            return
         promised_class = terms.promised_class if terms.promise_at_s > now_s else None
         if promised_class is None and node.has_promise_deadline:
             # Over, but `lapse_promises` has not run yet: it handles all blocks below as well.
             promised_class = node.promised_class
-        if (
-            promised_class is not None
-            and not node.has_promise_deadline
-            and terms.promise_at_s < math.inf
-        ):
-            node.has_promise_deadline = True
-            self._promises.add(terms.promise_at_s, (account, node))
+        if promised_class is not None:
+            self._set_promise_deadline(account, node, terms)
         if promised_class != node.promised_class:
+            is_new = node.promised_class is None
             self._manager.set_promised(account, node, promised_class)
+            if is_new and self.below is not None and isinstance(node, Node):
+                self.fresh.append(node)
+                self._return_to_device(account, node.parent, now_s)
 
     def lapse_promises(self, now_s: float) -> None:
         """Turn promises whose time is over into best effort. O(due log n).
@@ -349,6 +447,106 @@ class LeaseManager:
                 if node.terms is not None and is_in_use:
                     node.terms.hold_promise(now_s)
                 self.update_deadlines(account, node, now_s)
+
+    # -- promises that a level below keeps ----------------------------------------------------
+
+    def keep_below(self, account: NamespaceAccount, node: Node) -> bool:
+        """Let a level below keep the promise of a block, so that the device may evict it; return
+        whether that may be: not while a block under it is promised on the device. O(log n).
+        """
+        terms, promised_class = node.terms, node.promised_class
+        if terms is None or promised_class is None or node.promised_children:
+            return False
+        self._manager.set_promised(account, node, None)
+        terms.below_class = promised_class
+        account.add_below(promised_class, 1)
+        return True
+
+    def end_below(self, account: NamespaceAccount, terms: BlockTerms, *, is_away: bool) -> None:
+        """End the keeping of a promise below; `is_away`: the device has evicted its block. O(1)."""
+        assert terms.below_class is not None, "a level keeps this promise"
+        self._manager.version += 1
+        account.add_below(terms.below_class, -1)
+        terms.below_class = None
+        if is_away:
+            account.add_away(-1)
+
+    def take_back(self, account: NamespaceAccount, node: Node, now_s: float) -> bool:
+        """Bring the promise of a block back to the device, with those of the blocks above it, if
+        there is room for all of them; return whether there was. O(depth).
+        """
+        wanted, above = 0, node
+        while above.promised_below and above.parent is not None:
+            wanted, above = wanted + 1, above.parent
+        if self._room(account).device < wanted:
+            return False
+        self._return_to_device(account, node, now_s)
+        return True
+
+    def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> None:
+        """Give a node that has just entered the tree the terms of the promise that a level below
+        keeps of its tokens: its use is a read. O(1).
+        """
+        assert self.below is not None, "a level that keeps promises"
+        terms = self.below.adopt(account, node, now_s)
+        if terms is None:
+            return
+        if node.terms is not None:
+            terms.merge(node.terms)
+        node.terms = terms
+        account.add_away(-1)
+        self.renew_on_read(account, (node,), now_s)
+
+    def regain(self, table: BlockTable, node: Node, index: int) -> None:
+        """Make room for the promise of block `index`, which a level below kept when the table began
+        and has lost since; without room the table's promises end above it. O(depth).
+        """
+        if not table.kept_from <= index < table.kept_to or node.promised or node.promised_below:
+            return
+        room, above = self._room(table.account), node.parent
+        while above is not None and above.promised_below:
+            room.waiting, above = room.waiting + 1, above.parent
+        has_device = table.held_up > 0 or room.device - room.waiting > 0
+        if room.total > 0 and has_device:
+            return
+        table.requested_leases = tuple(
+            (lease, min(covered, index)) for lease, covered in table.requested_leases
+        )
+        table.account.add_reserved(-table.reserved)
+        table.reserved = 0
+        self._release_held_up(table, table.held_up)
+
+    def _return_to_device(self, account: NamespaceAccount, node: Node | None, now_s: float) -> None:
+        """Bring the promises from a node upward back to the device, up to one that is there."""
+        assert self.below is not None, "a level that keeps promises"
+        while node is not None and node.terms is not None and node.terms.below_class is not None:
+            self.end_below(account, node.terms, is_away=False)
+            self._set_promise_deadline(account, node, node.terms)
+            self._manager.set_promised(account, node, node.terms.promised_class)
+            self.below.returned(node)
+            self.fresh.append(node)
+            node = node.parent
+
+    def _set_promise_deadline(
+        self, account: NamespaceAccount, node: TreeBlock, terms: BlockTerms
+    ) -> None:
+        if not node.has_promise_deadline and terms.promise_at_s < math.inf:
+            node.has_promise_deadline = True
+            self._promises.add(terms.promise_at_s, (account, node))
+
+    def _follow_below(self, account: NamespaceAccount, terms: BlockTerms) -> None:
+        """Count a promise that is kept below under the class that promises it longest."""
+        if terms.below_class is not None and terms.below_class != terms.promised_class:
+            account.add_below(terms.below_class, -1)
+            account.add_below(terms.promised_class, 1)
+            terms.below_class = terms.promised_class
+
+    def _release_held_up(self, table: BlockTable, blocks: int) -> None:
+        released = max(0, min(blocks, table.held_up))
+        if released:
+            table.held_up -= released
+            table.kept_from += released
+            table.account.add_held_up(-released)
 
     def next_lapse_s(self) -> float | None:
         """Return the earliest time at which a promise ends; None if none does. O(promised blocks).
@@ -380,26 +578,39 @@ class LeaseManager:
                 gone.append((account, node))
         return gone
 
-    def _promise_room(self, account: NamespaceAccount) -> int:
-        """Return the blocks that may still be promised to this namespace's payer. Cost: see
-        `FairShare`.
-        """
-        return self._promise_room_and_bound(account)[0]
+    def _room(self, account: NamespaceAccount) -> PromiseRoom:
+        """Return the room for promises to this namespace's payer."""
+        return self._room_of(account.payer_account, account.payer_account.quota)
 
-    def _promise_room_and_bound(self, account: NamespaceAccount) -> tuple[int, Bound]:
-        """Return the same and the bound that limits it; of several equal bounds the payer's own
-        first.
+    def _room_of(self, payer_account: PayerAccount | None, quota: Quota) -> PromiseRoom:
+        """Return the room for promises to a payer, None for one without an account, and the bounds
+        that limit it; of several equal bounds the payer's own first. Cost: see `FairShare`.
         """
-        payer_account, fair_share = account.payer_account, self._manager.fair_share
-        mine = payer_account.promised
-        quota = payer_account.quota
-        bounds: list[tuple[int | None, Bound]] = [
+        fair_share = self._manager.fair_share
+        scale, ceiling = fair_share.scale, quota.ceiling_blocks
+        mine = (0, 0)
+        if payer_account is not None:
+            mine = payer_account.promised, payer_account.promised_total
+        on_device = fair_share.promisable - fair_share.claimed_by_others(payer_account)
+        others_below = fair_share.claimed_below_by_others(payer_account)
+        device = _least(
+            mine[0],
+            (
+                quota.promised_blocks_max if self.below is None else quota.promised_on_device_max,
+                "quota",
+            ),
+            (ceiling and int(ceiling * PROMISABLE), "ceiling"),
+            (on_device, "pool"),
+        )
+        if self.below is None:
+            return PromiseRoom(*device, *device)
+        total = _least(
+            mine[1],
             (quota.promised_blocks_max, "quota"),
-            (quota.ceiling_blocks and int(quota.ceiling_blocks * PROMISABLE), "ceiling"),
-            (fair_share.promisable - fair_share.claimed_by_others(payer_account), "pool"),
-        ]
-        rooms = [(most - mine, name) for most, name in bounds if most is not None]
-        return min(rooms, key=itemgetter(0))
+            (ceiling and int(int(ceiling * scale) * PROMISABLE), "ceiling"),
+            (fair_share.promisable_below - others_below, "pool"),
+        )
+        return PromiseRoom(*total, *device)
 
 
 def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]:
@@ -408,6 +619,12 @@ def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]
         (lease.tokens, covered_blocks, spans_of(lease.retention, table.started_s, now_s))
         for lease, covered_blocks in table.requested_leases
     ]
+
+
+def _least(promised: int, *bounds: tuple[int | None, Bound]) -> tuple[int, Bound]:
+    """Return the blocks that the narrowest of these bounds leaves, and its name."""
+    rooms = [(most - promised, name) for most, name in bounds if most is not None]
+    return min(rooms, key=itemgetter(0))
 
 
 def _bound_of(bound: Bound, has_gap: bool) -> Bound:

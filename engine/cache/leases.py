@@ -58,10 +58,12 @@ class BlockTerms:
 
     `limit_at_s`: not matched at or after. `promise_at_s`: not evicted before, under the class
     `promised_class`. A read at t moves them to at least t + `renew_*_s`; the end of a use at t to
-    at least t + `use_*_s`.
+    at least t + `use_*_s`. `below_class`: the class under which a level below the device keeps the
+    promise, and the device may evict the block; None where no level does.
     """
 
     __slots__ = (
+        "below_class",
         "limit_at_s",
         "promise_at_s",
         "promised_class",
@@ -81,6 +83,22 @@ class BlockTerms:
         self.use_limit_s = -math.inf
         self.use_promise_s = -math.inf
         self.promised_class = self.renew_class = self.use_class = ""
+        self.below_class: str | None = None
+
+    def merge(self, other: BlockTerms) -> None:
+        """Take over what other terms of the same tokens ask beyond these."""
+        self.limit_at_s = max(self.limit_at_s, other.limit_at_s)
+        self.renew_limit_s = max(self.renew_limit_s, other.renew_limit_s)
+        self.use_limit_s = max(self.use_limit_s, other.use_limit_s)
+        self._extend_promise(other.promise_at_s, other.promised_class)
+        if other.renew_promise_s > self.renew_promise_s:
+            self.renew_promise_s, self.renew_class = other.renew_promise_s, other.renew_class
+        if other.use_promise_s > self.use_promise_s:
+            self.use_promise_s, self.use_class = other.use_promise_s, other.use_class
+
+    def end_promise(self) -> None:
+        """Give up the promise: only a later read or lease may begin another."""
+        self.promise_at_s, self.below_class = -math.inf, None
 
     def extend(self, spans: LeaseSpans, *, promised: bool) -> None:
         """Add a lease. `promised`: the lease's promise covers this block."""

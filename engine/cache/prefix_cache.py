@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from engine.api import LeaseRequest, Namespace, Payer, Quota, tokens_within
+from engine.api import Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_table import BlockTable
@@ -26,9 +26,12 @@ from engine.cache.events import (
     Fact,
     Matched,
     NamespaceUse,
+    PromiseLost,
 )
 from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
+from engine.cache.kept_below import KeptBelow
 from engine.cache.lease_manager import LeaseManager
+from engine.cache.leases import BlockTerms
 from engine.cache.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
 from engine.cache.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
@@ -70,7 +73,6 @@ class PrefixCache:
         self._windows = WindowManager(self._manager, self._leases)
         self._has_windows = bool(self.windows.windows)
         self.floor_blocks_max = self._manager.fair_share.floors_max
-        self.promisable_blocks = self._manager.fair_share.promisable
         self.facts = facts
         self._on_commit: Callable[[BlockTable, int], None] | None = None
         self._evicted = self._expired = self._copied = self._window_gone = 0
@@ -134,7 +136,7 @@ class PrefixCache:
         """Return what `tokens` would match, as a report. Cost: as `find`."""
         found = self.find(namespace, tokens, now_s)
         path = found.path if found.partial_node is None else [*found.path, found.partial_node]
-        promised = sum([node.promised_class is not None for node in path]) * self.block_size
+        promised = sum([node.promised or node.promised_below for node in path]) * self.block_size
         ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
         expires_at_s = None if ends_s == math.inf else ends_s
         return CachePeek(
@@ -248,7 +250,7 @@ class PrefixCache:
             path = self._match(table, found, now_s)
             table.window_gone_tokens = found.matched_tokens - found.cached_tokens
             self._window_gone += table.window_gone_tokens
-        self._leases.grant(table, path, len(tokens), leases, now_s)
+        self._leases.grant(table, path, tokens, leases, now_s)
         if table.beside:
             parting = found.matched_tokens if read and found is not None else 0
             ends = {min(lease.tokens, len(tokens)) for lease in leases}
@@ -335,9 +337,10 @@ class PrefixCache:
                 table.version += 1
             if table.beside and not is_new:
                 new += self._windows.commit(table, node, index, now_s)
+            self._leases.regain(table, node, index)
             self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
-            self._leases.release_reservation(table, index)
             table.node = node
+            self._leases.release_reservation(table, index)
         table.committed = full
         if self._on_commit is not None:
             self._on_commit(table, first)
@@ -468,6 +471,12 @@ class PrefixCache:
         account = self._manager.accounts.get(namespace)
         return [] if account is None else account.lease_endpoints.nodes_of(lease_id)
 
+    def extend_lease(self, lease_id: str, node: Node) -> None:
+        """Note that a lease covers everything up to a node of the tree. O(1)."""
+        account = self.account_of(node)
+        if account is not None:
+            account.lease_endpoints.extend(lease_id, node)
+
     @property
     def free_blocks(self) -> int:
         """Return the blocks that nothing refers to. O(1)."""
@@ -490,6 +499,81 @@ class PrefixCache:
         """
         self._manager.on_evict = on_evict
         self._on_commit = on_commit
+
+    # -- promises that a level below keeps ----------------------------------------------------
+
+    def promisable(
+        self, namespace: Namespace, tokens: Sequence[int], quota: Quota, now_s: float
+    ) -> tuple[int, Bound] | None:
+        """Return how many leading tokens of a prompt a lease could promise now, and the bound that
+        would clip more; None with window groups. Changes nothing. Cost: as `find`.
+        """
+        if self._has_windows:
+            return None
+        path = self.find(namespace, tokens, now_s).path
+        return self._leases.promisable(namespace, path, tokens, quota, now_s)
+
+    @property
+    def promisable_blocks(self) -> int:
+        """Return the most that promises and floors together may take, on the lowest level that
+        keeps promises."""
+        return self._manager.fair_share.promisable_below
+
+    @property
+    def promisable_on_device(self) -> int:
+        """Return the most that they may take on the device; 0 where no level below keeps
+        promises."""
+        return 0 if self._leases.below is None else self._manager.fair_share.promisable
+
+    def keep_promises_below(self, below: KeptBelow, blocks: int) -> None:
+        """Let a level of `blocks` blocks keep promises, before anything is cached."""
+        assert not self._manager.accounts, "the cache is empty"
+        self._leases.below = below
+        self._manager.fair_share.keep_below(blocks / self.blocks)
+
+    def take_promised(self) -> list[Node]:
+        """Return the blocks that have been promised on the device since the last call, where a
+        level below keeps promises. Some may have left the tree. O(these)."""
+        fresh, self._leases.fresh = self._leases.fresh, []
+        return fresh
+
+    def keep_below(self, node: Node) -> bool:
+        """Let the level below keep the promise of a node; return whether that may be: not while a
+        block under it is promised on the device. Node and level share `node.terms` from then on.
+        """
+        account = self.account_of(node)
+        return account is not None and self._leases.keep_below(account, node)
+
+    def take_back(self, node: Node, now_s: float) -> bool:
+        """Bring a promise that the level below kept back to the device, with those above it; return
+        whether there was room. O(depth).
+        """
+        account = self.account_of(node)
+        return account is not None and self._leases.take_back(account, node, now_s)
+
+    def end_below(
+        self, namespace: Namespace, terms: BlockTerms, *, is_away: bool, is_lost: bool = False
+    ) -> None:
+        """End a promise that the level below kept: its time is over, it was erased, or it
+        `is_lost`, which is told. `is_away`: the device has no block of it. O(1).
+        """
+        account = self._manager.accounts[namespace]
+        self._leases.end_below(account, terms, is_away=is_away)
+        if is_lost:
+            terms.end_promise()
+            self._emit(PromiseLost(namespace, 1))
+        self._manager.forget_if_idle(account)
+
+    def promises_below(self) -> Iterator[tuple[Namespace, Counter[str], int]]:
+        """Iterate over the namespaces with promises that the level below keeps: by class, and how
+        many of them the device has evicted. For the checker."""
+        for account in self._manager.accounts.values():
+            if account.below or account.away:
+                yield account.namespace, account.below_in, account.away
+
+    def is_in_use(self, node: Node) -> bool:
+        """Return whether a sequence uses a node of the tree. O(1)."""
+        return node.parent is not None and self._manager.is_in_use(node.block)
 
     # -- expiry, erasure, checks --------------------------------------------------------------
 
@@ -655,6 +739,8 @@ class PrefixCache:
     ) -> tuple[Node, int]:
         block, beside = table.blocks[index], [row[index] for row in table.beside]
         node, added = self._manager.insert(table.account, table.node, run, block, now_s, beside)
+        if self._leases.below is not None and len(run) == self.block_size:
+            self._leases.adopt(table.account, node, now_s)
         for tree_block in tree_blocks(node):
             self._leases.update_deadlines(table.account, tree_block, now_s)
         return node, added

@@ -31,7 +31,8 @@ class Node:
     was freed (a tombstone); None as a whole for a model with one group. `terms` None: best effort
     without a limit. `hits`: how often the block was matched. `inserted_at_s`: when it entered the
     tree. `ending_leases`: leases whose last block this is (see `lease_endpoints`).
-    `promised_class`: the class that promises the block now. `eviction_score`: the score under which
+    `promised_class`: the class under which the device keeps the block promised now;
+    `promised_children`: the children that are so. `eviction_score`: the score under which
     the block is in its payer's `EvictionOrder`, or None. `has_limit_deadline` and
     `has_promise_deadline`: a deadline is set. A node that left its tree has no parent.
     """
@@ -49,6 +50,7 @@ class Node:
         "inserted_at_s",
         "last_use_s",
         "parent",
+        "promised_children",
         "promised_class",
         "run",
         "serial",
@@ -68,6 +70,7 @@ class Node:
         self.terms: BlockTerms | None = None
         self.ending_leases: Set[str] = NO_LEASES
         self.promised_class: str | None = None
+        self.promised_children = 0
         self.eviction_score: float | None = None
         self.has_limit_deadline = False
         self.has_promise_deadline = False
@@ -76,6 +79,11 @@ class Node:
     def promised(self) -> bool:
         """Return whether a live promise protects the block from eviction."""
         return self.promised_class is not None
+
+    @property
+    def promised_below(self) -> bool:
+        """Return whether a level below the device keeps the promise of this block."""
+        return self.terms is not None and self.terms.below_class is not None
 
     def subtree(self) -> Iterator[Node]:
         """Iterate over this node and all nodes below it, children before parents. Does not

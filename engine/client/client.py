@@ -94,8 +94,11 @@ class Engine(Protocol):
         """Submit a request. Raises EngineUnavailable, or RequestRefused if it must not be
         retried."""
 
-    async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
-        """Return what these tokens would find in the cache."""
+    async def peek(
+        self, namespace: Namespace, tokens: tuple[int, ...], quota: Quota | None = None
+    ) -> Peeked:
+        """Return what these tokens would find in the cache, and with the payer's `quota` how many
+        of them a lease could promise."""
 
     def set_quotas(self, quotas: Sequence[Quota]) -> None:
         """Set quotas from now on. Does nothing without an engine."""
@@ -182,9 +185,11 @@ class EngineConnection(ABC):
             if not self._is_closed:
                 self.post(Cancel(request_id))
 
-    async def peek(self, namespace: Namespace, tokens: tuple[int, ...]) -> Peeked:
+    async def peek(
+        self, namespace: Namespace, tokens: tuple[int, ...], quota: Quota | None = None
+    ) -> Peeked:
         """See `Engine.peek`."""
-        return await self._call(Peek(self._call_id(), namespace, tokens), Peeked)
+        return await self._call(Peek(self._call_id(), namespace, tokens, quota), Peeked)
 
     def is_alive(self, epoch: str) -> bool:
         """See `Engine.is_alive`."""

@@ -33,7 +33,7 @@ class NamespaceTable:
         for stats in changed:
             name = stats.namespace
             before = self._current.pop(name, None)
-            below = stats.host_bytes or stats.is_stored
+            below = stats.host_bytes or stats.is_stored or stats.promised_below
             if stats.blocks or stats.running or stats.waiting or below:
                 self._current[name] = stats
             for noted in self._changed_by_reader.values():

@@ -154,13 +154,19 @@ class Core:
         now_s = self.clock()
         found = self.cache.peek(call.namespace, call.tokens, now_s)
         expires_in_s = None if found.expires_at_s is None else max(0.0, found.expires_at_s - now_s)
+        promisable = None
+        if call.quota is not None:
+            promisable = self.cache.promisable(call.namespace, call.tokens, call.quota, now_s)
         return Peeked(
             call_id=call.call_id,
             cached_tokens=found.cached_tokens,
-            promised_tokens=found.promised_tokens,
+            promised_tokens=found.promised_tokens
+            + self._promised_below(call, found.cached_tokens, now_s),
             expires_in_s=expires_in_s,
             window_gone_tokens=found.window_gone_tokens,
             stored_tokens=self._stored_tokens(call, found.cached_tokens, now_s),
+            promisable_tokens=None if promisable is None else promisable[0],
+            bound="" if promisable is None else promisable[1],
         )
 
     def erase(self, call: Erase, answer: Callable[[Erased], None] = lambda erased: None) -> Erased:
@@ -194,9 +200,9 @@ class Core:
         )
 
     def namespaces(self) -> set[Namespace]:
-        """Return all namespaces that hold blocks or have live requests. O(these)."""
+        """Return all namespaces that hold blocks or promises, or have live requests. O(these)."""
         below = () if self.levels is None else self.levels.namespaces()
-        held = {use.namespace for use in self.cache.namespaces() if use.blocks}
+        held = {use.namespace for use in self.cache.namespaces() if use.blocks or use.below}
         return held.union(self.requests.totals, below)
 
     def stats(self, call_id: int = 0, names: Iterable[Namespace] = ()) -> Stats:
@@ -562,6 +568,12 @@ class Core:
         """Return whether moves between levels hold blocks, or requests wait for them."""
         loading = self.scheduler.loading
         return loading is not None and (len(loading) > 0 or loading.levels.is_moving)
+
+    def _promised_below(self, call: Peek, here: int, now_s: float) -> int:
+        """Return the tokens behind those on the device whose promises a level below keeps."""
+        if self.levels is None:
+            return 0
+        return self.levels.promised_tokens(call.namespace, call.tokens, here, now_s)
 
     def _take_loaded(self, loading: Loading, now_s: float) -> None:
         """Take what has come from the levels: sequences go on, followers are released."""

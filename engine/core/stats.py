@@ -159,6 +159,8 @@ def _namespace_stats(
         promised_by_class=use.promised,
         host_bytes=0 if levels is None else levels.host_bytes(use.namespace),
         is_stored=levels is not None and levels.has_records(use.namespace),
+        promised_below=use.below,
+        promised_away=use.away,
     )
 
 

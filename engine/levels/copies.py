@@ -38,7 +38,8 @@ class CopyBook:
     `host_bytes`: copies in host memory by namespace; `changed`: the namespaces where these have
     changed. `formats`: what copies are made in, and what each namespace allows. `notes`: what the
     next engine will know of them, None where host memory ends with this one. `remains`: whose bytes
-    lie in which slots.
+    lie in which slots. `on_removed` is called with each copy that leaves the tree, while its node
+    is still known.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class CopyBook:
         self._by_block: dict[int, Copy] = {}
         self._held: Counter[int] = Counter()
         self._disk_only: OrderedDict[Copy, None] = OrderedDict()
+        self.on_removed: Callable[[Copy], None] = lambda copy: None
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -103,6 +105,8 @@ class CopyBook:
     def set_record(self, copy: Copy, record_id: int, form: int = 0) -> None:
         """Note a copy's record on disk, and its format; 0: it has none. O(log copies)."""
         self.records += (record_id != 0) - (copy.record_id != 0)
+        if copy.record_id != record_id:
+            copy.kept_until_s = copy.renew_at_s = -math.inf
         copy.record_id, copy.record_format = record_id, form
         self.accounts.update(copy)
         self._note_disk_only(copy)
@@ -128,7 +132,8 @@ class CopyBook:
         limit_at_s = math.inf if terms is None else terms.limit_at_s
         if copy.limit_at_s < limit_at_s:
             self.prefixes.set_limit(copy, limit_at_s)
-        if terms is not None and node.promised and copy.promise_at_s < terms.promise_at_s:
+        is_promised = terms is not None and (node.promised or terms.below_class is not None)
+        if is_promised and terms is not None and copy.promise_at_s < terms.promise_at_s:
             copy.promise_at_s = terms.promise_at_s
             self._terms_changed(copy)
         for lease_id in node.ending_leases:
@@ -162,6 +167,17 @@ class CopyBook:
             if (copy := self.of_node(node)) is not None:
                 return copy
             node = node.parent
+        return None
+
+    def nearest_node(self, copy: Copy) -> Node | None:
+        """Return the node of the copy or of its nearest ancestor whose block the device has.
+        O(depth).
+        """
+        above: Copy | None = copy
+        while above is not None:
+            if above.node is not None and above.node.parent is not None:
+                return above.node
+            above = above.parent
         return None
 
     def child(self, parent: Copy, node: Node) -> Copy | None:
@@ -304,7 +320,7 @@ class CopyBook:
             if len(self._disk_only) <= DISK_ONLY_MAX:
                 break
             oldest = next(iter(self._disk_only))
-            if oldest.children:
+            if oldest.children or oldest.terms is not None:
                 self._disk_only.move_to_end(oldest)
             else:
                 self.prefixes.remove(oldest)
@@ -318,6 +334,7 @@ class CopyBook:
             self.prefixes.remove(copy)
 
     def _removed(self, copy: Copy) -> None:
+        self.on_removed(copy)
         self._take_back(copy)
         self.records -= copy.record_id != 0
         self._disk_only.pop(copy, None)

@@ -251,7 +251,7 @@ class HostAccounts:
         """Put a copy into the order of those that may be dropped, or take it out, as it now is.
 
         It may be dropped while nothing reads its slot, and it is on disk too or nothing lies below
-        it. O(log copies), O(1) where nothing changes.
+        it and it keeps no promise. O(log copies), O(1) where nothing changes.
         """
         may_drop = (
             copy.slot >= 0
@@ -433,8 +433,8 @@ class HostAccounts:
 
     def _is_bound(self, copy: Copy) -> bool:
         """Return whether a copy has to keep its slot, even if all that hangs on it went too: a move
-        or a store reads it."""
-        return self._refs[copy.slot] != 1
+        or a store reads it, or it alone keeps a promise."""
+        return self._refs[copy.slot] != 1 or (copy.terms is not None and not copy.record_id)
 
     def _drop(self, copy: Copy) -> None:
         self.dropped_total += 1

@@ -8,6 +8,7 @@ it. The rules are in `engine/levels/README.md`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -21,6 +22,7 @@ from engine.api import (
     LevelName,
     LevelStats,
     Namespace,
+    Payer,
     PayerBytes,
     Quota,
 )
@@ -34,6 +36,7 @@ from engine.levels.copy_notes import CopyNotes
 from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
+from engine.levels.promises import RENEWED_PART, KeptPromises
 from engine.levels.recovery import AT_START, DropReason, KeptSlots, Recovery
 from engine.levels.stored_prefixes import Copy
 from engine.levels.storing import Storing
@@ -43,7 +46,7 @@ from engine.moves import (
     Look,
     Looked,
     RemoteStats,
-    Renew,
+    Renewed,
     SetStoredQuotas,
     Storage,
     StorageOutcome,
@@ -53,6 +56,7 @@ from engine.moves import (
     StoredRun,
     TransferEngine,
 )
+from engine.storage.record import place_bytes_of
 
 CROWDED: Final = 0.6
 """The part of the pool in use from which running sequences' blocks are copied, so that a preemption
@@ -60,12 +64,12 @@ finds them on host."""
 STUCK_S: Final = 10.0
 """Seconds without an outcome after which nothing waits for moves any more. Of the time between two
 turns one second counts: the machine may have paused."""
-RENEWED_PART: Final = 1 / 8
-"""A promise is renewed on disk when it has moved by this part of what was left of it."""
 WIPED_BYTES_A_TURN: Final = 4 * 2**20
 """Bytes of host memory that a turn wipes, in about a millisecond."""
 ERASED_TURNS: Final = 4
 """What an erasure wipes before it returns, in bytes of as many turns."""
+AWAY_S: Final = 60.0
+"""Seconds without a disk after which the promises that it keeps count as lost."""
 
 
 class LoadPlan:
@@ -126,6 +130,7 @@ class Levels:
         self._lossy: dict[Namespace, Fidelity] = {}  # of what was loaded in this engine's life
         self._never_at_rest: set[Namespace] = set()
         self._storing: Storing | None = None
+        self.promises = self._promises_below()
         if storage is not None:
             self._storing = Storing(
                 self.book,
@@ -133,6 +138,7 @@ class Levels:
                 self._next_id,
                 self._never_at_rest,
                 config.disk_tokens_min,
+                self._confirmed,
             )
             self.offloading.is_storing = self._is_storing
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
@@ -144,7 +150,8 @@ class Levels:
         self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
         self._chosen: Counter[LevelName] = Counter()
         self._declined: Counter[LevelName] = Counter()
-        self._now_s, self._silent_s = now_s, 0.0
+        self._now_s, self._silent_s, self._away_s = now_s, 0.0, 0.0
+        self._was_open = False
         self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
         self._kept = kept
         self._recovery: Recovery | None = None
@@ -258,6 +265,8 @@ class Levels:
             copy = self.book.nearest(node)
             if copy is not None and node is not None:
                 self._renew(copy, node, lease.lease_id, now_s)
+        if self.promises is not None and not table.requested_leases:
+            self.promises.read(table.node, now_s)
 
     def set_quota(self, quota: Quota) -> None:
         """Apply a payer's changed quota on every level."""
@@ -272,12 +281,13 @@ class Levels:
         `running`: the tables of running sequences, those that would be preempted first in front.
         `collected`: the last step that was collected.
         """
-        self._silent_s += min(1.0, max(0.0, now_s - self._now_s))
+        passed_s = min(1.0, max(0.0, now_s - self._now_s))
+        self._silent_s += passed_s
         self._now_s = now_s
         if self._kept is not None:
             self._recover(self._kept)
         outcomes = self._transfer.poll()
-        if outcomes or not (self.offloading.moves or self.loads.moves):
+        if outcomes or not (self.offloading.moves or self.loads.moves or self._is_storing()):
             self._silent_s = 0.0
         for moved in outcomes:
             if not self.loads.moved(moved):
@@ -285,6 +295,9 @@ class Levels:
         if self._storage is not None:
             for outcome in self._storage.poll():
                 self._take(outcome)
+            self._notice_absence(passed_s)
+        if self.promises is not None:
+            self.promises.turn(now_s)
         self.book.prefixes.expire(now_s)
         moves = self.loads.next_moves(collected)
         crowd = filter(self._may_lose_blocks, running) if self._is_crowded() else ()
@@ -300,8 +313,13 @@ class Levels:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether moves pin blocks, and still come to ends."""
-        return bool(self.offloading.moves or len(self.loads)) and self._silent_s <= STUCK_S
+        """Return whether moves pin blocks, or promises that hold blocks on the device are about to
+        move down, and still come to ends.
+        """
+        pins = bool(self.offloading.moves or len(self.loads))
+        if self.promises is not None and self.promises.has_ends:
+            pins = pins or self.offloading.has_promised or self._is_storing()
+        return pins and self._silent_s <= STUCK_S
 
     @property
     def is_busy(self) -> bool:
@@ -314,6 +332,7 @@ class Levels:
             or self._is_storing()
             or self._is_recovering
             or (self.book.remains.soiled > 0 and not self.book.accounts.is_closed)
+            or (self.promises is not None and self.promises.renewals > 0)
         )
 
     # -- erasure ------------------------------------------------------------------------------
@@ -336,11 +355,19 @@ class Levels:
             for node in self.cache.lease_ends(namespace, call.lease_id):
                 if (copy := book.nearest(node)) is not None:
                     book.prefixes.extend_lease(call.lease_id, copy)
+            for copy in book.prefixes.ends_of(namespace, call.lease_id):
+                # What was loaded since is covered on the device as its copies are here.
+                if (loaded := book.nearest_node(copy)) is not None:
+                    self.cache.extend_lease(call.lease_id, loaded)
             tops = book.prefixes.revoke(namespace, call.lease_id)
         blocks, size = book.host_blocks.get(namespace, 0), self.host_bytes(namespace)
+        if self.promises is not None:
+            self.promises.is_erasing = True
         for top in tops:
             if top.parent is not None:
                 book.prefixes.remove(top)
+        if self.promises is not None:
+            self.promises.is_erasing = False
         book.remains.soil(namespace)
         self._wipe(ERASED_TURNS * self._wiped_a_turn)
         blocks -= book.host_blocks.get(namespace, 0)
@@ -363,6 +390,16 @@ class Levels:
         counts = Counter(map(level_of, copies))
         names: tuple[LevelName, ...] = ("host", "disk", "remote")
         return tuple((name, counts[name] * size) for name in names if counts[name])
+
+    def promised_tokens(
+        self, namespace: Namespace, tokens: Sequence[int], here: int, now_s: float
+    ) -> int:
+        """Return the tokens of a prompt behind the first `here` whose promises a level keeps."""
+        if self.promises is None:
+            return 0
+        size = self.cache.block_size
+        found = self.promises.terms_of(namespace, tokens[: len(tokens) - 1], now_s)
+        return sum(terms is not None for terms in found[-(-here // size) :]) * size
 
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose bytes, or records, have changed since the last call.
@@ -392,11 +429,15 @@ class Levels:
         loads, pool, pace = self.loads, self.book.accounts.pool, self.paces["host"]
         found, notes = self._recovery, self.book.notes
         dropped = Counter[DropReason]() if found is None else found.dropped
+        kept, size = self.promises, pool.formats[OWN].slot_bytes
+        is_kept_here = kept is not None and kept.level == "host"
+        promised = kept.kept_by_payer if kept is not None and is_kept_here else Counter[Payer]()
         host = LevelStats(
             name="host",
             state="open",
             capacity_bytes=self.book.accounts.capacity_bytes,
             used_bytes=pool.used_bytes,
+            promised_bytes=promised.total() * size,
             blocks=pool.used,
             offloaded_total=self.offloading.offloaded,
             loaded_total=loads.loaded_blocks["host"],
@@ -415,7 +456,7 @@ class Levels:
             lapsed_total=dropped["expired"],
             unnoted_total=0 if notes is None else notes.unnoted_total,
             payers=tuple(
-                PayerBytes(share.payer, share.used, 0)
+                PayerBytes(share.payer, share.used, promised[share.payer] * size)
                 for share in self.book.accounts.shares()
                 if share.used
             ),
@@ -432,8 +473,12 @@ class Levels:
         return (host, self._disk_stats(self._storing), *further)
 
     def check(self) -> None:
-        """Recount the copies. Raises InvariantViolation. O(copies)."""
+        """Recount the copies, and the promises that they keep. Raises InvariantViolation.
+        O(copies).
+        """
         self.book.check()
+        if self.promises is not None:
+            self.promises.check()
 
     def disown(self) -> None:
         """Hand nothing on to the next engine: a structure has violated its rules, so that copies
@@ -506,6 +551,43 @@ class Levels:
         self._last_id += 1
         return self._last_id
 
+    def _promises_below(self) -> KeptPromises | None:
+        """Return the promises of the lowest durable level; None where no level is durable."""
+        storage, size = self._storage, self.book.formats.formats[OWN].slot_bytes
+        blocks = self.book.accounts.capacity_bytes // size
+        if storage is not None:
+            blocks = int(self.config.disk_gib * 2**30) // place_bytes_of(size)
+            kept = KeptPromises(self.cache, self.book, "disk", self._next_id, storage.send)
+        elif self.config.host_keeps_promises:
+            kept = KeptPromises(self.cache, self.book, "host", self._next_id, lambda command: None)
+        else:
+            return None
+        kept.copy_again = self._copy_again
+        kept.store_again = self._store_again
+        self.cache.keep_promises_below(kept, blocks)
+        return kept
+
+    def _copy_again(self, node: Node) -> None:
+        self.offloading.promised(node, ())
+
+    def _store_again(self, copy: Copy) -> None:
+        if self._storing is not None:
+            self._storing.copied([copy], self._now_s)
+
+    def _confirmed(self, copies: Sequence[Copy], until_s: Sequence[float]) -> None:
+        if self.promises is not None:
+            self.promises.confirm(copies, until_s, self._now_s)
+
+    def _notice_absence(self, passed_s: float) -> None:
+        """Give up what only the disk has once it has been away for too long."""
+        if self._disk.state != "off" or not self._was_open:
+            self._away_s = 0.0
+            return
+        self._away_s += passed_s
+        if self._away_s > AWAY_S and self.promises is not None:
+            self._was_open = False
+            self.promises.level_gone()
+
     def _is_storing(self) -> bool:
         return self._storing is not None and self._storing.has_work
 
@@ -557,6 +639,9 @@ class Levels:
                 self._storing.finished(outcome)
         elif isinstance(outcome, Looked):
             self._take_look(outcome)
+        elif isinstance(outcome, Renewed):
+            if self.promises is not None:
+                self.promises.renewed(outcome, self._now_s)
         elif isinstance(outcome, StoredErased):
             if outcome.call_id in self._erasures:
                 self._erasures.discard(outcome.call_id)
@@ -567,6 +652,7 @@ class Levels:
         else:
             was_open, self._disk = self._disk.state == "open", outcome
             self.is_disk_lost = outcome.state == "off"
+            self._was_open = self._was_open or outcome.state != "off"
             if self._storing is not None:
                 if outcome.state == "open" and not was_open:
                     self._storing.copied_all(self.book.prefixes, self._now_s)
@@ -586,6 +672,8 @@ class Levels:
         if epoch != self.book.epochs[namespace]:
             return
         size, parent = self.cache.block_size, self.book.prefixes.root(namespace)
+        imported, until_s = list[Copy](), list[float]()
+        node = self.cache.tree_root(namespace)
         for index, run in enumerate(outcome.runs):
             form = self._format_of_record(namespace, run)
             if form is None:
@@ -599,7 +687,13 @@ class Levels:
             copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
             copy.is_remote = run.level == "remote"
             self.book.set_record(copy, run.record_id, form)
+            until_s.append(self._now_s + run.promise_s)
+            imported.append(copy)
             parent = copy
+            node = None if node is None else node.children.get(own)
+            if node is not None and self.book.of_node(node) is None:
+                self.book.link(copy, node)
+        self._confirmed(imported, until_s)
 
     def _format_of_record(self, namespace: Namespace, run: StoredRun) -> int | None:
         """Return the format of a record; None if this engine has it not, or if the namespace allows
@@ -614,11 +708,15 @@ class Levels:
     def _copied(self, copies: list[Copy]) -> None:
         if self._storing is not None:
             self._storing.copied(copies, self._now_s)
+        else:
+            self._confirmed(copies, [math.inf] * len(copies))
 
     def _committed(self, table: BlockTable, before: int) -> None:
         """Have a sequence's blocks copied that were committed since there were `before`, if they
-        are promised. O(these, leases).
+        are promised, and promises renewed on disk that this use has moved. O(these, leases).
         """
+        if self.promises is not None:
+            self.promises.read(table.node, self._now_s)
         if not table.requested_leases or table.committed == before:
             return
         node: Node | None = table.node
@@ -633,7 +731,7 @@ class Levels:
     def _evicting(self, account: NamespaceAccount, node: Node) -> None:
         """The device is about to evict a leaf: its copy takes over what is known of it."""
         copy = self.book.evicting(account, node)
-        if copy is not None and copy.record_id and node.terms is not None:
+        if copy is not None and copy.record_id and copy.terms is None and node.terms is not None:
             self._send_renew(copy)
 
     def _renew(self, copy: Copy, node: Node, lease_id: str, now_s: float) -> None:
@@ -652,14 +750,9 @@ class Levels:
             self._storing.copied([copy], now_s)
 
     def _send_renew(self, copy: Copy, lease_ids: tuple[str, ...] = ()) -> None:
-        if self._storage is None:
-            return
-        records = tuple(one.record_id for one in copy.path() if one.record_id)
-        limit_s = None
-        if copy.limit_at_s < float("inf"):
-            limit_s = max(0.0, copy.limit_at_s - self._now_s)
-        promise_s = max(0.0, copy.promise_at_s - self._now_s)
-        self._storage.send(Renew(copy.namespace, records, limit_s, promise_s, lease_ids))
+        if self.promises is not None and self._storage is not None:
+            until_s = copy.promise_at_s, copy.limit_at_s
+            self.promises.renew(copy.path(), *until_s, self._now_s, lease_ids)
 
     def _judge(self, load: Load, now_s: float) -> None:
         """Count what a load has brought, and judge the slowest level it came from."""

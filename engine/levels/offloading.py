@@ -147,7 +147,7 @@ class Offloading:
             self._partial = 0
         while self._promised and self._has_room(moves):
             node, leases = self._promised.popleft()
-            begun = self._begin(node, leases, moves, now_s)
+            begun = self._begin(node, leases, moves, now_s, is_promised=True)
             if begun is None:  # it waits for moves under way, or for a slot
                 self._promised.append((node, leases))
                 break
@@ -207,9 +207,11 @@ class Offloading:
         now_s: float,
         *,
         pins: bool = True,
+        is_promised: bool = False,
     ) -> bool | None:
         """Begin to copy what has no copy on the path to `node`, as far as there are slots. Return
         whether anything was begun; None where it has to wait. `pins`: no sequence pins the path.
+        `leases`: those that cover it, where it `is_promised`.
         """
         account = self._cache.account_of(node)
         if account is None:
@@ -224,12 +226,12 @@ class Offloading:
             return False
         if not self._busy.isdisjoint(wanted):
             return None
-        used_at_s = node.last_use_s if pins and not leases else None
+        used_at_s = node.last_use_s if pins and not is_promised else None
         slots = self._take_slots(account, parent, wanted, used_at_s)
         if not slots:
             is_closed = self._book.accounts.is_closed
             may_come = bool(self._moves) or self.is_storing() or is_closed
-            return None if leases and may_come else False
+            return None if is_promised and may_come else False
         offload = _Offload(account, path[: first + len(slots)], first, slots)
         offload.leases, offload.epoch = leases, self._book.epochs[account.namespace]
         offload.held = self._cache.hold(account, offload.nodes, now_s)
@@ -241,7 +243,7 @@ class Offloading:
             self._busy.add(one)
             name = self._book.format_of(slot).name
             moves.append(Move(move_id, "offload", one.block, slot, format=name))
-        if len(slots) < len(path) - first and leases and self._partial < PARTIAL_MAX:
+        if len(slots) < len(path) - first and is_promised and self._partial < PARTIAL_MAX:
             self._partial += 1  # without an end to it, two would take each other's slots for ever
             self._promised.append((node, leases))
         return True

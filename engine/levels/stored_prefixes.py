@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import count, islice
 
 from engine.api import Namespace, Payer
-from engine.cache.leases import Deadlines
+from engine.cache.leases import BlockTerms, Deadlines
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.moves import RecordId
@@ -30,11 +30,14 @@ class Copy:
     `slot`: its slot of host memory, or -1; `check`: the digest of that slot's bytes, if known.
     `record_id`: its record on disk, or 0; `record_format`: the format of that; `is_remote`: it was
     in the remote store alone when it was looked up. `limit_at_s`: not matched at or after;
-    `promise_at_s`: promised until. `hits`: how often it was matched. `node`: the device's node with
-    the same tokens, where one is known. `ending_leases`: the leases whose last copy this is.
-    `is_storing`: a store is under way. `order_key`: its place among the copies that may be dropped,
-    or None. `is_unverified`: another engine made it, and its bytes have not been compared with
-    `check` yet. A copy that left the tree has no parent; the root of a namespace has an empty run.
+    `promise_at_s`: promised until. `terms`: those of the promise that this copy keeps for the
+    device, or None; `kept_until_s`: until when the disk keeps the record at least, to be renewed
+    from `renew_at_s` on; `has_promise_deadline`: that will be examined. `hits`: how often it was
+    matched. `node`: the device's node with the same tokens, where one is known. `ending_leases`:
+    the leases whose last copy this is. `is_storing`: a store is under way. `order_key`: its place
+    among the copies that may be dropped, or None. `is_unverified`: another engine made it, and its
+    bytes have not been compared with `check` yet. A copy that left the tree has no parent; the root
+    of a namespace has an empty run.
     """
 
     __slots__ = (
@@ -42,11 +45,13 @@ class Copy:
         "children",
         "ending_leases",
         "has_deadline",
+        "has_promise_deadline",
         "hits",
         "is_kept",
         "is_remote",
         "is_storing",
         "is_unverified",
+        "kept_until_s",
         "last_use_s",
         "limit_at_s",
         "namespace",
@@ -57,9 +62,11 @@ class Copy:
         "promise_at_s",
         "record_format",
         "record_id",
+        "renew_at_s",
         "run",
         "serial",
         "slot",
+        "terms",
     )
 
     def __init__(
@@ -78,6 +85,9 @@ class Copy:
         self.is_remote = False
         self.limit_at_s = math.inf
         self.promise_at_s = -math.inf
+        self.terms: BlockTerms | None = None
+        self.kept_until_s = self.renew_at_s = -math.inf
+        self.has_promise_deadline = False
         self.last_use_s = 0.0
         self.hits = 0
         self.node: Node | None = None
@@ -92,6 +102,12 @@ class Copy:
     def is_root(self) -> bool:
         """Return whether this is the root of its namespace, which has no copy."""
         return not self.run
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether its limit has passed; reads on the device may have moved it. O(1)."""
+        if self.terms is not None and self.terms.limit_at_s > self.limit_at_s:
+            self.limit_at_s = self.terms.limit_at_s
+        return self.limit_at_s <= now_s
 
     def subtree(self) -> list[Copy]:
         """Return this copy and all below it, children before parents."""
@@ -165,7 +181,7 @@ class StoredPrefixes:
         path, children = [], root.children
         for run in zip(*[islice(tokens, len(tokens) - 1)] * self.run_tokens, strict=False):
             copy = children.get(run)
-            if copy is None or copy.limit_at_s <= now_s:
+            if copy is None or (copy.limit_at_s <= now_s and copy.is_over(now_s)):
                 break
             path.append(copy)
             children = copy.children
@@ -218,7 +234,7 @@ class StoredPrefixes:
             copy.has_deadline = False
             if copy.parent is None:
                 continue
-            if copy.limit_at_s > now_s:
+            if not copy.is_over(now_s):
                 self.set_limit(copy, copy.limit_at_s)
             else:
                 gone += self.remove(copy)
@@ -258,6 +274,10 @@ class StoredPrefixes:
             copy.ending_leases = {lease_id}
         self._lease_ends.setdefault((copy.namespace, lease_id), {})[copy] = None
         self._on_leases(copy)
+
+    def ends_of(self, namespace: Namespace, lease_id: str) -> list[Copy]:
+        """Return the last copies that a lease covers. O(these)."""
+        return list(self._lease_ends.get((namespace, lease_id), ()))
 
     def revoke(self, namespace: Namespace, lease_id: str) -> list[Copy]:
         """Forget a lease. Return the topmost copies that it alone covered."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Final
 
 from engine.api import Namespace
 from engine.levels.copies import CopyBook
+from engine.levels.promises import FOREVER_S
 from engine.levels.stored_prefixes import Copy
 from engine.moves import ROOT, RunToStore, Storage, Stored, StoreRuns
 
@@ -35,15 +36,19 @@ class Storing:
         next_id: Callable[[], int],
         never_at_rest: Container[Namespace],
         tokens_min: int,
+        on_stored: Callable[[Sequence[Copy], Sequence[float]], None],
     ) -> None:
-        """`never_at_rest`: the namespaces of which nothing may be written to disk."""
+        """`never_at_rest`: the namespaces of which nothing may be written to disk. `on_stored` is
+        called with copies that have records now, and until when the disk keeps each.
+        """
         self._book = book
         self._storage = storage
         self._next_id = next_id
         self._never_at_rest = never_at_rest
         self._tokens_min = tokens_min
+        self._on_stored = on_stored
         self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
-        self._stores: dict[int, tuple[list[Copy], list[int], Copy, int]] = {}
+        self._stores: dict[int, tuple[list[Copy], list[int], list[float], Copy, int]] = {}
         self.has_budget = True
         self.failed = 0
         self.stored = 0
@@ -100,13 +105,16 @@ class Storing:
         found = self._stores.pop(outcome.call_id, None)
         if found is None:
             return
-        copies, slots, end, form = found
+        copies, slots, until_s, end, form = found
+        stored: list[Copy] = []
         for index, (copy, slot) in enumerate(zip(copies, slots, strict=True)):
             copy.is_storing = False
             if index < len(outcome.record_ids) and copy.parent is not None:
                 self._book.set_record(copy, outcome.record_ids[index], form)
                 self.stored += 1
+                stored.append(copy)
             self._book.release(slot)
+        self._on_stored(stored, until_s[: len(stored)])
         if len(outcome.record_ids) < len(copies):
             self.failed += 1
             self.refusal = outcome.code
@@ -151,18 +159,19 @@ class Storing:
         if not copies:
             return None
         parent = path[first - 1].record_id if first else ROOT
-        runs, leases = [], set[str]()
+        runs, until_s, leases = [], list[float](), set[str]()
         for copy in copies:
             copy.is_storing = True
             self._book.hold(copy.slot)
             limit_s = None if copy.limit_at_s == math.inf else max(0.0, copy.limit_at_s - now_s)
             promise_s = max(0.0, copy.promise_at_s - now_s)
-            promise_s = promise_s if limit_s is None else min(promise_s, limit_s)
+            promise_s = min(promise_s, FOREVER_S if limit_s is None else limit_s)
+            until_s.append(now_s + promise_s)
             runs.append(RunToStore(copy.run, copy.slot, copy.check, limit_s, promise_s))
         for copy in path[first:]:
             leases |= set(copy.ending_leases)
         call_id = self._next_id()
-        self._stores[call_id] = (copies, [copy.slot for copy in copies], end, form)
+        self._stores[call_id] = (copies, [copy.slot for copy in copies], until_s, end, form)
         return StoreRuns(
             call_id,
             copies[0].namespace,

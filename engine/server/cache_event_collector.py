@@ -12,7 +12,7 @@ from itertools import islice
 
 from engine.api import CacheNews, Gain, Loss, LossCause, Namespace
 from engine.cache import Fact
-from engine.cache.events import BlocksErased, Committed, Evicted, Expired
+from engine.cache.events import BlocksErased, Committed, Evicted, Expired, PromiseLost
 
 _LossKey = tuple[Namespace, LossCause, Namespace]
 
@@ -37,6 +37,8 @@ class CacheEventCollector:
                 self._lived_s[key] = self._lived_s.get(key, 0.0) + lived_s
             case Expired(namespace, blocks):
                 self._lost[namespace, "expired", b""] += blocks
+            case PromiseLost(namespace, blocks):
+                self._lost[namespace, "lost_below", b""] += blocks
             case BlocksErased(namespace, blocks):
                 self._lost[namespace, "erased", b""] += blocks
             case _:

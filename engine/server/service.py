@@ -400,6 +400,7 @@ def core_of_model(
         promisable_blocks=core.cache.promisable_blocks,
         kv_windows=built.kv_format.windows,
         kv_fidelity=built.kv_format.fidelity,
+        promisable_on_device=core.cache.promisable_on_device,
     )
     return core, info
 

@@ -63,6 +63,6 @@ def _branch(parent: int, total_tokens: int, chain: Sequence[Node], now_s: float)
         tokens=sum(len(node.run) for node in chain),
         total_tokens=total_tokens,
         hits=chain[0].hits,
-        promised_blocks=sum(node.promised for node in chain),
+        promised_blocks=sum(node.promised or node.promised_below for node in chain),
         idle_s=max(0.0, now_s - max(node.last_use_s for node in chain)),
     )

@@ -29,6 +29,7 @@ from engine.moves import (
     Look,
     Looked,
     Renew,
+    Renewed,
     SetStoredQuotas,
     StorageCommand,
     StorageOutcome,
@@ -185,7 +186,7 @@ class StorageClient:
             except (EngineError, OverflowError, ValueError):
                 self._add(failures_of(command))
                 return
-            if not isinstance(command, Renew | SetStoredQuotas):
+            if not isinstance(command, SetStoredQuotas):
                 self._open[command.call_id] = command
             if isinstance(command, Fetch):
                 self._to_fetch[command.call_id] = list(command.record_ids)
@@ -434,5 +435,7 @@ def failures_of(
                 yield Fetched(command.call_id, record_id, False)
         case EraseStored():
             yield StoredErased(command.call_id, code="closed")
-        case Renew() | SetStoredQuotas():
+        case Renew():
+            yield Renewed(command.call_id, code="closed")
+        case SetStoredQuotas():
             pass

@@ -35,6 +35,7 @@ from engine.moves import (
     Look,
     Looked,
     Renew,
+    Renewed,
     SetStoredQuotas,
     StorageStats,
     Stored,
@@ -342,7 +343,7 @@ class StorageService:
             case StoreRuns():
                 self._waiting.append(message)
             case Renew():
-                store.renew(message)
+                self._send(store.renew(message))
             case EraseStored():
                 self._erase(store, message)
             case SetStoredQuotas():
@@ -362,6 +363,8 @@ class StorageService:
             case EraseStored():
                 self._owed.append(message)  # done as soon as the disk is back
                 self._send(StoredErased(message.call_id, code="closed"))
+            case Renew():
+                self._send(Renewed(message.call_id, code="closed"))
             case _:
                 pass
 

@@ -33,6 +33,7 @@ from engine.moves import (
     PayerBytes,
     RecordId,
     Renew,
+    Renewed,
     RunToStore,
     StorageStats,
     Stored,
@@ -635,25 +636,29 @@ class DiskStore:
         facts = level, plan.verdict == "damaged", row.check if is_done else b""
         return Fetched(plan.call_id, row.record_id, is_done, plan.seconds, *facts)
 
-    def renew(self, command: Renew) -> None:
-        """Note a use of records, and lengthen their limits and promises."""
+    def renew(self, command: Renew) -> Renewed:
+        """Note a use of records, and lengthen their limits and promises; tell which are gone."""
         now_ms = self.clock.now_ms()
         scope = self._index.scope(command.namespace)
         if scope is None:
-            return
+            return Renewed(command.call_id, command.record_ids)
+        gone: list[RecordId] = []
         limit_ms = 0
         if command.limit_s is not None:
             limit_ms = now_ms + int(command.limit_s * 1_000)
         promise_ms = now_ms + int(command.promise_s * 1_000) if command.promise_s else 0
         with self._index.change():
             for record_id in command.record_ids:
-                if self._live_row(scope, record_id, now_ms) is not None:
-                    self._note_use(record_id, now_ms, 1)
-                    if limit_ms or promise_ms:
-                        self._index.lengthen(record_id, limit_ms, promise_ms)
-                    self._index.add_leases(scope, record_id, command.lease_ids)
+                if self._live_row(scope, record_id, now_ms) is None:
+                    gone.append(record_id)
+                    continue
+                self._note_use(record_id, now_ms, 1)
+                if limit_ms or promise_ms:
+                    self._index.lengthen(record_id, limit_ms, promise_ms)
+                self._index.add_leases(scope, record_id, command.lease_ids)
         if promise_ms and self.remote is not None:
             self.remote.want(command.record_ids)
+        return Renewed(command.call_id, tuple(gone))
 
     def _note_use(self, record_id: RecordId, now_ms: int, hits: int) -> None:
         _, before = self._uses.get(record_id, (0, 0))

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from engine.api import Namespace, NamespaceStats
 from engine.client.namespace_stats import NamespaceTable
 
-FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "running", "waiting")
+FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "promised_below", "running", "waiting")
 
 
 _NOTHING = [0] * len(FIELDS)
-_PROMISED = FIELDS.index("promised_blocks")
+_PROMISED, _BELOW = FIELDS.index("promised_blocks"), FIELDS.index("promised_below")
 
 
 class TenantCacheUsage:
@@ -30,6 +30,8 @@ class TenantCacheUsage:
         """Sums by model and tenant."""
         self._promised: Counter[str] = Counter()
         """Promised blocks of all tenants by model."""
+        self._below: Counter[str] = Counter()
+        """Those of them that a level below the device keeps."""
 
     def update(
         self,
@@ -44,13 +46,14 @@ class TenantCacheUsage:
         if table is not self._tables.get(model):
             self._tables[model] = table
             sums.clear()
-            self._promised[model] = 0
+            self._promised[model] = self._below[model] = 0
             changes = [(None, stats) for stats in table or ()]
         for before, after in changes:
             for stats, sign in ((before, -1), (after, 1)):
                 if stats is not None and (owner := owner_of(stats.namespace)) is not None:
                     _add(sums, owner, stats, sign)
                     self._promised[model] += sign * stats.promised_blocks
+                    self._below[model] += sign * stats.promised_below
 
     def total(self, name: str, model: str | None = None) -> int:
         """Return the sum of one of `FIELDS` over all tenants, of all models or of one.
@@ -63,6 +66,11 @@ class TenantCacheUsage:
         """Return the blocks of a model that are promised to a tenant, and to all. O(1)."""
         own = self._sums.get(model, {}).get(tenant_id, _NOTHING)
         return own[_PROMISED], self._promised[model]
+
+    def promised_on_device(self, model: str, tenant_id: int) -> tuple[int, int]:
+        """Return the same of those that promises hold on the device. O(1)."""
+        own = self._sums.get(model, {}).get(tenant_id, _NOTHING)
+        return own[_PROMISED] - own[_BELOW], self._promised[model] - self._below[model]
 
     def of(self, tenant_id: int) -> dict[str, int]:
         """Return what a tenant uses, by `FIELDS`. O(models)."""

@@ -19,11 +19,12 @@ from msgspec.structs import replace
 from engine.api import Peeked
 from gateway.api.routes import find_endpoint
 from gateway.background.erasure import list_holdings
+from gateway.caching.contract import Contract
 from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
-from gateway.generation.admission import output_tokens
+from gateway.generation.admission import output_tokens, quota_now
 from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
 from gateway.generation.stored_responses import parse_with_history
 from gateway.generation.usage import sum_usage
@@ -81,7 +82,10 @@ def _quote_handler(gateway: Context) -> Handler:
         made = await prepare(gateway, model, call, state.identity)
         output_tokens(made.call, made.rendered, state.identity, made.now)
         namespace = made.scope.namespace
-        peeks = [await model.engine.peek(namespace, prompt.token_ids) for prompt in made.rendered]
+        quota = quota_now(state.identity, made.now)
+        peeks = [
+            await model.engine.peek(namespace, prompt.token_ids, quota) for prompt in made.rendered
+        ]
         is_in_other_namespace = await _is_in_other_namespace(
             made, peeks[0].cached_tokens, state.identity
         )
@@ -161,6 +165,7 @@ def quote(
         "read": record.read,
         "write": record.write,
         "fresh_tokens": record.fresh,
+        "promise": _promise(pairs),
         "physical": {
             "cached_tokens": record.physical_cached,
             "promised_tokens": sum(peek.promised_tokens for peek in peeks),
@@ -185,6 +190,31 @@ def _stored(peeks: Sequence[Peeked]) -> dict[str, int]:
     for peek in peeks:
         found.update(dict(peek.stored_tokens))
     return dict(found)
+
+
+def _promise(pairs: Sequence[tuple[Contract, Peeked]]) -> dict[str, Any] | None:
+    """Return what would be granted now of the promises that the request asks for, in the words of a
+    lease; None where it asks for none, or the engine cannot tell.
+    """
+    requested = granted = 0
+    bound = ""
+    for contract, peek in pairs:
+        kinds = ((one.tokens, one.retention) for one in contract.leases)
+        tokens = max((n for n, kind in kinds if kind.promise_s > 0 or kind.pinned), default=0)
+        if peek.promisable_tokens is None:
+            return None
+        requested += tokens
+        granted += min(tokens, peek.promisable_tokens)
+        bound = bound or (peek.bound if tokens > peek.promisable_tokens else "")
+    if not requested:
+        return None
+    outcome = "granted" if granted == requested else ("clipped" if granted else "refused")
+    return {
+        "lease": outcome,
+        "bound": bound or None,
+        "requested_tokens": requested,
+        "granted_tokens": granted,
+    }
 
 
 def _miss(

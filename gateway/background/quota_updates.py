@@ -82,17 +82,21 @@ class QuotaUpdates:
             info = model.engine.info
             quotas = []
             for one in tenants.values():
-                default = None
+                default = on_device = None
                 if info is not None:
                     tenant_id = one.tenant.tenant_id
                     default = self._gateway.promised_blocks_default(info, model.name, tenant_id)
-                quotas.append(_current_quota(one, default, model.quota_scale))
+                    on_device = self._gateway.on_device_default(info, model.name, tenant_id)
+                quotas.append(_current_quota(one, default, model.quota_scale, on_device))
             with suppress(EngineError):  # `resend_recent` or the next request delivers it
                 model.engine.set_quotas(quotas)
 
 
-def _current_quota(one: TenantRecord, promised_default: int | None, scale: float) -> Quota:
+def _current_quota(
+    one: TenantRecord, promised_default: int | None, scale: float, on_device: int | None
+) -> Quota:
     """Return a tenant's quota. A suspended tenant has no floor; its blocks stay until they are
     evicted. `scale`: the factor of the model's pool."""
     policy = structs.replace(one.policy, floor_blocks=floor_blocks_of(one))
-    return quota_of(policy, str(one.tenant.tenant_id).encode(), promised_default, scale)
+    payer = str(one.tenant.tenant_id).encode()
+    return quota_of(policy, payer, promised_default, scale, on_device)

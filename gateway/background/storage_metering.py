@@ -108,13 +108,16 @@ class StorageMeter:
 
 
 def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
-    """Return the change in held tokens by tenant and class, without zeros."""
+    """Return the change in held tokens by tenant and class, without zeros.
+
+    A promised block counts once, whatever level keeps it.
+    """
     found: dict[Key, int] = defaultdict(int)
     for before, after in changes:
         for one, sign in ((before, -block_size), (after, block_size)):
             if one is None or (owner := owner_of(one.namespace)) is None:
                 continue
-            found[owner, BEST_EFFORT] += sign * (one.blocks - one.promised_blocks)
+            found[owner, BEST_EFFORT] += sign * one.unpromised_blocks
             for name, blocks in one.promised_by_class.items():
                 found[owner, name] += sign * blocks
     return {key: tokens for key, tokens in found.items() if tokens}

@@ -78,6 +78,7 @@ class ContractManager:
         has_past: bool = False,
         tells_leases: bool = True,
         survives: Callable[[Namespace], bool] = lambda _: False,
+        unkept_tokens: Callable[[Namespace], int] = lambda _: 0,
     ) -> None:
         """`losses`: blocks that a namespace lost, by cause, as of the engine's latest heartbeat.
         `epoch`: the engine epoch that new prefixes of a namespace are written in. `is_alive`:
@@ -85,6 +86,8 @@ class ContractManager:
         may have written prefixes that this index does not contain. `tells_leases`: whether usage
         says which lease was not granted whole, which the hosted APIs' usage cannot. `survives`:
         whether a level now holds what was promised in a namespace by engines that have ended.
+        `unkept_tokens`: how many tokens at the end of a promised prefix the engine of a namespace
+        may compute again without having broken the promise: levels keep whole blocks.
         """
         self.config = config
         self.clock = clock
@@ -92,6 +95,7 @@ class ContractManager:
         self.epoch = epoch
         self.is_alive = is_alive
         self.tells_leases = tells_leases
+        self.unkept_tokens = unkept_tokens
         self._began_s = clock() if has_past else -math.inf
         self.entries = PrefixIndex(config.entries_max, config.entries_per_tenant_max)
         self.promises = PromiseTally(self.entries, is_alive, survives=survives)
@@ -186,6 +190,7 @@ class ContractManager:
             writes=writes,
             is_below=plan.is_below,
             honours_promises=self.config.honour_broken_promises,
+            unkept_tokens=self.unkept_tokens(scope.namespace),
         )
         positions = [position.tokens for position in plan.candidates]
         digests = PromptDigests(call.prompts[0], rendered.boundaries, positions)
@@ -418,7 +423,7 @@ class Contract:
             if (
                 entry.epoch != epoch
                 and not manager.is_alive(entry.epoch)
-                and self._terms.is_cached(tokens, cached_tokens)
+                and self._terms.is_cached(tokens, cached_tokens + self._terms.unkept_tokens)
             ):
                 entry.epoch, entry.losses = epoch, manager.losses(namespace)
                 manager.entries.note_change(entry)
@@ -479,7 +484,8 @@ class PlannedWrite(Struct, frozen=True):
 class ContractTerms(Struct, frozen=True):
     """The rules of one prompt. `total`: tokens of the prompt. `candidates`: written prefixes found,
     with their lengths, longest first. `writes`: ascending. `is_below`: the call has breakpoints,
-    and all of them are shorter than the minimum."""
+    and all of them are shorter than the minimum. `unkept_tokens`: at the end of a promised prefix,
+    which the engine may compute again."""
 
     profile: CacheProfile
     lookup: str
@@ -488,6 +494,7 @@ class ContractTerms(Struct, frozen=True):
     writes: tuple[PlannedWrite, ...]
     is_below: bool
     honours_promises: bool
+    unkept_tokens: int = 0
 
     def requested_tokens(self) -> int:
         """Return the tokens that would be read if every breakpoint had been written."""
@@ -561,7 +568,8 @@ class ContractTerms(Struct, frozen=True):
         read -= read % self.profile.granularity
         if read < self.profile.min_tokens:
             return 0, None, 0
-        return read, entry, max(0, min(read, self.total - 1) - there)
+        missing = min(read, self.total - 1) - there
+        return read, entry, missing if missing > self.unkept_tokens else 0
 
     def _holds_promises(self, tokens: int, now_s: float) -> bool:
         """Whether the written prefixes hold every promise requested up to `tokens`."""

@@ -80,16 +80,22 @@ def quota_of(
     payer: Payer,
     promised_blocks_default: int | None = None,
     scale: float = 1.0,
+    on_device_default: int | None = None,
 ) -> Quota:
     """Return the engine's quota of a payer. `promised_blocks_default`: bounds a policy that sets no
-    bound on promises; the payer's floor is its own and may be promised whole. `scale`: factor of
-    the policy's blocks in this engine's pool."""
+    bound on promises; the payer's floor is its own and may be promised whole. `on_device_default`:
+    the same for what these promises hold on the device while no level below keeps them. `scale`:
+    factor of the policy's blocks in this engine's pool."""
     if scale != 1.0:
         policy = scaled(policy, scale)
     promised = policy.promised_blocks_max
+    on_device = None
+    if promised is None and on_device_default is not None:
+        on_device = max(on_device_default, policy.floor_blocks)
     if promised is None and promised_blocks_default is not None:
         promised = max(promised_blocks_default, policy.floor_blocks)
-    return Quota(policy.floor_blocks, policy.ceiling_blocks, policy.weight, promised, payer)
+    floor, ceiling = policy.floor_blocks, policy.ceiling_blocks
+    return Quota(floor, ceiling, policy.weight, promised, payer, on_device)
 
 
 def scaled(policy: CachePolicy, scale: float) -> CachePolicy:
@@ -117,11 +123,30 @@ def promised_blocks_default(
     themselves no more once all promises take `promised_together_default`: what is left is for
     tenants whose bound or floor the operator has set.
     """
-    if active_tenants <= 1 or not info.promisable_blocks:
+    return _default_of(info.promisable_blocks, caching, active_tenants, promised)
+
+
+def on_device_default(
+    info: EngineInfo,
+    caching: CachingConfig,
+    active_tenants: int,
+    promised: tuple[int, int] = (0, 0),
+) -> int | None:
+    """Return the same for what promises hold on the device; None where no level below keeps
+    promises. So a tenant without a bound takes no more of the pool where the disk is full or away,
+    or must not have its prompts. `promised`: blocks that promises hold there.
+    """
+    return _default_of(info.promisable_on_device, caching, active_tenants, promised)
+
+
+def _default_of(
+    promisable: int, caching: CachingConfig, active_tenants: int, promised: tuple[int, int]
+) -> int | None:
+    if active_tenants <= 1 or not promisable:
         return None
     own, every = promised
-    share = int(info.promisable_blocks * caching.promised_share_default)
-    left = int(info.promisable_blocks * caching.promised_together_default) - (every - own)
+    share = int(promisable * caching.promised_share_default)
+    left = int(promisable * caching.promised_together_default) - (every - own)
     return max(0, min(share, left))
 
 

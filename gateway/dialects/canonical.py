@@ -476,6 +476,7 @@ Cause = Literal[
     "level_failed",
     "not_worth_loading",
     "erased",
+    "lost_below",
     "restarted",
     "below_minimum",
     "other_namespace",

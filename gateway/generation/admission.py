@@ -18,6 +18,7 @@ from engine.api import (
     EngineInfo,
     LeaseRequest,
     Namespace,
+    Quota,
     Request,
     Stats,
     all_in_vocabulary,
@@ -43,7 +44,8 @@ class AdmissionContext(Struct, frozen=True):
 
     `model_key`: the model as its namespaces name it. `running`: the tenant's running requests, each
     prompt one. `waiting`: all tenants' requests to the model that have not started.
-    `promised_blocks_default`, `quota_scale`: see `gateway.caching.namespaces`."""
+    `promised_blocks_default`, `on_device_default`, `quota_scale`: see
+    `gateway.caching.namespaces`."""
 
     info: EngineInfo
     model_key: str
@@ -54,7 +56,15 @@ class AdmissionContext(Struct, frozen=True):
     running: int
     waiting: WaitingRequests
     promised_blocks_default: int | None = None
+    on_device_default: int | None = None
     quota_scale: float = 1.0
+
+
+def quota_now(identity: Identity, now: AdmissionContext) -> Quota:
+    """Return the engine's quota of a request's payer."""
+    default, scale = now.promised_blocks_default, now.quota_scale
+    policy, payer = identity.blocks_policy, payer_of(identity)
+    return quota_of(policy, payer, default, scale, now.on_device_default)
 
 
 def admit(
@@ -76,8 +86,7 @@ def admit(
     _check_tenant(rendered, identity, now)
     _check_queue(rendered, identity, now)
     kept = leases or [()] * len(rendered)
-    default, scale = now.promised_blocks_default, now.quota_scale
-    quota = quota_of(identity.blocks_policy, payer_of(identity), default, scale)
+    quota = quota_now(identity, now)
     fidelity = fidelity_of(identity, call.fidelity, now.info.kv_fidelity)
     requests = [
         Request(

@@ -162,6 +162,7 @@ def admission_context(gateway: Context, model: ServedModel, tenant_id: int) -> A
         waiting=model.waiting,
         promised_blocks_default=gateway.promised_blocks_default(info, model.name, tenant_id),
         quota_scale=model.quota_scale,
+        on_device_default=gateway.on_device_default(info, model.name, tenant_id),
     )
 
 

@@ -34,7 +34,7 @@ ROWS_MAX = 1_000
 
 
 class EngineLevels(Struct, frozen=True):
-    """One model's engine as it reports its levels. `promised_blocks`: on the device."""
+    """One model's engine as it reports its levels. `promised_blocks`: held on the device."""
 
     model: str
     info: EngineInfo | None
@@ -109,6 +109,12 @@ def holds_promises(stats: Stats) -> bool:
     )
 
 
+def unkept_tokens(stats: Stats, info: EngineInfo | None) -> int:
+    """Return how many tokens at the end of a promised prefix the levels of an engine do not keep:
+    a disk has whole blocks, the device has all."""
+    return info.block_size - 1 if info is not None and holds_promises(stats) else 0
+
+
 def is_disk_away(stats: Stats) -> bool:
     """Return whether there is a disk that does not serve now: what it has cannot be told."""
     return any(
@@ -139,7 +145,7 @@ def tenants_report(
     for one, size in namespaces:
         owner = owner_of(one.namespace)
         if owner is not None and one.blocks:
-            add(owner, "device", one.blocks * size, one.promised_blocks * size)
+            add(owner, "device", one.blocks * size, one.promised_on_device * size)
     for level in levels:
         for payer in level.payers:
             if payer.payer.isdigit():

@@ -157,8 +157,9 @@ class StorageMachine(RuleBasedStateMachine):
     ) -> None:
         """Renew any record, whether it is there or of this namespace or not."""
         one = data.draw(st.sampled_from(sorted(self.twin)))
-        self.disk.renew(namespace, [self.twin[one]], seconds, seconds or 0, lease_ids)
-        self.model.renew(namespace, [one], seconds, seconds or 0, lease_ids)
+        gone = self.disk.renew(namespace, [self.twin[one]], seconds, seconds or 0, lease_ids)
+        expected = self.model.renew(namespace, [one], seconds, seconds or 0, lease_ids)
+        assert bool(gone) == bool(expected)
 
     @rule(
         namespace=NAMESPACES,

@@ -183,8 +183,8 @@ FIDELITY: dict[bytes, Fidelity] = {b"north": "exact", b"south": "near", b"east":
 
 
 class LeveledLife(Life):
-    """A life with host memory and a disk below the device, whose speed and faults change; in every
-    second one copies are packed where their namespace allows it."""
+    """A life with host memory and a disk below the device, whose speed, room and faults change; in
+    every second one copies are packed where their namespace allows it."""
 
     def _levels_below(self, seed: int) -> MakeLevels | None:
         chance = random.Random(seed ^ 0x5EED)
@@ -192,7 +192,14 @@ class LeveledLife(Life):
         self.disk: FakeStorage | None = None
         slots, has_disk = chance.choice([4, 12, 60]), chance.random() < 0.7
         formats = random.Random(seed ^ 0x9AC4ED).choice([(PLAIN,), PACKED])
-        config = LevelsConfig(host_mib=1, disk_gib=1.0, host_tokens_min=1, disk_tokens_min=1)
+        records_max, keeps = chance.choice([12, 40, 10**9]), chance.random() < 0.5
+        config = LevelsConfig(
+            host_mib=1,
+            disk_gib=1.0,
+            host_tokens_min=1,
+            disk_tokens_min=1,
+            host_keeps_promises=keeps,
+        )
 
         def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
             memory = FakeTransferEngine(
@@ -200,7 +207,9 @@ class LeveledLife(Life):
             )
             before, self.disk = self.disk, None
             if has_disk:
-                self.disk = FakeStorage(memory, chance, self.weather)
+                self.disk = FakeStorage(
+                    memory, chance, self.weather, lambda: self.world.clock(), records_max
+                )
                 self.disk.take_over(before)
             return Levels(cache, config, memory, self.disk)
 
@@ -220,4 +229,6 @@ class LeveledLife(Life):
             self.weather.seconds = chance.choice([0.0, 1e-6, 0.01])
         if self.disk is not None and chance.random() < 0.01:
             self.disk.is_away = chance.random() < 0.5
+        if self.disk is not None and self.disk.records and chance.random() < 0.01:
+            self.disk.lose(chance.choice(sorted(self.disk.records)))
         super()._happen()

@@ -70,6 +70,7 @@ class _AnalyticsHandlers:
                     "name": one.name,
                     "restarts": one.restarts(),
                     "promised_blocks": gateway.holders.total("promised_blocks", one.name),
+                    "promised_below": gateway.holders.total("promised_below", one.name),
                     **self._engine(one),
                     "ready": one.engine.ready(),
                 }

@@ -24,7 +24,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
                 model.name,
                 model.engine.info,
                 model.engine.stats,
-                sum(one.promised_blocks for one in model.engine.namespaces),
+                sum(one.promised_on_device for one in model.engine.namespaces),
             )
             for model in gateway.models
         ]

@@ -140,6 +140,7 @@ async def _contents(gateway: Context, wanted: int | None) -> dict[str, Any]:
             "blocks": one.stats.blocks,
             "pinned_blocks": one.stats.pinned_blocks,
             "promised_blocks": one.stats.promised_blocks,
+            "promised_below": one.stats.promised_below,
             "running": one.stats.running,
             "waiting": one.stats.waiting,
         }

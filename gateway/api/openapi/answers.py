@@ -356,6 +356,7 @@ class QuoteAnswer(Struct, frozen=True):
     read: dict[str, int]
     write: dict[str, int]
     fresh_tokens: int
+    promise: dict[str, Any] | None
     physical: dict[str, Any]
     miss: dict[str, Any] | None
     first_token_s: float | None

@@ -35,7 +35,8 @@ export function Cache() {
   if (missing) return html`<${Panel} title="Cache" wide>${missing}<//>`;
   const all = now.data, engines = enginesOf(all), sum = (name) => sumOf(engines, name);
   const blocks = sum("blocks") || 1, used = sum("blocks") - sum("free_blocks");
-  const promised = all.holdings.reduce((total, row) => total + row.promised_blocks, 0);
+  const total = (name) => all.holdings.reduce((sum, row) => sum + row[name], 0);
+  const promised = total("promised_blocks"), below = total("promised_below");
   const isSplit = engines.length > 1;
   const ofModels = isSplit ? engines.map(({ name }) => ({ head: name,
     get: (row) => row.blocks_by_model[name] ?? 0,
@@ -47,12 +48,13 @@ export function Cache() {
       <${Tile} label="Cached" value=${count(sum("cached_blocks"))} unit="blocks"
         note="can be found by prefix" />
       <${Tile} label="Promised" value=${count(promised)} unit="blocks"
-        note="are not evicted while promised" />
+        note=${below ? `${count(below)} kept below, the others held in the pool`
+          : "are not evicted while promised"} />
       <${Tile} label="Evicted" value=${count(sum("evicted_blocks_total"))} unit="blocks"
         note=${`${count(sum("expired_blocks_total"))} expired, since the engine's start`} />
     <//>
     ${engines.map((engine) => html`<${Pool} engine=${engine}
-      promised=${isSplit ? engine.promised_blocks : promised} />`)}
+      promised=${isSplit ? engine.promised_blocks - engine.promised_below : promised - below} />`)}
     <div class="grid">
       <${Panel} title="Blocks by tenant" wide><${Table} caption="Now, with limits" isHidden
         rows=${all.holdings} id=${(row) => row.tenant} file="blocks" first=${12} order=${-2}
@@ -61,6 +63,7 @@ export function Cache() {
           part=${row.blocks / blocks} />` },
         number("pinned", "pinned_blocks"), number("floor", "floor_blocks"), number("ceiling",
           "ceiling_blocks"), number("promised", "promised_blocks"),
+        number("kept below", "promised_below"),
         number("promised, at most", "promised_blocks_max")]} /><//>
       <${Trees} names=${all.holdings.map((row) => row.tenant).sort()}
         first=${all.holdings[0]?.tenant} chosen=${query.get("tenant")} />

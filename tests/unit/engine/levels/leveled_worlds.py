@@ -16,7 +16,8 @@ from engine.api import (
     Retention,
     Sampling,
 )
-from engine.cache import PrefixCache
+from engine.cache import Fact, PrefixCache
+from engine.cache.events import PromiseLost
 from engine.config import EngineConfig, LevelsConfig
 from engine.levels.levels import Levels
 from engine.moves import SlotFormat
@@ -48,9 +49,11 @@ def ask(name: str, tokens: tuple[int, ...], **wanted: Any) -> Request:
     return Request(**(settings | wanted))
 
 
-def leased(tokens: int, retention: Retention = HOUR, lease_id: str = "lease") -> CacheGrant:
+def leased(
+    tokens: int, retention: Retention = HOUR, lease_id: str = "lease", quota: Quota = PAYER
+) -> CacheGrant:
     """Return a grant with one lease."""
-    return CacheGrant(b"n", PAYER, leases=(LeaseRequest(tokens, retention, lease_id),))
+    return CacheGrant(b"n", quota, leases=(LeaseRequest(tokens, retention, lease_id),))
 
 
 class LeveledWorld(World):
@@ -65,6 +68,7 @@ class LeveledWorld(World):
         depth: int = 1,
         formats: Sequence[SlotFormat] = (PLAIN,),
         is_kept: bool = False,
+        records_max: int = 10**9,
         **settings: Any,
     ) -> None:
         """`is_kept`: host memory outlives the engine."""
@@ -86,7 +90,9 @@ class LeveledWorld(World):
             memories.append(self.memory)
             before, self.disk = self.disk, None
             if disk:
-                self.disk = FakeStorage(self.memory, self.chance, self.weather)
+                self.disk = FakeStorage(
+                    self.memory, self.chance, self.weather, self.clock, records_max
+                )
                 self.disk.take_over(before)
             more: dict[str, Any] = {}
             if is_kept:
@@ -104,6 +110,16 @@ class LeveledWorld(World):
             depth=depth,
             make_levels=below,
         )
+        self.lost: list[PromiseLost] = []
+
+    def restart(self) -> None:
+        """See `World`; the facts of promises that are lost are kept."""
+        super().restart()
+        self.cache.facts = self._note
+
+    def _note(self, fact: Fact) -> None:
+        if isinstance(fact, PromiseLost):
+            self.lost.append(fact)
 
     def boot_s(self) -> float:
         """Return the instant of the machine's boot clock."""

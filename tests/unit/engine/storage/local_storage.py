@@ -83,7 +83,7 @@ class LocalStorage:
                     self.store.sync_log()
                 self._outcomes += outcomes
             case Renew():
-                self.store.renew(command)
+                self._outcomes.append(self.store.renew(command))
             case EraseStored():
                 receipt = self.store.erase(command)
                 self.wipe()

@@ -23,6 +23,7 @@ from engine.moves import (
     Looked,
     RecordId,
     Renew,
+    Renewed,
     RunToStore,
     SlotLayout,
     Storage,
@@ -195,9 +196,15 @@ class StorageRig:
         limit_s: float | None = None,
         promise_s: float = 0.0,
         lease_ids: tuple[str, ...] = (),
-    ) -> None:
-        """Renew records."""
-        self.storage.send(Renew(namespace, tuple(record_ids), limit_s, promise_s, lease_ids))
+    ) -> tuple[RecordId, ...]:
+        """Renew records; return those that are gone."""
+        call_id = self.call_id()
+        ids = tuple(record_ids)
+        self.storage.send(Renew(call_id, namespace, ids, limit_s, promise_s, lease_ids))
+        (outcome,) = self.answers(call_id)
+        assert isinstance(outcome, Renewed)
+        assert not outcome.code
+        return outcome.gone
 
     def erase(
         self, namespace: bytes, lease_id: str | None = None, tokens: Sequence[int] | None = None

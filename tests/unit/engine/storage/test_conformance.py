@@ -102,7 +102,7 @@ def test_a_namespace_finds_nothing_of_another(rig: StorageRig) -> None:
     refused = rig.send_store(rig.store_command(B, LONG[4:8], parent=ids[0]))
     assert (refused.record_ids, refused.code) == ((), "no_parent")
     assert rig.erase(B).records == 0
-    rig.renew(B, ids, limit_s=1.0)
+    assert rig.renew(B, ids, limit_s=1.0) == ids
     assert rig.found(A, LONG) == list(ids)
 
 
@@ -165,7 +165,7 @@ def test_promises_are_told_with_their_remaining_time(rig: StorageRig) -> None:
 def test_a_renewal_lengthens_and_never_shortens(rig: StorageRig) -> None:
     """Limit and promise each end at the later of both instants."""
     ids = rig.store(A, LONG[:8], limit_s=10.0, promise_s=5.0)
-    rig.renew(A, ids[:1], limit_s=30.0, promise_s=20.0)
+    assert rig.renew(A, ids[:1], limit_s=30.0, promise_s=20.0) == ()
     rig.renew(A, ids[:1], limit_s=1.0, promise_s=1.0)
     rig.renew(A, ids[1:])
     first, second = rig.look(A, LONG)
@@ -174,6 +174,14 @@ def test_a_renewal_lengthens_and_never_shortens(rig: StorageRig) -> None:
     assert first.promise_s == pytest.approx(20.0, abs=0.01)
     assert second.limit_s == pytest.approx(10.0, abs=0.01)
     assert second.promise_s == pytest.approx(5.0, abs=0.01)
+
+
+def test_a_renewal_tells_which_records_are_gone(rig: StorageRig) -> None:
+    """Whoever relies on a promise must know that its record was there when it was renewed."""
+    ids = rig.store(A, LONG)
+    rig.erase(A, tokens=LONG[:12])
+
+    assert rig.renew(A, (*ids, 99), promise_s=20.0) == (*ids[2:], 99)
 
 
 def test_an_erased_namespace_is_gone_and_others_stay(rig: StorageRig) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -75,6 +76,24 @@ async def test_quote_uses_the_tenants_rate_card(gateway: GatewayFixture) -> None
     assert price["rate_card"] == "list@1"
     assert price["prompt_pico"] == read * 100 + found["fresh_tokens"] * 1_000
     assert price["uncached_pico"] == found["prompt_tokens"] * 1_000
+
+
+async def test_quote_tells_what_would_be_promised(gateway: GatewayFixture) -> None:
+    """In the words of a lease, and what the request is granted then."""
+    request = body(gateway, "Hello " * 40)
+    assert (await quoted(gateway, request))["promise"] is None
+    request["prompt_cache_options"] = {"mode": "implicit", "ttl": "30m"}
+    whole = (await quoted(gateway, request))["promise"]
+    change_tenant(gateway.store, "ada", {"promised_blocks_max": 4})
+    gateway.gateway.context.registry.refresh_now()
+    clipped = (await quoted(gateway, request))["promise"]
+    _, _, answered = await gateway.ask(CHAT, request)
+
+    assert (whole["lease"], whole["bound"]) == ("granted", None)
+    assert whole["granted_tokens"] == whole["requested_tokens"] > 64
+    assert (clipped["lease"], clipped["bound"]) == ("clipped", "quota")
+    assert clipped["granted_tokens"] == 64
+    assert "write=64" in answered.headers["X-Trunkline-Cache"]
 
 
 async def test_quote_sees_only_the_own_namespace(gateway: GatewayFixture) -> None:

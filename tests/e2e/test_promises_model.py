@@ -1,0 +1,108 @@
+"""The default model in a pool of few blocks with a disk: promises of three times the pool, read
+back after pressure through a real server; none is broken and the books are right.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from tenancy.accounting.audit import check_books
+from tenancy.storage.sqlite import SqliteStore
+from tests.unit.gateway.server_process import Server, run_server
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+BLOCKS, PROMPTS, WORDS = 96, 18, 300
+"""Blocks of the pool; prompts of at least 18 blocks each, and their words."""
+SETTINGS = f"""
+[engine]
+threads = 2
+kv_blocks = {BLOCKS}
+context_tokens_max = 768
+[engine.levels]
+disk_gib = 2.0
+disk_tokens_min = 64
+[caching.profiles.anthropic]
+min_tokens = 0
+[[models]]
+name = "kept"
+path = "smollm2-135m-instruct"
+"""
+VOCABULARY = ["apple", "river", "stone", "music", "table", "green", "seven", "quiet"]
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    """Yield a server over the models on disk."""
+    models = (Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models").resolve()
+    data = tmp_path / "data"
+    data.mkdir(mode=0o700)
+    (data / "models").symlink_to(models)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(SETTINGS)
+    async with run_server(None, data, settings) as running:
+        yield running
+
+
+async def ask(server: Server, session: ClientSession, seed: int, *, is_promised: bool) -> Any:
+    """Send the prompt of a seed; return usage and the parts of `X-Trunkline-Cache`."""
+    chance = random.Random(seed)
+    text = " ".join(chance.choice(VOCABULARY) for _ in range(WORDS))
+    block: dict[str, Any] = {"type": "text", "text": f"{seed} {text}"}
+    if is_promised:
+        block["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
+    body = {
+        "model": "kept",
+        "max_tokens": 1,
+        "system": [block],
+        "messages": [{"role": "user", "content": "x"}],
+    }
+    headers = {"x-api-key": server.key, "anthropic-version": "2023-06-01"}
+    async with session.post(f"{server.url}/messages", json=body, headers=headers) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+        told = response.headers["X-Trunkline-Cache"]
+        parts = dict(part.strip().split("=", 1) for part in told.split(";"))
+        return answer["usage"], parts
+
+
+async def test_promises_of_three_pools_are_read_back(server: Server, tmp_path: Path) -> None:
+    """Under pressure the pool holds a third of them, and the disk has all."""
+    async with ClientSession() as session:
+        written = []
+        for seed in range(PROMPTS):
+            usage, parts = await ask(server, session, seed, is_promised=True)
+            assert "lease" not in parts, parts
+            written.append(usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"])
+        began_s = time.monotonic()
+        for seed in range(100, 106):
+            await ask(server, session, seed, is_promised=False)
+        back = [await ask(server, session, seed, is_promised=True) for seed in range(PROMPTS)]
+
+    assert sum(tokens // 16 for tokens in written) > 3 * BLOCKS
+    assert [usage["cache_read_input_tokens"] for usage, _ in back] == written
+    missing = [
+        tokens - int(parts["physical"]) for tokens, (_, parts) in zip(written, back, strict=True)
+    ]
+    assert max(missing) < 16, missing
+    held = sum(tokens // 16 * 16 for tokens in written) * (time.monotonic() - began_s)
+    loaded = sum(int(parts.get("disk", 0)) + int(parts.get("host", 0)) for _, parts in back)
+    assert loaded > sum(written) / 2
+    server.process.terminate()
+    assert await server.wait() == 0
+    with closing(SqliteStore(tmp_path / "data" / "trunkline.db")) as store:
+        assert check_books(store) == []
+        (broken,) = store.query("select sum(recomputed_promised_tokens) from ledger")
+        (credits,) = store.query("select count(*) from adjustments")
+        (stored,) = store.query("select sum(token_seconds) from storage_hours where class = '1h'")
+    assert (broken[0], credits[0]) == (0, 0)
+    assert held <= int(stored[0])  # each promised block once, wherever it is

@@ -1,0 +1,134 @@
+"""Faults planted in promises that move down, which their machines must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.cache import PrefixCache
+from engine.cache.accounts import NamespaceAccount
+from engine.cache.lease_manager import LeaseManager
+from engine.errors import InvariantViolation
+from engine.levels.host_accounts import HostAccounts
+from engine.levels.promises import KeptPromises
+from tests.property.test_promises_machine import HostPromisesMachine, PromisesMachine
+
+Fault = Callable[[Any], Any]
+
+
+def moved_down_too_early(original: Any) -> Any:
+    """A promise moves down as soon as host memory has the copy, before the disk has said so."""
+    return lambda self, copy, now_s: copy.slot >= 0
+
+
+def moved_down_above_a_promise(original: Any) -> Any:
+    """A block's promise moves down while one under it is on the device."""
+
+    def keep(self: Any, account: Any, node: Any) -> bool:
+        kept, node.promised_children = node.promised_children, 0
+        moved = bool(original(self, account, node))
+        node.promised_children = kept
+        return moved
+
+    return keep
+
+
+def loss_not_told(original: Any) -> Any:
+    """A promise that its level has lost ends in silence."""
+
+    def end(self: Any, namespace: Any, terms: Any, *, is_away: bool, is_lost: bool = False) -> None:
+        original(self, namespace, terms, is_away=is_away)
+
+    return end
+
+
+def never_renewed(original: Any) -> Any:
+    """The disk is not told that a promise goes on, and drops its record."""
+    return lambda self, copies, now_s: None
+
+
+def never_ended(original: Any) -> Any:
+    """A promise whose time is over is still kept and paid for."""
+    return lambda self, now_s: None
+
+
+def not_charged(original: Any) -> Any:
+    """A payer's promises below do not count."""
+
+    def add(self: Any, retention: str, blocks: int) -> None:
+        self.below_in[retention] += blocks
+        self.below += blocks
+        self._mark_changed()
+
+    return add
+
+
+def charged_twice(original: Any) -> Any:
+    """What is promised below takes room again when a lease asks for it."""
+    return lambda self, *rest: []
+
+
+def copies_dropped_for_room(original: Any) -> Any:
+    """A copy that keeps a promise is given up like any other."""
+
+    def update(self: Any, copy: Any) -> None:
+        kept, copy.terms = copy.terms, None
+        original(self, copy)
+        copy.terms = kept
+
+    return update
+
+
+def not_taken_back(original: Any) -> Any:
+    """A new promise under one that is kept below leaves that one there."""
+    return lambda self, account, node, now_s: None
+
+
+def not_adopted(original: Any) -> Any:
+    """A block that comes back to the device does not know of its promise."""
+    return lambda self, account, node, now_s: None
+
+
+PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
+    (PromisesMachine, KeptPromises, "_is_durable", moved_down_too_early),
+    (PromisesMachine, LeaseManager, "keep_below", moved_down_above_a_promise),
+    (PromisesMachine, PrefixCache, "end_below", loss_not_told),
+    (PromisesMachine, KeptPromises, "_renew_each", never_renewed),
+    (PromisesMachine, KeptPromises, "_end_overdue", never_ended),
+    (PromisesMachine, NamespaceAccount, "add_below", not_charged),
+    (PromisesMachine, LeaseManager, "_kept_below", charged_twice),
+    (HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
+    (HostPromisesMachine, LeaseManager, "_return_to_device", not_taken_back),
+    (HostPromisesMachine, LeaseManager, "adopt", not_adopted),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("machine", "owner", "name", "fault"), PLANTS, ids=[plant[3].__name__ for plant in PLANTS]
+)
+def test_a_planted_promise_fault_is_caught(
+    machine: type[PromisesMachine],
+    owner: Any,
+    name: str,
+    fault: Fault,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that misses this fault proves nothing when it passes."""
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    quick = settings(
+        max_examples=300,
+        stateful_step_count=40,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+    with pytest.raises((AssertionError, InvariantViolation)):
+        run_state_machine_as_test(machine, settings=quick)
