@@ -474,6 +474,18 @@ class RecordIndex:
             )
         ]
 
+    def oldest_leaf_ms(self, place_bytes: int, now_ms: int) -> int:
+        """Return when the unpromised record without children in places of this size was used that
+        was used longest ago; 0 without one. O(records without children).
+        """
+        found = self._one(
+            "select min(used_ms) from records indexed by leaves where place_bytes=? and children=0"
+            " and promise_ms <= ?",
+            place_bytes,
+            now_ms,
+        )
+        return int(found[0] or 0)
+
     def expired(self, now_ms: int, limit: int) -> list[RecordId]:
         """Return records at or after their limit."""
         return [

@@ -41,7 +41,7 @@ from engine.moves import (
     StoreRuns,
 )
 from engine.storage.audit import check_store
-from engine.storage.idle_slabs import idle_slab
+from engine.storage.idle_slabs import IdleSlabs
 from engine.storage.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow, Scope
 from engine.storage.place_holds import PlaceHolds
 from engine.storage.plans import (
@@ -126,6 +126,9 @@ class DiskStore:
                 self.clock = StoreClock(wall_ms, uptime_s, last_ms)
                 self._quotas = DiskQuotas(settings.disk_bytes, self._place_bytes)
                 self._books = DiskBooks()
+                self._idle = IdleSlabs(
+                    self._index, self._slabs, self._books, self._quotas, self._present_sizes
+                )
                 self._reset_counts()
                 self._load()
                 if link is not None:
@@ -497,30 +500,16 @@ class DiskStore:
         return False
 
     def _drop_foreign(self, taker: Payer, size: int) -> bool:
-        """Remove a slab of another size; see `idle_slab`. Return whether it went."""
-        found = idle_slab(
-            self._index,
-            self._slabs,
-            size,
-            self._present_sizes,
-            self.clock.now_ms(),
-            partial(self._may_all_go, taker),
-        )
+        """Remove a slab of another size; see `IdleSlabs`. Return whether it went."""
+        now_ms = self.clock.now_ms()
+        if not self._idle.is_due(size, now_ms):
+            return False
+        self._flush_uses()
+        found = self._idle.find(size, taker, now_ms, self._pinned.__contains__)
         if found is None:
             return False
         self.dropped_total += self._drop(found[1])
         return self._slabs.remove_if_empty(found[0])
-
-    def _may_all_go(self, taker: Payer, tops: Sequence[RecordId]) -> bool:
-        """Return whether these and all under them may be dropped at once: no promise, nothing of a
-        store under way, nothing inside the floor of another payer. O(these)."""
-        now_ms, lost = self.clock.now_ms(), Counter[Payer]()
-        for row in self._index.under(tops).values():
-            if row.promise_ms > now_ms or row.record_id in self._pinned:
-                return False
-            lost[self._index.payer_name(row.payer_id)] += row.place_bytes
-        used, floor = self._books.used, self._quotas.floor
-        return all(one == taker or used[one] - lost[one] >= floor(one) for one in lost)
 
     def _drop_leaves(self, payer: Payer, count: int, sizes: Sequence[int]) -> int:
         """Drop records of a payer that nothing hangs on, in places of the first of these sizes in

@@ -13,6 +13,7 @@ import pytest
 
 from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
+from engine.storage.idle_slabs import PAUSE_MS
 from engine.storage.index import LOG_BYTES_MAX, IndexUnusable, RecordIndex, RecordRow
 from engine.storage.record import place_bytes_of
 from engine.storage.store import NO_SLAB_MS
@@ -461,7 +462,7 @@ def test_packed_records_take_the_room_of_their_size(make: MakeRig) -> None:
 
 def test_a_size_without_a_place_gets_the_slab_that_was_used_longest_ago(make: MakeRig) -> None:
     """The first packed record finds the disk full of others; after that each size keeps to its own
-    slabs."""
+    slabs, while the others are used."""
     rig = make(**room_for(8), other_bytes=(LESS,))
     assert fill(rig, range(8)) == [""] * 8
     assert packed(rig, range(2)) == ["", ""]
@@ -470,8 +471,31 @@ def test_a_size_without_a_place_gets_the_slab_that_was_used_longest_ago(make: Ma
     assert not is_there(rig, 0)
     assert is_there(rig, 7)
     kept = [number for number in range(8) if is_there(rig, number)]
+    for number in kept:
+        assert rig.fetch(A, rig.found(A, path_of(number))) != [None]
     assert packed(rig, range(10, 20)) == [""] * 10
     assert [number for number in range(8) if is_there(rig, number)] == kept
+
+
+def test_a_slab_that_is_colder_than_what_would_go_gives_its_room(make: MakeRig) -> None:
+    """Otherwise a format that is used no more would keep its part of the disk for a week. A search
+    that found nothing is not repeated at once, since it reads all rows of the other slabs."""
+    rig = make(**room_for(8), other_bytes=(LESS,))
+    fill(rig, range(8))
+    packed(rig, range(2))
+    kept = [number for number in range(8) if is_there(rig, number)]
+    for number in kept:
+        assert rig.fetch(A, rig.found(A, path_of(number))) != [None]
+    rig.clock.advance(PAUSE_MS / 1_000)
+    packed(rig, range(10, 12))
+    assert [number for number in range(8) if is_there(rig, number)] == kept, "used later"
+    packed(rig, range(20, 22))
+    assert [number for number in range(8) if is_there(rig, number)] == kept, "not searched again"
+    rig.clock.advance(PAUSE_MS / 1_000)
+    packed(rig, range(30, 32))
+
+    assert len([number for number in range(8) if is_there(rig, number)]) == len(kept) - 2
+    rig.disk.check()
 
 
 def test_a_slab_with_bytes_inside_a_floor_is_not_taken_for_another_size(make: MakeRig) -> None:
