@@ -133,9 +133,11 @@ def _change_one(call: CommandCall, folder: Path) -> CommandResult:
         case "init":
             prepare_data_dir(call.config)
             prepare_folder(folder)
+            far, more = _empty_remote(call, folder)
             freed = clear_folder(folder)
             return CommandResult(
-                f"{folder} is ready, and empty", {"folder": str(folder), "freed_bytes": freed}
+                f"{folder} is ready, and empty{far}",
+                {"folder": str(folder), "freed_bytes": freed, **more},
             )
         case "clear":
             far, more = _empty_remote(call, folder)

@@ -94,6 +94,8 @@ def levels_report(
         "is_on": is_on,
         "switch_on": None if is_on else SWITCH_ON,
         "folder": folder if config.disk_gib else None,
+        "is_sealed": bool(config.disk_gib) and config.seal,
+        "remote": config.remote.url or None,
         "write_bytes_per_day_max": int((config.disk_write_gib_per_day or config.disk_gib) * 2**30),
         "loading": sum(one.stats.loading for one in engines),
         "levels": levels,

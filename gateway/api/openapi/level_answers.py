@@ -66,12 +66,15 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
 
 class LevelsAnswer(Struct, frozen=True):
     """All levels. `switch_on`: the lines of the configuration that give the cache a disk, while
-    there is no level below the device. `minutes`: by name, one value for each of the last minutes:
+    there is no level below the device. `is_sealed`: what the disk keeps is encrypted; `remote`: the
+    address of the store below it. `minutes`: by name, one value for each of the last minutes:
     `minute` since the epoch, tokens found by level, blocks moved by flow."""
 
     is_on: bool
     switch_on: str | None
     folder: str | None
+    is_sealed: bool
+    remote: str | None
     write_bytes_per_day_max: int
     loading: int
     levels: list[LevelAnswer]

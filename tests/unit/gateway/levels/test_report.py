@@ -70,6 +70,7 @@ def test_the_device_is_a_level_too() -> None:
     assert (disk["state"], disk["reason"]) == ("full", "less than 2 GiB free")
     assert "payers" not in disk
     assert (found["is_on"], found["switch_on"], found["folder"]) == (True, None, "/kv")
+    assert (found["is_sealed"], found["remote"]) == (False, None)
     assert found["write_bytes_per_day_max"] == 2 * 2**30
 
 
