@@ -17,13 +17,10 @@ from engine.api import (
     CacheGrant,
     Erase,
     Fidelity,
-    FidelityBytes,
     LevelErased,
     LevelName,
     LevelStats,
     Namespace,
-    Payer,
-    PayerBytes,
     Quota,
 )
 from engine.cache import BlockTable, PrefixCache
@@ -33,11 +30,12 @@ from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import FIDELITIES, OWN, laxest
 from engine.levels.copy_notes import CopyNotes
+from engine.levels.level_counts import LevelCounts
 from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.promises import RENEWED_PART, KeptPromises
-from engine.levels.recovery import AT_START, DropReason, KeptSlots, Recovery
+from engine.levels.recovery import AT_START, KeptSlots, Recovery
 from engine.levels.stored_prefixes import Copy
 from engine.levels.storing import Storing
 from engine.moves import (
@@ -45,7 +43,6 @@ from engine.moves import (
     Fetched,
     Look,
     Looked,
-    RemoteStats,
     Renewed,
     SetStoredQuotas,
     Storage,
@@ -147,9 +144,7 @@ class Levels:
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
         self.is_disk_lost = False
-        self._loaded_tokens: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
-        self._chosen: Counter[LevelName] = Counter()
-        self._declined: Counter[LevelName] = Counter()
+        self._counts = LevelCounts(self.loads, self.paces)
         self._now_s, self._silent_s, self._away_s = now_s, 0.0, 0.0
         self._was_open = False
         self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
@@ -218,7 +213,7 @@ class Levels:
             [level_of(copy) == "remote" for copy in copies],
         )
         level = level_of(copies[0])
-        (self._chosen if choice.blocks else self._declined)[level] += 1
+        (self._counts.chosen if choice.blocks else self._counts.declined)[level] += 1
         return LoadPlan(whole, copies, choice)
 
     def begin(
@@ -425,52 +420,16 @@ class Levels:
         return self._lossy.get(namespace, "exact")
 
     def stats(self) -> tuple[LevelStats, ...]:
-        """Return the statistics of host memory, and of the disk if there is one. O(1)."""
-        loads, pool, pace = self.loads, self.book.accounts.pool, self.paces["host"]
-        found, notes = self._recovery, self.book.notes
-        dropped = Counter[DropReason]() if found is None else found.dropped
-        kept, size = self.promises, pool.formats[OWN].slot_bytes
-        is_kept_here = kept is not None and kept.level == "host"
-        promised = kept.kept_by_payer if kept is not None and is_kept_here else Counter[Payer]()
-        host = LevelStats(
-            name="host",
-            state="open",
-            capacity_bytes=self.book.accounts.capacity_bytes,
-            used_bytes=pool.used_bytes,
-            promised_bytes=promised.total() * size,
-            blocks=pool.used,
-            offloaded_total=self.offloading.offloaded,
-            loaded_total=loads.loaded_blocks["host"],
-            failed_total=self.offloading.failed + loads.failed["host"],
-            damaged_total=loads.damaged["host"],
-            dropped_total=self.book.accounts.dropped_total,
-            expired_total=self.book.prefixes.expired_total,
-            loaded_tokens_total=self._loaded_tokens["host"],
-            regret_s_total=pace.regret_s,
-            bytes_per_s=pace.bytes_per_s,
-            chosen_total=self._chosen["host"],
-            declined_total=self._declined["host"],
-            recovered_total=0 if found is None else found.recovered,
-            torn_total=dropped["torn"],
-            orphaned_total=dropped["orphaned"],
-            lapsed_total=dropped["expired"],
-            unnoted_total=0 if notes is None else notes.unnoted_total,
-            payers=tuple(
-                PayerBytes(share.payer, share.used, promised[share.payer] * size)
-                for share in self.book.accounts.shares()
-                if share.used
-            ),
-            copies=tuple(
-                FidelityBytes(form.fidelity, count, count * form.slot_bytes)
-                for form, count in zip(pool.formats, pool.used_slots, strict=True)
-                if count
-            ),
-        )
+        """Return the statistics of host memory, and of the disk and the remote store if there are
+        any. O(payers)."""
+        counts, kept = self._counts, self.promises
+        promised = kept.kept_by_payer if kept is not None and kept.level == "host" else Counter()
+        host = counts.of_host(self.book, self.offloading, promised, self._recovery)
         if self._storing is None:
             return (host,)
+        disk = counts.of_disk(self._disk, self._storing, len(self._erasures))
         remote = self._disk.remote
-        further = () if remote is None else (self._remote_stats(remote),)
-        return (host, self._disk_stats(self._storing), *further)
+        return (host, disk) if remote is None else (host, disk, counts.of_remote(remote))
 
     def check(self) -> None:
         """Recount the copies, and the promises that they keep. Raises InvariantViolation.
@@ -757,7 +716,7 @@ class Levels:
     def _judge(self, load: Load, now_s: float) -> None:
         """Count what a load has brought, and judge the slowest level it came from."""
         for name, tokens in load.tokens_by_level(self.cache.block_size):
-            self._loaded_tokens[name] += tokens
+            self._counts.loaded_tokens[name] += tokens
         for copy in load.copies:
             if copy.parent is not None:
                 self.book.accounts.touch(copy, now_s)
@@ -767,57 +726,6 @@ class Levels:
         if load.loaded == len(load.pieces):
             pace = self.paces[load.level]
             pace.record_load(now_s - load.began_s, load.choice.compute_s, now_s)
-
-    def _disk_stats(self, storing: Storing) -> LevelStats:
-        disk, pace = self._disk, self.paces["disk"]
-        return LevelStats(
-            name="disk",
-            state=disk.state,
-            reason=disk.reason,
-            capacity_bytes=disk.capacity_bytes,
-            used_bytes=disk.used_bytes,
-            promised_bytes=disk.promised_bytes,
-            blocks=disk.records,
-            loaded_total=self.loads.loaded_blocks["disk"],
-            stored_total=storing.stored,
-            fetched_total=self.loads.fetched,
-            failed_total=storing.failed + self.loads.failed["disk"],
-            damaged_total=disk.damaged_total,
-            dropped_total=disk.dropped_total,
-            expired_total=disk.expired_total,
-            loaded_tokens_total=self._loaded_tokens["disk"],
-            regret_s_total=pace.regret_s,
-            bytes_per_s=disk.read_bytes_per_s or pace.bytes_per_s,
-            written_bytes_today=disk.written_bytes_today,
-            written_bytes_total=disk.written_bytes_total,
-            chosen_total=self._chosen["disk"],
-            declined_total=self._declined["disk"],
-            pending_erasures=len(self._erasures),
-            payers=disk.payers,
-            copies=disk.copies,
-        )
-
-    def _remote_stats(self, remote: RemoteStats) -> LevelStats:
-        return LevelStats(
-            name="remote",
-            state=remote.state,
-            reason=remote.reason,
-            capacity_bytes=remote.capacity_bytes,
-            used_bytes=remote.used_bytes,
-            blocks=remote.records,
-            loaded_total=self.loads.loaded_blocks["remote"],
-            stored_total=remote.stored_total,
-            fetched_total=remote.fetched_total,
-            failed_total=remote.failed_total,
-            damaged_total=remote.damaged_total,
-            dropped_total=remote.dropped_total,
-            loaded_tokens_total=self._loaded_tokens["remote"],
-            regret_s_total=self.paces["remote"].regret_s,
-            bytes_per_s=remote.read_bytes_per_s or self.paces["remote"].bytes_per_s,
-            chosen_total=self._chosen["remote"],
-            declined_total=self._declined["remote"],
-            pending_erasures=remote.pending_erasures,
-        )
 
 
 def level_of(copy: Copy) -> LevelName:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -41,7 +40,7 @@ from engine.moves import (
     StoreRuns,
 )
 from engine.storage.audit import check_store
-from engine.storage.idle_slabs import IdleSlabs
+from engine.storage.drop_order import DropOrder
 from engine.storage.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow, Scope
 from engine.storage.place_holds import PlaceHolds
 from engine.storage.plans import (
@@ -71,8 +70,6 @@ from engine.storage.wall_clock import StoreClock
 
 BATCH_RECORDS = 64
 """Records that one sync makes durable, if so many wait."""
-DROP_BATCH, DROP_PART = 16, 1 / 128
-"""Records that are dropped at once for room: at most so many, and so small a part of the places."""
 EXPIRE_BATCH = 2_048
 HIGH_PART, RESUME_PART = 0.95, 0.90
 """Parts of the disk above which records are dropped ahead of need, and below which a disk that was
@@ -126,10 +123,19 @@ class DiskStore:
                 self.clock = StoreClock(wall_ms, uptime_s, last_ms)
                 self._quotas = DiskQuotas(settings.disk_bytes, self._place_bytes)
                 self._books = DiskBooks()
-                self._idle = IdleSlabs(
-                    self._index, self._slabs, self._books, self._quotas, self._present_sizes
-                )
                 self._reset_counts()
+                self._order = DropOrder(
+                    self._index,
+                    self._slabs,
+                    self._books,
+                    self._quotas,
+                    self._present_sizes,
+                    pinned=self._pinned,
+                    now_ms=self.clock.now_ms,
+                    flush_uses=self._flush_uses,
+                    drop=self._drop,
+                    let_down=lambda one: self.remote is not None and self.remote.let_down(one),
+                )
                 self._load()
                 if link is not None:
                     self.remote = self._remote_copies(link)
@@ -150,7 +156,7 @@ class DiskStore:
         self._promised: dict[int, int] = {}
         self._written_day = int(self._index.meta("written_day", 0))
         self._written_today = int(self._index.meta("written_today", 0))
-        self.stored_total = self.fetched_total = self.dropped_total = 0
+        self.stored_total = self.fetched_total = self.replaced_total = 0
         self.expired_total = self.damaged_total = self.written_bytes_total = 0
         self.read_bytes = 0
         self.read_seconds = 0.0
@@ -191,7 +197,7 @@ class DiskStore:
             store_name=self._seals.store_name,
             bytes_max=self._settings.remote_bytes,
             let_down=self._let_down,
-            cold=self._cold,
+            cold=self._order.next_dropped,
             drop=self._drop,
             now_ms=self.clock.now_ms,
             uptime_s=self._uptime_s,
@@ -287,7 +293,7 @@ class DiskStore:
             elif (row.payload_bytes, row.fidelity) == kind:
                 found = row.record_id
             else:  # of another format, which no reader of this namespace takes any more
-                self.dropped_total += self._drop([row.record_id])
+                self.replaced_total += self._drop([row.record_id])
         if found:
             return PlannedRun(run, found, packed, limit_ms, promise_ms)
         payer = command.payer or command.namespace
@@ -447,12 +453,12 @@ class DiskStore:
             return "write_budget"
         ceiling = self._quotas.ceiling(payer)
         while ceiling is not None and self._books.used.get(payer, 0) + size > ceiling:
-            if not self._drop_leaves(payer, 1, self._present_sizes):
+            if not self._order.drop_leaves(payer, 1, self._present_sizes):
                 return "over_quota"
         while (place := self._slabs.take(size)) is None:
             if self._slabs.is_wiping:
                 return "full"  # for a moment: nothing is dropped for it
-            if not self._grow(size) and not self._make_room(payer, size):
+            if not self._grow(size) and not self._order.make_room(payer, size):
                 return "full"
         return place
 
@@ -482,63 +488,6 @@ class DiskStore:
     def _set_full(self, reason: str) -> None:
         self._full_reason = reason
         self._no_slab_until_ms = self.clock.now_ms() + NO_SLAB_MS
-
-    def _make_room(self, taker: Payer, size: int = 0) -> bool:
-        """Drop what goes first for a place of a size, 0 for any; return whether anything went."""
-        if self._drop_foreign(taker, size):
-            return True
-        sizes = [size] if size else self._present_sizes
-        places = sum(map(self._slabs.places, sizes))
-        batch = max(1, min(DROP_BATCH, int(places * DROP_PART)))
-        without: set[Payer] = set()
-        while (victim := self._quotas.victim(self._books.used, taker, without)) is not None:
-            over = self._books.used[victim] - self._quotas.floor(victim)
-            most = batch if victim == taker else -(-over // self._place_bytes)
-            if self._drop_leaves(victim, max(1, min(batch, most)), sizes):
-                return True
-            without.add(victim)
-        return False
-
-    def _drop_foreign(self, taker: Payer, size: int) -> bool:
-        """Remove a slab of another size; see `IdleSlabs`. Return whether it went."""
-        now_ms = self.clock.now_ms()
-        if not self._idle.is_due(size, now_ms):
-            return False
-        self._flush_uses()
-        found = self._idle.find(size, taker, now_ms, self._pinned.__contains__)
-        if found is None:
-            return False
-        self.dropped_total += self._drop(found[1])
-        return self._slabs.remove_if_empty(found[0])
-
-    def _drop_leaves(self, payer: Payer, count: int, sizes: Sequence[int]) -> int:
-        """Drop records of a payer that nothing hangs on, in places of the first of these sizes in
-        which it has any, or let them down; return how many places that freed."""
-        self._flush_uses()
-        payer_id, most = self._index.payer_id(payer), count + len(self._pinned)
-        kept, dropped = list[RecordId](), 0
-        for size in sizes:
-            found = self._index.leaves(payer_id, size, self.clock.now_ms(), most)
-            first = [one for one in found if one not in self._pinned][:count]
-            kept = [one for one in first if self.remote is not None and self.remote.let_down(one)]
-            dropped = self._drop([one for one in first if one not in kept])
-            if kept or dropped:
-                break
-        self.dropped_total += dropped
-        return dropped + len(kept)
-
-    def _cold(self, count: int) -> list[RecordId]:
-        """Return records that are dropped next for room, of the payer that gives next."""
-        payer = self._quotas.victim(self._books.used, b"", ())
-        if payer is None:
-            return []
-        self._flush_uses()
-        payer_id, now_ms = self._index.payer_id(payer), self.clock.now_ms()
-        for size in self._present_sizes:
-            found = self._index.leaves(payer_id, size, now_ms, count)
-            if cold := [one for one in found if one not in self._pinned]:
-                return cold
-        return []
 
     def _let_down(self, row: RecordRow) -> None:
         payer = self._index.payer_name(row.payer_id)
@@ -746,7 +695,7 @@ class DiskStore:
         for number in sorted(self._slabs.sizes, reverse=True):
             ids, _, is_promised = self._index.of_slab(number, now_ms)
             if not is_promised and self._pinned.isdisjoint(ids):
-                self.dropped_total += self._drop(ids)
+                self.replaced_total += self._drop(ids)
                 if self._slabs.remove_if_empty(number):
                     return
 
@@ -756,7 +705,7 @@ class DiskStore:
             room = sum(self._slabs.places(size) * size for size in self._present_sizes)
         part = RESUME_PART if self._full_reason else HIGH_PART
         while self._books.used_bytes > part * room:
-            if not self._make_room(b""):
+            if not self._order.make_room(b""):
                 return
         if self._full_reason and (room or self.clock.now_ms() >= self._no_slab_until_ms):
             self._full_reason = ""
@@ -791,7 +740,7 @@ class DiskStore:
             records=self._books.records,
             stored_total=self.stored_total,
             fetched_total=self.fetched_total,
-            dropped_total=self.dropped_total,
+            dropped_total=self.replaced_total + self._order.dropped_total,
             expired_total=self.expired_total,
             damaged_total=self.damaged_total,
             written_bytes_total=self.written_bytes_total,

@@ -1,0 +1,130 @@
+"""What the levels count for their statistics, and the statistics of each level.
+
+They are put together from what the parts count by themselves. Only `levels` calls this module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from engine.api import FidelityBytes, LevelName, LevelStats, Payer, PayerBytes
+from engine.levels.copies import CopyBook
+from engine.levels.copy_formats import OWN
+from engine.levels.load_choice import LevelPace
+from engine.levels.loads import Loads
+from engine.levels.offloading import Offloading
+from engine.levels.recovery import DropReason, Recovery
+from engine.levels.storing import Storing
+from engine.moves import RemoteStats, StorageStats
+
+
+class LevelCounts:
+    """Totals by level: tokens that were loaded, and choices between loading and computing."""
+
+    def __init__(self, loads: Loads, paces: Mapping[LevelName, LevelPace]) -> None:
+        self.loaded_tokens: Counter[LevelName] = Counter()
+        self.chosen: Counter[LevelName] = Counter()
+        self.declined: Counter[LevelName] = Counter()
+        self._loads, self._paces = loads, paces
+
+    def of_host(
+        self,
+        book: CopyBook,
+        offloading: Offloading,
+        promised: Counter[Payer],
+        recovery: Recovery | None,
+    ) -> LevelStats:
+        """Return the statistics of host memory. `promised`: blocks whose promises it keeps, by
+        payer; `recovery`: where it outlives the engine. O(payers)."""
+        pool, notes, loads = book.accounts.pool, book.notes, self._loads
+        size, pace = pool.formats[OWN].slot_bytes, self._paces["host"]
+        dropped = Counter[DropReason]() if recovery is None else recovery.dropped
+        return LevelStats(
+            name="host",
+            state="open",
+            capacity_bytes=book.accounts.capacity_bytes,
+            used_bytes=pool.used_bytes,
+            promised_bytes=promised.total() * size,
+            blocks=pool.used,
+            offloaded_total=offloading.offloaded,
+            loaded_total=loads.loaded_blocks["host"],
+            failed_total=offloading.failed + loads.failed["host"],
+            damaged_total=loads.damaged["host"],
+            dropped_total=book.accounts.dropped_total,
+            expired_total=book.prefixes.expired_total,
+            loaded_tokens_total=self.loaded_tokens["host"],
+            regret_s_total=pace.regret_s,
+            bytes_per_s=pace.bytes_per_s,
+            chosen_total=self.chosen["host"],
+            declined_total=self.declined["host"],
+            recovered_total=0 if recovery is None else recovery.recovered,
+            torn_total=dropped["torn"],
+            orphaned_total=dropped["orphaned"],
+            lapsed_total=dropped["expired"],
+            unnoted_total=0 if notes is None else notes.unnoted_total,
+            payers=tuple(
+                PayerBytes(share.payer, share.used, promised[share.payer] * size)
+                for share in book.accounts.shares()
+                if share.used
+            ),
+            copies=tuple(
+                FidelityBytes(form.fidelity, count, count * form.slot_bytes)
+                for form, count in zip(pool.formats, pool.used_slots, strict=True)
+                if count
+            ),
+        )
+
+    def of_disk(self, disk: StorageStats, storing: Storing, erasures: int) -> LevelStats:
+        """Return the statistics of the disk. `erasures`: those it has not confirmed. O(1)."""
+        loads, pace = self._loads, self._paces["disk"]
+        return LevelStats(
+            name="disk",
+            state=disk.state,
+            reason=disk.reason,
+            capacity_bytes=disk.capacity_bytes,
+            used_bytes=disk.used_bytes,
+            promised_bytes=disk.promised_bytes,
+            blocks=disk.records,
+            loaded_total=loads.loaded_blocks["disk"],
+            stored_total=storing.stored,
+            fetched_total=loads.fetched,
+            failed_total=storing.failed + loads.failed["disk"],
+            damaged_total=disk.damaged_total,
+            dropped_total=disk.dropped_total,
+            expired_total=disk.expired_total,
+            loaded_tokens_total=self.loaded_tokens["disk"],
+            regret_s_total=pace.regret_s,
+            bytes_per_s=disk.read_bytes_per_s or pace.bytes_per_s,
+            written_bytes_today=disk.written_bytes_today,
+            written_bytes_total=disk.written_bytes_total,
+            chosen_total=self.chosen["disk"],
+            declined_total=self.declined["disk"],
+            pending_erasures=erasures,
+            payers=disk.payers,
+            copies=disk.copies,
+        )
+
+    def of_remote(self, remote: RemoteStats) -> LevelStats:
+        """Return the statistics of the remote store. O(1)."""
+        loads, pace = self._loads, self._paces["remote"]
+        return LevelStats(
+            name="remote",
+            state=remote.state,
+            reason=remote.reason,
+            capacity_bytes=remote.capacity_bytes,
+            used_bytes=remote.used_bytes,
+            blocks=remote.records,
+            loaded_total=loads.loaded_blocks["remote"],
+            stored_total=remote.stored_total,
+            fetched_total=remote.fetched_total,
+            failed_total=remote.failed_total,
+            damaged_total=remote.damaged_total,
+            dropped_total=remote.dropped_total,
+            loaded_tokens_total=self.loaded_tokens["remote"],
+            regret_s_total=pace.regret_s,
+            bytes_per_s=remote.read_bytes_per_s or pace.bytes_per_s,
+            chosen_total=self.chosen["remote"],
+            declined_total=self.declined["remote"],
+            pending_erasures=remote.pending_erasures,
+        )
