@@ -386,7 +386,8 @@ class HostAccounts:
 
     def _all_that_hangs_on(self, slots: Sequence[int], before_s: float) -> list[Copy]:
         """Return the copies in these slots, with those below them that would go too; none if one is
-        read or filled or was used since `before_s`, or if they are too many.
+        read or filled, was used since `before_s`, or is on disk below one that is not, or if they
+        are too many.
         """
         found: dict[Copy, None] = {}
         stack = [self._copy_in[slot] for slot in slots]
@@ -398,7 +399,10 @@ class HostAccounts:
                 return []
             if copy not in found:
                 found[copy] = None
-                stack += () if copy.record_id else copy.children.values()
+                below = () if copy.record_id else copy.children.values()
+                if any(child.record_id for child in below):
+                    return []  # it would leave the tree, and what is known of its record with it
+                stack += below
         return list(found)
 
     def _may_go(

@@ -23,8 +23,11 @@ from engine.storage.kept_memory import KeptMemory
 
 SLOTS_MIN = 8
 """Fewer slots of host memory hold no prefix that is worth a load."""
-SLAB_BLOCKS = range(8, 17)
-"""Blocks that a slab may hold as they are: the number that wastes least in all formats."""
+SLAB_BLOCKS, SLAB_BLOCKS_MIN = range(8, 17), 2
+"""Blocks that a slab may hold as they are: the number that wastes least in all formats. Fewer where
+there would be few slabs."""
+SLABS_MIN = 8
+"""Slabs that memory is cut into, at least: copies of several formats pass through it at once."""
 FORMATS: tuple[PackedName, ...] = ("int8c", "int4c")
 """The packed formats that copies may have: one for each fidelity that is not exact."""
 
@@ -97,7 +100,9 @@ def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:
         slab = blocks * strides[0]
         return max(slab % stride / slab for stride in strides)
 
-    blocks = min(SLAB_BLOCKS, key=waste)
+    most = min(SLAB_BLOCKS[-1], memory_bytes // strides[0] // SLABS_MIN)
+    least = SLAB_BLOCKS[0] if most >= SLAB_BLOCKS[0] else SLAB_BLOCKS_MIN
+    blocks = min(range(least, max(most, least) + 1), key=waste)
     return SlotLayout(memory_bytes, blocks * strides[0], min(sizes))
 
 

@@ -224,6 +224,9 @@ def test_what_hangs_on_a_slab_goes_with_it() -> None:
         shelf.accounts.update(above)
     for name in ("a2", "a3"):
         shelf.accounts.hold(shelf.copies[name].slot)
+    shelf.copies["a5"].record_id = 7
+    assert not shelf.put("b0", 10, form=1), "what is known of a record stays"
+    shelf.copies["a5"].record_id = 0
     assert shelf.put("b0", 10, form=1)
 
     assert shelf.dropped == ["a5", "a4", "a1", "a0"]

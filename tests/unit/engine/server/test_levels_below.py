@@ -29,7 +29,7 @@ from engine.core.core import Core
 from engine.kv.format import KvFormat, KvGroup
 from engine.kv.storage import KvStorage
 from engine.levels.levels import Levels
-from engine.server.levels_below import build_levels
+from engine.server.levels_below import build_levels, layout_of
 from engine.server.service import EngineService
 from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
@@ -123,6 +123,22 @@ def built(levels: LevelsConfig, *, windows: bool = False, kv: bool = True) -> tu
     if below is not None:
         below.close()
     return below is not None, "" if not off else off[0].reason
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slabs"), [(728, (45, 91)), (130, (8, 17)), (51, (8, 26)), (8, (4, 4))]
+)
+def test_memory_is_cut_into_slabs_that_waste_little(blocks: int, slabs: tuple[int, int]) -> None:
+    """Of each format as much as fits, in slabs enough for several formats at once."""
+    sizes = [368_640, 198_720, 120_960]
+    layout = layout_of(blocks * sizes[0], sizes)
+
+    assert slabs[0] <= layout.slabs <= slabs[1]
+    assert layout.capacity(sizes[0]) == blocks
+    for size in sizes[1:]:
+        assert layout.capacity(size) * size > 0.8 * layout.memory_bytes
+        if blocks > 100:
+            assert layout.capacity(size) * size > 0.97 * layout.memory_bytes
 
 
 def test_levels_are_built_where_they_are_asked_for() -> None:
