@@ -31,6 +31,7 @@ from engine.api import (
 from engine.config import EngineConfig, LevelsConfig
 from engine.errors import EngineError
 from engine.model_store import prepare
+from gateway.child_process import RestartPolicy
 from gateway.engine_supervisor import EngineSupervisor
 from tests.models import write_folder
 
@@ -81,7 +82,9 @@ class SupervisedEngine:
     def __init__(self, model: Path, below: LevelsConfig) -> None:
         self.started: asyncio.Queue[int] = asyncio.Queue()
         config = EngineConfig(kv_blocks=64, threads=1, heartbeat_s=0.05, device="cpu", levels=below)
-        self.engine = EngineSupervisor(model, config, self._on_report)
+        self.engine = EngineSupervisor(
+            model, config, self._on_report, restarts=RestartPolicy((0.1,))
+        )
 
     def _on_report(self, event: str, facts: dict[str, Any]) -> None:
         if event == "engine_started":
