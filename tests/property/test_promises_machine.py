@@ -104,6 +104,9 @@ class PromisesMachine(RuleBasedStateMachine):
         }
         self.count = self.unmatched = 0
         self.promised: dict[Block, float] = {}
+        self.known: dict[str, set[Block]] = {}
+        self.doubtful: set[Block] = set()
+        """Blocks whose record is gone, of which the engine may not know."""
         self.asked: dict[str, tuple[Request, float, dict[Block, float]]] = {}
 
     def note(self, fact: Fact) -> None:
@@ -141,11 +144,12 @@ class PromisesMachine(RuleBasedStateMachine):
         request = Request(
             request_id=name,
             tokens=prompt,
-            max_tokens=data.draw(st.sampled_from([0, 1, 3])),
+            max_tokens=data.draw(st.sampled_from([1, 1, 3])),
             grant=CacheGrant(namespace, self.quotas[namespace], leases),
             sampling=Sampling(temperature=0),
         )
         self.asked[name] = request, self.world.clock(), {}
+        self.known[name] = set(self.promised)
         self.world.submit(request)
         self.step(1, 0.0)
 
@@ -182,8 +186,7 @@ class PromisesMachine(RuleBasedStateMachine):
         assert self.disk is not None
         before = self.stored()
         self.disk.lose(data.draw(st.sampled_from(sorted(self.disk.records))))
-        for block in before - self.stored():
-            self.promised.pop(block, None)
+        self.doubtful |= before - self.stored()
 
     @rule(namespace=st.sampled_from(NAMESPACES), lease=st.booleans(), data=st.data())
     def erase(self, namespace: bytes, lease: bool, data: st.DataObject) -> None:
@@ -224,10 +227,10 @@ class PromisesMachine(RuleBasedStateMachine):
             for end in range(size, grant.tokens + 1, size):
                 block = namespace, request.tokens[:end]
                 owed[block] = max(until_s, owed.get(block, 0.0))
-            covered = min(lease.tokens, len(request.tokens)) // size * size
-            ends = [request.tokens[:end] for end in range(size, covered + 1, size)]
-            now_s = self.world.clock() + 1.0
-            if all(self.promised.get((namespace, end), 0.0) > now_s for end in ends):
+            covered = min(lease.tokens, len(request.tokens) - 1) // size * size  # may be matched
+            blocks = [(namespace, request.tokens[:end]) for end in range(size, covered + 1, size)]
+            known, now_s = self.known[request.request_id], self.world.clock() + 1.0
+            if all(one in known and self.promised.get(one, 0.0) > now_s for one in blocks):
                 expect(grant.tokens >= covered, "a promise that was there is clipped", grant)
 
     def is_there(self, block: Block) -> bool:
@@ -243,8 +246,12 @@ class PromisesMachine(RuleBasedStateMachine):
 
     def stored(self) -> set[Block]:
         """Return the blocks of which the disk has records."""
-        assert self.disk is not None
-        return {(one.namespace, self.disk.path(i)) for i, one in self.disk.records.items()}
+        records = {} if self.disk is None else self.disk.records
+        return {
+            (one.namespace, self.disk.path(i))
+            for i, one in records.items()
+            if self.disk is not None
+        }
 
     def has_bytes(self, slot: int, record_id: int) -> bool:
         """Return whether a copy is where the engine believes it to be."""
@@ -262,6 +269,9 @@ class PromisesMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         now_s = self.world.clock()
+        self.doubtful -= self.stored()
+        for block in self.doubtful:
+            self.promised.pop(block, None)
         self.promised = {one: at for one, at in self.promised.items() if at > now_s}
         missing = [block for block in self.promised if not self.is_there(block)]
         expect(len(missing) <= self.unmatched, "promises that were not told as lost", missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.api import CacheNews, Gain, Loss
-from engine.cache.events import BlocksErased, Committed, Evicted, Expired, Matched
+from engine.cache.events import BlocksErased, Committed, Evicted, Expired, Matched, PromiseLost
 from engine.server.cache_event_collector import CacheEventCollector
 
 
@@ -19,6 +19,8 @@ def test_reports_losses_once_by_cause_and_taker() -> None:
         Committed(b"b", 1, 7, 1),
         Expired(b"a", 4),
         BlocksErased(b"b", 5),
+        PromiseLost(b"b", 1),
+        PromiseLost(b"b", 1),
         Matched(b"a", 10, 5),
     ):
         collector.note(fact)
@@ -31,6 +33,7 @@ def test_reports_losses_once_by_cause_and_taker() -> None:
             Loss(b"a", "evicted_pressure", b"b", 2, 7.0),
             Loss(b"a", "expired", b"", 4),
             Loss(b"b", "erased", b"", 5),
+            Loss(b"b", "lost_below", b"", 2),
         ),
         (Gain(b"b", 3),),
     )

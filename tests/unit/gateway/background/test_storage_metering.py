@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.api import NamespaceStats, Quota
 from engine.cache import PrefixCache
@@ -47,6 +48,18 @@ def table_of(book: NamespaceTable, **blocks: int) -> NamespaceTable:
 
 def text(words: str, **more: object) -> dict[str, object]:
     return {"type": "text", "text": words, **more}
+
+
+def test_a_promise_that_moved_down_is_metered_as_before() -> None:
+    """Once, in its class: also where the device has no block of it any more."""
+    here = NamespaceStats(namespace(1), 5, 0, 0, 0, {"1h": 3})
+    below = replace(here, promised_below=3)
+    away = NamespaceStats(namespace(1), 2, 0, 0, 0, {"1h": 3}, promised_below=3, promised_away=3)
+
+    assert token_changes([(None, here)], 16) == {(1, "1h"): 48, (1, BEST_EFFORT): 32}
+    assert token_changes([(here, below)], 16) == {}
+    assert token_changes([(below, away)], 16) == {}
+    assert away.promised_on_device == 0
 
 
 def test_state_holds_until_the_next_update() -> None:

@@ -48,6 +48,7 @@ class World:
             lambda epoch: epoch == self.epoch,
             has_past=has_past,
             survives=lambda _: self.has_disk,
+            unkept_tokens=lambda _: 9 if self.has_disk else 0,
         )
 
     def resolve(

@@ -5,6 +5,8 @@ What comes back is read, billed as read and not broken; what does not is told as
 
 from __future__ import annotations
 
+import pytest
+
 from engine.api import LeaseGrant, LevelWait
 from gateway.generation.usage import cache_header
 from tests.unit.gateway.caching.test_contract import World
@@ -73,6 +75,16 @@ def test_part_that_comes_back_is_broken_for_the_rest() -> None:
 
     assert (record.read, record.breached_tokens) == ({"1h": 20}, 10)
     assert outcome(world)["broken"] == 1
+
+
+@pytest.mark.parametrize(("cached", "breached"), [(20, 0), (11, 0), (10, 10), (0, 20)])
+def test_a_part_of_a_block_is_not_kept_below(cached: int, breached: int) -> None:
+    """A level has whole blocks: what is computed again at the end of a prefix breaks nothing."""
+    world = restarted(comes_back=True)
+    record = world.resolve("abc", {2: "1h"}).begin(cached, (), 0)
+
+    assert (record.read, record.breached_tokens) == ({"1h": 20}, breached)
+    assert outcome(world) == ({"given": 1, "broken": 1} if breached else {"given": 1, "running": 1})
 
 
 def test_promise_that_nobody_asks_for_is_kept_while_a_disk_serves() -> None:

@@ -13,6 +13,7 @@ from gateway.levels.report import (
     levels_report,
     sum_levels,
     tenants_report,
+    unkept_tokens,
 )
 from tests.unit.gateway.levels.reported_levels import DISK, HOST, STATS
 
@@ -74,6 +75,12 @@ def test_the_device_is_a_level_too() -> None:
     assert found["write_bytes_per_day_max"] == 2 * 2**30
 
 
+def test_a_disk_does_not_keep_the_part_of_a_block() -> None:
+    """The device alone does."""
+    assert unkept_tokens(STATS, INFO) == INFO.block_size - 1
+    assert unkept_tokens(Stats(), INFO) == unkept_tokens(STATS, None) == 0
+
+
 def test_off_says_the_two_lines_that_switch_a_disk_on() -> None:
     found = levels_report(LevelsConfig(), "/kv", [of(Stats(blocks=8))], lambda name: None)
 
@@ -101,7 +108,8 @@ def test_worth_is_told_by_measured_rates() -> None:
 
 def test_bytes_by_tenant_and_level_most_first() -> None:
     """Blocks of a namespace belong to its tenant, copies to the payer; others are left out."""
-    spaces = [NamespaceStats(b"1a", 3, 0, 0, 0, {"5m": 1}), NamespaceStats(b"2", 1, 0, 0, 0)]
+    first = NamespaceStats(b"1a", 3, 0, 0, 0, {"5m": 4}, promised_below=3, promised_away=3)
+    spaces = [first, NamespaceStats(b"2", 1, 0, 0, 0)]
     spaces += [NamespaceStats(b"1b", 2, 0, 0, 0), NamespaceStats(b"?", 9, 0, 0, 0)]
     stats = replace(STATS, levels=(HOST, replace(DISK, payers=(*DISK.payers, DISK.payers[0]))))
 
