@@ -47,16 +47,15 @@ class FolderObjects:
     """Objects as files in a folder that belongs to this user alone."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder if it is missing. Raises RemoteFailed."""
+        """The first object makes the folder, if it is missing."""
         self._folder = folder
-        with _failures():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, name: str, data: memoryview) -> None:
         """See `RemoteStore`."""
         path = self._path(name)
         part = path.with_name(f"{path.name}.part")
         with _failures():
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 with part.open("wb") as file:
@@ -83,8 +82,8 @@ class FolderObjects:
     def names(self, prefix: str, limit: int = LISTED_MAX) -> list[str]:
         """See `RemoteStore`."""
         with _failures():
-            if not self._folder.is_dir():
-                raise RemoteFailed("the folder is gone")
+            if not self._folder.parent.is_dir():
+                raise RemoteFailed(f"the folder {self._folder.parent} does not exist")
             found = sorted(self._path(prefix).rglob("*")) if prefix else []
             files = [path for path in found if path.is_file() and path.suffix != ".part"]
         return [path.relative_to(self._folder).as_posix() for path in files[:limit]]

@@ -87,6 +87,10 @@ class RemoteCopies:
     def fetch(self, plan: PlannedRead, then: Callable[[], None]) -> None:
         """Fetch a record's object; set the plan's verdict and payload, then call `then`."""
         name = self.rows.name_of(plan.row.record_id)
+        if not name:  # a row that no program of ours has written
+            plan.verdict = "damaged"
+            then()
+            return
         found: list[memoryview] = []
         self._link.run(partial(self._get, plan, name, found), partial(self._got, plan, found, then))
 

@@ -10,7 +10,8 @@ from engine.storage.index import INDEX_NAME, RecordIndex
 from engine.storage.rebuild import verify_store
 from engine.storage.record import HEADER_BYTES
 from engine.storage.slabs import DiskCalls, SlabFiles
-from tests.crash.storage_child import expected, tokens_of
+from engine.storage.unlocking import SealSettings
+from tests.crash.storage_child import MASTER, expected, tokens_of
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import LocalRig
 
@@ -18,10 +19,14 @@ Stores = dict[bytes, set[int]]
 """The numbers of the paths that were said to be stored, by namespace."""
 
 
-def check_structure(folder: Path) -> int:
+def check_structure(folder: Path, *, is_sealed: bool = False) -> int:
     """Check index and slabs without a store; return how many records there are."""
-    verified = verify_store(folder)
+    seal = SealSettings(key_env="SEAL") if is_sealed else None
+    environment = {"SEAL": MASTER.secret.hex()}
+    verified = verify_store(folder, seal=seal, environment=environment)
     assert verified.damaged == 0, verified
+    if is_sealed:
+        return verified.records  # `check_contents` recounts them
     with (
         closing(RecordIndex(folder / INDEX_NAME, may_make=False)) as index,
         closing(SlabFiles(folder, HEADER_BYTES, DiskCalls())) as slabs,
@@ -32,17 +37,20 @@ def check_structure(folder: Path) -> int:
         assert set(children) <= set(rows), "a record without its parent"
         assert len({row.place for row in rows.values()}) == len(rows), "a place of two records"
         assert all(slabs.has(row.place, row.place_bytes) for row in rows.values())
-    known = {"index.db", "index.db-wal", "index.db-shm", "lock"}
+    known = {"index.db", "index.db-wal", "index.db-shm", "lock", "keys.db", "keys.db-journal"}
     others = [path.name for path in folder.iterdir() if path.suffix != ".slab"]
     assert set(others) <= known, others
     return len(rows)
 
 
-def check_contents(folder: Path, stored: Stores, erased: set[bytes]) -> int:
+def check_contents(
+    folder: Path, stored: Stores, erased: set[bytes], *, is_sealed: bool = False
+) -> int:
     """Check that what was said stored is there, and what was said erased is not."""
-    rig = LocalRig(folder, clock=FakeClock(1e6 - 1))
+    rig = LocalRig(folder, clock=FakeClock(1e6 - 1), master=MASTER if is_sealed else None)
     found = 0
     try:
+        rig.disk.check()
         for namespace, numbers in stored.items():
             for number in numbers:
                 ids = rig.found(namespace, tokens_of(number))

@@ -1,5 +1,5 @@
 """A process that stores, drops and erases until it is killed: `python -m tests.crash.storage_child
-FOLDER SEED [LIE]`.
+FOLDER SEED [LIE]`, or with `sealed` instead of a lie: then its copies are sealed.
 
 It prints a line before and after each erasure and after each store. With LIE `unstored` it prints a
 store that it never made and kills itself; with `rows_first` it commits rows before their bytes are
@@ -16,10 +16,12 @@ from pathlib import Path
 
 from engine.api import Quota
 from engine.moves import SetStoredQuotas
+from engine.storage.master_key import KEY_BYTES, MasterKey
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import LocalRig, run_in_turn
 from tests.unit.engine.storage.storage_rig import RUN, content_of
 
+MASTER = MasterKey(b"1" * KEY_BYTES)
 KEPT, SCAN = b"kept", b"scan"
 SCAN_RECORDS = 12
 FORKS = 3
@@ -51,7 +53,8 @@ def store_path(rig: LocalRig, namespace: bytes, number: int, payer: bytes) -> No
 def main(folder: Path, seed: int, lie: str) -> None:
     """Store, drop and erase without end."""
     rng = random.Random(seed)
-    rig = LocalRig(folder, clock=FakeClock(1_000.0 + seed))
+    master = MASTER if lie == "sealed" else None
+    rig = LocalRig(folder, clock=FakeClock(1_000.0 + seed), master=master)
     rig.storage.send(SetStoredQuotas((Quota(ceiling_blocks=SCAN_RECORDS, payer=SCAN),)))
     say("opened", b"-")
     number = 0

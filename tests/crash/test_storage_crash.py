@@ -28,9 +28,9 @@ LIES = ("unstored", "rows_first")
 pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(14_400 if IS_LONG else 600)]
 
 
-@pytest.mark.parametrize("first", [3, 4])
+@pytest.mark.parametrize(("first", "is_sealed"), [(3, False), (4, False), (5, True)])
 def test_random_kills_lose_nothing_stored_and_bring_nothing_back(
-    tmp_path: Path, first: int
+    tmp_path: Path, first: int, is_sealed: bool
 ) -> None:
     """One folder through many deaths, each after a random number of lines."""
     rng = random.Random(first)
@@ -40,17 +40,20 @@ def test_random_kills_lose_nothing_stored_and_bring_nothing_back(
     checked = 0
     for seed in range(KILLS):
         with subprocess.Popen(
-            [*CHILD, str(folder), str(seed)], stdout=subprocess.PIPE, cwd=ROOT, text=True
+            [*CHILD, str(folder), str(seed), *(["sealed"] if is_sealed else [])],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
         ) as child:
             assert child.stdout is not None
             lines = [child.stdout.readline() for _ in range(rng.randrange(1, 50))]
             child.send_signal(signal.SIGKILL)
             lines += [line for line in child.stdout if line.endswith("\n")]
         read_said([line for line in lines if line], stored, erased)
-        check_structure(folder)
+        check_structure(folder, is_sealed=is_sealed)
         for old in [name for name in stored if int(name.split(b"-")[1]) < seed - 1]:
             del stored[old]  # older lives have been checked often enough
-        checked += check_contents(folder, stored, erased)
+        checked += check_contents(folder, stored, erased, is_sealed=is_sealed)
 
     sys.stdout.write(f"{KILLS} kills, {checked} paths checked, {len(erased)} erased\n")
     assert checked > KILLS

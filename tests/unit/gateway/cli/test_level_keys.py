@@ -114,6 +114,17 @@ def test_a_master_key_is_replaced(run: Run, config: Path, tmp_path: Path) -> Non
         ('seal = true\nkey_env = "no name"\n', "engine.levels.key_env: 'no name'; expected"),
         ('seal = true\nkey_env = "TRUNKLINE_NO_KEY"\n', "has no variable TRUNKLINE_NO_KEY"),
         ('seal = true\nkey_file = "/nowhere/key"\n', "engine.levels.key_file: the key file"),
+        (
+            'remote = { url = "s3://b" }\n',
+            "engine.levels.remote.url: set without engine.levels.seal",
+        ),
+        (
+            'seal = true\nkey_env = "A"\nremote = { url = "http://b" }\n',
+            "engine.levels.remote.url: scheme 'http'; expected one of file, s3, gs, az",
+        ),
+        ('remote = { url = "s3://b", gib = inf }\n', "expected a finite number"),
+        ('remote = { url = "s3://b", timeout_ms = 0 }\n', "engine.levels.remote.timeout_ms"),
+        ('remote = { bucket = "b" }\n', "bucket"),
     ],
 )
 def test_a_server_does_not_start_without_its_key(
@@ -142,6 +153,40 @@ def test_doctor_names_the_key(run: Run, config: Path, tmp_path: Path) -> None:
     assert key.fingerprint in checks["disk level seal"]["found"]
     assert checks["disk level seal"]["fix"] is None
     assert "outside the folder" in beside["disk level seal"]["fix"]
+
+
+def test_a_missing_package_is_named_with_what_installs_it(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are optional."""
+    make_key_file(config.parent / "key")
+    config.write_text(f'{config.read_text()}remote = {{ url = "s3://bucket" }}\n')
+    monkeypatch.setattr("engine.storage.remote_address.find_spec", lambda name: None)
+    remote = main(["serve"]), capsys.readouterr().err
+    monkeypatch.setattr("engine.storage.unlocking.find_spec", lambda name: None)
+    sealed = main(["serve"]), capsys.readouterr().err
+
+    assert remote[0] == sealed[0] == 2
+    assert "engine.levels.remote.url" in remote[1]
+    assert "pip install 'trunkline[remote]'" in remote[1]
+    assert "engine.levels.seal" in sealed[1]
+    assert "pip install 'trunkline[sealed]'" in sealed[1]
+
+
+def test_doctor_asks_the_remote_store(run: Run, config: Path, tmp_path: Path) -> None:
+    """And leaves nothing there."""
+    make_key_file(tmp_path / "key")
+    text = config.read_text()
+    config.write_text(f'{text}remote = {{ url = "file://{tmp_path}/far" }}\n')
+    there = {one["check"]: one for one in data_of_doctor(run)}["remote level"]
+    config.write_text(f'{text}remote = {{ url = "file://{tmp_path}/no/far" }}\n')
+    away = {one["check"]: one for one in data_of_doctor(run)}["remote level"]
+
+    assert there["ok"]
+    assert "answers in" in there["found"]
+    assert not (tmp_path / "far").exists()
+    assert not away["ok"]
+    assert "does not exist" in away["found"]
 
 
 def data_of_doctor(run: Run) -> list[dict[str, Any]]:
