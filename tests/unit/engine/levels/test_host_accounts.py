@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter, deque
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.errors import InvariantViolation
 from engine.levels.host_accounts import HostAccounts
@@ -230,3 +235,78 @@ def test_what_hangs_on_a_slab_goes_with_it() -> None:
     assert shelf.put("b0", 10, form=1)
 
     assert shelf.dropped == ["a5", "a4", "a1", "a0"]
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(["put", "put", "put", "hold", "release", "touch", "store", "set"]),
+    st.sampled_from("abc"),
+    st.integers(0, 1),
+    st.integers(0, 30),
+)
+
+
+def run(actions: list[tuple[str, str, int, int]]) -> None:
+    """Do anything in any order; after each, the sums are right and no payer has lost what is inside
+    its floor to another, or has more than its ceiling."""
+    shelf, held = Shelf(8, packed=True), Counter[int]()
+    accounts = shelf.accounts
+
+    def used() -> dict[bytes, tuple[int, int]]:
+        return {share.payer: (share.used, share.floor) for share in accounts.shares()}
+
+    for at_s, (what, payer, form, number) in enumerate(actions):
+        before = used()
+        own = [copy for copy in shelf.copies.values() if copy.slot >= 0]
+        copy = own[number % len(own)] if own else None
+        if what == "put":
+            shelf.put(f"{payer}{at_s}", at_s, form=form, fresh=number % 3 == 0)
+        elif what == "set":
+            ceiling = None if number > 20 else 64 * (4 + number % 9)
+            accounts.set_share(payer.encode(), 64 * (number % 5), ceiling, 1.0 + number % 2)
+            continue
+        elif what == "release" and held:
+            slot = sorted(held)[number % len(held)]
+            held -= Counter([slot])
+            accounts.release(slot)
+        elif copy is not None and what == "hold":
+            held[copy.slot] += 1
+            accounts.hold(copy.slot)
+        elif copy is not None and what == "touch":
+            accounts.touch(copy, at_s)
+        elif copy is not None and what == "store":
+            copy.record_id = 1
+            accounts.update(copy)
+        accounts.check(shelf.names, dict(held))
+        after = used()
+        for name, (had, floor) in before.items():
+            has = after.get(name, (0, 0))[0]
+            if name != payer.encode():
+                assert has >= min(had, floor), (what, payer, name)
+        share = next((s for s in accounts.shares() if s.payer == payer.encode()), None)
+        if what == "put" and share is not None and share.used > before.get(share.payer, (0, 0))[0]:
+            assert share.ceiling is None or share.used <= share.ceiling
+
+
+@given(st.lists(ACTIONS, max_size=80))
+def test_sums_floors_and_ceilings_hold_whatever_happens(
+    actions: list[tuple[str, str, int, int]],
+) -> None:
+    """Copies of two sizes, three payers, slabs that change their format."""
+    run(actions)
+
+
+def test_a_slab_that_ignores_floors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: any cold slab may go."""
+    monkeypatch.setattr(HostAccounts, "_may_go", lambda self, *whatever: True)
+    chance = random.Random(2)
+    kinds = ("put", "put", "put", "touch", "set")
+    lists = [
+        [
+            (chance.choice(kinds), chance.choice("abc"), chance.randrange(2), chance.randrange(31))
+            for _ in range(60)
+        ]
+        for _ in range(300)
+    ]
+
+    with pytest.raises(AssertionError):
+        deque(map(run, lists), maxlen=0)
