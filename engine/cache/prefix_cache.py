@@ -136,7 +136,13 @@ class PrefixCache:
         """Return what `tokens` would match, as a report. Cost: as `find`."""
         found = self.find(namespace, tokens, now_s)
         path = found.path if found.partial_node is None else [*found.path, found.partial_node]
-        promised = sum([node.promised or node.promised_below for node in path]) * self.block_size
+        promised = self.block_size * sum(
+            [
+                node.promised_class is not None
+                or (node.terms is not None and node.terms.below_class is not None)
+                for node in path
+            ]
+        )
         ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
         expires_at_s = None if ends_s == math.inf else ends_s
         return CachePeek(

@@ -534,7 +534,7 @@ class Levels:
             return
         size, parent = self.cache.block_size, self.book.prefixes.root(namespace)
         allowed = FIDELITIES.index(self._fidelity_of(namespace))
-        imported, until_s = list[Copy](), list[float]()
+        promised, until_s = list[Copy](), list[float]()
         node = self.cache.tree_root(namespace)
         for index, run in enumerate(outcome.runs):
             if FIDELITIES.index(run.fidelity) > allowed:
@@ -547,13 +547,14 @@ class Levels:
                     self.book.prefixes.set_limit(copy, self._now_s + run.limit_s)
             copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
             self.book.set_record(copy, run.record_id)
-            until_s.append(self._now_s + run.promise_s)
-            imported.append(copy)
+            if run.promise_s > 0:
+                until_s.append(self._now_s + run.promise_s)
+                promised.append(copy)
             parent = copy
             node = None if node is None else node.children.get(own)
             if node is not None and self.book.of_node(node) is None:
                 self.book.link(copy, node)
-        self._confirmed(imported, until_s)
+        self._confirmed(promised, until_s)
 
     def _copied(self, copies: list[Copy]) -> None:
         if self._storing is not None:
