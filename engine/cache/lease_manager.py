@@ -483,6 +483,21 @@ class LeaseManager:
         self._return_to_device(account, node, now_s)
         return True
 
+    def promise_again(
+        self, account: NamespaceAccount, node: Node, until_s: float, name: str, now_s: float
+    ) -> bool:
+        """Promise a block on the device again whose keeping below was given up; return whether
+        there was room. O(depth).
+        """
+        room, above = self._room(account), node.parent
+        while above is not None and above.promised_below:
+            room.waiting, above = room.waiting + 1, above.parent
+        if node.terms is None or not room.take():
+            return False
+        node.terms.extend_promise(until_s, name)
+        self.update_deadlines(account, node, now_s)
+        return True
+
     def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> None:
         """Give a node that has just entered the tree the terms of the promise that a level below
         keeps of its tokens: its use is a read. O(1).

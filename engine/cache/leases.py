@@ -90,7 +90,7 @@ class BlockTerms:
         self.limit_at_s = max(self.limit_at_s, other.limit_at_s)
         self.renew_limit_s = max(self.renew_limit_s, other.renew_limit_s)
         self.use_limit_s = max(self.use_limit_s, other.use_limit_s)
-        self._extend_promise(other.promise_at_s, other.promised_class)
+        self.extend_promise(other.promise_at_s, other.promised_class)
         if other.renew_promise_s > self.renew_promise_s:
             self.renew_promise_s, self.renew_class = other.renew_promise_s, other.renew_class
         if other.use_promise_s > self.use_promise_s:
@@ -109,7 +109,7 @@ class BlockTerms:
         if spans.use_limit_s > self.use_limit_s:
             self.use_limit_s = spans.use_limit_s
         if promised:
-            self._extend_promise(spans.promise_at_s, spans.name)
+            self.extend_promise(spans.promise_at_s, spans.name)
             if spans.renew_promise_s > self.renew_promise_s:
                 self.renew_promise_s, self.renew_class = spans.renew_promise_s, spans.name
             if spans.use_promise_s > self.use_promise_s:
@@ -120,7 +120,7 @@ class BlockTerms:
         if now_s + self.renew_limit_s > self.limit_at_s:
             self.limit_at_s = now_s + self.renew_limit_s
         if promise:
-            self._extend_promise(now_s + self.renew_promise_s, self.renew_class)
+            self.extend_promise(now_s + self.renew_promise_s, self.renew_class)
 
     def hold_limit(self, now_s: float) -> None:
         """Extend the limit of a block in use: a clock that counts from the last use has not
@@ -130,7 +130,7 @@ class BlockTerms:
 
     def hold_promise(self, now_s: float) -> None:
         """Extend the promise of a block in use, in the same way, before it ends."""
-        self._extend_promise(now_s + self.use_promise_s, self.use_class)
+        self.extend_promise(now_s + self.use_promise_s, self.use_class)
 
     def renew_on_release(self, now_s: float, *, promise: bool) -> None:
         """Restart a clock that counts from the last use. `promise`: the promise may be
@@ -139,9 +139,10 @@ class BlockTerms:
         if now_s + self.use_limit_s > self.limit_at_s:
             self.limit_at_s = now_s + self.use_limit_s
         if promise:
-            self._extend_promise(now_s + self.use_promise_s, self.use_class)
+            self.extend_promise(now_s + self.use_promise_s, self.use_class)
 
-    def _extend_promise(self, until_s: float, name: str) -> None:
+    def extend_promise(self, until_s: float, name: str) -> None:
+        """Promise until then under a class, unless it is promised for longer."""
         if until_s > self.promise_at_s:
             self.promise_at_s, self.promised_class = until_s, name
 

@@ -136,7 +136,13 @@ class PrefixCache:
         """Return what `tokens` would match, as a report. Cost: as `find`."""
         found = self.find(namespace, tokens, now_s)
         path = found.path if found.partial_node is None else [*found.path, found.partial_node]
-        promised = sum([node.promised or node.promised_below for node in path]) * self.block_size
+        promised = self.block_size * sum(
+            [
+                node.promised_class is not None
+                or (node.terms is not None and node.terms.below_class is not None)
+                for node in path
+            ]
+        )
         ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
         expires_at_s = None if ends_s == math.inf else ends_s
         return CachePeek(
@@ -550,6 +556,19 @@ class PrefixCache:
         """
         account = self.account_of(node)
         return account is not None and self._leases.take_back(account, node, now_s)
+
+    def promise_again(self, node: Node, until_s: float, name: str, now_s: float) -> bool:
+        """Promise a node on the device again whose keeping below an erasure has ended, but that the
+        erasure did not take: another lease covers it. Without room that is told as a loss; return
+        whether there was any. O(depth).
+        """
+        account = self.account_of(node)
+        if account is None or node.promised or node.promised_below or until_s <= now_s:
+            return True
+        if self._leases.promise_again(account, node, until_s, name, now_s):
+            return True
+        self._emit(PromiseLost(account.namespace, 1))
+        return False
 
     def end_below(
         self, namespace: Namespace, terms: BlockTerms, *, is_away: bool, is_lost: bool = False

@@ -631,7 +631,7 @@ class Levels:
         if epoch != self.book.epochs[namespace]:
             return
         size, parent = self.cache.block_size, self.book.prefixes.root(namespace)
-        imported, until_s = list[Copy](), list[float]()
+        promised, until_s = list[Copy](), list[float]()
         node = self.cache.tree_root(namespace)
         for index, run in enumerate(outcome.runs):
             form = self._format_of_record(namespace, run)
@@ -646,13 +646,14 @@ class Levels:
             copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
             copy.is_remote = run.level == "remote"
             self.book.set_record(copy, run.record_id, form)
-            until_s.append(self._now_s + run.promise_s)
-            imported.append(copy)
+            if run.promise_s > 0:
+                until_s.append(self._now_s + run.promise_s)
+                promised.append(copy)
             parent = copy
             node = None if node is None else node.children.get(own)
             if node is not None and self.book.of_node(node) is None:
                 self.book.link(copy, node)
-        self._confirmed(imported, until_s)
+        self._confirmed(promised, until_s)
 
     def _format_of_record(self, namespace: Namespace, run: StoredRun) -> int | None:
         """Return the format of a record; None if this engine has it not, or if the namespace allows

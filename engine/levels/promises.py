@@ -71,6 +71,8 @@ class KeptPromises:
         self._due: Deadlines[Copy] = Deadlines()
         self._renewals: dict[int, tuple[list[Copy], list[RecordId], float]] = {}
         self._renewing: set[Copy] = set()
+        self._spared: list[tuple[Node, float, str]] = []
+        """Nodes whose copies an erasure has taken, with their promises: it may not take them."""
         self._now_s = 0.0
         book.on_removed = self._removed
 
@@ -220,6 +222,10 @@ class KeptPromises:
         """
         self._now_s = now_s
         self._cache.expire(now_s)
+        spared, self._spared = self._spared, []
+        for node, until_s, name in reversed(spared):  # those above first
+            if node.parent is not None:
+                self.lost_total += not self._cache.promise_again(node, until_s, name, now_s)
         for node in self._cache.take_promised():
             if node.parent is not None and node.promised and not node.promised_children:
                 self._ends[node] = now_s + RETRY_S
@@ -385,7 +391,11 @@ class KeptPromises:
         if can_return and node is not None and self._cache.take_back(node, self._now_s):
             return
         self.lost_total += not is_over
+        until_s, name = terms.promise_at_s, terms.promised_class
         self._cache.end_below(copy.namespace, terms, is_away=not is_here, is_lost=not is_over)
+        if self.is_erasing and is_here and node is not None:
+            terms.end_promise()
+            self._spared.append((node, until_s, name))
 
     def _forget(self, copy: Copy) -> None:
         """Note that a copy keeps no promise any more."""
