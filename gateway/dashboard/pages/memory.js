@@ -11,7 +11,6 @@ import { Table } from "../parts/table.js";
 const NAMES = ["device", "host", "disk"];
 const STATES = { open: ["good", "open"], full: ["warn", "full: stores nothing new"],
   off: ["bad", "off"] };
-const isUnbounded = (level) => level.name === "remote" && !level.capacity_bytes;
 const rate = (n) => (n ? `${bytes(n)}/s` : "not measured yet");
 const micro = (us) => (us === undefined || us === null ? null : `${number(1)(us)} us`);
 
@@ -58,7 +57,7 @@ function Level({ level }) {
   const [tone, text] = STATES[level.state];
   return html`<${Panel} title=${`${level.name[0].toUpperCase()}${level.name.slice(1)}`}
     tools=${html`<${Chip} tone=${tone}>${text}<//>`}
-    note=${`${isUnbounded(level) ? "no bound" : bytes(level.capacity_bytes)}, ${
+    note=${`${level.capacity_bytes ? bytes(level.capacity_bytes) : "without a bound"}, ${
       count(level.blocks)} blocks`}>
     <div class="stack tall" role="img" aria-label=${parts.map(([name,
       n]) => `${name} ${bytes(n)}`).join(", ")}>${parts.map(([, n, colour]) =>
