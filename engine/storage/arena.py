@@ -14,7 +14,7 @@ import mmap
 import os
 from contextlib import suppress
 
-from engine.moves import SlotLayout
+from engine.moves import SlotLayout, stride_of
 
 PIDS = 2**22
 """Bound of process ids on Linux: each process locks a byte of its own."""
@@ -70,9 +70,10 @@ class HostArena:
         return self._view[start : start + slot_bytes]
 
     def wipe(self, slot: int, slot_bytes: int) -> None:
-        """Make a slot's bytes zeros; its whole pages go back to the machine. Raises IndexError."""
+        """Make a slot's bytes zeros, up to the next slot of its size; its whole pages go back to the
+        machine. Raises IndexError."""
         start = self.layout.offset(slot, slot_bytes)
-        end = start + slot_bytes
+        end = start + stride_of(slot_bytes)
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = max(first, end // mmap.PAGESIZE * mmap.PAGESIZE)
         if last > first:

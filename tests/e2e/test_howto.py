@@ -44,6 +44,11 @@ PRINTED = {
         r'"class":"1h"',
     ),
     "savings": (r"default +2 ", r'"saved_usd":"0\.000[0-9]*[1-9]'),
+    "remote-store": (
+        r"^ok +remote level +file://.*/bucket answers in [0-9]+ ms",
+        r"^disk +open +2\.0 GiB",
+        r"^remote +(open|off) ",
+    ),
     "sealed-disk": (
         r"/levels\.key has the new key [0-9a-f]{8}",
         r"^ok +disk level seal +key [0-9a-f]{8} of .*/levels\.key",

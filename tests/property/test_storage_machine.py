@@ -242,7 +242,11 @@ class FarStorageMachine(StorageMachine):
     def begin_with_objects(self) -> None:
         """Both namespaces have something in the remote store."""
         for namespace in (A, B):
-            self.store(namespace=namespace, path=[0, 1], limit_s=None, promise_s=20, lease_ids=())
+            ours, theirs = (
+                rig.send_store(rig.store_command(namespace, tokens_of([0, 1]), promise_s=20))
+                for rig in (self.disk, self.model)
+            )
+            self.twin.update(zip(theirs.record_ids, ours.record_ids, strict=True))
         self.disk.local.turn()
 
     @rule(data=st.data(), goes=st.booleans())

@@ -34,8 +34,8 @@ export function Memory() {
     <div class="grid">${levels.map((one) => html`<${Level} level=${one} />`)}
       <${Panel} title="Bytes by tenant" wide>${instead(tenants, "bytes by tenant")
         ?? html`<${Owners} rows=${tenants.data.tenants} />`}<//>
-      ${all.is_on && html`<${Found} minutes=${all.minutes} names=${names} /><${Flows} minutes=${all.minutes} />
-        <${Choices} all=${all} />`}
+      ${all.is_on && html`<${Found} minutes=${all.minutes} names=${names} />
+        <${Flows} minutes=${all.minutes} /><${Choices} all=${all} />`}
     </div>`;
 }
 

@@ -312,12 +312,12 @@ def test_what_lies_in_the_remote_store_is_loaded_and_counted_there() -> None:
     world.restart()
     assert world.disk is not None
     world.disk.level = "remote"
-    before = world.levels.paces["remote"].block_s[0]
+    before = world.levels.paces["remote"].bytes_per_s
     world.weather.seconds = 1e-6
 
     assert world.run(ask("again", prompt(1))) == [12]
     assert world.loaded("again") == {"remote": 12}
-    assert world.levels.paces["remote"].block_s[0] != before
+    assert world.levels.paces["remote"].bytes_per_s != before
     world.disk.beat(StorageStats("open", remote=RemoteStats("open", records=3)))
     world.settle()
     world.step()
