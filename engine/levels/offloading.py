@@ -209,6 +209,8 @@ class Offloading:
             return False
         if not self._busy.isdisjoint(wanted):
             return None
+        if pins and not leases and self._cache.spare_blocks < first + len(wanted):
+            return False  # its pins would take blocks that floors of others may claim
         used_at_s = node.last_use_s if pins and not leases else None
         slots = self._take_slots(account.payer_account.payer, parent, len(wanted), used_at_s)
         if not slots:
