@@ -144,6 +144,14 @@ class FairShare:
         self._refresh()
         return self._spare - (account.counted[0] if account else 0)
 
+    def spare_beyond_floors(self) -> int:
+        """Return the blocks that payers would give, less those that unfilled floors may still
+        claim. O(changed log n + floors).
+        """
+        self._refresh()
+        unfilled = (max(0, one.floor_blocks - one.held) for one in self._with_floor.values())
+        return self._spare - sum(unfilled)
+
     def claimed_by_others(self, account: PayerAccount | None) -> int:
         """Return the blocks promised or guaranteed to all other payers. O(changed log n)."""
         self._refresh()

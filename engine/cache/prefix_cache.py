@@ -489,6 +489,13 @@ class PrefixCache:
         return len(self._manager.pool.free)
 
     @property
+    def spare_blocks(self) -> int:
+        """Return the blocks that are free or may be evicted for any payer, less those that unfilled
+        floors may still claim: so many may be pinned without a request behind them. O(floors).
+        """
+        return self.free_blocks + self._manager.fair_share.spare_beyond_floors()
+
+    @property
     def pinned_blocks(self) -> int:
         """Return the blocks that a block table or a move refers to. O(payers changed since the last
         query)."""

@@ -226,6 +226,8 @@ class Offloading:
             return False
         if not self._busy.isdisjoint(wanted):
             return None
+        if pins and not is_promised and self._cache.spare_blocks < first + len(wanted):
+            return False  # its pins would take blocks that floors of others may claim
         used_at_s = node.last_use_s if pins and not is_promised else None
         slots = self._take_slots(account, parent, wanted, used_at_s)
         if not slots:

@@ -70,8 +70,8 @@ class HostArena:
         return self._view[start : start + slot_bytes]
 
     def wipe(self, slot: int, slot_bytes: int) -> None:
-        """Make a slot's bytes zeros, up to the next slot of its size; its whole pages go back to the
-        machine. Raises IndexError."""
+        """Make a slot's bytes zeros, up to the next slot; whole pages go back to the machine.
+        Raises IndexError."""
         start = self.layout.offset(slot, slot_bytes)
         end = start + stride_of(slot_bytes)
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -423,3 +423,20 @@ def _begin_without_hold(begin: Any) -> Any:
         return load
 
     return without
+
+
+@pytest.mark.parametrize(("floor", "is_copied"), [(30, False), (0, True)])
+def test_a_payer_inside_its_floor_is_not_copied_for_a_crowd(floor: int, is_copied: bool) -> None:
+    """It keeps its blocks, so what it finds later must not tell of the others."""
+    world = LeveledWorld(disk=False)
+    mine = CacheGrant(b"mine", Quota(floor_blocks=floor, payer=b"mine"))
+    tokens = prompt(1, 40)
+    world.submit(ask("mine", tokens, grant=mine, max_tokens=8))
+    for number in (2, 3):
+        grant = CacheGrant(b"other", PAYER)
+        world.submit(ask(f"other{number}", prompt(number, 40), grant=grant, max_tokens=8))
+    for _ in range(6):
+        world.step()
+
+    assert "mine" in world.live, "it runs still"
+    assert bool(world.levels.book.prefixes.match(b"mine", tokens, 0.0)) is is_copied
