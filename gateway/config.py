@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL
-from engine.storage.remote_address import check_remote_url
+from engine.storage.remote.address import check_remote_url
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, check_declared

@@ -17,10 +17,10 @@ from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.levels.copy_formats import FIDELITIES, OWN, CopyFormats
-from engine.levels.copy_notes import CopyNotes
-from engine.levels.host_accounts import HostAccounts
-from engine.levels.slot_pool import SlotPool
-from engine.levels.slot_remains import SlotRemains
+from engine.levels.host.accounts import HostAccounts
+from engine.levels.host.copy_notes import CopyNotes
+from engine.levels.host.slot_pool import SlotPool
+from engine.levels.host.slot_remains import SlotRemains
 from engine.levels.stored_prefixes import Copy, StoredPrefixes
 from engine.moves import SlotFormat, SlotLayout
 

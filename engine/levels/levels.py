@@ -29,7 +29,7 @@ from engine.cache.prefix_tree import Node
 from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import FIDELITIES, OWN, laxest
-from engine.levels.copy_notes import CopyNotes
+from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.level_counts import LevelCounts
 from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
 from engine.levels.loads import Load, Loads

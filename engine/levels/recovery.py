@@ -14,7 +14,7 @@ from typing import Final, Literal, Protocol
 
 from engine.api import Fidelity, Namespace, Payer
 from engine.levels.copies import CopyBook
-from engine.levels.copy_notes import CopyNotes
+from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.stored_prefixes import Copy
 from engine.storage.slot_table import ROOT_SERIAL, SlotEntry, SlotTable
 

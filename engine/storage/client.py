@@ -41,8 +41,8 @@ from engine.moves import (
 from engine.protocol import FrameError
 from engine.storage.arena import HostArena
 from engine.storage.messages import DiskSettings, HeldNamespaces, encode_frame, outcome_decoder
-from engine.storage.remote_address import remote_settings
-from engine.storage.unlocking import seal_settings
+from engine.storage.remote.address import remote_settings
+from engine.storage.sealing.unlocking import seal_settings
 
 READ_BYTES = 2**18
 UNSENT_BYTES_MAX = 64 * 2**20

@@ -29,7 +29,7 @@ from engine.errors import EngineError
 from engine.moves import ROOT, RecordId
 from engine.storage.record import pack_run
 from engine.storage.remote_rows import REMOTE, RemoteRows
-from engine.storage.seals import RecordSeal, Seals
+from engine.storage.sealing.seals import RecordSeal, Seals
 from engine.storage.slabs import Place, sync_folder
 
 INDEX_NAME = "index.db"

@@ -22,8 +22,8 @@ from engine.api import Count, Namespace
 from engine.errors import EngineError
 from engine.moves import SlotLayout, StorageCommand, StorageOutcome
 from engine.protocol import Decoder
-from engine.storage.remote_address import RemoteSettings
-from engine.storage.unlocking import SealSettings
+from engine.storage.remote.address import RemoteSettings
+from engine.storage.sealing.unlocking import SealSettings
 
 FRAME_BYTES_MAX = 64 * 2**20
 NAMESPACES_PER_FRAME = 4_096

@@ -14,7 +14,7 @@ from typing import Literal
 from engine.api import Namespace
 from engine.moves import RecordId, RunToStore, StoreRuns
 from engine.storage.index import RecordRow, Scope
-from engine.storage.seals import RecordSeal
+from engine.storage.sealing.seals import RecordSeal
 from engine.storage.slabs import Place
 
 SPARE_BYTES = 2 * 2**30

@@ -56,13 +56,13 @@ from engine.storage.messages import (
     command_decoder,
     encode_frame,
 )
-from engine.storage.objects import RemoteStore
 from engine.storage.plans import PlannedRead, StoreSettings, WriteBatch
-from engine.storage.remote_address import open_remote
-from engine.storage.remote_link import RemoteLink
+from engine.storage.remote.address import open_remote
+from engine.storage.remote.link import RemoteLink
+from engine.storage.remote.objects import RemoteStore
+from engine.storage.sealing.unlocking import unlock
 from engine.storage.slabs import DiskCalls, Place
 from engine.storage.store import BATCH_RECORDS, DiskStore
-from engine.storage.unlocking import unlock
 
 READ_BYTES = 2**18
 TICK_S = 1.0

@@ -2,7 +2,7 @@
 
 Each holds the folder's lock, so a running server makes it fail with `FolderInUse`. The command line
 calls this module; it knows no engine and no process. A sealed store is rebuilt and verified with
-its keys (`engine.storage.unlocking`), and emptied without: that destroys them.
+its keys (`engine.storage.sealing.unlocking`), and emptied without: that destroys them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from msgspec import Struct
 from engine.moves import ROOT, RecordId
 from engine.storage.folder import FolderLock, FolderRefused, check_folder
 from engine.storage.index import INDEX_NAME, RecordIndex, RecordRow
-from engine.storage.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.record import (
     FIDELITIES,
     HEADER_BYTES,
@@ -27,11 +26,12 @@ from engine.storage.record import (
     decode_header,
     place_bytes_of,
 )
-from engine.storage.remote_address import RemoteSettings, open_remote
+from engine.storage.remote.address import RemoteSettings, open_remote
+from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.remote_rows import PADDING_BYTES_MAX, REMOTE
-from engine.storage.seals import KEYS_NAME, SealRefused, Seals
+from engine.storage.sealing.seals import KEYS_NAME, SealRefused, Seals
+from engine.storage.sealing.unlocking import SealSettings, store_name_of, unlock
 from engine.storage.slabs import DiskCalls, Place, SlabFiles, sync_folder
-from engine.storage.unlocking import SealSettings, store_name_of, unlock
 
 REBUILD_BATCH = 1_024
 DELETED_AT_ONCE = 256

@@ -60,10 +60,10 @@ from engine.storage.record import (
     pack_run,
     place_bytes_of,
 )
-from engine.storage.remote_copies import PUT_PART, RemoteCopies
-from engine.storage.remote_link import RemoteLink
+from engine.storage.remote.copies import PUT_PART, RemoteCopies
+from engine.storage.remote.link import RemoteLink
 from engine.storage.remote_rows import REMOTE, level_of
-from engine.storage.seals import Seals
+from engine.storage.sealing.seals import Seals
 from engine.storage.slabs import DiskCalls, Place, SlabFiles
 from engine.storage.walking import walk
 from engine.storage.wall_clock import StoreClock

@@ -12,9 +12,9 @@ from engine.config import LevelsConfig
 from engine.errors import EngineError, ModelError
 from engine.model_store import resolve
 from engine.storage.folder import doubt_about, type_of_file_system
-from engine.storage.master_key import read_key
-from engine.storage.objects import RemoteFailed
-from engine.storage.remote_address import open_remote
+from engine.storage.remote.address import open_remote
+from engine.storage.remote.objects import RemoteFailed
+from engine.storage.sealing.master_key import read_key
 from gateway.config import Config
 from gateway.levels.disk_speed import DiskSpeed, measure_disk
 from gateway.levels.model_cost import (

@@ -15,7 +15,6 @@ from typing import Any
 import apsw
 
 from engine.storage.folder import prepare_folder
-from engine.storage.master_key import make_key_file
 from engine.storage.rebuild import (
     clear_folder,
     empty_remote,
@@ -23,8 +22,9 @@ from engine.storage.rebuild import (
     rewrap_keys,
     verify_store,
 )
-from engine.storage.remote_address import remote_settings
-from engine.storage.unlocking import seal_settings
+from engine.storage.remote.address import remote_settings
+from engine.storage.sealing.master_key import make_key_file
+from engine.storage.sealing.unlocking import seal_settings
 from gateway.cli.arguments import shared_options
 from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from engine.config import EngineConfig, LevelsConfig
 from engine.storage.folder import check_folder
-from engine.storage.master_key import MasterKeyRefused, read_key, read_key_file
-from engine.storage.remote_address import CLOUD_EXTRA, can_reach
-from engine.storage.unlocking import EXTRA, can_seal
+from engine.storage.remote.address import CLOUD_EXTRA, can_reach
+from engine.storage.sealing.master_key import MasterKeyRefused, read_key, read_key_file
+from engine.storage.sealing.unlocking import EXTRA, can_seal
 from gateway.config import Config, ConfigError
 
 GIB, MIB = 2**30, 2**20

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine.api import Quota
 from engine.moves import SetStoredQuotas
-from engine.storage.master_key import KEY_BYTES, MasterKey
+from engine.storage.sealing.master_key import KEY_BYTES, MasterKey
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import LocalRig, run_in_turn
 from tests.unit.engine.storage.storage_rig import RUN, content_of

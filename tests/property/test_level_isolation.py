@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from engine.api import CacheGrant, LeaseRequest, Quota, Request, Retention, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
-from engine.levels.host_accounts import HostAccounts, HostShare
+from engine.levels.host.accounts import HostAccounts, HostShare
 from engine.levels.levels import Levels
 from engine.moves import ROOT, SetStoredQuotas
 from engine.storage.quotas import DiskQuotas

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from engine.api import Fidelity, Request
 from engine.errors import InvariantViolation
 from engine.levels.copy_formats import FIDELITIES, CopyFormats
-from engine.levels.host_accounts import HostAccounts
+from engine.levels.host.accounts import HostAccounts
 from engine.levels.levels import Levels
 from engine.moves import SlotFormat
 from tests.checkers import expect

@@ -13,7 +13,7 @@ from engine.cache import PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.lease_manager import LeaseManager
 from engine.errors import InvariantViolation
-from engine.levels.host_accounts import HostAccounts
+from engine.levels.host.accounts import HostAccounts
 from engine.levels.promises import KeptPromises
 from tests.property.test_promises_machine import HostPromisesMachine, PromisesMachine
 

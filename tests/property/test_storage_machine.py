@@ -27,10 +27,10 @@ from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
 from engine.storage.arena import HostArena
 from engine.storage.index import RecordIndex, RecordRow, Scope
-from engine.storage.master_key import MasterKey
 from engine.storage.place_holds import PlaceHolds
-from engine.storage.remote_copies import RemoteCopies
+from engine.storage.remote.copies import RemoteCopies
 from engine.storage.remote_rows import RemoteRows
+from engine.storage.sealing.master_key import MasterKey
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvariantViolation
-from engine.levels.host_accounts import HostAccounts
-from engine.levels.slot_pool import SlotPool
+from engine.levels.host.accounts import HostAccounts
+from engine.levels.host.slot_pool import SlotPool
 from engine.levels.stored_prefixes import Copy
 from engine.moves import SlotFormat, SlotLayout
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.api import CacheGrant, Erase, LevelStats
 from engine.errors import InvariantViolation
-from engine.levels.slot_remains import SlotRemains
+from engine.levels.host.slot_remains import SlotRemains
 from engine.moves import StorageStats
 from engine.storage.slot_table import SlotTable
 from tests.checkers import RuleBroken

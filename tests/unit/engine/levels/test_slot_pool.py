@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvariantViolation
-from engine.levels.slot_pool import SlotPool
+from engine.levels.host.slot_pool import SlotPool
 from engine.moves import SlotFormat, SlotLayout
 
 FORMATS = (

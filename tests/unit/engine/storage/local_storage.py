@@ -23,11 +23,11 @@ from engine.moves import (
 )
 from engine.storage.arena import HostArena
 from engine.storage.client import failures_of
-from engine.storage.key_ring import KeyRing
-from engine.storage.master_key import MasterKey
-from engine.storage.objects import RemoteStore
 from engine.storage.plans import PlannedRead, StoreSettings
-from engine.storage.remote_link import RemoteLink
+from engine.storage.remote.link import RemoteLink
+from engine.storage.remote.objects import RemoteStore
+from engine.storage.sealing.key_ring import KeyRing
+from engine.storage.sealing.master_key import MasterKey
 from engine.storage.slabs import DiskCalls
 from engine.storage.store import DiskStore
 from tests.fakes import FakeClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from threading import Event
 
-from engine.storage.objects import ObjectMissing, RemoteFailed
+from engine.storage.remote.objects import ObjectMissing, RemoteFailed
 
 
 class FaultyObjects:

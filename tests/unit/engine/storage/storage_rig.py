@@ -37,11 +37,11 @@ from engine.moves import (
 from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient
 from engine.storage.messages import DiskSettings
-from engine.storage.objects import RemoteStore
 from engine.storage.process import serve
-from engine.storage.remote_address import RemoteSettings, open_remote
+from engine.storage.remote.address import RemoteSettings, open_remote
+from engine.storage.remote.objects import RemoteStore
+from engine.storage.sealing.unlocking import SealSettings
 from engine.storage.slabs import DiskCalls
-from engine.storage.unlocking import SealSettings
 from tests.fakes import FakeClock
 
 RUN = 4

@@ -9,7 +9,7 @@ import pytest
 
 from engine.moves import Fetch, Fetched, Look, Looked, Stored
 from engine.storage.arena import HostArena
-from engine.storage.master_key import MasterKey
+from engine.storage.sealing.master_key import MasterKey
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig

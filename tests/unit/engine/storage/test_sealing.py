@@ -12,15 +12,6 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from engine.storage.key_ring import KeyRing
-from engine.storage.master_key import (
-    KEY_BYTES,
-    MasterKey,
-    MasterKeyRefused,
-    make_key_file,
-    read_key,
-    read_key_file,
-)
 from engine.storage.record import (
     HEADER_BYTES,
     NAME_BYTES_MAX,
@@ -31,9 +22,18 @@ from engine.storage.record import (
     encode_header,
     pack_run,
 )
-from engine.storage.sealing import DataSeal
-from engine.storage.seals import KEYS_NAME, SealRefused
-from engine.storage.unlocking import SealSettings, unlock
+from engine.storage.sealing.data_seal import DataSeal
+from engine.storage.sealing.key_ring import KeyRing
+from engine.storage.sealing.master_key import (
+    KEY_BYTES,
+    MasterKey,
+    MasterKeyRefused,
+    make_key_file,
+    read_key,
+    read_key_file,
+)
+from engine.storage.sealing.seals import KEYS_NAME, SealRefused
+from engine.storage.sealing.unlocking import SealSettings, unlock
 
 PAYLOAD = random.Random(3).randbytes(5_000)
 FIRST, SECOND = MasterKey(b"1" * KEY_BYTES), MasterKey(b"2" * KEY_BYTES)
@@ -181,10 +181,10 @@ def test_no_nonce_is_used_twice_under_one_key() -> None:
 def test_a_nonce_used_twice_would_be_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """The control of the test above: a counter that stands still, a salt that is no chance."""
     if fault == "counter":
-        monkeypatch.setattr("engine.storage.sealing.count", repeat)
+        monkeypatch.setattr("engine.storage.sealing.data_seal.count", repeat)
         one = again = seal()
     else:
-        monkeypatch.setattr("engine.storage.sealing.os.urandom", bytes)
+        monkeypatch.setattr("engine.storage.sealing.data_seal.os.urandom", bytes)
         one, again = seal(), seal()
 
     assert repeated([bytes(sealed_with(one)), bytes(sealed_with(again))]) == 1

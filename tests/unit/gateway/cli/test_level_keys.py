@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.storage.master_key import MasterKey, make_key_file, read_key_file
-from engine.storage.seals import KEYS_NAME
+from engine.storage.sealing.master_key import MasterKey, make_key_file, read_key_file
+from engine.storage.sealing.seals import KEYS_NAME
 from gateway.__main__ import main
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import A, content_of
@@ -161,9 +161,9 @@ def test_a_missing_package_is_named_with_what_installs_it(
     """Both are optional."""
     make_key_file(config.parent / "key")
     config.write_text(f'{config.read_text()}remote = {{ url = "s3://bucket" }}\n')
-    monkeypatch.setattr("engine.storage.remote_address.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.storage.remote.address.find_spec", lambda name: None)
     remote = main(["serve"]), capsys.readouterr().err
-    monkeypatch.setattr("engine.storage.unlocking.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.storage.sealing.unlocking.find_spec", lambda name: None)
     sealed = main(["serve"]), capsys.readouterr().err
 
     assert remote[0] == sealed[0] == 2

@@ -13,7 +13,7 @@ from functools import partial
 
 from engine.errors import EngineError
 from engine.storage.io_threads import IoThreads
-from engine.storage.objects import ObjectMissing, RemoteFailed, RemoteStore
+from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
 
 FAILURES_MAX = 3
 PAUSE_S = 30.0

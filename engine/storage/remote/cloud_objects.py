@@ -15,7 +15,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from engine.storage.objects import LISTED_MAX, ObjectMissing, RemoteFailed
+from engine.storage.remote.objects import LISTED_MAX, ObjectMissing, RemoteFailed
 
 PAGE = 1_000
 TEXT_MAX = 200

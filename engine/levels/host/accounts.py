@@ -23,7 +23,7 @@ from sortedcontainers import SortedList
 
 from engine.api import Payer
 from engine.errors import InvariantViolation
-from engine.levels.slot_pool import SlotPool
+from engine.levels.host.slot_pool import SlotPool
 from engine.levels.stored_prefixes import Copy
 
 PROBATION: Final = 1 / 4

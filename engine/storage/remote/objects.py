@@ -2,8 +2,8 @@
 
 An object is written whole or not at all, and never changed. Each call ends within the timeout that
 the store was opened with, or raises. What a store returns is not trusted: sealed records prove
-themselves. The folder serves a mounted file system and tests; `engine.storage.cloud_objects` has
-the stores of clouds, for which an optional package is needed.
+themselves. The folder serves a mounted file system and tests; `cloud_objects` has the stores of
+clouds, for which an optional package is needed.
 """
 
 from __future__ import annotations

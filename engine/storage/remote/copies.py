@@ -18,12 +18,12 @@ from typing import Literal
 from engine.api import Namespace
 from engine.moves import RecordId, RemoteStats
 from engine.storage.index import RecordIndex, RecordRow
-from engine.storage.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.place_holds import PlaceHolds
 from engine.storage.plans import PlannedRead
 from engine.storage.reader import RecordReader
 from engine.storage.record import HEADER_BYTES, DamagedRecord
-from engine.storage.remote_link import RemoteLink
+from engine.storage.remote.link import RemoteLink
+from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.remote_rows import PADDING_BYTES_MAX, REMOTE, object_name
 from engine.storage.slabs import SlabFiles
 

@@ -1,8 +1,8 @@
 """What the store and its index ask of sealing, without knowing a cipher.
 
 A *seal* is all that one namespace's data key does: it hides what rows say of tokens, and seals
-records. `engine.storage.key_ring` has the seals of a store; without a key there are none, and
-records are plain. This module imports no cryptography, which is an optional package.
+records. `key_ring` has the seals of a store; without a key there are none, and records are plain.
+This module imports no cryptography, which is an optional package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Opens the keys of a sealed store: reads the master key, and unwraps the data keys.
 
 The storage process calls it at each opening, the command line while no server runs. It is the only
-module that imports `engine.storage.key_ring`, and with it the optional package `cryptography`.
+module that imports `key_ring`, and with it the optional package `cryptography`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import apsw
 from msgspec import Struct
 
 from engine.config import LevelsConfig
-from engine.storage.master_key import read_key, read_key_file
-from engine.storage.seals import KEYS_NAME, SealRefused, Seals
+from engine.storage.sealing.master_key import read_key, read_key_file
+from engine.storage.sealing.seals import KEYS_NAME, SealRefused, Seals
 
 EXTRA = "sealed copies need the extra `sealed`: pip install 'trunkline[sealed]'"
 
@@ -65,7 +65,7 @@ def unlock(folder: Path, settings: SealSettings, environment: Mapping[str, str])
     if settings.key_file_before:
         before = read_key_file(Path(settings.key_file_before))
     try:
-        from engine.storage.key_ring import KeyRing
+        from engine.storage.sealing.key_ring import KeyRing
     except ImportError as error:
         raise SealRefused(f"{EXTRA}.") from error
     has_copies = any(folder.glob("*.slab")) or any(folder.glob("index.db*"))

@@ -1,7 +1,6 @@
 """The address of a remote store: what can be one, and how the store is opened.
 
-It is the only module that imports `engine.storage.cloud_objects`, and with it the optional package
-`obstore`.
+It is the only module that imports `cloud_objects`, and with it the optional package `obstore`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from msgspec import Struct
 from engine.api import Count
 from engine.config import RemoteConfig
 from engine.errors import EngineError
-from engine.storage.objects import FolderObjects, RemoteStore
+from engine.storage.remote.objects import FolderObjects, RemoteStore
 
 SCHEMES = ("file", "s3", "gs", "az")
 CLOUD_EXTRA = "a remote store needs the extra `remote`: pip install 'trunkline[remote]'"
@@ -77,7 +76,7 @@ def open_remote(url: str, timeout_s: float) -> RemoteStore:
     if parts.scheme == "file":
         return FolderObjects(Path(unquote(parts.path)))
     try:
-        from engine.storage.cloud_objects import CloudObjects
+        from engine.storage.remote.cloud_objects import CloudObjects
     except ImportError as error:
         raise RemoteRefused(f"{CLOUD_EXTRA}.") from error
     return CloudObjects(url, timeout_s)

@@ -21,10 +21,16 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from engine.api import Namespace
-from engine.storage.master_key import MasterKey
 from engine.storage.record import DamagedRecord
-from engine.storage.sealing import DATA_KEY_BYTES, KEY_ID_BYTES, DataSeal, ScratchBuffers, key_id_of
-from engine.storage.seals import KEYS_NAME, SealRefused
+from engine.storage.sealing.data_seal import (
+    DATA_KEY_BYTES,
+    KEY_ID_BYTES,
+    DataSeal,
+    ScratchBuffers,
+    key_id_of,
+)
+from engine.storage.sealing.master_key import MasterKey
+from engine.storage.sealing.seals import KEYS_NAME, SealRefused
 from engine.storage.slabs import sync_folder
 
 APPLICATION_ID = 0x74726B79

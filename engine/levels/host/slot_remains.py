@@ -14,7 +14,7 @@ from typing import Final
 from engine.api import Namespace
 from engine.errors import InvariantViolation
 from engine.levels.copy_formats import OWN
-from engine.levels.host_accounts import HostAccounts
+from engine.levels.host.accounts import HostAccounts
 
 IN_USE_MAX: Final = 512
 """Soiled slots that moves still use, which one call passes over."""

@@ -1,0 +1,1 @@
+"""Objects in a remote store: sealed records beyond the disk."""

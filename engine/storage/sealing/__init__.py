@@ -1,0 +1,1 @@
+"""Sealing: keys, and records and rows encrypted under them."""
