@@ -289,6 +289,8 @@ class Levels:
                 self.offloading.moved(moved)
         if self._storage is not None:
             for outcome in self._storage.poll():
+                if not isinstance(outcome, StorageStats):
+                    self._silent_s = 0.0
                 self._take(outcome)
             self._notice_absence(passed_s)
         if self.promises is not None:

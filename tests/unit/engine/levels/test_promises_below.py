@@ -327,5 +327,40 @@ def test_a_request_waits_for_a_promise_that_is_being_stored() -> None:
         assert finished.ending == "done"
 
 
+def test_a_lease_erased_here_leaves_what_another_covers_promised() -> None:
+    """The copies go with the one lease; the promise of the other returns to the device, and moves
+    down again with new copies."""
+    world = LeveledWorld()
+    world.run(ask("one", prompt(1), grant=leased(12, lease_id="one")))
+    world.run(ask("two", prompt(1, 20), grant=leased(16, lease_id="two")))
+    world.core.erase(Erase(1, b"n", "one"))
+    world.settle()
+    for _ in range(3):
+        world.clock.advance(1.0)
+        world.step()
+        world.settle()
+
+    assert promised_of(world) == (4, 4, 0)
+    assert world.run(ask("again", prompt(1, 20))) == [19]
+    assert not world.lost
+
+
+def test_what_promises_hold_on_the_device_has_a_bound_of_its_own() -> None:
+    """So a disk that takes nothing does not leave the pool to one payer; its promises below are
+    not counted there.
+    """
+    world = LeveledWorld()
+    assert world.disk is not None
+    small = Quota(payer=b"payer", promised_blocks_max=60, promised_on_device_max=7)
+    for number in range(4):
+        world.run(ask(f"kept{number}", prompt(number), grant=leased(12, quota=small)))
+    world.disk.is_away = True
+    for number in range(4, 8):
+        world.run(ask(f"kept{number}", prompt(number), grant=leased(12, quota=small)))
+
+    assert [grant_of(world, f"kept{n}").tokens for n in range(8)] == [12] * 6 + [4, 0]
+    assert grant_of(world, "kept7").bound == "quota"
+
+
 def _promised_tokens(core: Core, tokens: tuple[int, ...]) -> int:
     return core.peek(Peek(1, b"n", tokens)).promised_tokens
