@@ -51,6 +51,7 @@ from engine.core.request_checks import check_request
 from engine.core.stats import EngineStats
 from engine.core.timeouts import ForcedEnding, Timeouts
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation
+from engine.levels.copy_formats import laxest
 from engine.levels.levels import Levels
 from engine.plan import Runner, StepResult
 from engine.scheduler.loading import Loading
@@ -85,7 +86,9 @@ class Core:
         pipeline_depth: int = 1,
         constraints: Constraints | None = None,
         levels: Levels | None = None,
+        kv_fidelity: Fidelity = "exact",
     ) -> None:
+        """`kv_fidelity`: of KV that was never below the device."""
         self.cache = cache
         self.runner = runner
         self.config = config
@@ -96,6 +99,7 @@ class Core:
         step_cost = StepCost()
         self.scheduler = Scheduler(cache, config, step_cost, levels)
         self.levels = levels
+        self._kv_fidelity = kv_fidelity
         self._erasures = Erasures(cache, levels)
         self.constraints = constraints or Constraints()
         self.engine_stats = EngineStats(step_cost)
@@ -630,8 +634,8 @@ class Core:
     def _fidelity_of(self, table: BlockTable) -> Fidelity:
         """Return how far from exact the cached tokens of a table may be."""
         if self.levels is None or not table.kv_tokens:
-            return "exact"
-        return self.levels.read_fidelity(table.namespace)
+            return self._kv_fidelity
+        return laxest(self._kv_fidelity, self.levels.read_fidelity(table.namespace))
 
     def _make_masks(self) -> None:
         """Compute masks after new tokens; a request with an empty mask fails."""

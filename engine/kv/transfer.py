@@ -100,7 +100,7 @@ class CpuTransferEngine:
         self._memory = memory
         self._packers = packed = dict(packers or {})
         self.formats: tuple[SlotFormat, ...] = (
-            SlotFormat("", storage.format.block_bytes),
+            SlotFormat("", storage.format.block_bytes, storage.format.fidelity),
             *(SlotFormat(name, one.block_bytes, one.fidelity) for name, one in packed.items()),
         )
         for one in self.formats:

@@ -1,8 +1,8 @@
 """Which format the copies of a namespace get below the device.
 
 Fidelity belongs to the namespace: all its requests allow the same. The format is the smallest that
-it allows, and never a lossy one for a namespace that nothing was said of. Only this folder calls
-the module.
+it allows, and never a lossy one for a namespace that nothing was said of. Outside this folder only
+the core calls the module, for `laxest`.
 """
 
 from __future__ import annotations

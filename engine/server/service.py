@@ -381,6 +381,7 @@ def core_of_model(
         pipeline_depth=built.pipeline_depth,
         constraints=_constraints(card, config),
         levels=levels,
+        kv_fidelity=built.kv_format.fidelity,
     )
     core.engine_stats.levels_off = off
     info = EngineInfo(

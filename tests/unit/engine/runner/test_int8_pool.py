@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.api import CacheGrant, Request, Started
+from engine.config import EngineConfig, LevelsConfig
 from engine.kv.transfer import CpuTransferEngine
 from engine.model_store import ModelCard
 from engine.models.cpu_llama import load_kernels
@@ -23,7 +24,7 @@ from engine.storage.arena import HostArena
 from kernels import reference_int8
 from tests.models import prepared, tiny_config
 from tests.unit.engine.attention.test_cpu_backend import random_tree
-from tests.unit.engine.runner.test_cpu_runner import begun, drawn, draws, run, tokens_of
+from tests.unit.engine.runner.test_cpu_runner import GREEDY, begun, drawn, draws, run, tokens_of
 
 BLOCKS, CONTEXT = 900, 2048
 INT8 = EngineConfig(kv_dtype="int8")
@@ -192,3 +193,29 @@ def test_engine_tells_its_pool_and_is_another_cache(card: ModelCard) -> None:
     assert [info.kv_fidelity for info in told] == ["exact", "near"]
     assert len({info.model_digest for info in told}) == 2
     assert told[1].blocks > 1.8 * told[0].blocks
+
+
+def test_tokens_that_were_read_are_told_as_near(card: ModelCard) -> None:
+    """From the device, and of copies: these have the pool's own format, which is no packed one."""
+    threads = torch.get_num_threads()
+    config = msgspec.structs.replace(
+        INT8, device="cpu", kv_memory_mib=1, threads=1, levels=LevelsConfig(host_mib=1)
+    )
+    try:
+        core, _ = core_of_model(Path(card.folder), config)
+    finally:
+        torch.set_num_threads(threads)
+    told = []
+    try:
+        for name in ("first", "again"):
+            grant = CacheGrant(b"n", fidelity="near")
+            core.submit(Request(name, tuple(tokens_of(7, 40)), 1, grant, GREEDY))
+            while core.has_work():
+                told += [event for event in core.step() if isinstance(event, Started)]
+        assert core.levels is not None
+        formats = core.levels.book.formats.formats
+    finally:
+        core.close()
+
+    assert [(event.cached_tokens, event.fidelity) for event in told] == [(0, "near"), (39, "near")]
+    assert [(one.name, one.fidelity) for one in formats] == [("", "near")]
