@@ -419,7 +419,10 @@ def test_loads_are_moved_in_turn_over_the_payers(monkeypatch: pytest.MonkeyPatch
     short = CacheGrant(b"short", Quota(payer=b"short"))
     world.run(ask("a", prompt(1, 41), grant=long))
     world.run(ask("b", prompt(2, 9), grant=short))
-    world.push_out(24)
+    for number in range(30):  # each payer pushes its own out
+        payer = (b"long", b"short")[number % 2]
+        grant = CacheGrant(b"other " + payer, Quota(payer=payer))
+        world.run(ask(f"push{number}", prompt(number + 100), grant=grant))
     moved: list[int] = []
     submit = world.memory.submit
 
@@ -434,5 +437,5 @@ def test_loads_are_moved_in_turn_over_the_payers(monkeypatch: pytest.MonkeyPatch
     world.submit(ask("short", prompt(2, 9), grant=short))
     world.settle()
 
-    assert [world.cached(name) for name in ("long", "short")] == [40, 8]
+    assert [world.loaded(name) for name in ("long", "short")] == [{"host": 40}, {"host": 8}]
     assert set(slots) <= set(moved[:8]), "both of its two blocks are among the first eight"
