@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from msgspec.structs import replace
 from engine.api import CacheGrant, Erase, Erased, Finished, Quota, Retention
 from engine.config import RemoteConfig
 from engine.errors import InvariantViolation
+from engine.levels import loads
 from engine.levels.loads import Loads
 from engine.levels.stored_prefixes import StoredPrefixes
-from engine.moves import Look, RemoteStats, Renew, StorageStats
+from engine.moves import Look, Move, RemoteStats, Renew, StorageStats
 from tests.checkers import RuleBroken
 from tests.fake_levels import MoveError
 from tests.fakes import OracleError
@@ -440,3 +442,33 @@ def test_a_payer_inside_its_floor_is_not_copied_for_a_crowd(floor: int, is_copie
 
     assert "mine" in world.live, "it runs still"
     assert bool(world.levels.book.prefixes.match(b"mine", tokens, 0.0)) is is_copied
+
+
+def test_loads_are_moved_in_turn_over_the_payers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A payer does not wait for all of a longer load that another began before."""
+    monkeypatch.setattr(loads, "MOVES_MAX", 4)
+    world = LeveledWorld(disk=False, blocks=40, slots=200)
+    long = CacheGrant(b"long", Quota(payer=b"long"))
+    short = CacheGrant(b"short", Quota(payer=b"short"))
+    world.run(ask("a", prompt(1, 41), grant=long))
+    world.run(ask("b", prompt(2, 9), grant=short))
+    for number in range(30):  # each payer pushes its own out
+        payer = (b"long", b"short")[number % 2]
+        grant = CacheGrant(b"other " + payer, Quota(payer=payer))
+        world.run(ask(f"push{number}", prompt(number + 100), grant=grant))
+    moved: list[int] = []
+    submit = world.memory.submit
+
+    def noted(moves: Sequence[Move]) -> None:
+        moved.extend(move.slot for move in moves if move.kind == "load")
+        submit(moves)
+
+    monkeypatch.setattr(world.memory, "submit", noted)
+    prefixes = world.levels.book.prefixes
+    slots = [copy.slot for copy in prefixes.match(b"short", prompt(2, 9), world.clock())]
+    world.submit(ask("long", prompt(1, 41), grant=long))
+    world.submit(ask("short", prompt(2, 9), grant=short))
+    world.settle()
+
+    assert [world.loaded(name) for name in ("long", "short")] == [{"host": 40}, {"host": 8}]
+    assert set(slots) <= set(moved[:8]), "both of its two blocks are among the first eight"
