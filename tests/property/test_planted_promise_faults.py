@@ -21,20 +21,8 @@ Fault = Callable[[Any], Any]
 
 
 def moved_down_too_early(original: Any) -> Any:
-    """A promise moves down as soon as host memory has the copy, before the disk has said so."""
-    return lambda self, copy, now_s: copy.slot >= 0
-
-
-def moved_down_above_a_promise(original: Any) -> Any:
-    """A block's promise moves down while one under it is on the device."""
-
-    def keep(self: Any, account: Any, node: Any) -> bool:
-        kept, node.promised_children = node.promised_children, 0
-        moved = bool(original(self, account, node))
-        node.promised_children = kept
-        return moved
-
-    return keep
+    """A promise moves down to a record that the disk was never asked to keep."""
+    return lambda self, copy, now_s: copy.record_id != 0
 
 
 def loss_not_told(original: Any) -> Any:
@@ -95,7 +83,6 @@ def not_adopted(original: Any) -> Any:
 
 PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
     (PromisesMachine, KeptPromises, "_is_durable", moved_down_too_early),
-    (PromisesMachine, LeaseManager, "keep_below", moved_down_above_a_promise),
     (PromisesMachine, PrefixCache, "end_below", loss_not_told),
     (PromisesMachine, KeptPromises, "_renew_each", never_renewed),
     (PromisesMachine, KeptPromises, "_end_overdue", never_ended),

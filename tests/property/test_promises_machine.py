@@ -135,16 +135,26 @@ class PromisesMachine(RuleBasedStateMachine):
         known = sorted(path for space, path in self.promised if space == namespace)
         if again and known:
             prompt = (data.draw(st.sampled_from(known)) + prompt)[:14]
-        self.count += 1
-        name = f"r{self.count}"
         leases = tuple(
-            LeaseRequest(end, retention, f"{name}/{number}")
+            LeaseRequest(end, retention, f"{self.count}/{number}")
             for number, (end, retention) in enumerate(ends)
         )
+        self.submit(namespace, prompt, leases, data.draw(st.sampled_from([1, 1, 3])))
+
+    def submit(
+        self,
+        namespace: bytes,
+        prompt: tuple[int, ...],
+        leases: tuple[LeaseRequest, ...],
+        max_tokens: int,
+    ) -> None:
+        """Submit a request and run a step."""
+        self.count += 1
+        name = f"r{self.count}"
         request = Request(
             request_id=name,
             tokens=prompt,
-            max_tokens=data.draw(st.sampled_from([1, 1, 3])),
+            max_tokens=max_tokens,
             grant=CacheGrant(namespace, self.quotas[namespace], leases),
             sampling=Sampling(temperature=0),
         )
@@ -160,6 +170,24 @@ class PromisesMachine(RuleBasedStateMachine):
             self.world.clock.advance(seconds)
             self.world.step()
             self.take_grants()
+
+    @rule(namespace=st.sampled_from(NAMESPACES), seed=st.integers(0, 5))
+    def flood(self, namespace: bytes, seed: int) -> None:
+        """Run prompts without leases, each twice, until device and host memory have no room."""
+        chance = random.Random(seed)
+        for prompt in [tuple(chance.randrange(2) for _ in range(14)) for _ in range(6)] * 2:
+            self.submit(namespace, prompt, (), 1)
+            self.settle()
+
+    @precondition(lambda self: self.promised)
+    @rule(data=st.data(), fails=st.sampled_from([0.0, 0.0, 1.0]))
+    def read_back(self, data: st.DataObject, fails: float) -> None:
+        """Read what is promised, from levels that serve or do not."""
+        namespace, path = data.draw(st.sampled_from(sorted(self.promised)))
+        before, self.weather.fails = self.weather.fails, fails
+        self.submit(namespace, (*path, 0), (), 1)
+        self.settle()
+        self.weather.fails = before
 
     @rule()
     def settle(self) -> None:
