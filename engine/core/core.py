@@ -426,8 +426,8 @@ class Core:
             fresh = min(end, prompt) - piece.start - recomputed
             self.engine_stats.computed_tokens += active.count_prompt(fresh, is_whole=end >= prompt)
             self._prompt_logprobs(piece, result)
-            if end >= prompt and active.request.max_tokens == 0:
-                self._finish_sample(sequence, "length")
+            if end >= prompt and active.request.max_tokens == 0 and sequence.table is table:
+                self._finish_sample(sequence, "length")  # a preempted one has kept nothing yet
 
     def _prompt_logprobs(self, piece: Slice, result: StepResult) -> None:
         """Send the entries of a slice that have not been sent: a prompt's logprobs may be larger

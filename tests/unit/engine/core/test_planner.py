@@ -96,3 +96,20 @@ def test_a_preempted_sequence_is_begun_again_with_its_outputs() -> None:
     (begun,) = plans[-1].begun
     assert (begun.sequence_id, begun.prompt_tokens) == (0, len(SHARED))
     assert list(begun.token_ids)[: len(drawn)] == drawn
+
+
+def test_a_prompt_without_output_that_is_preempted_in_flight_is_computed_again() -> None:
+    """It must not end with nothing kept: its caller asked for its prefix to be there."""
+    config = EngineConfig(step_tokens_max=64, sequences_max=8)
+    world = World(config, blocks=64, block_size=4, depth=2, context_tokens=100)
+    world.submit(Request("warm", SHARED, 0, CacheGrant(b"n"), Sampling()))
+    world.step()
+    (sequence,) = world.core.scheduler.running
+    world.core.scheduler.preempt(sequence, world.clock())
+    world.settle()
+    world.submit(Request("read", SHARED, 1, CacheGrant(b"n"), Sampling()))
+    world.settle()
+
+    started = world.streams["read"].started
+    assert started is not None
+    assert started.cached_tokens == len(SHARED) - 1
