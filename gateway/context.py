@@ -20,7 +20,7 @@ from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import TenantCacheUsage
 from gateway.caching import ContractManager
-from gateway.caching.namespaces import on_device_default, promised_blocks_default
+from gateway.caching.namespaces import promised_default
 from gateway.caching.promise_books import PromiseBooks
 from gateway.config import Config
 from gateway.embeddings.embedder import Embedder
@@ -160,14 +160,16 @@ class Context:
         the engine's own bound. Promises of the last second may not count yet."""
         promised = self.holders.promised(model, tenant_id)
         active = self.registry.active_tenants
-        return promised_blocks_default(info, self.config.caching, active, promised)
+        return promised_default(info.promisable_blocks, self.config.caching, active, promised)
 
     def on_device_default(self, info: EngineInfo, model: str, tenant_id: int) -> int | None:
         """Return the bound on what the promises of such a tenant hold on the device; None for the
-        engine's own bound."""
+        engine's own bound, and where no level below keeps promises."""
+        if not info.promisable_on_device:
+            return None
         promised = self.holders.promised_on_device(model, tenant_id)
         active = self.registry.active_tenants
-        return on_device_default(info, self.config.caching, active, promised)
+        return promised_default(info.promisable_on_device, self.config.caching, active, promised)
 
     def enter(self, tenant_id: int, requests: int = 1) -> None:
         """Count admitted requests of this tenant."""

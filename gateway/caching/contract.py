@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -190,7 +191,7 @@ class ContractManager:
             writes=writes,
             is_below=plan.is_below,
             honours_promises=self.config.honour_broken_promises,
-            unkept_tokens=self.unkept_tokens(scope.namespace),
+            unkept_tokens=partial(self.unkept_tokens, scope.namespace),
         )
         positions = [position.tokens for position in plan.candidates]
         digests = PromptDigests(call.prompts[0], rendered.boundaries, positions)
@@ -423,7 +424,7 @@ class Contract:
             if (
                 entry.epoch != epoch
                 and not manager.is_alive(entry.epoch)
-                and self._terms.is_cached(tokens, cached_tokens + self._terms.unkept_tokens)
+                and self._terms.is_cached(tokens, cached_tokens + self._terms.unkept_tokens())
             ):
                 entry.epoch, entry.losses = epoch, manager.losses(namespace)
                 manager.entries.note_change(entry)
@@ -494,7 +495,7 @@ class ContractTerms(Struct, frozen=True):
     writes: tuple[PlannedWrite, ...]
     is_below: bool
     honours_promises: bool
-    unkept_tokens: int = 0
+    unkept_tokens: Callable[[], int] = lambda: 0
 
     def requested_tokens(self) -> int:
         """Return the tokens that would be read if every breakpoint had been written."""
@@ -569,7 +570,7 @@ class ContractTerms(Struct, frozen=True):
         if read < self.profile.min_tokens:
             return 0, None, 0
         missing = min(read, self.total - 1) - there
-        return read, entry, missing if missing > self.unkept_tokens else 0
+        return read, entry, missing if missing > 0 and missing > self.unkept_tokens() else 0
 
     def _holds_promises(self, tokens: int, now_s: float) -> bool:
         """Whether the written prefixes hold every promise requested up to `tokens`."""

@@ -14,7 +14,6 @@ from functools import lru_cache
 from msgspec import structs
 
 from engine.api import (
-    EngineInfo,
     Namespace,
     NamespaceStats,
     Payer,
@@ -110,38 +109,22 @@ def scaled(policy: CachePolicy, scale: float) -> CachePolicy:
     )
 
 
-def promised_blocks_default(
-    info: EngineInfo,
+def promised_default(
+    promisable: int,
     caching: CachingConfig,
     active_tenants: int,
     promised: tuple[int, int] = (0, 0),
 ) -> int | None:
-    """Return how many blocks a tenant without a bound of its own may promise itself.
+    """Return how many blocks a tenant without a bound of its own may promise itself, of
+    `promisable` ones: on the lowest level that keeps promises, or on the device above it, so that
+    it takes no more of the pool where the disk is full or away, or must not have its prompts.
 
-    None, up to the engine's own bound, for a tenant that is alone: it takes them from no other.
-    `promised`: blocks that are promised to the tenant and to all. Tenants without a bound promise
-    themselves no more once all promises take `promised_together_default`: what is left is for
-    tenants whose bound or floor the operator has set.
+    None, up to the engine's own bound, for a tenant that is alone: it takes them from no other; and
+    where nothing is promisable. `promised`: blocks that are promised there to the tenant and to
+    all. Tenants without a bound promise themselves no more once all promises take
+    `promised_together_default`: what is left is for tenants whose bound or floor the operator has
+    set.
     """
-    return _default_of(info.promisable_blocks, caching, active_tenants, promised)
-
-
-def on_device_default(
-    info: EngineInfo,
-    caching: CachingConfig,
-    active_tenants: int,
-    promised: tuple[int, int] = (0, 0),
-) -> int | None:
-    """Return the same for what promises hold on the device; None where no level below keeps
-    promises. So a tenant without a bound takes no more of the pool where the disk is full or away,
-    or must not have its prompts. `promised`: blocks that promises hold there.
-    """
-    return _default_of(info.promisable_on_device, caching, active_tenants, promised)
-
-
-def _default_of(
-    promisable: int, caching: CachingConfig, active_tenants: int, promised: tuple[int, int]
-) -> int | None:
     if active_tenants <= 1 or not promisable:
         return None
     own, every = promised

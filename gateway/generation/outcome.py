@@ -61,7 +61,8 @@ class Outcome:
         state.cached_tokens = usage.physical_cached
         state.loaded_tokens = sum_loaded(self._prepared.contracts)
         state.fidelity = self._prepared.contracts[0].fidelity
-        state.read_fidelity = read_fidelity(self._prepared.contracts)
+        if state.fidelity != "exact":
+            state.read_fidelity = read_fidelity(self._prepared.contracts)
         wait = longest_wait(self._prepared.contracts)
         if wait is not None and wait.level is not None:
             state.load_s, state.load_level = wait.load_s, wait.level

@@ -118,7 +118,8 @@ async def prepare(
     rendered = await render(gateway, model, prompts, identity.tenant.tenant_id)
     # No await below: the counts read here are still valid when the call is admitted.
     now = admission_context(gateway, model, identity.tenant.tenant_id)
-    check_fidelity(call.fidelity, now.info.kv_fidelity, call.model)
+    if call.fidelity is not None:
+        check_fidelity(call.fidelity, now.info.kv_fidelity, call.model)
     scope = scope_of(call, identity, now)
     contracts = [
         gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered

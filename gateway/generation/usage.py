@@ -124,8 +124,12 @@ def read_fidelity(contracts: Sequence[Contract]) -> Fidelity:
 def longest_wait(contracts: Sequence[Contract]) -> LevelWait | None:
     """Return what levels cost the prompt of a call that waited longest for its load; None if none
     had to do with levels."""
-    waits = [contract.wait for contract in contracts if contract.wait is not None]
-    return max(waits, key=lambda wait: wait.load_s, default=None)
+    longest: LevelWait | None = None
+    for contract in contracts:
+        wait = contract.wait
+        if wait is not None and (longest is None or wait.load_s > longest.load_s):
+            longest = wait
+    return longest
 
 
 def cache_header(contracts: Sequence[Contract]) -> str:

@@ -36,7 +36,7 @@ def _progress(record: UsageRecord) -> Progress:
         physical_cached_tokens=record.physical_cached,
         breached_tokens=record.breached_tokens,
         host_cached_tokens=record.loaded.get("host", 0),
-        disk_cached_tokens=_from_disk(record),
+        disk_cached_tokens=_from_disk(record) if record.loaded else 0,
     )
 
 
@@ -137,7 +137,7 @@ class LedgerReservation:
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
             host_cached_tokens=record.loaded.get("host", 0),
-            disk_cached_tokens=_from_disk(record),
+            disk_cached_tokens=_from_disk(record) if record.loaded else 0,
         )
         item = entry if hold.claim is None else NamedEntry(entry, replay)
         return self._ledger.write(item)

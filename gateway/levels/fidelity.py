@@ -42,10 +42,10 @@ def parse_fidelity(values: Sequence[str], least: Fidelity) -> Fidelity | None:
     return asked
 
 
-def check_fidelity(asked: Fidelity | None, kept: Fidelity, model: str) -> None:
+def check_fidelity(asked: Fidelity, kept: Fidelity, model: str) -> None:
     """Raise Refusal where a request asks for better than the KV that a model's engine computes
     with. `kept`: that KV's fidelity."""
-    if asked is None or FIDELITIES.index(asked) >= FIDELITIES.index(kept):
+    if FIDELITIES.index(asked) >= FIDELITIES.index(kept):
         return
     message = (
         f"{FIDELITY_HEADER}: {asked!r} is not to be had of {model!r}, whose KV is kept in fewer"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.caching.namespaces import on_device_default, promised_blocks_default, quota_of
+from gateway.caching.namespaces import promised_default, quota_of
 from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.keys import create_key
@@ -103,21 +103,21 @@ async def test_default_bound_shrinks_as_promises_grow(
     info = gateway.engine.info
     assert info is not None
 
-    assert promised_blocks_default(info, CachingConfig(), 5, promised) == bound
+    assert promised_default(info.promisable_blocks, CachingConfig(), 5, promised) == bound
 
 
 async def test_default_bound_holds_on_the_device_too(gateway: GatewayFixture) -> None:
     """Where a disk keeps promises, a tenant without a bound still takes no more of the pool."""
     assert gateway.engine.info is not None
     info = replace(gateway.engine.info, promisable_blocks=22_400, promisable_on_device=224)
-    total = promised_blocks_default(info, CachingConfig(), 2)
-    on_device = on_device_default(info, CachingConfig(), 2, (10, 150))
+    total = promised_default(info.promisable_blocks, CachingConfig(), 2)
+    on_device = promised_default(info.promisable_on_device, CachingConfig(), 2, (10, 150))
     quota = quota_of(CachePolicy(), b"1", total, 1.0, on_device)
     explicit = quota_of(CachePolicy(promised_blocks_max=9), b"1", total, 1.0, on_device)
 
     assert (quota.promised_blocks_max, quota.promised_on_device_max) == (5_600, 28)
     assert (explicit.promised_blocks_max, explicit.promised_on_device_max) == (9, None)
-    assert on_device_default(gateway.engine.info, CachingConfig(), 2) is None
+    assert promised_default(gateway.engine.info.promisable_on_device, CachingConfig(), 2) is None
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,9 @@ async def test_explicit_bound_wins(
     """And a tenant may promise itself its floor, which others cannot use anyway."""
     info = gateway.engine.info
     assert info is not None
-    default = promised_blocks_default(info, CachingConfig(), 2)
+    default = promised_default(info.promisable_blocks, CachingConfig(), 2)
 
     assert quota_of(policy, b"1", default).promised_blocks_max == bound
-    assert promised_blocks_default(info, CachingConfig(promised_share_default=0.5), 2) == 112
-    assert promised_blocks_default(info, CachingConfig(), 1) is None
+    half = CachingConfig(promised_share_default=0.5)
+    assert promised_default(info.promisable_blocks, half, 2) == 112
+    assert promised_default(info.promisable_blocks, CachingConfig(), 1) is None
