@@ -69,7 +69,14 @@ def test_the_metadata_says_what_the_package_is(wheel: Path) -> None:
     assert found["Requires-Python"] == ">=3.11"
     assert found["Keywords"]
     assert len(found.get_all("Classifier", [])) > 5
-    assert found.get_all("Provides-Extra") == ["gpu", "exports", "postgres", "otel"]
+    assert found.get_all("Provides-Extra") == [
+        "gpu",
+        "exports",
+        "sealed",
+        "remote",
+        "postgres",
+        "otel",
+    ]
     assert "# Trunkline" in str(found.get_payload())
 
 
