@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -39,6 +39,8 @@ LevelName = Literal["device", "host", "disk", "remote"]
 """Where copies of blocks lie."""
 Fidelity = Literal["exact", "near", "rough"]
 """How far a copy is from what the model computed: not at all, by 8 bits, by 4 bits."""
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+"""From the strictest to the laxest. Records and the slot table have their indices."""
 
 LOGIT_BIAS_MAX = 1024
 """Most tokens that one request may bias."""

@@ -43,7 +43,7 @@ class SlotLayout(Struct, frozen=True):
 
     The last slab may be shorter. A slot's number is that of its slab times `slots_per_slab`, which
     is what a slab holds of the least size `slot_bytes_min`, plus its position: numbers are dense,
-    below `slots`, and say nothing of the size. So whoever names a slot names its bytes too.
+    below `slots`, and say nothing of the size. So a slot is always named together with its bytes.
     """
 
     memory_bytes: Count

@@ -30,8 +30,8 @@ class NamespaceAccount:
     that have not computed them yet. `below`: under a promise that a level below the device keeps,
     by class in `below_in`; `away`: the part of these that the device has evicted. `held_up`: the
     part of these that returns to the device with what running requests compute under them.
-    `lease_endpoints`: the last blocks of each lease. Every change
-    adds the namespace to the set `changed` given to the constructor.
+    `lease_endpoints`: the last blocks of each lease. Every change adds the namespace to the set
+    `changed` given to the constructor.
     """
 
     __slots__ = (

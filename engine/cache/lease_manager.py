@@ -201,12 +201,8 @@ class LeaseManager:
         """Return how many leading tokens of a prompt, of which `path` is cached, a lease could
         promise now, and the bound that would clip more. Changes nothing. O(blocks).
         """
-        size, kept = self._manager.block_size, 0
-        if self.below is not None:
-            for terms in self.below.terms_of(namespace, tokens, now_s)[len(path) :]:
-                if terms is None or terms.below_class is None:
-                    break
-                kept += 1
+        size = self._manager.block_size
+        kept = len(self._terms_below(namespace, tokens, len(path), now_s))
         room = self._room_of(self._manager.fair_share.get(quota.payer or namespace), quota)
         covered, _ = cover(path, kept, 0, -(-len(tokens) // size), room)
         promisable = min(len(tokens), covered * size)
@@ -226,13 +222,23 @@ class LeaseManager:
         table.kept_from = table.kept_to = matched
         if self.below is None or not table.write or not asks_promise(leases):
             return []
-        found = self.below.terms_of(table.namespace, tokens, now_s)[matched:]
+        kept = self._terms_below(table.namespace, tokens, matched, now_s)
+        table.kept_to = matched + len(kept)
+        return kept
+
+    def _terms_below(
+        self, namespace: Namespace, tokens: Sequence[int], matched: int, now_s: float
+    ) -> list[BlockTerms]:
+        """Return the terms of the runs right behind the `matched` ones whose promises a level below
+        keeps. O(runs).
+        """
         kept: list[BlockTerms] = []
-        for terms in found:
+        if self.below is None:
+            return kept
+        for terms in self.below.terms_of(namespace, tokens, now_s)[matched:]:
             if terms is None or terms.below_class is None:
                 break
             kept.append(terms)
-        table.kept_to = matched + len(kept)
         return kept
 
     def _extend_below(

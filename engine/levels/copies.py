@@ -11,12 +11,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from engine.api import Namespace, Payer, Quota
+from engine.api import FIDELITIES, Namespace, Payer, Quota
 from engine.cache import PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
-from engine.levels.copy_formats import FIDELITIES, OWN, CopyFormats
+from engine.levels.copy_formats import OWN, CopyFormats
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.host.slot_pool import SlotPool

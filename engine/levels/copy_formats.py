@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from engine.api import Fidelity, Namespace
+from engine.api import FIDELITIES, Fidelity, Namespace
 from engine.moves import SlotFormat
 
-FIDELITIES: Final[tuple[Fidelity, ...]] = ("exact", "near", "rough")
 OWN: Final = 0
 """The index of the pool's own format."""
 

@@ -11,6 +11,8 @@ from engine.api import LevelName, LevelWait, LoadMiss
 
 _RANKS: Final[tuple[LoadMiss, ...]] = ("", "not_worth_loading", "level_failed", "damaged")
 
+_SLOWER: Final[tuple[LevelName, ...]] = ("host", "disk", "remote")
+
 
 class LevelUse:
     """One request's use of the levels below the device.
@@ -44,8 +46,7 @@ class LevelUse:
     def wait(self, seconds: float, level: LevelName) -> None:
         """Note the end of a load that the request waited for."""
         self.load_s += max(0.0, seconds)
-        if self.level is None or level != "host":
-            self.level = level
+        self.level = level if self.level is None else max(self.level, level, key=_SLOWER.index)
 
     def told(self, cached_tokens: int) -> LevelWait | None:
         """Return what is told of a request that starts with so many cached tokens; None where no

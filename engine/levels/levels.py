@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from engine.api import (
+    FIDELITIES,
     CacheGrant,
     Erase,
     Fidelity,
@@ -28,7 +29,7 @@ from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
 from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
-from engine.levels.copy_formats import FIDELITIES, OWN, laxest
+from engine.levels.copy_formats import OWN, laxest
 from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.level_counts import LevelCounts
 from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
@@ -210,9 +211,9 @@ class Levels:
             now_s,
             form,
             self.paces["remote"],
-            [level_of(copy) == "remote" for copy in copies],
+            [level_of(copy) == "remote" for copy in copies] if self.config.remote.url else (),
         )
-        level = level_of(copies[0])
+        level = level_of(top)
         (self._counts.chosen if choice.blocks else self._counts.declined)[level] += 1
         return LoadPlan(whole, copies, choice)
 
@@ -512,14 +513,20 @@ class Levels:
         self._last_id += 1
         return self._last_id
 
+    @property
+    def _disk_blocks(self) -> int:
+        """The blocks that the disk has room for, in the pool's own format."""
+        place_bytes = place_bytes_of(self.book.formats.formats[OWN].slot_bytes)
+        return int(self.config.disk_gib * 2**30) // place_bytes
+
     def _promises_below(self) -> KeptPromises | None:
         """Return the promises of the lowest durable level; None where no level is durable."""
-        storage, size = self._storage, self.book.formats.formats[OWN].slot_bytes
-        blocks = self.book.accounts.capacity_bytes // size
+        storage, blocks = self._storage, self._disk_blocks
         if storage is not None:
-            blocks = int(self.config.disk_gib * 2**30) // place_bytes_of(size)
             kept = KeptPromises(self.cache, self.book, "disk", self._next_id, storage.send)
         elif self.config.host_keeps_promises:
+            accounts = self.book.accounts
+            blocks = accounts.capacity_bytes // accounts.pool.formats[OWN].slot_bytes
             kept = KeptPromises(self.cache, self.book, "host", self._next_id, lambda command: None)
         else:
             return None
@@ -568,9 +575,7 @@ class Levels:
         self._quotas[name] = quota
         if self._storage is None:
             return
-        own = self.book.formats.formats[OWN].slot_bytes
-        blocks = int(self.config.disk_gib * 2**30) // max(1, own)
-        part = blocks / self.cache.blocks
+        part = self._disk_blocks / self.cache.blocks
         ceiling = None if quota.ceiling_blocks is None else int(quota.ceiling_blocks * part)
         scaled = Quota(int(quota.floor_blocks * part), ceiling, quota.weight, None, name)
         self._storage.send(SetStoredQuotas((scaled,)))

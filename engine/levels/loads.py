@@ -233,7 +233,7 @@ class Loads:
             self._end(load, 0)
 
     def void(self, namespace: Namespace) -> None:
-        """End the loads of a namespace: what they bring is nobody's."""
+        """End the loads of a namespace: what they bring is dropped."""
         for load in list(self._loads):
             if load.namespace == namespace and not load.is_ended:
                 self._end(load, 0)
@@ -244,7 +244,7 @@ class Loads:
         its loads the oldest, so that no payer waits for the loads of another. O(pieces of loads).
         """
         moves: list[Move] = []
-        if len(self._moves) >= MOVES_MAX:
+        if not self._loads or len(self._moves) >= MOVES_MAX:
             return moves
         ready: dict[Payer, deque[tuple[Load, _Piece]]] = {}
         for load in self._loads:
@@ -252,6 +252,8 @@ class Loads:
                 for piece in load.pieces:
                     if piece.state is _State.READY:
                         ready.setdefault(load.payer, deque()).append((load, piece))
+        if not ready:
+            return moves
         under_way = Counter(load.payer for load, _ in self._moves.values())
         while ready and len(self._moves) < MOVES_MAX:
             payer = min(ready, key=under_way.__getitem__)

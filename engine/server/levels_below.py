@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.api import LevelStats
+from engine.api import LevelName, LevelStats
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.kv.format import KvFormat
@@ -108,5 +108,9 @@ def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:
 
 def _off(config: LevelsConfig, reason: str) -> tuple[None, tuple[LevelStats, ...]]:
     """Return no levels, and each configured one as off for this reason."""
-    host = (LevelStats("host", "off", reason),)
-    return None, (*host, LevelStats("disk", "off", reason)) if config.disk_gib > 0 else host
+    wanted: dict[LevelName, bool] = {
+        "host": True,
+        "disk": config.disk_gib > 0,
+        "remote": bool(config.remote.url),
+    }
+    return None, tuple(LevelStats(name, "off", reason) for name, is_on in wanted.items() if is_on)

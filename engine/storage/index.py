@@ -17,7 +17,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from engine.storage.record import pack_run
 from engine.storage.remote_rows import REMOTE, RemoteRows
 from engine.storage.sealing.seals import RecordSeal, Seals
 from engine.storage.slabs import Place, sync_folder
+from engine.storage.transaction import transaction
 
 INDEX_NAME = "index.db"
 APPLICATION_ID = 0x74726B76
@@ -233,18 +234,9 @@ class RecordIndex:
         with suppress(apsw.Error):
             self._db.close()
 
-    @contextmanager
-    def change(self) -> Iterator[None]:
+    def change(self) -> AbstractContextManager[None]:
         """Make one transaction of what is done in this context."""
-        self._db.execute("begin immediate")
-        try:
-            yield
-            self._db.execute("commit")
-        except BaseException:
-            if self._db.in_transaction:
-                with suppress(apsw.Error):
-                    self._db.execute("rollback")
-            raise
+        return transaction(self._db)
 
     @contextmanager
     def change_or_join(self) -> Iterator[None]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
-from engine.api import FidelityBytes, Namespace, Payer, Quota
-from engine.storage.record import FIDELITIES
+from engine.api import FIDELITIES, FidelityBytes, Namespace, Payer, Quota
 
 FLOORS_PART_MAX = 7 / 8
 """The part of the disk that floors may take together; above it they are cut in one proportion."""

@@ -13,9 +13,9 @@ from mmap import mmap
 
 import xxhash
 
+from engine.api import FIDELITIES
 from engine.storage.plans import PlannedRead
 from engine.storage.record import (
-    FIDELITIES,
     HEADER_BYTES,
     DamagedRecord,
     RecordHeader,

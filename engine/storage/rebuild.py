@@ -15,11 +15,11 @@ from pathlib import Path
 import xxhash
 from msgspec import Struct
 
+from engine.api import FIDELITIES
 from engine.moves import ROOT, RecordId
 from engine.storage.folder import FolderLock, FolderRefused, check_folder
 from engine.storage.index import INDEX_NAME, RecordIndex, RecordRow
 from engine.storage.record import (
-    FIDELITIES,
     HEADER_BYTES,
     DamagedRecord,
     RecordHeader,

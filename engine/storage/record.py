@@ -15,15 +15,14 @@ from collections.abc import Sequence
 import xxhash
 from msgspec import Struct
 
-from engine.api import Namespace, Payer
-from engine.moves import Fidelity, RecordId
+from engine.api import FIDELITIES, Fidelity, Namespace, Payer
+from engine.moves import RecordId
 
 HEADER_BYTES = 4_096
 MAGIC = b"TLKVREC1"
 RUN_TOKENS_MAX = 256
 NAME_BYTES_MAX = 1_024
 """Bytes of a namespace, and of a payer."""
-FIDELITIES: tuple[Fidelity, ...] = ("exact", "near", "rough")
 _FIXED = struct.Struct("<8sI16sQQQHHHHQ16sQQQ")
 _CHECK = struct.Struct("<Q")
 

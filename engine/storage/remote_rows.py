@@ -1,8 +1,8 @@
 """The index's rows about the remote store: which records have an object, and what is to be deleted.
 
 A record with an object may lose its place on disk and stay findable: its row then says `REMOTE` for
-a slab, and no bytes of a place. Whatever deletes a record's row leaves a *tombstone* with the name
-of its object, in the same transaction: a trigger does. It stays until the store has confirmed that
+a slab, and no bytes of a place. Each deletion of a record's row leaves a *tombstone* with the name
+of its object, in the same transaction, by a trigger. It stays until the store has confirmed that
 the object is gone. An object that is being put has a tombstone before it is there, so that a death
 in between leaves nothing behind.
 

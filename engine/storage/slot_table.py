@@ -19,7 +19,7 @@ from typing import Final, Literal, Protocol
 import xxhash
 from msgspec import Struct
 
-from engine.api import Namespace, Payer
+from engine.api import FIDELITIES, Namespace, Payer
 from engine.errors import InvariantViolation
 from engine.moves import Fidelity
 
@@ -31,7 +31,6 @@ ROOT_SERIAL: Final = 0
 NO_SERIAL: Final = 2**64 - 1
 """The parent of a copy whose parent has none in host memory."""
 TABLE_MAGIC: Final = b"TLSLOTS1"
-FIDELITIES: Final[tuple[Fidelity, ...]] = ("exact", "near", "rough")
 
 SlotState = Literal["free", "valid", "torn"]
 

@@ -21,7 +21,7 @@ from functools import partial
 
 import xxhash
 
-from engine.api import Namespace, Payer, Quota
+from engine.api import FIDELITIES, Namespace, Payer, Quota
 from engine.moves import (
     ROOT,
     EraseStored,
@@ -53,7 +53,6 @@ from engine.storage.plans import (
 from engine.storage.quotas import DiskBooks, DiskQuotas
 from engine.storage.reader import RecordReader
 from engine.storage.record import (
-    FIDELITIES,
     NAME_BYTES_MAX,
     RecordHeader,
     encode_header,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 
+from engine.api import FIDELITIES
 from engine.moves import ROOT, Look, Looked, StoredRun
 from engine.storage.index import FOREVER_MS, RecordIndex
-from engine.storage.record import FIDELITIES, pack_run
+from engine.storage.record import pack_run
 from engine.storage.remote_rows import level_of
 
 

@@ -48,7 +48,7 @@ def check_fidelity(asked: Fidelity, kept: Fidelity, model: str) -> None:
     if FIDELITIES.index(asked) >= FIDELITIES.index(kept):
         return
     message = (
-        f"{FIDELITY_HEADER}: {asked!r} is not to be had of {model!r}, whose KV is kept in fewer"
+        f"{FIDELITY_HEADER}: {asked!r} is not available from {model!r}, whose KV is kept in fewer"
         f" bits ({kept}); leave the header out, or use another model."
     )
     raise Refusal(Kind.BAD, "fidelity_not_available", message, param=FIDELITY_HEADER)

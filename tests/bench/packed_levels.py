@@ -20,6 +20,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.api import (
+    FIDELITIES,
     CacheGrant,
     Fidelity,
     Finished,
@@ -33,7 +34,6 @@ from engine.api import (
 )
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
-from engine.levels.copy_formats import FIDELITIES
 from engine.model_store import load_card
 from engine.server.service import core_of_model, smoke_test
 from tests.bench.kv_texts import texts, windows

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.api import CacheGrant, Fidelity, LeaseRequest
-from engine.levels.copy_formats import FIDELITIES
+from engine.api import FIDELITIES, CacheGrant, Fidelity, LeaseRequest
 from tests.bench.kv_texts import texts, windows
 from tests.bench.packed_levels import HOUR, agreement, ask, engine, wait_for_disk
 from tests.e2e.real_core import real_card

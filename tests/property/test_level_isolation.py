@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from engine.storage.quotas import DiskQuotas
 from tests.checkers import World
 from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
-from tests.strategies import tokens
+from tests.property.test_isolation import ATTACKER, VICTIM, Act, lives
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import RUN
 from tests.unit.engine.storage.test_store import room_for
@@ -38,31 +37,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SIZE, BLOCKS, FLOOR = 2, 16, 6
 STEPS_MAX = 400
-VICTIM, ATTACKER = b"victim", b"attacker"
 LEASED = Retention("leased", promise_s=4)  # the fake disk knows no limits
 CONFIG = LevelsConfig(host_mib=1, disk_gib=1.0, host_tokens_min=1, disk_tokens_min=1)
-
-
-@dataclass(frozen=True)
-class Act:
-    """A request that runs to its end, and the seconds before it. Moves go on beside the next."""
-
-    who: bytes
-    prompt: tuple[int, ...]
-    leased: bool
-    wait_s: float
-
-
-short = tokens.map(lambda words: words[:10])
-waits = st.sampled_from([0.0, 0.0, 1.0, 3.0])
-
-
-def acts(who: bytes) -> st.SearchStrategy[Act]:
-    """Draw the acts of one party."""
-    return st.builds(Act, who=st.just(who), prompt=short, leased=st.booleans(), wait_s=waits)
-
-
-lives = st.lists(acts(VICTIM) | acts(ATTACKER) | acts(ATTACKER), min_size=4, max_size=24)
 
 
 def make_world(slots: int, *, has_disk: bool) -> World:

@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import invariant, run_state_machine_as_test
+from hypothesis import settings
+from hypothesis.stateful import invariant
 from msgspec.structs import replace
 
-from engine.api import Fidelity, Request
-from engine.errors import InvariantViolation
-from engine.levels.copy_formats import FIDELITIES, CopyFormats
+from engine.api import FIDELITIES, Fidelity, Request
+from engine.levels.copy_formats import CopyFormats
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.levels import Levels
 from engine.moves import SlotFormat
 from tests.checkers import expect
 from tests.fake_levels import PACKED
+from tests.property.planted import check_caught
 from tests.property.test_levels_machine import KeptMachine, LevelsMachine
 
 ASKED: dict[bytes, Fidelity] = {b"north": "exact", b"south": "near", b"east": "rough"}
@@ -105,18 +105,7 @@ def test_planted_faults_are_found(
 ) -> None:
     """Each ends a run of the machine."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    found = settings(
-        max_examples=300,
-        stateful_step_count=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-
-    with pytest.raises((AssertionError, InvariantViolation)):
-        run_state_machine_as_test(PackedMachine, settings=found)
+    check_caught(PackedMachine)
 
 
 TestPackedMachine = PackedMachine.TestCase

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache import PrefixCache
 from engine.cache.block_manager import BlockManager
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.window_groups import WindowGroups
-from engine.errors import InvariantViolation
+from tests.property.planted import check_caught
 from tests.property.test_cache_machine import CacheMachine
 from tests.property.test_window_machine import WindowMachine
 
@@ -101,15 +99,4 @@ def test_a_planted_cache_fault_is_caught(
 ) -> None:
     """A machine that misses this fault proves nothing when it passes."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    quick = settings(
-        max_examples=400,
-        stateful_step_count=40,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-
-    with pytest.raises((AssertionError, InvariantViolation)):
-        run_state_machine_as_test(machine, settings=quick)
+    check_caught(machine, 400)

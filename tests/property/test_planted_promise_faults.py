@@ -6,15 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from engine.cache import PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.lease_manager import LeaseManager
-from engine.errors import InvariantViolation
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.promises import KeptPromises
+from tests.property.planted import check_caught
 from tests.property.test_promises_machine import HostPromisesMachine, PromisesMachine
 
 Fault = Callable[[Any], Any]
@@ -107,15 +105,4 @@ def test_a_planted_promise_fault_is_caught(
 ) -> None:
     """A machine that misses this fault proves nothing when it passes."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    quick = settings(
-        max_examples=300,
-        stateful_step_count=40,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-
-    with pytest.raises((AssertionError, InvariantViolation)):
-        run_state_machine_as_test(machine, settings=quick)
+    check_caught(machine)

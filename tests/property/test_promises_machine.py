@@ -139,7 +139,7 @@ class PromisesMachine(RuleBasedStateMachine):
             LeaseRequest(end, retention, f"{self.count}/{number}")
             for number, (end, retention) in enumerate(ends)
         )
-        self.submit(namespace, prompt, leases, data.draw(st.sampled_from([0, 1, 1, 3])))
+        self.submit(namespace, prompt, leases, data.draw(st.sampled_from([1, 1, 3])))
 
     def submit(
         self,

@@ -1,7 +1,7 @@
 """The way to the remote store: its threads, its deadlines, and the pause after failures.
 
 One thread, the storage process's main one, gives works and runs what follows them. Each work has
-exactly one outcome, at the latest at its deadline; what its thread does after that is nobody's.
+exactly one outcome, at the latest at its deadline; what its thread does after that is dropped.
 After failures in a row the store counts as off: works fail at once, and after a pause one call
 tries whether it is back. This module knows no record.
 """

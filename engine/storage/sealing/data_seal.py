@@ -12,7 +12,7 @@ do not open, or say that they are another record.
 The rule of nonces: each `DataSeal` draws 16 random bytes when it is made, its *salt*, and seals
 under a key derived from data key and salt. A nonce is the kind of the text (header or payload) and
 a counter that never repeats in that object. So a pair of key and nonce repeats only if two salts of
-128 random bits are equal, whatever is restored from a backup, copied or killed.
+128 random bits are equal, also after a restore, a copy or a kill.
 
 Rows are hidden by AES-SIV, which needs no nonce: equal runs below one parent hide equally, and a
 parent has each run once.

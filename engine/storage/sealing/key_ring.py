@@ -11,8 +11,7 @@ transaction; no record is written anew. The file apart from the index lets a los
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from engine.storage.sealing.data_seal import (
 from engine.storage.sealing.master_key import MasterKey
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused
 from engine.storage.slabs import sync_folder
+from engine.storage.transaction import transaction
 
 APPLICATION_ID = 0x74726B79
 SCHEMA_VERSION = 1
@@ -98,7 +98,7 @@ class KeyRing:
         version = int(self._one("pragma user_version")[0])
         application = int(self._one("pragma application_id")[0])
         if may_make and version == application == 0:
-            with self._change():
+            with transaction(self._db):
                 self._db.execute(_SCHEMA)
                 self._db.execute(f"pragma user_version={SCHEMA_VERSION}")
                 self._db.execute(f"pragma application_id={APPLICATION_ID}")
@@ -135,7 +135,7 @@ class KeyRing:
             self._rewrap(rows, master)
 
     def _rewrap(self, rows: list[Any], before: MasterKey) -> None:
-        with self._change():
+        with transaction(self._db):
             for key_id, namespace, wrapped in rows:
                 bound = key_id + namespace
                 data_key = _unwrap(before, wrapped, bound)
@@ -165,18 +165,6 @@ class KeyRing:
     def _one(self, sql: str, *values: object) -> Any:
         return self._db.execute(sql, values).fetchone()
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        self._db.execute("begin immediate")
-        try:
-            yield
-            self._db.execute("commit")
-        except BaseException:
-            if self._db.in_transaction:
-                with suppress(apsw.Error):
-                    self._db.execute("rollback")
-            raise
-
     def _add(self, key_id: bytes, namespace: Namespace, data_key: bytes) -> DataSeal:
         seal = self._seals[namespace] = DataSeal(key_id, data_key, self._scratch)
         self._by_id[key_id] = namespace
@@ -203,7 +191,7 @@ class KeyRing:
             return seal
         key_id, data_key = os.urandom(KEY_ID_BYTES), os.urandom(DATA_KEY_BYTES)
         wrapped = _wrap(self._master, data_key, key_id + namespace)
-        with self._change():
+        with transaction(self._db):
             self._db.execute("insert into keys values(?,?,?)", (key_id, namespace, wrapped))
         return self._add(key_id, namespace, data_key)
 
@@ -219,7 +207,7 @@ class KeyRing:
         seal = self._seals.get(namespace)
         if seal is None:
             return
-        with self._change():
+        with transaction(self._db):
             self._db.execute("delete from keys where key_id=?", (seal.key_id,))
         del self._seals[namespace], self._by_id[seal.key_id]
 
@@ -228,7 +216,7 @@ class KeyRing:
         gone = [one for one in self._seals if one not in namespaces]
         if not gone:
             return
-        with self._change():
+        with transaction(self._db):
             for namespace in gone:
                 key_id = self._seals[namespace].key_id
                 self._db.execute("delete from keys where key_id=?", (key_id,))

@@ -61,8 +61,7 @@ class Seals(Protocol):
 
     @property
     def store_name(self) -> str:
-        """The random name of the store: under it its copies lie elsewhere, whatever becomes of the
-        index."""
+        """The random name of the store, under which its objects lie; a lost index keeps it."""
 
     @property
     def rewrapped(self) -> int:

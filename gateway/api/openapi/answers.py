@@ -180,7 +180,8 @@ class WindowAnswer(Struct, frozen=True):
 
 class UsageCounts(Struct, frozen=True):
     """Sums of ledger entries. Money: exact decimal dollars, as strings. `host_cached_tokens`,
-    `disk_cached_tokens`: the parts of `physical_cached_tokens` that were loaded from there."""
+    `disk_cached_tokens`: the parts of `physical_cached_tokens` that were loaded from there; the
+    disk's part includes that of a remote store."""
 
     requests: int
     prompt_tokens: int

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.api import Erase, LevelWait
+from engine.api import Erase, LevelName, LevelWait
 from engine.levels.level_use import LevelUse
 from engine.moves import StorageStats
 from tests.unit.engine.levels.leveled_worlds import LeveledWorld, ask, leased, prompt
@@ -171,3 +171,13 @@ def test_of_several_causes_the_gravest_is_told() -> None:
 
     assert use.told(16) == LevelWait(0.75, "disk", 32, "damaged")
     assert use.told(48) == LevelWait(0.75, "disk", 0, "")
+
+
+@pytest.mark.parametrize("levels", [("remote", "disk", "host"), ("host", "disk", "remote")])
+def test_a_wait_is_told_with_its_slowest_level(levels: tuple[LevelName, ...]) -> None:
+    """Whichever load came last: a sequence that was preempted may have had several."""
+    use = LevelUse()
+    for name in levels:
+        use.wait(0.5, name)
+
+    assert use.told(0) == LevelWait(1.5, "remote", 0, "")

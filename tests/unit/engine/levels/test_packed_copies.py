@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.api import CacheGrant, Erase, Fidelity
-from engine.levels.copy_formats import FIDELITIES, OWN, CopyFormats
+from engine.api import FIDELITIES, CacheGrant, Erase, Fidelity
+from engine.levels.copy_formats import OWN, CopyFormats
 from engine.moves import SlotFormat
 from tests.fake_levels import PACKED, PLAIN, MoveError
 from tests.unit.engine.levels.leveled_worlds import PAYER, LeveledWorld, ask, leased, prompt

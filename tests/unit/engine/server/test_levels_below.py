@@ -24,7 +24,7 @@ from engine.api import (
     Submit,
 )
 from engine.cache import PrefixCache
-from engine.config import EngineConfig, LevelsConfig
+from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.core.core import Core
 from engine.kv.format import KvFormat, KvGroup
 from engine.kv.storage import KvStorage
@@ -160,13 +160,21 @@ def test_levels_that_cannot_be_had_are_off_with_a_reason(
     assert says in reason
 
 
-def test_each_configured_level_is_off_by_name() -> None:
+@pytest.mark.parametrize(
+    ("remote", "configured"),
+    [
+        (RemoteConfig(), ["host", "disk"]),
+        (RemoteConfig("s3://bucket"), ["host", "disk", "remote"]),
+    ],
+    ids=["disk", "remote"],
+)
+def test_each_configured_level_is_off_by_name(remote: RemoteConfig, configured: list[str]) -> None:
     """Also the disk, whose promises would not survive the engine."""
     form = KvFormat(2, 1, 8, 16, torch.float32)
     cache = PrefixCache(blocks=4, block_size=16)
-    wanted = LevelsConfig(host_mib=1, disk_gib=1.0)
+    wanted = LevelsConfig(host_mib=1, disk_gib=1.0, remote=remote)
     below, off = build_levels(cache, EngineConfig(levels=wanted), form, None)
 
     assert below is None
-    assert [(one.name, one.state) for one in off] == [("host", "off"), ("disk", "off")]
+    assert [(one.name, one.state) for one in off] == [(name, "off") for name in configured]
     assert len({one.reason for one in off}) == 1
