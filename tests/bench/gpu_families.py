@@ -28,6 +28,7 @@ from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
 from engine.plan import Group
+from kernels import reference_int8
 from kernels.reference import paged_attention
 from tests.bench.gpu_kernels import time_graph
 from tests.bench.gpu_workloads import BLOCK, WORKLOADS, Bench, Workload, copy_rate, print_line
@@ -71,16 +72,26 @@ TREES: dict[str, tuple[int, int, int]] = {
 class LayerBench:
     """Decoding attention of single layers of one shape, over random KV."""
 
-    def __init__(self, config: Architecture, tree: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        config: Architecture,
+        tree: tuple[int, int, int],
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         rows, shared, own = tree
         # One layer of each kind, so that the pool stays small.
         kinds = {layer.window: layer for layer in config.layers}
         self.config = replace(config, layers=tuple(kinds.values()))
         device = DEVICE
-        form = kv_format(self.config, torch.bfloat16, BLOCK)
+        form = kv_format(self.config, dtype, BLOCK)
         per_row, self.shared_blocks = own // BLOCK, shared // BLOCK
         self.kv = KvStorage(form, self.shared_blocks + rows * per_row, device)
-        self.kv.data.normal_()
+        if form.is_int8:
+            units = self.kv.data.flatten(-2)
+            units.random_(-127, 128)
+            reference_int8.scales_of(units).fill_(0.02)
+        else:
+            self.kv.data.normal_()
         self.attention = GpuAttention(
             self.config, self.kv, context=shared + own, seats=rows, tokens_max=rows
         )
@@ -130,7 +141,8 @@ class LayerBench:
             unique = self.shared_blocks * BLOCK + rows * own
             if kind.window:
                 unique = min(unique, rows * min(kind.window, self.keys))
-            floor_s = unique * 4 * spec.kv_heads * spec.head_dim / rate
+            token_bytes = self.kv.format.block_bytes // BLOCK // len(self.config.layers)
+            floor_s = unique * token_bytes / rate
             found.append(
                 {
                     "window": kind.window,
@@ -153,8 +165,11 @@ class LayerBench:
             [first * cos[at] - second * sin[at], second * cos[at] + first * sin[at]], -1
         )
         for row in {0, self.rows - 1}:
+            kv = self.kv.data[self.tables[row]]
+            if self.kv.format.is_int8:
+                kv = reference_int8.widen(kv.flatten(-2))
             expected = paged_attention(
-                turned[row : row + 1].bfloat16(), self.kv.data, layer, self.tables[row], at,
+                turned[row : row + 1].bfloat16(), kv, layer, range(len(kv)), at,
                 scale=spec.scale, window=window, sinks=self.sinks,
             )  # fmt: skip
             distance = (out[row].double() - expected[0]).norm() / expected.norm()

@@ -2,6 +2,7 @@
 
     python -m tests.bench.gpu_http [--only W1,W2] [--json FILE]
     python -m tests.bench.gpu_http --only "" --rates 20,50,100,150 --mixture 40,80 --cold
+    python -m tests.bench.gpu_http --only "" --neighbours
 
 Starts the gateway and its engine process on this machine's GPU, with random weights of
 Llama-3.1-8B's shape, and sends streaming completions of token ids from several client processes,
@@ -33,10 +34,14 @@ from engine.model_store import ModelCard, load_card
 from gateway import app
 from gateway.cli.database import KEY_FILE, open_store
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import create_tenant
+from tenancy.types import wall_ms
 from tests.bench import open_loop
 from tests.bench.gpu_workloads import LLAMA_8B, OUTPUT, WORKLOADS, Workload, print_line
 
 NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
+OTHER_KEY_FILE = "other.key"
 READY_TIMEOUT_S = 240.0
 
 
@@ -92,6 +97,8 @@ def serve(data: Path, sequences: int) -> int:
     """Run the server, in its own process."""
     config = config_of(data, sequences)
     store, _ = open_store(config)
+    other = create_tenant(store, wall_ms, "other")
+    (data / OTHER_KEY_FILE).write_text(create_key(store, wall_ms, other.tenant_id))
     card = load_card(data / "model")
     return asyncio.run(
         app.serve(config, [card], store, lambda _: print_line("ready"), lambda: config)
@@ -131,10 +138,11 @@ async def complete(session: aiohttp.ClientSession, body: bytes) -> tuple[float, 
 async def serve_prompts() -> None:
     """Run a client process over stdin and stdout.
 
-    It reads a key, then for each run a line of prompts or arrivals; it answers "ready", waits for a
-    line, sends all prompts, or each arrival when due, and prints a line of results.
+    It reads the keys of two tenants, then for each run a line of prompts or arrivals; it answers
+    "ready", waits for a line, sends all prompts, or each arrival when due, and prints a line of
+    results.
     """
-    key = sys.stdin.readline().strip()
+    key, other_key = sys.stdin.readline().split()
     url = f"http://127.0.0.1:{PORT}"
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     connector = aiohttp.TCPConnector(limit=0)
@@ -147,7 +155,9 @@ async def serve_prompts() -> None:
             if "arrivals" in work:
                 print_line("ready")
                 start_s = float(sys.stdin.readline())
-                sent = (open_loop.send(session, one, start_s) for one in work["arrivals"])
+                sent = (
+                    open_loop.send(session, one, start_s, other_key) for one in work["arrivals"]
+                )
                 seen = await asyncio.gather(*sent)
                 print_line(json.dumps([asdict(one) for one in seen]))
                 continue
@@ -161,14 +171,14 @@ async def serve_prompts() -> None:
 class Clients:
     """Client processes that start a run together."""
 
-    def __init__(self, key: str, count: int) -> None:
+    def __init__(self, keys: tuple[str, str], count: int) -> None:
         command = [sys.executable, "-m", "tests.bench.gpu_http", "--client"]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(count)
         ]
         for process in self._processes:
-            self._write_line(process, key)
+            self._write_line(process, " ".join(keys))
 
     def close(self) -> None:
         for process in self._processes:
@@ -240,12 +250,21 @@ def drive(clients: Clients, workloads: list[Workload], single: bool) -> list[dic
 
 def drive_open_loop(clients: Clients, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the rates, the cold prompts and the mixtures that were asked for; print a line each."""
-    runs = [
+    runs: list[tuple[str, tuple[list[list[int]], list[open_loop.Arrival]]]] = [
         (f"{rate}/s", open_loop.steady(NAME, rate, options.seconds))
         for rate in numbers(options.rates)
     ]
     if options.cold:
         runs.append(("8 cold beside 64", open_loop.cold_beside_decoding(NAME)))
+    if options.neighbours:
+        others: tuple[open_loop.OtherTenant | None, ...] = (None, "prompts", None, "streams")
+        runs += [
+            (
+                f"quiet tenant beside {other}" if other else "quiet tenant alone",
+                open_loop.quiet(NAME, options.seconds, other),
+            )
+            for other in others
+        ]
     runs += [
         (f"mixture {rate}/s", open_loop.mixture(NAME, rate, options.seconds))
         for rate in numbers(options.mixture)
@@ -274,6 +293,7 @@ def main() -> int:
     parser.add_argument("--rates", default="", help="requests per second, with commas")
     parser.add_argument("--mixture", default="", help="rates of the mixture, with commas")
     parser.add_argument("--cold", action="store_true", help="8 cold prompts beside 64 streams")
+    parser.add_argument("--neighbours", action="store_true", help="a quiet tenant, another busy")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -299,9 +319,11 @@ def main() -> int:
                 line = server.stdout.readline()
                 assert line.startswith("ready"), f"unexpected line from the server: {line!r}"
                 print_line(f"ready after {time.perf_counter() - started:.1f} s")
-                key = (data / KEY_FILE).read_text().strip()
+                key, other = (
+                    (data / name).read_text().strip() for name in (KEY_FILE, OTHER_KEY_FILE)
+                )
                 works = [work for work in WORKLOADS if work.name in names]
-                clients = Clients(key, options.clients)
+                clients = Clients((key, other), options.clients)
                 try:
                     results = drive(clients, works, "W5" in names)
                     results += drive_open_loop(clients, options)

@@ -47,6 +47,21 @@ LLAMA_8B = Architecture(
     context=16_384,
     ropes={"full": Rope(500_000.0, 128)},
 )
+LLAMA_1B = Architecture(
+    family="llama",
+    layers=(Layer(),) * 16,
+    hidden=2048,
+    intermediate=8192,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    vocab=128_256,
+    context=16_384,
+    ropes={"full": Rope(500_000.0, 64)},
+    tie_embeddings=True,
+)
+SHAPES = {"llama-8b": LLAMA_8B, "llama-1b": LLAMA_1B}
+KV_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 BLOCK, OUTPUT = 16, 128
 
 
@@ -130,14 +145,17 @@ class TimedRunner(GpuRunner):
 class Bench:
     """One model on a GPU, and a core over it."""
 
-    def __init__(self, config: Architecture, blocks: int) -> None:
+    def __init__(
+        self, config: Architecture, blocks: int, kv_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         device = torch.device("cuda")
         self.config = config
         weights = random_weights(config, torch.bfloat16, 0, device)
         self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
-        self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
+        if not config.tie_embeddings:
+            self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
         model = build_model(config, weights, GpuOps())
-        form = kv_format(config, torch.bfloat16, BLOCK, has_groups=True)
+        form = kv_format(config, kv_dtype, BLOCK, has_groups=True)
         self.token_bytes = form.block_bytes // BLOCK
         kv = KvStorage(form, blocks, device)
         self.runner = TimedRunner(
@@ -254,11 +272,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--blocks", type=int, default=20_000)
     options = parser.parse_args()
-    config = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),) * options.layers)
-    bench = Bench(config, options.blocks)
+    config = SHAPES[options.shape]
+    if options.layers:
+        config = msgspec.structs.replace(config, layers=(Layer(),) * options.layers)
+    bench = Bench(config, options.blocks, KV_DTYPES[options.kv_dtype])
     print_line(f"{torch.cuda.get_device_name()}, copy {bench.copy_rate / 1e9:.0f} GB/s")
     results = []
     for work in WORKLOADS:

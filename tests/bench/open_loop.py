@@ -12,10 +12,11 @@ import json
 import random
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
+OtherTenant = Literal["prompts", "streams"]
 VOCAB = 128_000
 OWN, OUTPUT = 64, 128
 
@@ -34,7 +35,8 @@ REFERENCE = {
 class Arrival:
     """A request: when it is due, its body, and after how many tokens its client leaves (0: never).
 
-    `watched`: its gaps between tokens count; `timed`: its first token counts.
+    `watched`: its gaps between tokens count; `timed`: its first token counts. `is_other`: sent with
+    the other tenant's key.
     """
 
     due_s: float
@@ -42,12 +44,13 @@ class Arrival:
     leave_after: int = 0
     watched: bool = True
     timed: bool = True
+    is_other: bool = False
 
     def wire(self) -> dict[str, Any]:
         """Return what a client process needs."""
         return {
             "due_s": self.due_s, "body": self.body, "leave_after": self.leave_after,
-            "watched": self.watched, "timed": self.timed,
+            "watched": self.watched, "timed": self.timed, "is_other": self.is_other,
         }  # fmt: skip
 
 
@@ -140,14 +143,44 @@ def cold_beside_decoding(model: str) -> tuple[list[list[int]], list[Arrival]]:
     return [], arrivals
 
 
-async def send(session: aiohttp.ClientSession, arrival: dict[str, Any], start_s: float) -> Seen:
+def quiet(
+    model: str, seconds: float, other: OtherTenant | None
+) -> tuple[list[list[int]], list[Arrival]]:
+    """Return a prefix to warm, and a quiet tenant's requests, beside those of another or alone.
+
+    The quiet tenant sends eight requests a second of 512 cached and 64 own tokens, 32 out. The
+    other sends more than the machine can do: six cold prompts of 8,192 a second, one of which takes
+    an H200 0.2 s, or streams of 256 tokens, 160 a second. Only what the quiet one sees counts.
+    """
+    rng = random.Random(15)
+    prefix = tokens_of(rng, 512)
+    arrivals = [
+        Arrival(due, body_of(model, prefix + tokens_of(rng, OWN), 32))
+        for due in due_times(rng, 8, seconds)
+    ]
+    if other is not None:
+        rate, prompt, count = {"prompts": (6, 8_192, 1), "streams": (160, 64, 256)}[other]
+        arrivals += [
+            Arrival(
+                due, body_of(model, tokens_of(rng, prompt), count),
+                watched=False, timed=False, is_other=True,
+            )
+            for due in due_times(rng, rate, seconds)
+        ]  # fmt: skip
+    return [prefix], arrivals
+
+
+async def send(
+    session: aiohttp.ClientSession, arrival: dict[str, Any], start_s: float, other_key: str
+) -> Seen:
     """Send a request when it is due and read its stream; return what was seen of it."""
     seen = Seen(arrival["due_s"], watched=arrival["watched"], timed=arrival["timed"])
     before: dict[bytes, float] = {}
     body = json.dumps(arrival["body"]).encode()
+    headers = {"Authorization": f"Bearer {other_key}"} if arrival["is_other"] else None
     await asyncio.sleep(max(0.0, start_s + seen.due_s - time.monotonic()))
     try:
-        async with session.post("/v1/completions", data=body) as response:
+        async with session.post("/v1/completions", data=body, headers=headers) as response:
             seen.status = response.status
             if response.status != 200:
                 await response.read()
