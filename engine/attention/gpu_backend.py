@@ -189,7 +189,8 @@ class GpuAttention:
         window = self._window_of[layer]
         if window != self.windows[0] and not causal:
             # Whatever the cut of the first work list, the launches are the same: one graph a shape.
-            classes, merge = (1, 2) if self.planner.chunk_keys else (2,), True
+            is_shared = self.planner.shares_windows_of(window) or self.planner.chunk_keys
+            classes, merge = (1, 2) if is_shared else (2,), True
         q = qkv.new_empty(tokens, spec.heads, spec.head_dim)
         rope_kv_write(
             qkv, q, self.kv, row, *self.rotations[layer], positions, slots[group], self._growth

@@ -34,19 +34,20 @@ class AttentionBlock:
     def attend(self, layer: int, x: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
         """Return what the heads read, [T, H * D], before the output projection."""
         qkv = self.qkv(x)
-        if self._qk_norm:
-            self._norm_queries_and_keys(qkv)
+        if self._qk_norm == "head":
+            heads = qkv.view(len(qkv), -1, self._head_dim)
+            self._ops.norm_heads(heads, self._heads, self._q_norm, self._k_norm, self._eps)
+        elif self._qk_norm:
+            self._norm_whole(qkv)
         return attention.attend(layer, qkv, self.sinks)
 
-    def _norm_queries_and_keys(self, qkv: torch.Tensor) -> None:
-        """Norm q and k in place: over each head's channels, or over all heads at once."""
-        tokens, queries = len(qkv), self._heads * self._head_dim
+    def _norm_whole(self, qkv: torch.Tensor) -> None:
+        """Norm all queries at once, and all keys, in place."""
+        queries = self._heads * self._head_dim
         keys = queries + self._kv_heads * self._head_dim
-        width = self._head_dim if self._qk_norm == "head" else -1
         for part, weight in (
             (qkv[:, :queries], self._q_norm),
             (qkv[:, queries:keys], self._k_norm),
         ):
-            rows = part.reshape(tokens, -1) if width < 0 else part.reshape(-1, width)
-            normed, _ = self._ops.norm(rows, None, weight, self._eps)
-            part.copy_(normed.view(tokens, -1))
+            normed, _ = self._ops.norm(part, None, weight, self._eps)
+            part.copy_(normed)

@@ -52,6 +52,11 @@ class GpuOps:
         fused_ops.residual_rms_norm(x, residual, weight, out, eps)
         return out, x if residual is None else residual
 
+    def norm_heads(
+        self, qkv: torch.Tensor, heads: int, queries: torch.Tensor, keys: torch.Tensor, eps: float
+    ) -> None:
+        fused_ops.norm_heads(qkv, heads, queries, keys, eps)
+
     def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         fused_ops.gated_mul(x, out, gelu=activation == "gelu_tanh")

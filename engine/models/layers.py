@@ -30,6 +30,15 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (rms_norm(x + residual) * weight, x + residual). May write to `residual`."""
 
+    def norm_heads(
+        self, qkv: torch.Tensor, heads: int, queries: torch.Tensor, keys: torch.Tensor, eps: float
+    ) -> None:
+        """Norm each query head and each key head over its channels, in place.
+
+        qkv [T, H + 2K, D]: queries, keys, values. `queries`, `keys`: the weights, [D] each; `heads`
+        is H.
+        """
+
     def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Return activation(x[:, :C]) * x[:, C:], x [T, 2C]."""
 
@@ -45,6 +54,13 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = x if residual is None else residual + x
         return F.rms_norm(total, (total.shape[-1],), weight, eps), total
+
+    def norm_heads(
+        self, qkv: torch.Tensor, heads: int, queries: torch.Tensor, keys: torch.Tensor, eps: float
+    ) -> None:
+        end = heads + (qkv.shape[1] - heads) // 2
+        for part, weight in ((qkv[:, :heads], queries), (qkv[:, heads:end], keys)):
+            part.copy_(F.rms_norm(part, weight.shape, weight, eps))
 
     def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return gated(x, activation)

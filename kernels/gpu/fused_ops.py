@@ -73,6 +73,44 @@ def residual_rms_norm(
 
 
 @triton.jit
+def _norm_heads(
+    qkv_ptr, q_weight, k_weight, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, STEP: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    if WAITS:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    d = tl.arange(0, DP)
+    real = d < D
+    live = (head < H + K)[:, None] & real[None, :]
+    place = qkv_ptr + row * (H + 2 * K) * D + head[:, None] * D + d[None, :]
+    x = tl.load(place, mask=live, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    queries = tl.load(q_weight + d, mask=real, other=0.0).to(tl.float32)[None, :]
+    keys = tl.load(k_weight + d, mask=real, other=0.0).to(tl.float32)[None, :]
+    kind = qkv_ptr.dtype.element_ty
+    normed = (x * scale).to(kind).to(tl.float32)
+    tl.store(place, (normed * tl.where((head < H)[:, None], queries, keys)).to(kind), mask=live)
+
+
+def norm_heads(
+    qkv: torch.Tensor, heads: int, queries: torch.Tensor, keys: torch.Tensor, eps: float
+) -> None:
+    """Norm each of the H query heads and K key heads of qkv [T, H + 2K, D] over its channels, in
+    place, and multiply by the weights `queries` or `keys` [D]; sums in fp32. qkv written, but its
+    values."""
+    rows, all_heads, head_dim = qkv.shape
+    kv_heads = (all_heads - heads) // 2
+    step = min(16, triton.next_power_of_2(heads + kv_heads))
+    pdl = _dependent(qkv)
+    _norm_heads[(rows, triton.cdiv(heads + kv_heads, step))](
+        qkv, queries, keys, eps, H=heads, K=kv_heads, D=head_dim,
+        DP=triton.next_power_of_2(head_dim), STEP=step, WAITS=bool(pdl), num_warps=4, **pdl,
+    )  # fmt: skip
+
+
+@triton.jit
 def _gated_mul(
     x_ptr, out_ptr, C: tl.constexpr, STEP: tl.constexpr, GELU: tl.constexpr, WAITS: tl.constexpr
 ):

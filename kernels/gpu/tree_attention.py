@@ -62,9 +62,9 @@ def _accumulate(
 ):  # fmt: skip
     """Online softmax of q [M, DP] over keys [first, end), `first` a multiple of KEYS.
 
-    Row r sees keys below `shortest + r * growth`, with WINDOW from `low + r` on. Block ids are
-    loaded one tile ahead: if the address of a KV load depended on a load of the same iteration, the
-    loop could not be pipelined.
+    Row r sees keys below `shortest + r * growth`, with WINDOW from `low[r]` on; low [M]. Block ids
+    are loaded one tile ahead: if the address of a KV load depended on a load of the same iteration,
+    the loop could not be pipelined.
     """
     INT8: tl.constexpr = kv.dtype.element_ty == tl.int8
     halves = kv.to(tl.pointer_type(tl.float16))
@@ -103,8 +103,7 @@ def _accumulate(
             else:
                 scores = tl.where((start + n < shortest)[None, :], scores, float("-inf"))
         if WINDOW:
-            lowest = low + tl.arange(0, q.shape[0]) // GP
-            scores = tl.where((start + n)[None, :] >= lowest[:, None], scores, float("-inf"))
+            scores = tl.where((start + n)[None, :] >= low[:, None], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         # Without a window a live row sees a key in its first tile, so its maximum is finite. Lanes
         # without a row compute NaN and are never stored.
@@ -195,10 +194,10 @@ def _do_unit(
     begin = 0
     low = 0
     if WINDOW > 0:
-        # A window's rows are one sequence's: row r sees keys from low + r on. Whole tiles before
-        # are skipped; so a plan stays right while its rows move on.
-        low = tl.load(lengths_ptr + row0) - first_key - WINDOW
-        begin = tl.maximum(low, 0) // KEYS * KEYS
+        # Tiles of keys that no row sees any more are skipped, so a plan stays right while its rows
+        # move on.
+        low = tl.load(lengths_ptr + row0 + r, mask=r < rows, other=1 << 30) - first_key - WINDOW
+        begin = tl.maximum(tl.min(low, 0), 0) // KEYS * KEYS
     if PEEL and WINDOW == 0:
         begin = shortest // KEYS * KEYS
         row_max, row_sum, acc = _accumulate(

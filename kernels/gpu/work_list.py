@@ -144,7 +144,8 @@ class WorkPlanner:
     `span_keys_beside` where tile classes run side by side. They do so below `beside_load_max`
     shared keys per program, and if own keys take at least `beside_share_min` of the shared keys'
     time. `parts_max`: most parts of a node. `chunk_keys` > 0: batch-invariant mode.
-    `group_keys_min`: rows read the keys of a shorter group themselves. `wide_fill_min`: fill from
+    `group_keys_min`: rows read the keys of a shorter group themselves; `window_group_keys_min`: the
+    same for keys within a window. `wide_fill_min`: fill from
     which shared keys take wide tiles. `own_span_keys_*`: smallest and usual span of own keys.
     `part_rows`: rows times parts that the scratch memory holds; without chunks no cut exceeds it,
     however deep the tree: the deepest levels that have no room are read by each row itself.
@@ -161,6 +162,7 @@ class WorkPlanner:
     classes: tuple[TileConfig, TileConfig, TileConfig] = CLASSES
     chunk_keys: int = 0
     group_keys_min: int = 64
+    window_group_keys_min: int = 256
     span_keys_min: int = 1024
     span_keys_beside: int = 2048
     beside_load_max: int = 3072
@@ -205,16 +207,20 @@ class WorkPlanner:
         groups: [n, 4] int32 (first slice, end slice, first block, end block), shallower before
         deeper. `padded_rows`: rows of the launch, where these are more than the slices' rows.
         `window`: rows see so many keys, their own the last, and the blocks before are not read; 0:
-        all keys. With a window each row reads by its own table, and `groups` is not used. Every
-        (row, key) pair that counts is in exactly one tile.
+        all keys. With a short window, or with one and chunks, each row reads by its own table, and
+        `groups` is not used. Every (row, key) pair that counts is in exactly one tile.
         """
         kind = _ChunkCutter if self.chunk_keys else _SpanCutter
         cutter = kind(self, slices, padded_rows, window)
-        cutter.cut(groups[:0] if window else groups)
+        cutter.cut(groups[:0] if window and not self.shares_windows_of(window) else groups)
         parts_of_row = np.repeat(cutter.parts, slices.rows).astype(np.int32)
         work = tuple(_longest_first(config, cutter.tiles(config)) for config in self.classes)
         most = int(cutter.parts.max(initial=1))
         return HostPlan(work, parts_of_row, most, cutter.is_side_by_side)
+
+    def shares_windows_of(self, window: int) -> bool:
+        """Return whether rows may read keys together that lie within a window of this many."""
+        return window >= self.window_group_keys_min and not self.chunk_keys
 
     def tiles_max(self, rows: int) -> int:
         """Return the most tiles of any plan of at most `rows` rows, without chunks.
@@ -280,9 +286,11 @@ class _Cutter(ABC):
         self._spans.setdefault(config.name, []).append(span)
 
     def add_group(self, config: TileConfig, a: int, b: int, key: int, keys: int, part: int) -> None:
-        """Add keys [key, key + keys) for all rows of slices [a, b), by the first slice's table."""
+        """Add keys [key, key + keys) for all rows of slices [a, b), by the table of the slice that
+        has most of them: with a window, the others may have let blocks go."""
         row = self.row_edges[a]
-        offset = self.offsets[a] + key // self.planner.block_size
+        owner = a + int(np.argmin(self.floor[a:b])) if self.window else a
+        offset = self.offsets[owner] + key // self.planner.block_size
         self.add(config, row, self.row_edges[b] - row, offset, key, keys, part, 0, 0)
 
     def add_own(self, first_key: Int32, spans: Int32, base: Int32) -> None:
@@ -380,7 +388,7 @@ class _SpanCutter(_Cutter):
         p = self.planner
         own_block, base = np.zeros_like(self.slices.rows), np.zeros_like(self.slices.rows)
         room = max(1, p.part_rows // self.padded_rows)
-        kept = [g for g in groups.tolist() if self._is_worth_a_unit(g)]
+        kept = [g for g in self._seen(groups) if self._is_worth_a_unit(g)]
         self.is_side_by_side = self._should_overlap(kept)
         config = self._class_of_groups(kept)
         spans_of = self._group_spans(kept, config)
@@ -390,7 +398,8 @@ class _SpanCutter(_Cutter):
             if spans < 1:
                 continue  # so deep in the tree few rows share a node, and each reads it itself
             # If a group above was skipped, this group reads its keys too.
-            first, end = int(own_block[a]) * p.block_size, end_block * p.block_size
+            first = max(int(own_block[a]) * p.block_size, int(self.floor[a:b].min()))
+            end = end_block * p.block_size
             width = -(-(end - first) // (spans * config.keys)) * config.keys
             for key in range(first, end, width):
                 self.add_group(config, a, b, key, min(width, end - key), part)
@@ -402,6 +411,15 @@ class _SpanCutter(_Cutter):
         self.parts = base + spans_own
         self.add_own(first_key, spans_own, base)
 
+    def _seen(self, groups: Int32) -> list[list[int]]:
+        """Return the groups, without the blocks that no row of theirs sees."""
+        found: list[list[int]] = groups.tolist()
+        if self.window:
+            for group in found:
+                a, b, first, _ = group
+                group[2] = max(first, int(self.floor[a:b].min()) // self.planner.block_size)
+        return [group for group in found if group[2] < group[3]]
+
     def _should_overlap(self, groups: list[list[int]]) -> bool:
         """Return whether own keys should be read beside shared keys.
 
@@ -410,7 +428,7 @@ class _SpanCutter(_Cutter):
         multiprocessor.
         """
         p, slices = self.planner, self.slices
-        if not groups or self.has_prompts:
+        if not groups or self.has_prompts or self.window:
             return False
         tiles, keys = self._group_tiles(groups, p.big)
         shared = sum(t * k for t, k in zip(tiles, keys, strict=True))
@@ -423,7 +441,7 @@ class _SpanCutter(_Cutter):
         """Return the tile class of shared keys: wide, which reads keys once for twice the rows, if
         rows fill it and no small tiles run beside it; else big."""
         p = self.planner
-        if self.is_side_by_side or not self.takes_wide_tiles:
+        if self.is_side_by_side or self.window or not self.takes_wide_tiles:
             return p.big
         tiles, keys = self._group_tiles(groups, p.wide)
         room = p.rows_per_tile(p.wide) * sum(t * k for t, k in zip(tiles, keys, strict=True))
@@ -445,8 +463,9 @@ class _SpanCutter(_Cutter):
     def _is_worth_a_unit(self, group: list[int]) -> bool:
         """Return whether a group has several slices and enough keys."""
         a, b, first_block, end_block = group
-        keys = (end_block - first_block) * self.planner.block_size
-        return b - a > 1 and keys >= self.planner.group_keys_min
+        p, keys = self.planner, (end_block - first_block) * self.planner.block_size
+        least = p.window_group_keys_min if self.window else p.group_keys_min
+        return b - a > 1 and keys >= least
 
     def _group_spans(self, groups: list[list[int]], config: TileConfig) -> list[int]:
         """Return the number of spans per group: equal spans of about `total / programs` keys, which

@@ -190,19 +190,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--layers-only", action="store_true")
-    parser.add_argument("--blocks", type=int, default=12_000)
+    parser.add_argument("--models", default=",".join(SHAPES), help="with commas")
+    parser.add_argument("--blocks", type=int, default=60_000, help="of one KV group's layers")
     options = parser.parse_args()
     rate = copy_rate()
     print_line(f"{torch.cuda.get_device_name()}, copy {rate / 1e9:.0f} GB/s")
     results: list[dict[str, Any]] = []
-    for name, config in SHAPES.items():
+    chosen = {name: SHAPES[name] for name in options.models.split(",")}
+    for name, config in chosen.items():
         for tree, sizes in TREES.items():
             found = LayerBench(config, sizes).measure(rate)
             results.append({"model": name, "tree": tree, "layers": found})
             print_line(json.dumps(results[-1]))
             torch.cuda.empty_cache()
-    for name in () if options.layers_only else ("Qwen3-8B", "Gemma-3-12B"):
-        results.append(whole(name, SHAPES[name], options.blocks))
+    for name, config in chosen.items():
+        if options.layers_only or name == "gpt-oss-20b":
+            continue
+        blocks = options.blocks if any(layer.window for layer in config.layers) else 12_000
+        results.append(whole(name, config, blocks))
         print_line(json.dumps(results[-1]))
         torch.cuda.empty_cache()
     if options.json is not None:

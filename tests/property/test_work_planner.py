@@ -24,6 +24,7 @@ def planners(draw: st.DrawFn) -> WorkPlanner:
         block_size=16,
         multiprocessors=draw(st.sampled_from([4, 46, 132, 148])),
         part_rows=draw(st.sampled_from([PART_ROWS, 8_480])),
+        window_group_keys_min=draw(st.sampled_from([16, 256])),
     )
 
 
@@ -49,25 +50,29 @@ def padded(rows: int, buckets: tuple[int, ...]) -> int:
     return next((bucket for bucket in buckets if bucket >= rows), rows)
 
 
-@example(seven_levels(), WorkPlanner(8, 8, 16, 132))
-@example(seven_levels(), WorkPlanner(8, 5, 16, 132))
-@example(prompt(2_643, 2), WorkPlanner(1, 9, 16, 4))  # spans of rounded length: fewer have all keys
+@example(seven_levels(), WorkPlanner(8, 8, 16, 132), 0)
+@example(seven_levels(), WorkPlanner(8, 5, 16, 132), 0)
+@example(seven_levels(), WorkPlanner(8, 5, 16, 132), 2_000)
+@example(prompt(2_643, 2), WorkPlanner(1, 9, 16, 4), 0)  # spans rounded: fewer have all keys
 @settings(max_examples=300)
-@given(forests(), planners())
+@given(forests(), planners(), st.sampled_from([0, 0, 1, 128, 4_096]))
 def test_plan_of_any_forest_is_right_and_fits(
-    forest: tuple[Slices, Int32], planner: WorkPlanner
+    forest: tuple[Slices, Int32], planner: WorkPlanner, window: int
 ) -> None:
     """No plan fails or allocates: tiles and parts fit the memory made at the start."""
     slices, groups = forest
     is_decoding = bool((slices.rows == 1).all())
     rows = padded(int(slices.rows.sum()), BUCKETS if is_decoding else MIXED_BUCKETS)
 
-    plan = planner.plan(slices, groups, rows)
+    plan = planner.plan(slices, groups, rows, window)
 
-    check_plan(plan, slices, planner, groups)
+    check_plan(plan, slices, planner, groups, window)
     assert plan.tile_count <= planner.tiles_max(rows)
     assert plan.parts_max == 1 or plan.parts_max * rows <= planner.part_rows
-    assert not is_decoding or (plan.classes, plan.parts_max > 1) in DECODE_KINDS
+    if window:  # a window's tiles are launched as big and small ones
+        assert 0 not in plan.classes or not is_decoding
+    else:
+        assert not is_decoding or (plan.classes, plan.parts_max > 1) in DECODE_KINDS
 
 
 @pytest.mark.parametrize("group", range(1, 17))

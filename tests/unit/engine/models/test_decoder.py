@@ -38,6 +38,12 @@ class RecordedOps(TorchOps):
         self.seen.append("norm" if residual is None else "add and norm")
         return super().norm(x, residual, weight, eps)
 
+    def norm_heads(
+        self, qkv: torch.Tensor, heads: int, queries: torch.Tensor, keys: torch.Tensor, eps: float
+    ) -> None:
+        self.seen.append("norm heads")
+        super().norm_heads(qkv, heads, queries, keys, eps)
+
     def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         self.seen.append("gated")
         return super().gated(x, activation)
@@ -74,7 +80,8 @@ def test_llama_launches_its_fused_operations_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "norms"), [({"place": "sandwich"}, 9), ({"qk_norm": "head"}, 9), ({}, 5)]
+    ("change", "norms"),
+    [({"place": "sandwich"}, 9), ({"qk_norm": "head"}, 7), ({"qk_norm": "whole"}, 9), ({}, 5)],
 )
 def test_norms_are_where_the_architecture_places_them(change: dict[str, str], norms: int) -> None:
     """Two layers: two norms each and the last one, and what the family adds."""

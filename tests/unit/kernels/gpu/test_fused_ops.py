@@ -7,8 +7,14 @@ import math
 import pytest
 import torch
 
-from kernels import reference_int8
-from kernels.gpu.fused_ops import copy_blocks, gated_mul, residual_rms_norm, rope_kv_write
+from kernels import reference, reference_int8
+from kernels.gpu.fused_ops import (
+    copy_blocks,
+    gated_mul,
+    norm_heads,
+    residual_rms_norm,
+    rope_kv_write,
+)
 from tests.unit.kernels.kv_blocks import hard_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,6 +38,23 @@ def test_residual_rms_norm_adds_then_normalises(channels: int, add: bool) -> Non
 
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(updated, total if add else residual)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(3, 1, 24), (16, 2, 16), (40, 8, 8)])
+def test_norm_heads_norms_queries_and_keys_and_leaves_values(
+    heads: int, kv_heads: int, d: int
+) -> None:
+    """Each head by its own scale, queries and keys by their own weights."""
+    qkv = rand(5, heads + 2 * kv_heads, d) * 7
+    queries, keys = rand(d, seed=1), rand(d, seed=2)
+    expected = qkv.clone()
+    expected[:, :heads] = reference.rms_norm(qkv[:, :heads], queries, 1e-5)
+    end = heads + kv_heads
+    expected[:, heads:end] = reference.rms_norm(qkv[:, heads:end], keys, 1e-5)
+
+    norm_heads(qkv, heads, queries, keys, 1e-5)
+
+    torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gated_mul_multiplies_gate_and_up() -> None:

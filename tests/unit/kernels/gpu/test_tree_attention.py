@@ -137,6 +137,7 @@ def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Work
         classes=classes_for(case.q.shape[2]),
         chunk_keys=chunk,
         group_keys_min=32,
+        window_group_keys_min=32,
         span_keys_min=64,
         own_span_keys_min=64,
         own_span_keys_target=128,
@@ -213,6 +214,7 @@ RULES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "a window": ((4, 2, 16), {"window": 40}),
     "a window of one key": ((4, 2, 16), {"window": 1}),
     "a window longer than all": ((2, 2, 16), {"window": 4096}),
+    "a window over most of a tree": ((4, 2, 16), {"window": 90}),
     "a cap": ((4, 2, 16), {"cap": 2.0}),
     "a scale": ((4, 2, 16), {"scale": 0.7}),
     "sinks": ((6, 2, 16), {"sinks": True}),
@@ -319,12 +321,22 @@ def test_the_first_key_of_a_window_counts_and_the_one_before_does_not() -> None:
         assert error(attend(case, planner_for(case), **{**given, **wrong}), expected) > 1e-3, wrong
 
 
-@pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decoding rows"])
-def test_blocks_behind_the_window_change_no_bit(tree: str) -> None:
-    """They may be another sequence's: the table's entry is stale."""
+@pytest.mark.parametrize(
+    ("tree", "window"),
+    [
+        ("no sharing, ragged", 24),
+        ("a prefill chunk beside decoding rows", 24),
+        ("one prefix", 67),
+        ("three levels", 100),
+    ],
+)
+def test_blocks_behind_the_window_change_no_bit(tree: str, window: int) -> None:
+    """They may be another sequence's: the table's entry is stale. Rows that share keys read them by
+    the table of one that still has them.
+    """
     levels, slices = TREES[tree]
     case = Case(4, levels, slices, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
-    planner, window = planner_for(case), 24
+    planner = planner_for(case)
     expected = attend(case, planner, window=window)
 
     for row, (start, offset) in enumerate(
@@ -335,6 +347,28 @@ def test_blocks_behind_the_window_change_no_bit(tree: str) -> None:
     got = attend(case, planner, window=window)
 
     assert torch.equal(got, expected)
+
+
+def test_rows_that_share_a_window_read_it_once() -> None:
+    """One unit reads the keys for all rows, as it does without a window."""
+    rows, start = 8, 400
+    slices = Slices(
+        np.ones(rows, np.int32),
+        np.arange(start, start + rows, dtype=np.int32),
+        np.arange(rows, dtype=np.int32) * 64,
+    )
+    groups = np.array([[0, rows, 0, 24]], np.int32)
+    planner = WorkPlanner(2, 2, SIZE, 2, window_group_keys_min=64, span_keys_min=64)
+
+    plan = planner.plan(slices, groups, window=128)
+
+    shared = plan.work[1].tiles
+    first = (start + 1 - 128) // SIZE * SIZE
+    assert (shared[:, 1] == rows).all()
+    assert sorted(shared[:, 3])[0] == first, "from the window's beginning"
+    assert shared[:, 4].sum() == 24 * SIZE - first
+    assert (plan.work[2].tiles[:, 3] == 24 * SIZE).all(), "own keys begin where the shared end"
+    assert len(planner.plan(slices, groups, window=48).work[1].tiles) == 0, "too few to merge"
 
 
 @pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decoding rows"])
