@@ -63,7 +63,7 @@ BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 0, 2.2)
 WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 0, 5.0)
 SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0, 0.5)
 
-BIG_256 = TileConfig("big 256", 64, 32, 8, 3, True, 1, 1, 0, 4.4)
+BIG_256 = TileConfig("big 256", 64, 32, 4, 3, True, 1, 1, 0, 4.4)
 WIDE_256 = TileConfig("wide 256", 128, 32, 8, 3, True, 1, 1, 0, 10.0)
 SMALL_256 = TileConfig("small 256", 16, 32, 2, 2, False, 4, 2, 0, 0.5)
 
@@ -74,7 +74,7 @@ CLASSES = (WIDE, BIG, SMALL)
 
 CLASSES_256 = (WIDE_256, BIG_256, SMALL_256)
 """The same for heads of more than 128 channels: fewer keys a tile, so that keys and values fit
-shared memory. Chosen by arithmetic and compiled for Hopper, not yet measured."""
+shared memory."""
 
 
 def classes_for(head_dim: int) -> tuple[TileConfig, TileConfig, TileConfig]:
