@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -66,6 +67,12 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return self.host_mib > 0 or self.disk_gib > 0
 
 
+GAP_TARGET_SHARED_MS = {"cuda": 20.0}
+"""The default by device: on a GPU, steps of 20 ms compute prompts at four fifths of the speed of
+long ones, and another tenant's request waits for one and a half of them. A CPU's steps of such
+length would hold few tokens."""
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one engine.
 
@@ -75,7 +82,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `step_tokens_max`: the token budget of one step. `prefill_chunk_tokens_max`: the longest slice
     of one prompt in a step; 0: as long as the step allows. `gap_target_ms`: the longest time
     between two tokens of a stream that prompts of other requests may cause: a step gets as many
-    prompt tokens as its measured cost allows. `threads` 0: one per core.
+    prompt tokens as its measured cost allows. `gap_target_shared_ms`: the same while several
+    tenants have requests; 0: `GAP_TARGET_SHARED_MS` by the device, or `gap_target_ms`, if that is
+    less. `threads` 0: one per core.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -88,6 +97,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     step_tokens_max: Positive = 2048
     prefill_chunk_tokens_max: Annotated[int, Meta(ge=0)] = 0
     gap_target_ms: Annotated[float, Meta(gt=0)] = 50.0
+    gap_target_shared_ms: Annotated[float, Meta(ge=0)] = 0.0
     sequences_max: Positive = 64
     queue_requests_max: Positive = 512
     queue_tokens_max: Positive = 1_000_000
@@ -98,3 +108,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     check_interval_s: Annotated[float, Meta(gt=0)] = 600.0
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 60.0
     levels: LevelsConfig = LevelsConfig()
+
+    def for_device(self, device: str) -> EngineConfig:
+        """Return the settings with `gap_target_shared_ms` as it is on this device."""
+        usual = GAP_TARGET_SHARED_MS.get(device, self.gap_target_ms)
+        shared = min(self.gap_target_shared_ms or usual, self.gap_target_ms)
+        return replace(self, gap_target_shared_ms=shared)

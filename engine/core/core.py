@@ -344,24 +344,22 @@ class Core:
     def _pace(self) -> None:
         """Let the next launch wait for requests, where exactly one step is in flight.
 
-        Where prompts are not finished, requests wait or the batch is large, the next step is long
-        to launch and has work enough: it is launched at once.
+        Where the batch is large, the next step is long to launch; where prompts of one payer are
+        not finished or wait, it has work enough. It is then launched at once. Where several payers
+        have prompts, the turn of a request that arrives may come before all of these.
         """
-        cost = self.engine_stats.step_cost
+        cost, now_s = self.engine_stats.step_cost, self.clock()
         if len(self._pending_steps) != 1 or not cost.is_measured:
             return
         pieces = [piece for piece, _ in self._pending_steps[0].slices if piece.count]
-        is_busy = (
-            len(pieces) > ROWS_MAX
-            or len(self.requests) > self.scheduler.running.totals.requests
-            or any(
-                piece.start + piece.count < len(piece.sequence.parent.request.tokens)
-                for piece in pieces
-            )
+        has_prompts = len(self.requests) > self.scheduler.running.totals.requests or any(
+            piece.start + piece.count < len(piece.sequence.parent.request.tokens)
+            for piece in pieces
         )
-        if not is_busy:
-            work = StepWork.of((piece.start, piece.count) for piece in pieces)
-            self._pacing.running_alone(self.clock(), cost.seconds(work))
+        if len(pieces) > ROWS_MAX or (has_prompts and not self.scheduler.is_shared(now_s)):
+            return
+        work = StepWork.of((piece.start, piece.count) for piece in pieces)
+        self._pacing.running_alone(now_s, cost.seconds(work))
 
     def _collect(self) -> None:
         pending = self._pending_steps.popleft()

@@ -44,6 +44,10 @@ ALONE_AFTER_S: Final = 5.0
 """Seconds without a request of another payer after which a payer counts as alone. Between two
 requests of a chat others would fill the steps, and the next one would wait for a long one.
 """
+DECODES_OF_SHARED_STEP: Final = 3
+"""How many times its decodes a step may always take, up to the gap target, where several payers
+have requests: in a large batch a short target would leave prompts no time.
+"""
 DECODES_OF_ONE_PAYER: Final = 6
 """How many times its decodes a step may take where one payer has all requests, if that is longer
 than the gap target: its streams wait for its own prompts, and small slices would cost it a sixth of
@@ -256,20 +260,27 @@ class Scheduler:
     def _prompt_budget(self, decodes: dict[int, Slice], now_s: float) -> PromptBudget:
         """Return the prompt tokens that may be computed beside this step's `decodes` (rule 1)."""
         target_s = self.config.gap_target_ms / 1000
+        shared_s = self.config.gap_target_shared_ms / 1000 or target_s
         tokens = self.config.step_tokens_max - len(decodes)
         if not self.queue and len(decodes) == len(self.running):
             return PromptBudget(self.step_cost, tokens, target_s)  # no prompt: nothing to predict
         if len(self.running.slots_of.keys() | self.queue.waiting_slots.keys()) > 1:
             self._shared_at_s = now_s
-        is_alone = now_s - self._shared_at_s > ALONE_AFTER_S
+        is_shared = self.is_shared(now_s)
         if not any(sequence.is_decoding for sequence in self.running):
-            targets = STEPS_WITHOUT_STREAMS if is_alone else 1
-            return PromptBudget(self.step_cost, tokens, target_s * targets)
+            longest_s = shared_s if is_shared else target_s * STEPS_WITHOUT_STREAMS
+            return PromptBudget(self.step_cost, tokens, longest_s)
         work = StepWork.of((piece.start, piece.count) for piece in decodes.values())
         decodes_s = self.step_cost.seconds(work)
-        if is_alone:
+        if is_shared:
+            target_s = min(target_s, max(shared_s, DECODES_OF_SHARED_STEP * decodes_s))
+        else:
             target_s = max(target_s, DECODES_OF_ONE_PAYER * decodes_s)
         return PromptBudget(self.step_cost, tokens, target_s - decodes_s)
+
+    def is_shared(self, now_s: float) -> bool:
+        """Return whether several payers have prompts, or had within `ALONE_AFTER_S`. O(1)."""
+        return now_s - self._shared_at_s <= ALONE_AFTER_S
 
     def _decode(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> int:
         if sequence.sequence_id not in self.running:

@@ -374,7 +374,7 @@ def core_of_model(
     core = Core(
         cache,
         built.runner,
-        config,
+        config.for_device(built.device),
         time.monotonic,
         vocab_size=card.config.vocab,
         context_tokens=built.context,

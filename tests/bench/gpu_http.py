@@ -74,7 +74,7 @@ def write_model(folder: Path) -> ModelCard:
     return card
 
 
-def config_of(data: Path, sequences: int, gap_target_ms: float) -> Config:
+def config_of(data: Path, sequences: int, gap_target_shared_ms: float) -> Config:
     """Return a config for `sequences` at once, of one tenant, with 40 GB of blocks."""
     return Config(
         data_dir=str(data),
@@ -89,14 +89,14 @@ def config_of(data: Path, sequences: int, gap_target_ms: float) -> Config:
             prefill_chunk_tokens_max=8_192,
             sequences_max=sequences,
             queue_tokens_max=10_000_000,
-            gap_target_ms=gap_target_ms,
+            gap_target_shared_ms=gap_target_shared_ms,
         ),
     )
 
 
-def serve(data: Path, sequences: int, gap_target_ms: float) -> int:
+def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> int:
     """Run the server, in its own process."""
-    config = config_of(data, sequences, gap_target_ms)
+    config = config_of(data, sequences, gap_target_shared_ms)
     store, _ = open_store(config)
     other = create_tenant(store, wall_ms, "other")
     (data / OTHER_KEY_FILE).write_text(create_key(store, wall_ms, other.tenant_id))
@@ -297,7 +297,7 @@ def main() -> int:
     parser.add_argument("--neighbours", action="store_true", help="a quiet tenant, another busy")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--sequences", type=int, default=512)
-    parser.add_argument("--gap-target-ms", type=float, default=EngineConfig().gap_target_ms)
+    parser.add_argument("--gap-target-shared-ms", type=float, default=0.0)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -305,7 +305,7 @@ def main() -> int:
         asyncio.run(serve_prompts())
         return 0
     if options.serve is not None:
-        return serve(options.serve, options.sequences, options.gap_target_ms)
+        return serve(options.serve, options.sequences, options.gap_target_shared_ms)
     names = options.only.split(",")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
@@ -313,7 +313,7 @@ def main() -> int:
         command = [
             *(sys.executable, "-m", "tests.bench.gpu_http", "--serve", folder),
             *("--sequences", str(options.sequences)),
-            *("--gap-target-ms", str(options.gap_target_ms)),
+            *("--gap-target-shared-ms", str(options.gap_target_shared_ms)),
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:

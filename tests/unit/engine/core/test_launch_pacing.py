@@ -9,6 +9,7 @@ import random
 import pytest
 from msgspec import structs
 
+from engine.api import CacheGrant
 from engine.core.launch_pacing import (
     HOLD_S_MAX,
     LATE_STEP_S,
@@ -144,6 +145,25 @@ def test_request_that_arrives_during_a_hold_is_in_the_next_step() -> None:
     assert world.core.engine_stats.step == step + 1
 
 
+@pytest.mark.parametrize(("other", "holds"), [(b"other", True), (b"n", False)])
+def test_launch_is_held_beside_prompts_only_where_several_payers_have_some(
+    other: bytes, holds: bool
+) -> None:
+    """The turn of another payer's next request may come first; one payer's prompts are work
+    enough.
+    """
+    world, _ = slow_world(blocks=40)
+    for _ in range(KNOWN_STEPS):
+        world.core.engine_stats.step_cost.record(StepWork(1, 32, 500), STEP_S)
+    for number, namespace in enumerate((b"n", b"n", other)):
+        prompt = tuple(number >> at % 2 & 1 for at in range(40))
+        world.core.submit(ask(f"{number}", prompt, grant=CacheGrant(namespace)))
+    world.core.step()
+    world.core.step()
+
+    assert (world.core.launch_hold_s() > 0) == holds
+
+
 def test_time_of_a_step_is_the_devices_own() -> None:
     """The time in which a launch was held is no part of it, or each hold would lengthen the
     next one.
@@ -164,10 +184,10 @@ def hold_and_collect(pacing: LaunchPacing, waited_s: float) -> None:
     pacing.collected(waited_s)
 
 
-def slow_world(device_s: float = 0.0) -> tuple[World, FakeClock]:
+def slow_world(device_s: float = 0.0, blocks: int = 16) -> tuple[World, FakeClock]:
     """Return an engine with one step in flight whose collects take a step's time and report
     `device_s`."""
-    world = make_world(2)
+    world = make_world(2, blocks=blocks)
 
     class SlowRunner:
         """The world's runner; a collect takes `STEP_S` on the world's clock."""

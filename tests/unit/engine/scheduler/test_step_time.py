@@ -117,6 +117,51 @@ def test_steps_stay_short_between_the_requests_of_another_tenant() -> None:
     assert steps_behind(1, pause_s=6.0) >= 1.5 * TARGET_S
 
 
+def test_steps_are_shorter_while_several_tenants_have_prompts() -> None:
+    """On a GPU a quiet tenant's request should wait little; a tenant alone has long steps again."""
+    world = TimedWorld(fast, gap_target_shared_ms=20.0)
+    world.ask("stream", prompt(8, 0), max_tokens=400)
+    for _ in range(40):
+        world.step()
+    for index in range(30):
+        world.ask(f"p{index}", prompt(900, index), max_tokens=1, namespace=b"%d" % index)
+    before = len(world.took)
+    while len(world.live) > 1:
+        world.step()
+    shared = world.took[before + 8 :]  # prompts have a price by then
+    world.clock.advance(6.0)
+    for index in range(30, 60):
+        world.ask(f"p{index}", prompt(900, index), max_tokens=1)
+    before = len(world.took)
+    for _ in range(6):
+        world.step()
+
+    assert 0.7 * 0.020 <= max(shared) <= 1.1 * 0.020
+    assert max(world.took[before:]) >= 0.7 * 0.030
+
+
+def test_a_large_batch_leaves_the_prompts_of_several_tenants_time() -> None:
+    """Its decodes alone take longer than the target of shared steps."""
+
+    def large(work: StepWork) -> float:
+        return fast(work) + 5e-4 * (work.rows - 1)
+
+    world = TimedWorld(large, gap_target_shared_ms=10.0, sequences_max=64)
+    for index in range(16):
+        world.ask(f"s{index}", prompt(8, index), max_tokens=400, namespace=b"%d" % index)
+    for _ in range(40):
+        world.step()
+    for index in range(8):
+        world.ask(f"p{index}", prompt(900, index), max_tokens=1, namespace=b"other")
+    before = len(world.took)
+    while len(world.live) > 16:
+        world.step()
+
+    decodes_s = 5e-3 + 16 * 5.1e-4
+    assert max(world.took[before:]) >= 2.5 * decodes_s
+    assert max(world.took[before:]) <= 3.4 * decodes_s
+
+
 def documents_and_questions(questions: int, payer_of: bytes = b"n") -> TimedWorld:
     """Run three long prompts, then short ones that arrive while the first is computed."""
     world = TimedWorld(slow)
