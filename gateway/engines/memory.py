@@ -14,7 +14,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from engine.config import EngineConfig
-from engine.model_store import resolve
+from engine.errors import ModelError
+from engine.model_store import CATALOGUE, resolve
 from gateway.config import Config, ServedModelSettings
 from gateway.engines.device_memory import (
     WEIGHT_BYTES,
@@ -138,14 +139,22 @@ def _kv_mib(engine: EngineConfig) -> int:
 def _weights_mib(config: Config, model: ServedModelSettings) -> int:
     """Return the memory of a model's weights on a device: by its shape once it has been prepared,
     before that the size of its files, which may hold fewer bits."""
-    shape = find_architecture(resolve(model.source, config.models_dir), config.models_dir)
-    if shape is None:
-        return _file_mib(config, model)
-    return weights_of(shape) * WEIGHT_BYTES // 2**20
+    file_mib = _file_mib(config, model)
+    try:
+        source = resolve(model.source, config.models_dir)
+    except ModelError:
+        return file_mib
+    shape = find_architecture(source, config.models_dir)
+    return file_mib if shape is None else weights_of(shape) * WEIGHT_BYTES // 2**20
 
 
 def _file_mib(config: Config, model: ServedModelSettings) -> int:
-    source = resolve(model.source, config.models_dir)
+    try:
+        source = resolve(model.source, config.models_dir)
+    except ModelError:
+        if model.source in CATALOGUE:  # fetched at the first start
+            return CATALOGUE[model.source].size // 2**20
+        raise
     files = [source] if source.is_file() else [f for f in source.rglob("*") if f.is_file()]
     return sum(file.stat().st_size for file in files) // 2**20
 

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.config import EngineConfig, LevelsConfig
+from engine.model_store import CATALOGUE, DEFAULT_MODEL
 from gateway.config import Config, ServedModelSettings
 from gateway.engines import device_memory, memory
 from gateway.engines.device_memory import ENGINE_DEVICE_MIB, DeviceMemory
@@ -74,6 +75,17 @@ def test_only_several_models_are_checked(config: Config, monkeypatch: pytest.Mon
     assert lacking_memory(single) == ""
     set_free(monkeypatch, None)
     assert lacking_memory(config) == ""
+
+
+def test_a_model_that_is_fetched_at_the_start_counts_already(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is known, so `doctor` warns before the first start."""
+    set_free(monkeypatch, 10_000)
+    plan = plan_memory(Config(data_dir=config.data_dir))
+
+    assert plan is not None
+    assert [one.model_mib for one in plan.models] == [CATALOGUE[DEFAULT_MODEL].size // 2**20]
 
 
 def set_device(monkeypatch: pytest.MonkeyPatch, free_mib: int | None) -> None:
