@@ -14,12 +14,16 @@ const UNITS = [[/tokens_per_s$/, "tokens per second"], [/_per_s$/, "per second"]
   [/requests|running|waiting|compiling|preemptions/, "requests"], [/step/, "steps"]];
 const unitOf = (name) => UNITS.find(([form]) => form.test(name))?.[1] ?? "";
 
+const openTo = ({ tenants }) => (!tenants ? "" : tenants.length ? `open to ${tenants.join(", ")}`
+  : "closed to all tenants");
+
 export function Engine() {
   const now = useData("/admin/v1/analytics"), missing = instead(now, "the engine");
   if (missing) return html`<${Panel} title="Engine" wide>${missing}<//>`;
   const engines = enginesOf(now.data);
   return html`${warnings(engines)}${engines.map((engine) => html`${engine.name
-    && html`<h2>${engine.name}</h2>`}<${OneEngine} engine=${engine} />`)}`;
+    && html`<h2>${engine.name} <span class="soft">${openTo(engine)}</span></h2>`}<${OneEngine}
+    engine=${engine} />`)}`;
 }
 
 function OneEngine({ engine }) {
