@@ -176,7 +176,7 @@ class Gateway:
             responses=ResponseWriter(store, config),
             limiter=Limiter(clock),
             telemetry=telemetry,
-            ended=EndedRequests(wall, telemetry),
+            ended=EndedRequests(wall, telemetry, gateway_id),
             contracts=contracts,
             books=books,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
@@ -190,7 +190,7 @@ class Gateway:
         self._reconciler = Reconciler(self.context)
         self._metering = StorageMetering(self.context)
         self._finding_books = FindingBooks(self.context, gateway_id)
-        self._sampling = HistorySampling(self.context, gateway_id)
+        self._sampling = HistorySampling(self.context)
         self.webhooks = WebhookSender(self.context, endpoints, read=read_webhooks)
         self.listeners: list[Listener] = []
         telemetry.ledger_epoch.set(ledger_epoch(store).number)
@@ -564,6 +564,7 @@ def _served_models(
             aliases=settings.aliases,
             restarts=partial(getattr, supervisor, "restarts"),
             quota_scale=settings.quota_scale,
+            tenants=settings.open_to,
             waiting=_waiting(config.engine_of(settings)),
         )
         for settings, card, supervisor in zip(

@@ -29,6 +29,7 @@ from engine.storage.remote.address import check_remote_url
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, check_declared
+from tenancy.accounts.keys import check_name
 from tenancy.accounts.shared_scopes import ScopeTerms, check_scopes
 from tenancy.errors import BadName, BadPrice, StoreError
 from tenancy.pricing.charges import RateCard
@@ -131,8 +132,9 @@ class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     `name`: what clients send; prices, usage and metrics name the model so. `path`: as `model.name`;
     empty: `name`. `aliases`: further names. `default`: the model that decides on readiness and that
     commands without a model's name use; the first one, if none is. `quota_scale`: factor of
-    tenants' floors, ceilings and promises, which are in blocks, in this model's pool. `engine`:
-    settings of [engine] that differ for this model.
+    tenants' floors, ceilings and promises, which are in blocks, in this model's pool. `tenants`:
+    names of those that may use the model; without the key, all. `engine`: settings of [engine] that
+    differ for this model.
     """
 
     name: str
@@ -140,7 +142,13 @@ class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[str, ...] = ()
     default: bool = False
     quota_scale: Annotated[float, Meta(gt=0, le=1_000)] = 1.0
+    tenants: tuple[str, ...] | None = None
     engine: dict[str, Any] = {}
+
+    @property
+    def open_to(self) -> frozenset[str] | None:
+        """The names of the tenants that may use the model; None for all."""
+        return None if self.tenants is None else frozenset(self.tenants)
 
     @property
     def source(self) -> str:
@@ -485,6 +493,11 @@ def _check_models(config: Config, what: str) -> None:
         seen |= dict.fromkeys((one.name, *one.aliases), one.name)
         if "\x00" in one.path:
             raise ConfigError(f"{what}: {one.name}: path {one.path!r} contains NUL; expected none")
+        for tenant in one.tenants or ():
+            try:
+                check_name(tenant, "tenant")
+            except BadName as error:
+                raise ConfigError(f"{what}: {one.name}: tenants: {error.message}") from error
         _check_engine(config.engine_of(one, what), partial(_setting_of, f"{what}: {one.name}"))
     defaults = [one.name for one in config.models if one.default]
     if len(defaults) > 1:

@@ -18,7 +18,13 @@ class KeyRefused(TenancyError):
     """A key does not authenticate or lacks a scope.
 
     Codes: `key_unknown`, `key_revoked`, `key_expired`, `tenant_suspended`, `scope_missing`.
+    `key_id`, `tenant_id`: of a key that was valid once; 0 for any other.
     """
+
+    def __init__(self, code: str, message: str, key_id: int = 0, tenant_id: int = 0) -> None:
+        super().__init__(code, message)
+        self.key_id = key_id
+        self.tenant_id = tenant_id
 
 
 class BadName(TenancyError):

@@ -118,7 +118,7 @@ async def _create(
         # All tokens are billed as written, even if they are cached: the tenant buys retention.
         cache=CacheDirectives(profile="gemini", lookup="none"),
     )
-    model = check_model(gateway, call)
+    model = check_model(gateway, call, identity)
     if (replay := await generation.find_replay(body, identity)) is not None:
         return replay
     terms = retention_until(creation.expires_ms, now_ms)
@@ -295,8 +295,8 @@ async def _delete(
     async def work() -> None:
         await _end_resource(gateway, identity, resource.resource_id)
         with _log_failed_release(gateway):
-            if await _is_last_reference(gateway, identity, stored):
-                model = check_model(gateway, call)
+            model = gateway.models.by_name.get(resource.model)  # also one now closed to the tenant
+            if model is not None and await _is_last_reference(gateway, identity, stored):
                 made = await prepare(gateway, model, call, identity, {RESOURCE: terms})
                 await _release_leases(gateway, made)
 

@@ -43,9 +43,9 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     """Return the model routes, also without /v1: clients often omit it from the base URL."""
     created_s = gateway.wall() // 1000
 
-    def list_all() -> list[ListedModel]:
+    def list_chat(tenant: str) -> list[ListedModel]:
         listed = []
-        for model in gateway.models:
+        for model in gateway.models.open_to(tenant):
             info = model.engine.info
             context = 0 if info is None else info.context_tokens
             output = min(context, gateway.config.limits.output_tokens_default)
@@ -53,13 +53,16 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         return listed
 
     def list_for(request: web.BaseRequest) -> list[ListedModel]:
-        """Return the models that a client's API can use: only OpenAI's has embeddings."""
+        """Return the models that a tenant may use by its API: only OpenAI's has embeddings."""
+        identity = request[STATE].identity
+        assert identity is not None, "this route asks for a key"
+        chat = list_chat(identity.tenant.name)
         embedder = gateway.embeddings
         if embedder is None or _format_for(request) is not OPENAI:
-            return list_all()
+            return chat
         limit = embedder.card.tokens_max
         embedding = [ListedModel(name, created_s, limit, 0) for name in embedder.names]
-        return [*list_all(), *embedding]
+        return [*chat, *embedding]
 
     async def list_models(request: web.BaseRequest) -> web.StreamResponse:
         return _json(_format_for(request).list(list_for(request), request.query))

@@ -73,7 +73,7 @@ def _quote_handler(gateway: Context) -> Handler:
         metadata = replace(metadata, tolerance=tolerance)
         sent = bytes(body.request)
         call = await parse_body(gateway, tenant.tenant_id, endpoint.dialect.parse, sent, metadata)
-        model = check_model(gateway, call)
+        model = check_model(gateway, call, state.identity)
         if call.thread.is_pending:
             call = await parse_with_history(
                 gateway, endpoint.dialect, sent, metadata, call, state.identity

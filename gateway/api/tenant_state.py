@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.api.usage_report import budget_body, budget_share
-from gateway.background.history_sampling import count_ended
+from gateway.background.history_sampling import count_ended, read_at_once
 from gateway.context import Context
 from gateway.http import json_api
 from tenancy.accounts.keys import Key, list_keys
@@ -84,6 +84,12 @@ async def tenant_state(
 ) -> dict[str, Any]:
     """Return a tenant's state as responses show it. `key_id`: show this key only, for a tenant that
     asks itself. Raises StoreError."""
+    return await read_at_once(gateway, partial(_tenant_state, gateway, found, key_id))
+
+
+async def _tenant_state(
+    gateway: Context, found: TenantRecord, key_id: int | None
+) -> dict[str, Any]:
     tenant, now_ms = found.tenant, gateway.wall()
     read = partial(_read, tenant_id=tenant.tenant_id, name=tenant.name, now_ms=now_ms)
     facts = await gateway.reports.ask(read, None if key_id is None else tenant.tenant_id)
@@ -157,6 +163,14 @@ def _limits_set_ms(store: Store, tenant_id: int, now_ms: int) -> int:
     )
 
 
+def _refused(
+    codes: Sequence[str], refusals: Refusals, recent: Mapping[str, int], after_ms: int
+) -> list[int]:
+    """Return when requests were refused with one of these codes, after an instant."""
+    exact = [recent[code] for code in codes if recent.get(code, 0) > after_ms]
+    return [*refusals.times(codes, after_ms), *exact]
+
+
 # --- the status and its reasons ------------------------------------------------------------------
 
 
@@ -176,15 +190,15 @@ def _status(
         reasons.append("The tenant is suspended: each request is refused with 403.")
     changed_ms = max([facts.budget_set_ms, *(one.starts_ms for one in facts.budgets)], default=0)
     hard = [one for one in facts.budgets if one.budget.hard_micros is not None]
-    refused = refusals.times(BUDGET_CODES, max(changed_ms, now_ms - HOUR_MS)) if hard else []
+    changed_ms = max(changed_ms, now_ms - HOUR_MS)
+    refused = _refused(BUDGET_CODES, refusals, recent, changed_ms) if hard else []
     spent = [one for one in hard if not one.budget.key_id and _is_used_up(one)]
     if spent or refused:
         states.append(("over_budget", min(refused, default=None)))
         reasons += [_budget_sentence(one) for one in spent or hard]
         reasons += _counted(last_hour, BUDGET_CODES, "did not fit a budget")
     after_ms = max(facts.limits_set_ms, now_ms - HOUR_MS)
-    limited = refusals.times(LIMIT_CODES, after_ms)
-    limited += [recent[code] for code in LIMIT_CODES if recent.get(code, 0) > after_ms]
+    limited = _refused(LIMIT_CODES, refusals, recent, after_ms)
     if limited and max(limited) > now_ms - LIMITED_MS - MINUTE_MS:
         states.append(("limited", _streak_began_ms(limited)))
         reasons += _counted(last_hour, LIMIT_CODES, "exceeded a limit")

@@ -1,9 +1,9 @@
 """Reload of the configuration while the server runs: on SIGHUP, or by the admin API.
 
-A reload applies declared tenants, their keys and shared scopes, and webhooks with their secrets.
-Other settings need a restart; the result lists those that differ. An unreadable or wrong file
-changes nothing. This module knows no
-HTTP; `gateway.app` and `gateway.api.admin.tenants` call it.
+A reload applies declared tenants, their keys and shared scopes, which tenants may use a model, and
+webhooks with their secrets. Other settings need a restart; the result lists those that differ. An
+unreadable or wrong file changes nothing. This module knows no HTTP; `gateway.app` and
+`gateway.api.admin.tenants` call it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class ReloadResult(Struct, frozen=True):
     """Changes to tenants, shared scopes and keys, and settings that need a restart.
 
     `left`: tenants that an earlier file declared, if this file declares none. `webhooks`: names of
-    those that were added, changed or removed.
+    those that were added, changed or removed. `models`: names of those that other tenants may use
+    now.
     """
 
     tenants: tuple[TenantChange, ...]
@@ -41,6 +42,7 @@ class ReloadResult(Struct, frozen=True):
     keys: tuple[KeyChange, ...] = ()
     left: tuple[str, ...] = ()
     webhooks: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
 
 
 async def reload(
@@ -62,14 +64,28 @@ async def reload(
         tuple(change for change in changes if isinstance(change, KeyChange)),
         await asyncio.to_thread(_undeclared_tenants, gateway, config),
         await webhooks.apply(endpoints),
+        _open_models(gateway, config),
     )
     facts = {
         "tenants": len(found.tenants),
         "keys": len(found.keys),
         "webhooks": len(found.webhooks),
+        "models": len(found.models),
     }
     gateway.log("reloaded", {**facts, "needs_restart": found.needs_restart})
     return found
+
+
+def _open_models(gateway: Context, config: Config) -> tuple[str, ...]:
+    """Apply which tenants may use each served model; return the names of changed models. A model
+    that the file no longer names stays as it is until a restart."""
+    changed = []
+    for settings in config.models:
+        model, tenants = gateway.models.by_name.get(settings.name), settings.open_to
+        if model is not None and model.name == settings.name and model.tenants != tenants:
+            model.tenants = tenants
+            changed.append(model.name)
+    return tuple(changed)
 
 
 async def declare(
@@ -119,7 +135,7 @@ def changed_settings(running: Config, read: Config) -> list[str]:
     before, after = (
         {
             path: value
-            for path, value, _ in effective(one, {})
+            for path, value, _ in effective(_without_access(one), {})
             if path not in ("tenants", "tenancy.shared_scopes", "webhooks")
         }
         for one in (running, read)
@@ -127,6 +143,12 @@ def changed_settings(running: Config, read: Config) -> list[str]:
     return sorted(
         path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
     )
+
+
+def _without_access(config: Config) -> Config:
+    """Return a configuration whose models say nothing of tenants: a reload applies that."""
+    models = tuple(structs.replace(one, tenants=None) for one in config.models)
+    return structs.replace(config, models=models)
 
 
 FILE_BYTES_MAX = 1_024

@@ -1,9 +1,9 @@
 """History sampling: writes what ended requests and the cache were like, minute by minute.
 
-Once a second it counts ended requests, every five seconds it writes their records, and at each
-minute's end a sample of each active tenant and of all. A gateway that is killed loses the counts of
-the running minute and the records of five seconds. `gateway.app` runs the task; the admin API calls
-`flush_requests` before it reads.
+Once a second it counts ended requests. Every five seconds it writes their records and adds their
+counts to the running minute's samples, and at each minute's end it writes a sample of each active
+tenant and of all. A gateway that is killed loses five seconds. `gateway.app` runs the task; the
+admin API calls `flush_requests` before it reads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -33,6 +35,8 @@ from tenancy.history.samples import (
     write_samples,
 )
 
+T = TypeVar("T")
+
 POLL_INTERVAL_S = 1.0
 """Interval of counting."""
 RECORDS_INTERVAL_S = 5.0
@@ -41,6 +45,8 @@ TENANTS_SAMPLED_MAX = 256
 """Tenants with a sample in one minute: those with most refusals, then requests, then blocks."""
 UNWRITTEN_MINUTES_MAX = 60
 """Minutes that wait for a database that is away; older ones are lost."""
+READS_MAX = 3
+"""Most reads of one report, whose counts may move each time."""
 RATE_OVER_S = 60.0
 """The time over which tokens per second are averaged, in seconds."""
 
@@ -64,12 +70,12 @@ async def flush_requests(gateway: Context) -> None:
                 await asyncio.to_thread(write_records, gateway.store, records)
 
 
-def sample_of(gateway: Context, minute: Minute, tenant_id: int, gateway_id: str = "") -> Sample:
+def sample_of(gateway: Context, minute: Minute, tenant_id: int) -> Sample:
     """Return a tenant's sample of a minute, or that of all, with the blocks of this moment. O(1),
     and for all O(tenants)."""
     at_ms, counts = minute
     details = counts[tenant_id].details if tenant_id in counts else SampleDetails()
-    sample = Sample(tenant_id, at_ms, details, gateway=gateway_id)
+    sample = Sample(tenant_id, at_ms, details, gateway=gateway.ended.gateway_id)
     if all(model.engine.info is None for model in gateway.models):
         return sample
     if tenant_id != ALL_TENANTS:
@@ -91,6 +97,17 @@ def live_samples(gateway: Context, tenant_id: int) -> list[Sample]:
     running one last. O(changed namespaces), and for all O(tenants)."""
     update_holders(gateway)
     return [sample_of(gateway, minute, tenant_id) for minute in gateway.ended.minutes()]
+
+
+async def read_at_once(gateway: Context, read: Callable[[], Awaitable[T]]) -> T:
+    """Return what `read` finds in the database and in the minutes that it lacks, counted once: it
+    reads again if counts moved between the two meanwhile, which takes milliseconds."""
+    for _ in range(READS_MAX - 1):
+        moves = gateway.ended.moves
+        found = await read()
+        if moves == gateway.ended.moves and not moves % 2:
+            return found
+    return await read()
 
 
 class TokenRates:
@@ -117,10 +134,8 @@ class TokenRates:
 class HistorySampling:
     """The task that counts ended requests and writes samples. Belongs to one event loop."""
 
-    def __init__(self, gateway: Context, gateway_id: str) -> None:
-        """`gateway_id`: names this gateway among those of one database."""
+    def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._gateway_id = gateway_id
         self._money = MoneyMetrics(gateway)
         self._rates = [TokenRates() for _ in gateway.models]
         self._has_told_labels = False
@@ -160,31 +175,41 @@ class HistorySampling:
         if gateway.clock() - self._recorded_s >= RECORDS_INTERVAL_S:
             self._recorded_s = gateway.clock()
             await flush_requests(gateway)
-        if gateway.ended.ended_minutes:
+            if gateway.ended.has_counts and not gateway.ended.ended_minutes:
+                gateway.ended.end_minute()
+        if minutes := gateway.ended.ended_minutes:
+            is_over = minutes[0][0] != gateway.ended.minute_ms
             await self._write_minutes()
-            await self._clear_old()
+            if is_over:
+                await self._clear_old()
         if gateway.clock() - self._money_s >= MONEY_INTERVAL_S:
             self._money_s = gateway.clock()
             await self._money.update()
 
     async def _write_minutes(self) -> None:
-        """Write the minutes that have ended; a failed write is tried again."""
-        gateway, minutes = self._gateway, list(self._gateway.ended.ended_minutes)
+        """Write the minutes, and parts of the running one, that have ended; a failed write is tried
+        again. The refusals of the last hour are read anew once a minute; those of a part are known.
+        """
+        ended, running_ms = self._gateway.ended, self._gateway.ended.minute_ms
+        minutes, last_hour = list(ended.ended_minutes), ended.last_hour
         written = max(0, len(minutes) - UNWRITTEN_MINUTES_MAX)
+        ended.begin_writing()
         with suppress(StoreError):
             for minute in minutes[written:]:
-                samples = self._samples(minute)
-                await asyncio.to_thread(write_samples, gateway.store, samples)
+                samples = self._samples(minute, is_part=minute[0] == running_ms)
+                await asyncio.to_thread(write_samples, self._gateway.store, samples)
                 written += 1
-            last_hour = await self._read_last_hour()
-            gateway.ended.wrote_minutes(written, last_hour)
-            return
-        gateway.ended.wrote_minutes(written, gateway.ended.last_hour)
+                last_hour = [*last_hour, *(one for one in samples if one.refused)]
+            if any(at_ms != running_ms for at_ms, _ in minutes):
+                last_hour = await self._read_last_hour()
+        ended.wrote_minutes(written, last_hour)
 
-    def _samples(self, minute: Minute) -> list[Sample]:
-        """Return one sample for all, and one for each tenant that was busiest."""
+    def _samples(self, minute: Minute, *, is_part: bool) -> list[Sample]:
+        """Return one sample for all, and one for each tenant that was busiest; of a part of a
+        minute for those with requests alone."""
         holders, (_, counts) = self._gateway.holders, minute
-        held = {tenant_id for tenant_id, _ in holders.largest(TENANTS_SAMPLED_MAX)}
+        most = 0 if is_part else TENANTS_SAMPLED_MAX
+        held = {tenant_id for tenant_id, _ in holders.largest(most)}
         nothing = MinuteCounts()
 
         def rank(tenant_id: int) -> tuple[int, int, int]:
@@ -193,7 +218,7 @@ class HistorySampling:
 
         busiest = sorted({*counts, *held} - {ALL_TENANTS}, key=rank, reverse=True)
         return [
-            sample_of(self._gateway, minute, tenant_id, self._gateway_id)
+            sample_of(self._gateway, minute, tenant_id)
             for tenant_id in (ALL_TENANTS, *busiest[:TENANTS_SAMPLED_MAX])
         ]
 

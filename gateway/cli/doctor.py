@@ -29,7 +29,7 @@ from gateway.cli.pool_checks import check_pools
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
 from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, parse_address
-from gateway.engines.memory import plan_memory
+from gateway.engines.memory import plan_device_memory, plan_memory
 from gateway.http.descriptors import (
     DESCRIPTORS_KEPT,
     connections_allowed,
@@ -301,17 +301,18 @@ def _embeddings(config: Config) -> list[Check]:
 
 
 def _memory(config: Config) -> list[Check]:
-    """Compare the machine's free memory with the models, the KV blocks and the processes."""
+    """Compare the free memory of the machine, and of an NVIDIA device, with the models, the KV
+    blocks and the processes."""
     try:
-        plan = plan_memory(config)
+        plans = {"memory": plan_memory(config), "device memory": plan_device_memory(config)}
     except ModelError:
         return []
-    if plan is None:
-        return []
-    if not plan.fits:
-        fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"
-        return [Check("memory", False, plan.describe(), fix)]
-    return [Check("memory", True, plan.describe())]
+    fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"
+    return [
+        Check(name, plan.fits, plan.describe(), None if plan.fits else fix)
+        for name, plan in plans.items()
+        if plan is not None
+    ]
 
 
 def _pools(config: Config) -> list[Check]:

@@ -83,7 +83,7 @@ def _run(call: CommandCall) -> CommandResult:
         found.sort(key=lambda one: one.tenant)
     rows = [_row(one, groups, held.get(one.tenant, 0)) | {"ledger_epoch": epoch} for one in found]
     if options.csv:
-        columns = tuple(rows[0]) if rows else groups
+        columns = (*_row(UsageTotal(""), groups, 0), "ledger_epoch")  # also without rows
         text = b"".join(as_csv(columns, rows)).decode().replace("\r\n", "\n").rstrip("\n")
         return CommandResult(text, rows)
     if not rows:

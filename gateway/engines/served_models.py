@@ -41,8 +41,9 @@ class ServedModel:
 
     `name`: what clients send, and what usage and prices name. `aliases`: further names. `restarts`:
     of its engine. `quota_scale`: factor of tenants' floors, ceilings and promises in this model's
-    pool. `waiting`: requests that its engine has not started. `suffix`: tells its namespaces from
-    those of another served model of the same digest.
+    pool. `tenants`: names of those that may use it; None: all. `waiting`: requests that its engine
+    has not started. `suffix`: tells its namespaces from those of another served model of the same
+    digest.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ServedModel:
     aliases: tuple[str, ...] = ()
     restarts: Callable[[], int] = _no_restarts
     quota_scale: float = 1.0
+    tenants: frozenset[str] | None = None
     waiting: WaitingRequests = field(
         default_factory=lambda: WaitingRequests(WaitingBounds(512, 1_000_000))
     )
@@ -60,6 +62,10 @@ class ServedModel:
     def names(self) -> tuple[str, ...]:
         """All names under which clients may address the model, its own first."""
         return tuple(dict.fromkeys((self.name, *self.aliases)))
+
+    def is_open_to(self, tenant: str) -> bool:
+        """Return whether a tenant, by its name, may use the model."""
+        return self.tenants is None or tenant in self.tenants
 
     def origin(self) -> tuple[str, str] | None:
         """Return the model as its namespaces name it, and the digest of its template; None without
@@ -77,7 +83,7 @@ class ServedModel:
 
 
 class ServedModels:
-    """The served models. Belongs to the event loop; the models never change."""
+    """The served models. Belongs to the event loop; of a model only `tenants` ever changes."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         """`models`: the default one first. Raises ValueError for a name that two of them have."""
@@ -111,6 +117,10 @@ class ServedModels:
     def names(self) -> tuple[str, ...]:
         """All names of all models."""
         return tuple(self.by_name)
+
+    def open_to(self, tenant: str) -> list[ServedModel]:
+        """Return the models that a tenant, by its name, may use."""
+        return [model for model in self._models if model.is_open_to(tenant)]
 
     def of_namespace(self, namespace: Namespace) -> ServedModel | None:
         """Return the model of a namespace; None if its model is not served, or not yet known."""

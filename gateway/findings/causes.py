@@ -32,7 +32,8 @@ class CauseFacts(Struct, frozen=True):
     """Sums of one cause at one place. `sums`: the facts of its counts. `takers`: names of tenants
     by the blocks that they took, most first; empty in a tenant's own report. `paying_class`: the
     retention class that would have paid. `floor_blocks`: the floor that would have kept what was
-    evicted. `is_own`: the tenant reads it, who cannot set what the operator sets."""
+    evicted. `is_own`: the tenant reads it, who cannot set what the operator sets. `tenant`: its
+    name, for commands."""
 
     place: str
     requests: int
@@ -42,6 +43,7 @@ class CauseFacts(Struct, frozen=True):
     paying_class: str = ""
     floor_blocks: int = 0
     is_own: bool = False
+    tenant: str = ""
 
     def mean(self, name: str) -> float:
         """Return a fact's mean over the requests."""
@@ -213,7 +215,7 @@ def _evicted(facts: CauseFacts) -> CauseWords:
             size = f" of {blocks:,} blocks" if blocks else ""
             advice = f"Ask the operator for a floor{size}, which keeps prefixes."
         elif blocks:
-            command = f"trunkline tenant set NAME --floor {blocks}"
+            command = f"trunkline tenant set {facts.tenant} --floor {blocks}"
             advice = f"Set a floor of {blocks:,} blocks ({command}): it would have kept them."
     return CauseWords(
         "Prefixes are evicted before they return",

@@ -188,6 +188,7 @@ def _finding(
         paying_class=paying,
         floor_blocks=-(-one.facts.get(WORKING_SET, 0) // BLOCK_TOKENS),
         is_own=is_own,
+        tenant=owner.name,
     )
     words = describe(one.cause, facts)
     cost = one.tokens * max(0, _price(one, card) - card.cache_read)

@@ -113,7 +113,7 @@ class Generation:
         )
         self._ignored = call.ignored
         state.is_stream = call.stream
-        model = check_model(gateway, call)
+        model = check_model(gateway, call, identity)
         state.model = model.name
         if self._ignored:
             call = self._without_honoured(model, call)

@@ -78,14 +78,17 @@ class Prepared(Struct, frozen=True):
         return sum(map(len, map(_token_ids, self.rendered)))
 
 
-def check_model(gateway: Context, call: Call) -> ServedModel:
-    """Return the model that a call names. Raises Refusal if it is not served."""
+def check_model(gateway: Context, call: Call, identity: Identity) -> ServedModel:
+    """Return the model that a call names. Raises Refusal if it is not served, or not to this
+    tenant, which then sees no difference."""
     model = gateway.models.by_name.get(call.model)
-    if model is None:
+    tenant = identity.tenant.name
+    if model is None or (model.tenants is not None and tenant not in model.tenants):
         if gateway.embeddings is not None and call.model in gateway.embeddings.names:
             message = f"model: {call.model[:80]!r} embeds texts; expected it at /v1/embeddings."
             raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
-        names = ", ".join(gateway.models.names)
+        found = [name for one in gateway.models.open_to(tenant) for name in one.names]
+        names = ", ".join(found) or "none, as no model is open to this tenant"
         name = call.model[:80]
         message = f"Model not found: the model `{name}` does not exist; expected one of: {names}."
         raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")

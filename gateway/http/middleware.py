@@ -35,6 +35,7 @@ from gateway.http.request_body import BODY_SHARE, BodyBudget, BodyShare
 from gateway.http.request_context import (
     PLAIN,
     STATE,
+    KeyOwner,
     RequestState,
     log_facts,
     record_of,
@@ -209,6 +210,7 @@ class Middleware:
         except KeyRefused as error:
             if error.code == "scope_missing":
                 raise Refusal(Kind.PERMISSION, error.code, error.message) from error
+            state.former_owner = self._former_owner(error)
             # A revoked or suspended key is no guess: it always gets its own error, never a 429.
             is_guess = error.code == "key_unknown"
             if is_guess and self._wrong_keys.record(request.remote or "local"):
@@ -222,6 +224,13 @@ class Middleware:
             if error.code == "tenant_suspended":
                 raise Refusal(Kind.PERMISSION, error.code, "This tenant is suspended.") from error
             raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
+
+    def _former_owner(self, error: KeyRefused) -> KeyOwner | None:
+        """Return whose the refused key was, or None for a key that never was a tenant's."""
+        found = self._gateway.registry.tenant(error.tenant_id) if error.tenant_id else None
+        if found is None:
+            return None
+        return KeyOwner(error.key_id, error.tenant_id, found.tenant.name)
 
     def _authenticate_administrator(self, request: web.BaseRequest, state: RequestState) -> None:
         """Record the administrator of a key, or the one that a trusted proxy names."""
@@ -258,10 +267,12 @@ class Middleware:
         if state.identity is not None:
             tenant = telemetry.tenant_label(state.identity.tenant.name)
             telemetry.duration_s.add(total_s)
+        elif state.former_owner is not None:
+            tenant = telemetry.tenant_label(state.former_owner.tenant)
         telemetry.requests.add(1, tenant, state.route, state.ending)
         if state.code:
             telemetry.refusals.add(1, state.code)
-            if state.identity is not None:
+            if tenant != "none":
                 telemetry.tenant_refusals.add(1, tenant, state.code)
         is_refused = state.ending == "refused"
         has_owner = state.identity is not None or (self._is_public and state.route != "unknown")

@@ -70,14 +70,24 @@ PLAIN = _DefaultErrorShape()
 """The error shape for paths outside all dialects: OpenAI's, which most clients read."""
 
 
+class KeyOwner(Struct, frozen=True):
+    """A tenant's key and its tenant."""
+
+    key_id: int
+    tenant_id: int
+    tenant: str
+
+
 class RequestState(Struct):
     """The mutable state of a request, filled in until its log line is written.
 
-    `place`: the request's place among its tenant's, with its share of the rate limits.
-    `admin_user`: the administrator that a trusted proxy named; "" with a key. `parameters`: the
-    decoded path parameters. `headers`: added to any response. `operation`: the
-    span's name; empty for a request without a span. `epoch`: the engine's epoch. `submitted_s`: the
-    time the engine accepted the request. `queue_s`: how long it waited there for its first step.
+    `former_owner`: of a key that is revoked or expired, or whose tenant is suspended: the request
+    was refused, and belongs to that tenant. `place`: the request's place among its tenant's, with
+    its share of the rate limits. `admin_user`: the administrator that a trusted proxy named; ""
+    with a key. `parameters`: the decoded path parameters. `headers`: added to any response.
+    `operation`: the span's name; empty for a request without a span. `epoch`: the engine's epoch.
+    `submitted_s`: the time the engine accepted the request. `queue_s`: how long it waited there for
+    its first step.
     `loaded_tokens`: of the cached ones, by the level below the device that had them. `load_s`: the
     part of `queue_s` that it waited for its load from `load_level`, the slowest one; "": no load.
     `fidelity`: how far from exact copies might be; `read_fidelity`: how far those may be that were
@@ -92,6 +102,7 @@ class RequestState(Struct):
     route: str = "unknown"
     shape: ErrorShape = PLAIN
     identity: Identity | None = None
+    former_owner: KeyOwner | None = None
     admin_key_id: int | None = None
     place: Reservation | None = None
     admin_user: str = ""
@@ -152,8 +163,13 @@ def log_facts(
     `address`: the client's, as the connection has it. The received path is never logged: it may
     hold a key or a prompt.
     """
-    identity = state.identity
-    first_s = state.first_token_s
+    identity, former, first_s = state.identity, state.former_owner, state.first_token_s
+    tenant, tenant_id, key_id = None, None, state.admin_key_id
+    if identity is not None:
+        tenant, tenant_id = identity.tenant.name, identity.tenant.tenant_id
+        key_id = identity.key_id
+    elif former is not None:
+        tenant, tenant_id, key_id = former.tenant, former.tenant_id, former.key_id
     return {
         "id": state.request_id,
         "address": address,
@@ -162,9 +178,9 @@ def log_facts(
         "status": status,
         "ending": state.ending,
         "code": state.code,
-        "tenant": None if identity is None else identity.tenant.name,
-        "tenant_id": None if identity is None else identity.tenant.tenant_id,
-        "key_id": state.admin_key_id if identity is None else identity.key_id,
+        "tenant": tenant,
+        "tenant_id": tenant_id,
+        "key_id": key_id,
         "model": state.model,
         "stream": state.is_stream,
         "prompt_tokens": state.prompt_tokens,
@@ -178,15 +194,21 @@ def log_facts(
 
 def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord:
     """Return the record of an ended request: counts, times and codes."""
-    identity, began_s, first_s = state.identity, state.started_s, None
+    identity, former = state.identity, state.former_owner
+    began_s, first_s = state.started_s, None
     submitted_s, settled_s = state.submitted_s, state.settled_s
     if submitted_s is not None:
         submitted_s -= began_s
         first_s = None if state.first_token_s is None else submitted_s + state.first_token_s
+    tenant_id = key_id = 0
+    if identity is not None:
+        tenant_id, key_id = identity.tenant.tenant_id, identity.key_id
+    elif former is not None:
+        tenant_id, key_id = former.tenant_id, former.key_id
     return RequestRecord(
         request_id=state.request_id,
-        tenant_id=0 if identity is None else identity.tenant.tenant_id,
-        key_id=0 if identity is None else identity.key_id,
+        tenant_id=tenant_id,
+        key_id=key_id,
         endpoint=state.route,
         dialect=state.shape.name,
         model=state.model,

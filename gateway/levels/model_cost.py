@@ -46,6 +46,26 @@ def kv_bytes_per_token(shape: Architecture, kv_dtype: str) -> int:
     return parts * len(shape.layers) * shape.kv_heads * head_bytes
 
 
+def weights_of(shape: Architecture) -> int:
+    """Return how many weights a model's products have; norms and biases, below a thousandth of
+    them, are left out."""
+    latent, moe = shape.latent, shape.moe
+    if latent is None:
+        attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    else:
+        queries, rank = shape.heads * (latent.nope + latent.rope), latent.query_rank
+        attention = (queries + shape.hidden) * rank if rank else queries * shape.hidden
+        attention += shape.hidden * (latent.rank + latent.rope + shape.heads * latent.value)
+        attention += shape.heads * latent.rank * (latent.nope + latent.value)
+    dense = 3 * shape.hidden * shape.intermediate
+    experts = 0
+    if moe is not None:
+        inner = moe.experts * moe.intermediate + moe.shared_intermediate
+        experts = shape.hidden * (moe.experts + 3 * inner)
+    layers = sum(attention + (experts if one.ffn == "moe" else dense) for one in shape.layers)
+    return layers + shape.vocab * shape.hidden * (1 if shape.tie_embeddings else 2)
+
+
 def flops_per_token(shape: Architecture) -> int | None:
     """Return the products and sums of a prompt's token with the weights; None for experts."""
     if shape.moe is not None or shape.latent is not None:

@@ -82,10 +82,16 @@ Minute = tuple[int, Mapping[int, MinuteCounts]]
 class EndedRequests:
     """Requests that have ended, until the database has their counts. Belongs to one event loop."""
 
-    def __init__(self, wall: WallClock, telemetry: Metrics) -> None:
-        """`add`: takes a `RequestRecord` and the parts of its prompt, as a pair. `last_hour`: the
+    def __init__(self, wall: WallClock, telemetry: Metrics, gateway_id: str = "") -> None:
+        """`gateway_id`: names this gateway's samples among those of one database.
+
+        `add`: takes a `RequestRecord` and the parts of its prompt, as a pair. `last_hour`: the
         written minutes with refusals. `writing`: held while records are written, so that a reader
-        can wait for them."""
+        can wait for them.
+        """
+        self.gateway_id = gateway_id
+        self.moves = 0
+        """Begun and ended writes of samples: odd while counts move to the database."""
         self._wall = wall
         self._telemetry = telemetry
         self._queue: deque[tuple[RequestRecord, Sequence[PromptSegment]]] = deque(maxlen=QUEUE_MAX)
@@ -123,8 +129,19 @@ class EndedRequests:
             self._minute_ms = minute_ms
         return bool(self._queue)
 
+    @property
+    def minute_ms(self) -> int:
+        """The start of the running minute."""
+        return self._minute_ms
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether a request has been counted in the running minute since it was ended last."""
+        return self._running[ALL_TENANTS].requests > 0
+
     def end_minute(self) -> None:
-        """End the running minute before its time, at a shutdown."""
+        """End the running minute, or the part of it until now: a sample is written of each part,
+        and they add up."""
         self._ended.append((self._minute_ms, self._running))
         self._running = _new_minute()
         since_ms = self._wall() - HOUR_MS
@@ -139,8 +156,13 @@ class EndedRequests:
         """The minutes that have ended and are not written, oldest first."""
         return self._ended
 
+    def begin_writing(self) -> None:
+        """Note that `ended_minutes` are being written; `wrote_minutes` ends that."""
+        self.moves += 1
+
     def wrote_minutes(self, count: int, last_hour: Sequence[Sample]) -> None:
         """Forget the oldest minutes, which the database has now. `last_hour`: read afterwards."""
+        self.moves += 1
         del self._ended[:count]
         self.last_hour = last_hour
 

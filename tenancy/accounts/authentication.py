@@ -87,7 +87,8 @@ class KeyAuthenticator:
         if found is None:
             raise KeyRefused("key_unknown", "Unknown key.")
         if found.tenant.status != "active":
-            raise KeyRefused("tenant_suspended", f"Tenant is suspended: {found.tenant.name}.")
+            message = f"Tenant is suspended: {found.tenant.name}."
+            raise KeyRefused("tenant_suspended", message, facts.key_id, facts.tenant_id)
         return Identity(
             found.tenant,
             facts.workspace,

@@ -60,10 +60,11 @@ class KeyIndex:
         found = self._by_digest.get(digest, _NO_KEY)
         if not hmac.compare_digest(digest, found.digest):
             raise KeyRefused("key_unknown", "Unknown key.")
+        whose = found.key_id, found.tenant_id
         if found.revoked_ms is not None and found.revoked_ms <= now_ms:
-            raise KeyRefused("key_revoked", "This key has been revoked.")
+            raise KeyRefused("key_revoked", "This key has been revoked.", *whose)
         if found.expires_ms is not None and found.expires_ms <= now_ms:
-            raise KeyRefused("key_expired", "This key has expired.")
+            raise KeyRefused("key_expired", "This key has expired.", *whose)
         return found
 
     def replace(self, key_ids: Iterable[int], keys: Iterable[KeyFacts]) -> None:

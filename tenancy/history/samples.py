@@ -74,10 +74,8 @@ class Sample(Struct, frozen=True):
 
 
 def write_samples(store: Store, samples: Sequence[Sample]) -> None:
-    """Write samples of one minute by one gateway, in one transaction; an existing row is added to.
-
-    Raises StoreError.
-    """
+    """Write samples of one minute, or of a part of it, by one gateway, in one transaction: counts
+    are added to an existing row's, and blocks replace its own. Raises StoreError."""
     if not samples:
         return
     first = samples[0]
@@ -91,7 +89,7 @@ def write_samples(store: Store, samples: Sequence[Sample]) -> None:
         _write(
             db,
             [
-                combine([before[one.tenant_id], one]) if one.tenant_id in before else one
+                _continued(before[one.tenant_id], one) if one.tenant_id in before else one
                 for one in samples
             ],
         )
@@ -170,6 +168,14 @@ def combine(samples: Sequence[Sample]) -> Sample:
         minutes=sum(one.minutes for one in samples),
         **means,
     )
+
+
+def _continued(before: Sample, more: Sample) -> Sample:
+    """Return a minute's sample with a further part of the minute: the same minute, once."""
+    details = add_details((before.details, more.details))
+    if (more.blocks_promised, more.blocks_cached, more.blocks_free) == (None, None, None):
+        return structs.replace(before, details=details)
+    return structs.replace(more, details=details)
 
 
 def add_details(details: Iterable[SampleDetails]) -> SampleDetails:

@@ -401,10 +401,11 @@ async def test_opens_without_a_key_behind_a_trusted_proxy(
 async def test_several_models_are_shown_apart(
     unopened_gateway: GatewayFixture, browser: Any
 ) -> None:
-    """The pool of each, its engine, and which of them is down."""
+    """The pool of each, its engine, who may use it, and which of them is down."""
     gateway = unopened_gateway
     gateway.more = {"second": GatedRunner(gateway.card.config.vocab)}
     await gateway.open()
+    gateway.gateway.context.models.by_name["second"].tenants = frozenset({"ada", "bob"})
     admin = await used(gateway)
     for name in (gateway.model, "second"):
         await gateway.ask(body=gateway.chat("a question for the cache", model=name))
@@ -422,4 +423,5 @@ async def test_several_models_are_shown_apart(
     assert f"The pool of {gateway.model}" in cache
     assert "of 512 KV blocks" in cache
     assert engine.count("steps per second") >= 2
+    assert "open to ada, bob" in engine
     assert (faults, errors) == ([], [])

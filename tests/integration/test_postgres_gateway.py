@@ -255,7 +255,8 @@ async def test_gateways_show_each_others_refusals(
     first.gateway.context.registry.refresh_now()
     await poll_until(first, 429)
     await first.quiet()
-    await HistorySampling(first.gateway.context, "first").close()
+    first.gateway.context.ended.gateway_id = "first"
+    await HistorySampling(first.gateway.context).close()
     admin = await asyncio.to_thread(AdminClient, second)
     await poll_until_admin(admin)
     _, state = await admin.ask("GET", "/admin/v1/tenants/ada/state")

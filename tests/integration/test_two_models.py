@@ -197,6 +197,72 @@ async def test_a_quota_holds_in_each_pool(gateway: GatewayFixture) -> None:
     assert (small, refused["error"]["code"]) == (400, "context_length_exceeded")
 
 
+def close(gateway: GatewayFixture, *tenants: str) -> None:
+    """Let these tenants alone use the second model."""
+    gateway.gateway.context.models.by_name[SECOND].tenants = frozenset(tenants)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        (
+            "/v1beta/cachedContents",
+            {"contents": [{"role": "user", "parts": [{"text": LONG}]}]},
+        ),
+    ],
+)
+async def test_a_model_is_closed_to_tenants_that_it_does_not_name(
+    gateway: GatewayFixture, path: str, body: dict[str, object]
+) -> None:
+    """On every path, in the words for a model that is not served; the tenants that it names use it
+    as before."""
+    close(gateway, "bob")
+    name = f"models/{SECOND}" if path.startswith("/v1beta") else SECOND
+    status, refused, _ = await gateway.ask(path, {**body, "model": name})
+    open_to_bob, _, _ = await gateway.ask(path, {**body, "model": name}, who="bob")
+
+    assert (status, open_to_bob) == (404, 200)
+    assert f"expected one of: {gateway.model}." in refused["error"]["message"]
+
+
+async def test_a_closed_model_is_not_listed_nor_quoted(gateway: GatewayFixture) -> None:
+    close(gateway, "bob")
+    quote = {"endpoint": "/v1/chat/completions", "request": chat(gateway, SECOND)}
+    listed = {}
+    for who in ("ada", "bob"):
+        _, answer, _ = await gateway.ask("/v1/models", method="GET", who=who)
+        listed[who] = [row["id"] for row in answer["data"]]
+    one, _, _ = await gateway.ask(f"/v1/models/{SECOND}", method="GET")
+    quoted, _, _ = await gateway.ask("/v1/cache/quote", quote)
+
+    assert listed == {"ada": [gateway.model], "bob": [gateway.model, SECOND]}
+    assert (one, quoted) == (404, 404)
+
+
+async def test_content_of_a_model_that_was_closed_can_be_deleted(gateway: GatewayFixture) -> None:
+    """Not used any more, and its blocks are released as for every other."""
+    content = [{"role": "user", "parts": [{"text": LONG}]}]
+    _, resource, _ = await gateway.ask(
+        "/v1beta/cachedContents", {"model": f"models/{SECOND}", "contents": content}
+    )
+    close(gateway)
+    asked = {
+        "contents": [{"role": "user", "parts": [{"text": "a"}]}],
+        "cachedContent": resource["name"],
+    }
+    used, _, _ = await gateway.ask(f"/v1beta/models/{SECOND}:generateContent", asked)
+    deleted, _, _ = await gateway.ask(f"/v1beta/{resource['name']}", method="DELETE")
+    held = [one.promised_blocks for one in gateway.engines[SECOND].namespaces]
+
+    assert (used, deleted) == (404, 200)
+    assert sum(held) == 0
+    assert "cached_content_not_released" not in [line["event"] for line in gateway.lines]
+
+
 async def test_a_response_continues_with_another_model(gateway: GatewayFixture) -> None:
     """The thread is text, so the other model's template renders it anew."""
     asked = {"model": gateway.model, "input": "hello", "max_output_tokens": 4}

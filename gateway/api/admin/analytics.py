@@ -73,6 +73,7 @@ class _AnalyticsHandlers:
                     "promised_below": gateway.holders.total("promised_below", one.name),
                     **self._engine(one),
                     "ready": one.engine.ready(),
+                    "tenants": None if one.tenants is None else sorted(one.tenants),
                 }
                 for one in gateway.models
             ]

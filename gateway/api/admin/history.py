@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.api.usage_report import budget_share
-from gateway.background.history_sampling import count_ended, live_samples
+from gateway.background.history_sampling import count_ended, live_samples, read_at_once
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
@@ -98,14 +98,18 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         if name is not None:
             found = await asyncio.to_thread(find_tenant_record, gateway.store, name)
             tenant = found.tenant
-        await count_ended(gateway)
-        wanted = HistoryFilter(
-            tenant=tenant,
-            model=given.get("model"),
-            now_ms=gateway.wall(),
-            live=live_samples(gateway, ALL_TENANTS if tenant is None else tenant.tenant_id),
-        )
-        body = await gateway.reports.ask(partial(_report, wanted=wanted, period=period))
+
+        async def read() -> dict[str, Any]:
+            await count_ended(gateway)
+            wanted = HistoryFilter(
+                tenant=tenant,
+                model=given.get("model"),
+                now_ms=gateway.wall(),
+                live=live_samples(gateway, ALL_TENANTS if tenant is None else tenant.tenant_id),
+            )
+            return await gateway.reports.ask(partial(_report, wanted=wanted, period=period))
+
+        body = await read_at_once(gateway, read)
         return json_api.csv_answer(csv_rows(body), "history") if is_csv else json_api.answer(body)
 
     return (Route("GET", "/admin/v1/history", history, "admin:read", json_api.SHAPE),)

@@ -10,16 +10,20 @@ import { warnings } from "./overview.js";
 
 const UNITS = [[/tokens_per_s$/, "tokens per second"], [/_per_s$/, "per second"], [/bytes/,
   "bytes"], [/block_size/, "tokens"], [/blocks/, "blocks"], [/tokens/, "tokens"],
-  [/_ms$/, "ms"], [/_s$/, "s"], 
-  [/requests|running|waiting|compiling|preemptions/, "requests"], [/step/, "steps"]];
+  [/_ms$/, "ms"], [/_s$/, "s"],
+  [/requests|running|waiting|loading|compiling|preemptions/, "requests"], [/step/, "steps"]];
 const unitOf = (name) => UNITS.find(([form]) => form.test(name))?.[1] ?? "";
+
+const openTo = ({ tenants }) => (!tenants ? "" : tenants.length ? `open to ${tenants.join(", ")}`
+  : "closed to all tenants");
 
 export function Engine() {
   const now = useData("/admin/v1/analytics"), missing = instead(now, "the engine");
   if (missing) return html`<${Panel} title="Engine" wide>${missing}<//>`;
   const engines = enginesOf(now.data);
   return html`${warnings(engines)}${engines.map((engine) => html`${engine.name
-    && html`<h2>${engine.name}</h2>`}<${OneEngine} engine=${engine} />`)}`;
+    && html`<h2>${engine.name} <span class="soft">${openTo(engine)}</span></h2>`}<${OneEngine}
+    engine=${engine} />`)}`;
 }
 
 function OneEngine({ engine }) {
@@ -29,7 +33,8 @@ function OneEngine({ engine }) {
   const table = (title, caption, isTotal) => html`<${Panel} title=${title}><${Table}
     caption=${caption} isHidden isPlain id=${([name]) => name}
     rows=${numbers.filter(([name]) => name.endsWith("_total") === isTotal)} columns=${[
-      { head: "counter", get: ([name]) => words(name.replace(/_total$/, "")), kind: "text" },
+      { head: "counter", get: ([name]) => words(name.replace(/_total$|_per_s$/, "")),
+        kind: "text" },
       { head: "value", get: ([, v]) => (Number.isInteger(v) ? count(v) : number(2)(v)) },
       { head: "unit", get: ([name]) => unitOf(name.replace(/_total$/, "")), kind: "text" }]}
         /><//>`;
@@ -38,7 +43,7 @@ function OneEngine({ engine }) {
         ?? ""} tone=${engine.ready ? "" : "alarm"} />
       <${Tile} label="Requests" value=${`${count(engine.running)} / ${count(engine.waiting)}`}
         unit="running / waiting"
-        note=${`${engine.steps_per_s.toFixed(1)} steps per second`} />
+        note=${`${number(1)(engine.steps_per_s)} steps per second`} />
       <${Tile} label="Prefill" value=${about(engine.prefill_tokens_per_s)} unit="tokens per second"
         note="prompt tokens computed" />
       <${Tile} label="KV memory" value=${pool ? bytes(pool) : "–"} note=${`${engine.kv_format

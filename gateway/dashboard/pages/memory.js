@@ -44,8 +44,8 @@ function Off({ lines }) {
     note=${"What leaves the pool is computed again, and promises end with the engine. Two lines of"
       + " the configuration file give the cache a disk; a restart applies them."}>
     <pre>${lines}</pre>
-    <p class="note">${"trunkline doctor measures the disk and says what it is good for on this"
-      + " model."}</p><//>`;
+    <p class="note"><code>trunkline doctor</code>${" measures the disk and says what it is good for"
+      + " on this model."}</p><//>`;
 }
 
 // Every byte of a level is in one part: promised, used without a promise, or free.

@@ -2,8 +2,8 @@
 
 import { html, useState } from "../parts/html.js";
 import { ask, useData } from "../parts/api.js";
-import { NONE, about, count, dollars, dollarsOf, instant, ms, number, share,
-  words } from "../parts/format.js";
+import { NONE, about, count, dollars, dollarsOf, instant, moment, ms, number,
+  share, words } from "../parts/format.js";
 import { Chip, Empty, Panel, TenantLink, Tile, Tiles, instead } from "../parts/pieces.js";
 import { href, setQuery, windowQuery } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
@@ -50,8 +50,8 @@ function List({ rows }) {
     id=${(row) => row.request_id} file="requests" none="No request in this range." columns=${[
     { head: "received", get: (row) => row.received_ms,
       csv: (row) => new Date(row.received_ms).toISOString(), kind: "text",
-      show: (row) => html`<a href=${href(["requests",
-        row.request_id])}>${instant(row.received_ms)}</a>` },
+      show: (row) => html`<a class="whole" title=${instant(row.received_ms)}
+        href=${href(["requests", row.request_id])}>${moment(row.received_ms)}</a>` },
     { head: "tenant", get: (row) => row.tenant, show: (row) => html`<${TenantLink}
       name=${row.tenant} />`, kind: "text" },
     { head: "ending", get: (row) => row.code || row.ending, show: stateOf, kind: "text" },
@@ -81,8 +81,8 @@ export function OneRequest({ thing: id }) {
       <${Tile} label="Cost" value=${dollars(one.cost_usd)} note=${one.price?.saved_usd
         ? `${dollars(one.price.saved_usd)} saved by caching` : ""} /><//>
     <div class="grid">
-      <${Panel} title="Way" note="Its line in the log has the same id.">
-        <${Facts} caption="The request's way" rows=${[["id", one.request_id],
+      <${Panel} title="Request" note="Its line in the log has the same id.">
+        <${Facts} caption="The request" rows=${[["id", one.request_id],
         ["tenant", html`<${TenantLink} name=${one.tenant} />`],
         ["key", one.key_id], ["workspace", one.workspace], ["endpoint", one.endpoint], ["dialect",
           one.dialect && words(one.dialect)], ["model", one.model],

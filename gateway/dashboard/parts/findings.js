@@ -31,8 +31,9 @@ function Finding({ one, hasTenant, isOwn, isBrief }) {
         <${Chip} tone=${one.legitimate ? "plain" : "warn"}>${words(one.cause)}<//></h3>
       ${!(isBrief && one.advice) && html`<p>${said(one)}</p>`}
       ${one.advice && html`<p class="advice"><b>To do:</b> ${one.advice}</p>`}
-      ${!isBrief && html`<p class="note">${share(one.confidence)} sure · ${count(one.requests)} of
-        ${" "}${count(one.of_requests)} requests · ${count(one.wasted_tokens)} tokens,
+      ${!isBrief && html`<p class="note">${count(100 * one.confidence)} % sure ·
+        ${" "}${count(one.requests)} of ${count(one.of_requests)} requests ·
+        ${" "}${count(one.wasted_tokens)} tokens,
         ${" "}${write(one.cost_usd)} of ${write(one.of_cost_usd)} · ${one.model} · last seen
         ${" "}${ago(one.last_seen_ms)}${!isOwn && examples.length > 0 && html` · for example
         ${examples.slice(0, 3).map((id) => html` <a class="mono" href=${href(["requests", id])}

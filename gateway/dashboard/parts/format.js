@@ -25,8 +25,8 @@ export const seconds = format((n) =>
     : n < 172_800 ? `${(n / 3600).toFixed(1)} h` : `${(n / 86_400).toFixed(1)} days`);
 export const bytes = format((n) =>
   n >= 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : n >= 2 ** 20
-    ? `${(n / 2 ** 20).toFixed(1)} MiB`
-    : `${(n / 1024).toFixed(1)} KiB`);
+    ? `${(n / 2 ** 20).toFixed(1)} MiB` : n >= 1024 ? `${(n / 1024).toFixed(1)} KiB`
+    : `${Math.round(n)} B`);
 
 // Dollars: the decimals that show the largest of the amounts to about three digits.
 export function dollarsOf(amounts) {
@@ -61,6 +61,7 @@ export const time = written((d) => `${day(d.getTime())} ${clock(d.getTime())}`);
 const date = (d) => `${d.getFullYear()}-${pad(d.getMonth() + 1)}-${pad(d.getDate())}`;
 export const instant = written((d) => date(d)
   + ` ${clockSeconds(d.getTime())}`);
+export const moment = written((d) => `${day(d.getTime())} ${clockSeconds(d.getTime())}`);
 export const zone = () => Intl.DateTimeFormat().resolvedOptions().timeZone || "local time";
 
 export function ago(at, now = Date.now()) {

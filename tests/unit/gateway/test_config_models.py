@@ -23,6 +23,7 @@ aliases = ["x", "y"]
 name = "b"
 default = true
 quota_scale = 0.5
+tenants = ["ada"]
 [models.engine]
 kv_memory_mib = 7
 [models.engine.levels]
@@ -47,6 +48,7 @@ def test_reads_models_with_their_own_settings_of_the_engine(tmp_path: Path) -> N
 
     assert (b.name, b.source, b.quota_scale) == ("b", "b", 0.5)
     assert (a.source, a.aliases) == ("/models/a", ("x", "y"))
+    assert (a.open_to, b.open_to) == (None, {"ada"})
     assert [one.kv_memory_mib for one in engines] == [100, 7]
     assert [one.levels.host_mib for one in engines] == [5, 5]
     assert [one.levels.disk_gib for one in engines] == [0.0, 1.0]
@@ -82,6 +84,7 @@ def test_a_single_model_is_named_by_its_card(tmp_path: Path) -> None:
             "a: engine.prefill_chunk_tokens_max (2) exceeds engine.step_tokens_max (1)",
         ),
         ("[[models]]\nname = 'a'\nquota_scale = 0", "models[0].quota_scale: Expected"),
+        ("[[models]]\nname = 'a'\ntenants = ['A b']", "a: tenants: invalid tenant name: 'A b'"),
         ('[[models]]\nname = "a"\npath = "\\u0000"', "contains NUL"),
     ],
 )

@@ -112,7 +112,7 @@ async def test_a_refusal_after_the_change_counts_once_its_minute_is_written(
     await admin.ask("PATCH", "/admin/v1/tenants/ada", {"requests_per_minute": 1})
     for _ in range(2):
         await gateway.ask(body=gateway.chat())
-    sampling = HistorySampling(gateway.gateway.context, "")
+    sampling = HistorySampling(gateway.gateway.context)
     await sampling.close()
     found = await state(admin)
 
@@ -237,7 +237,7 @@ async def test_analytics_count_refusals_of_the_last_hour(admin: AdminClient) -> 
     _, before = await admin.ask("GET", "/admin/v1/analytics")
     context = admin.gateway.gateway.context
     context.ended.end_minute()
-    await HistorySampling(context, "").close()
+    await HistorySampling(context).close()
     _, after = await admin.ask("GET", "/admin/v1/analytics")
 
     assert before["refused_last_hour"] == after["refused_last_hour"]

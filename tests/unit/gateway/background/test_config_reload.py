@@ -9,11 +9,12 @@ from asyncio.subprocess import PIPE, create_subprocess_exec
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.background.config_reload import ReloadResult, changed_settings, declare, reload
 from gateway.background.webhooks import WebhookSender, read_endpoints
-from gateway.config import Config, load_config
+from gateway.config import Config, ServedModelSettings, load_config
 from gateway.errors import Refusal
 from tenancy.accounts.declared_keys import KeyChange
 from tenancy.accounts.declared_tenants import TenantChange
@@ -168,6 +169,23 @@ async def test_reports_settings_that_need_a_restart(reloader: Reloader) -> None:
     found = await reloader("[engine]\nthreads = 7\n[log]\nrequests = false\n")
 
     assert found.needs_restart == ("engine.threads", "log.requests")
+
+
+async def test_applies_who_may_use_a_model_without_a_restart(reloader: Reloader) -> None:
+    """From the next request on; without the key it is open to all, an empty list closes it."""
+    gateway = reloader.gateway
+    context, name = gateway.gateway.context, gateway.model
+    models = (ServedModelSettings(name),)
+    context.config = msgspec.structs.replace(context.config, models=models)
+    found, served = [], []
+    for more in ('tenants = ["bob"]', 'tenants = ["bob"]', "tenants = []", ""):
+        found.append(await reloader(f'[[models]]\nname = "{name}"\n{more}\n'))
+        statuses = [(await gateway.ask(body=gateway.chat("a"), who=who))[0] for who in gateway.keys]
+        served.append(statuses)
+
+    assert served == [[404, 200], [404, 200], [404, 404], [200, 200]]
+    assert [one.models for one in found] == [(name,), (), (name,), (name,)]
+    assert [one.needs_restart for one in found] == [(), (), (), ()]
 
 
 WEBHOOK = '[[webhooks]]\nname = "ops"\nurl = "http://127.0.0.1:9/"\nsecret_env = "OPS"\n'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.background import history_sampling
-from gateway.background.history_sampling import HistorySampling, flush_requests
+from gateway.background.history_sampling import HistorySampling, flush_requests, read_at_once
 from gateway.background.money_metrics import MoneyMetrics
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
@@ -87,11 +87,51 @@ async def test_the_running_minute_is_written_at_the_end(
     assert (total.blocks_cached or 0) + (total.blocks_free or 0) == 256
 
 
+async def test_a_killed_gateway_leaves_the_running_minute(
+    unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the last seconds: counts are written with the records, and add up."""
+    monkeypatch.setattr(history_sampling, "POLL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(history_sampling, "RECORDS_INTERVAL_S", 0.0)
+    gateway, left = unopened_gateway, []
+    await gateway.open()
+    context = gateway.gateway.context
+    for _ in range(2):
+        await ask_beyond_limit(gateway, 2)
+        await flush_requests(context)  # counts them
+        await gateway.until(lambda: not (context.ended.has_counts or context.ended.ended_minutes))
+        samples = read_samples(gateway.store, 1, 0, 2**60)
+        left.append(sum(one.refused for one in samples))
+    total = sum(one.refused for one in read_samples(gateway.store, ALL_TENANTS, 0, 2**60))
+    last_hour = context.ended.refusals_last_hour()
+    await gateway.close()
+
+    assert (left, total) == ([2, 5], 5)
+    assert last_hour[1] == last_hour[ALL_TENANTS] == {"rate_limit_exceeded": 5}
+
+
+async def test_a_report_is_read_again_if_counts_moved_meanwhile(gateway: GatewayFixture) -> None:
+    """Else it would have them twice, from the database and from memory, or not at all."""
+    context, reads = gateway.gateway.context, 0
+
+    async def read() -> int:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            context.ended.begin_writing()
+        if reads == 2:
+            context.ended.wrote_minutes(0, context.ended.last_hour)
+        return reads
+
+    assert await read_at_once(context, read) == 3
+    assert await read_at_once(context, read) == 4
+
+
 async def test_each_minute_has_a_sample(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quiet minute too: a chart tells a quiet server from one that was down."""
-    sampling = HistorySampling(gateway.gateway.context, "")
+    sampling = HistorySampling(gateway.gateway.context)
     monkeypatch.setattr(history_sampling, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(history_sampling, "RECORDS_INTERVAL_S", 0.0)
     wall = gateway.gateway.context.wall
@@ -108,7 +148,7 @@ async def test_failed_writes_are_tried_again(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = gateway.gateway.context
-    sampling = HistorySampling(context, "")
+    sampling = HistorySampling(context)
 
     def fail(*_: object) -> None:
         raise StoreError("disk", "full")
@@ -157,18 +197,15 @@ async def test_money_metrics_have_charges_and_budgets(gateway: GatewayFixture) -
 async def test_tells_once_that_tenants_share_a_label(
     unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(history_sampling, "POLL_INTERVAL_S", 0.001)
     gateway = unopened_gateway
     await gateway.open()
     context = gateway.gateway.context
     context.telemetry = type(context.telemetry)(0)
-    monkeypatch.setattr(history_sampling, "POLL_INTERVAL_S", 0.001)
-    sampling = HistorySampling(context, "")
     context.telemetry.tenant_label("ada")
-    sampling.start()
     await gateway.until(
         lambda: any(line["event"] == "tenant_labels_used_up" for line in gateway.lines)
     )
-    await sampling.close()
     await gateway.close()
 
     assert [line["event"] for line in gateway.lines].count("tenant_labels_used_up") == 1

@@ -105,6 +105,14 @@ def test_programs_get_every_column_and_exact_numbers(run: Run) -> None:
     assert set(table[0]) == set(rows[0])
 
 
+def test_csv_without_usage_has_the_same_heading(run: Run) -> None:
+    """A program that reads columns by name finds them on the first day, too."""
+    _, some, _ = run("usage", "--csv")
+    _, none, _ = run("usage", "--csv", "--model", "unheard")
+
+    assert none.splitlines() == some.splitlines()[:1]
+
+
 def test_filters_are_those_of_the_api(run: Run) -> None:
     """By tenant, key and model; grouped by any of them, and by time."""
     ada = data_of(run, "usage", "--tenant", "ada")

@@ -8,9 +8,17 @@ import pytest
 from msgspec.structs import replace
 
 from engine.config import EngineConfig, LevelsConfig
+from engine.model_store import CATALOGUE, DEFAULT_MODEL
 from gateway.config import Config, ServedModelSettings
-from gateway.engines import memory
-from gateway.engines.memory import ENGINE_MIB, WORK_MIB, lacking_memory, plan_memory
+from gateway.engines import device_memory, memory
+from gateway.engines.device_memory import ENGINE_DEVICE_MIB, DeviceMemory
+from gateway.engines.memory import (
+    ENGINE_MIB,
+    WORK_MIB,
+    lacking_memory,
+    plan_device_memory,
+    plan_memory,
+)
 
 
 @pytest.fixture
@@ -20,7 +28,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
-    monkeypatch.setattr(memory, "NVIDIA_CONTROL", tmp_path / "none")
+    monkeypatch.setattr(device_memory, "NVIDIA_CONTROL", tmp_path / "none")
     models = (
         ServedModelSettings("big", str(folder), engine={"kv_memory_mib": 700}),
         ServedModelSettings("small", str(folder), engine={"kv_blocks": 8}),
@@ -58,22 +66,100 @@ def test_host_levels_are_part_of_it(config: Config, monkeypatch: pytest.MonkeyPa
     assert "57 for the host levels of the cache" in said
 
 
-def test_only_host_memory_of_several_models_is_checked(
-    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A single model starts as before; an engine on a device says itself what does not fit."""
+def test_only_several_models_are_checked(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single model starts as before, and so do models on a machine that tells no number."""
     set_free(monkeypatch, 1)
-    on_device = tuple(
-        ServedModelSettings(one.name, one.path, engine={"device": "cuda"}) for one in config.models
-    )
     single = Config(data_dir=config.data_dir, models=config.models[:1])
-    device = Config(data_dir=config.data_dir, models=on_device)
 
     assert lacking_memory(config) != ""
     assert lacking_memory(single) == ""
-    assert (plan_memory(device), lacking_memory(device)) == (None, "")
     set_free(monkeypatch, None)
     assert lacking_memory(config) == ""
+
+
+def test_a_model_that_is_fetched_at_the_start_counts_already(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is known, so `doctor` warns before the first start."""
+    set_free(monkeypatch, 10_000)
+    plan = plan_memory(Config(data_dir=config.data_dir))
+
+    assert plan is not None
+    assert [one.model_mib for one in plan.models] == [CATALOGUE[DEFAULT_MODEL].size // 2**20]
+
+
+def set_device(monkeypatch: pytest.MonkeyPatch, free_mib: int | None) -> None:
+    found = None if free_mib is None else DeviceMemory(free_mib, 81_559)
+    monkeypatch.setattr(memory, "read_device_memory", lambda _: found)
+
+
+def on_device(config: Config, device: str = "cuda") -> Config:
+    """Return the configuration with both models on one device, 700 and 20 MiB of KV."""
+    models = tuple(
+        replace(one, engine={"device": device, "kv_memory_mib": kv_mib})
+        for one, kv_mib in zip(config.models, (700, 20), strict=True)
+    )
+    return replace(config, models=models)
+
+
+def test_models_on_one_device_share_its_memory(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, KV and CUDA of every engine are summed; one MiB less is an error with the numbers,
+    where each engine alone would have fitted. They take none of the host's memory."""
     set_free(monkeypatch, 1)
-    monkeypatch.setattr(memory, "NVIDIA_CONTROL", tmp_path)
-    assert lacking_memory(config) == ""
+    models = on_device(config)
+    need = 2 * ENGINE_DEVICE_MIB + 3 + 700 + 3 + 20
+    set_device(monkeypatch, need)
+    enough = lacking_memory(models)
+    set_device(monkeypatch, need - 1)
+    said = lacking_memory(models)
+    set_device(monkeypatch, None)
+
+    assert enough == ""
+    assert f"{need - 1} of 81559 MiB free on the NVIDIA device, about {need} needed" in said
+    assert "3 for big, 700 for big's KV, 3 for small, 20 for small's KV" in said
+    assert (lacking_memory(models), plan_memory(models)) == ("", None)
+
+
+def test_each_memory_counts_what_lies_in_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one model on the device and one on the host, neither pays for the other's memory; a
+    host level is in host memory, wherever its engine is."""
+    set_free(monkeypatch, 10_000)
+    set_device(monkeypatch, 10_000)
+    below = {"device": "cuda", "levels": {"host_mib": 5}}
+    models = replace(config, models=(config.models[0], replace(config.models[1], engine=below)))
+    host, device = plan_memory(models), plan_device_memory(models)
+
+    assert host is not None
+    assert host.need_mib == WORK_MIB + ENGINE_MIB + 3 + 700 + 5
+    assert "small" not in host.describe()
+    assert device is not None
+    assert [one.name for one in device.shares] == ["small"]
+    assert plan_device_memory(config) is None
+
+
+@pytest.mark.parametrize(
+    ("torch", "has_device", "is_on_device"),
+    [("2.11.0", True, True), ("2.11.0+cpu", True, False), ("2.11.0", False, False)],
+)
+def test_auto_is_the_device_if_there_is_one_and_torch_can(
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    torch: str,
+    has_device: bool,
+    is_on_device: bool,
+) -> None:
+    """`device = "auto"` takes a device exactly where an engine would."""
+    if has_device:
+        monkeypatch.setattr(device_memory, "NVIDIA_CONTROL", tmp_path)
+    monkeypatch.setattr(device_memory, "version", lambda _: torch)
+    set_free(monkeypatch, 10_000)
+    set_device(monkeypatch, 10_000)
+    models = on_device(config, "auto")
+
+    assert (plan_device_memory(models) is not None) == is_on_device
+    assert (plan_memory(models) is None) == is_on_device

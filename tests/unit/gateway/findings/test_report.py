@@ -169,7 +169,7 @@ def test_floor_holds_the_largest_working_set_of_an_hour(books: Books) -> None:
         books.count("ada", "evicted", 5, 5_000, hour_ms=hour_ms, facts=facts)
 
     (found,) = books.find()
-    assert "Set a floor of 21 blocks" in found["advice"]
+    assert "Set a floor of 21 blocks (trunkline tenant set ada --floor 21)" in found["advice"]
     assert "evicted for bob" in found["sentence"]
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from gateway.background.history_sampling import count_ended
 from gateway.dialects.canonical import Call
 from gateway.errors import Refusal
 from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys
@@ -178,6 +179,34 @@ async def test_revoked_key_gets_401_and_suspended_tenant_403(
     assert (revoked, error["error"]["code"]) == (401, "invalid_api_key")
     assert suspended == 403
     assert second not in json.dumps(error)
+
+
+async def test_refusals_of_a_former_key_belong_to_its_tenant(gateway: GatewayFixture) -> None:
+    """Else a tenant whose key was revoked, or that is suspended, looks idle."""
+    tenant, _ = find_tenant(gateway.store, "ada")
+    dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
+    key_id = list_keys(gateway.store, "ada")[-1].key_id
+    revoke_key(gateway.store, wall_ms, str(key_id))
+    set_status(gateway.store, "bob", "suspended")
+    context = gateway.gateway.context
+    context.registry.refresh_now()
+    for headers in (gateway.headers("bob"), {"Authorization": f"Bearer {dead}"}, {}):
+        await gateway.ask(body=gateway.chat(), who=None, headers=headers)
+    await count_ended(context)
+    lines = [line for line in gateway.lines if line["event"] == "request"]
+    text = context.telemetry.exposition().decode()
+
+    assert {who: dict(codes) for who, codes in context.ended.refusals_last_hour().items()} == {
+        0: {"tenant_suspended": 1, "invalid_api_key": 2},
+        1: {"invalid_api_key": 1},
+        2: {"tenant_suspended": 1},
+    }
+    assert [(line["tenant"], line["key_id"]) for line in lines] == [
+        ("bob", 2),
+        ("ada", key_id),
+        (None, None),
+    ]
+    assert 'trunkline_tenant_refusals_total{code="tenant_suspended",tenant="bob"} 1.0' in text
 
 
 async def test_wrong_key_limit_does_not_affect_good_keys(

@@ -38,13 +38,14 @@ def test_samples_are_read_as_they_were_written(store: Store) -> None:
     assert read_samples(store, 7, AT_MS + 1, AT_MS + HOUR_MS) == []
 
 
-def test_a_minute_that_is_written_twice_adds_up(store: Store) -> None:
-    """A gateway that restarts within a minute counts it in two parts."""
-    for _ in range(2):
-        write_samples(store, [minute(0)])
+def test_a_minute_that_is_written_in_parts_adds_up(store: Store) -> None:
+    """One minute, with the blocks of its latest part; a part without an engine knows none."""
+    for blocks in (3, 7, None):
+        write_samples(store, [minute(0, blocks=blocks)])
     (found,) = read_samples(store, ALL_TENANTS, AT_MS, AT_MS + 1)
 
-    assert (found.refused, found.details.hits, found.minutes) == (4, {20: 2, 24: 6}, 2)
+    assert (found.refused, found.details.hits) == (6, {20: 3, 24: 9})
+    assert (found.blocks_cached, found.blocks_free, found.minutes) == (7, 7, 1)
 
 
 def test_gateways_of_one_database_write_apart(store: Store) -> None:
