@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -41,6 +41,10 @@ Fidelity = Literal["exact", "near", "rough"]
 """How far a copy is from what the model computed: not at all, by 8 bits, by 4 bits."""
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 """From the strictest to the laxest. Records and the slot table have their indices."""
+AtRest = Literal["never", "local", "remote"]
+"""Where KV may rest outside memory: nowhere, on this machine's disk, or in a remote store too."""
+AT_REST: tuple[AtRest, ...] = get_args(AtRest)
+"""From the strictest to the laxest. The slot table has their indices."""
 
 LOGIT_BIAS_MAX = 1024
 """Most tokens that one request may bias."""
@@ -141,8 +145,8 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
     """A request's rights in the cache. `read`/`write` false: neither match nor commit.
 
     `fidelity`: of the copies that the namespace's blocks get below the device. It belongs to the
-    namespace: all its requests name the same one. `at_rest` false: no copy of what this request
-    commits may go to disk.
+    namespace: all its requests name the same one. `at_rest`: how far copies of what this request
+    commits may go; where the operator has configured less, they go no further.
     """
 
     namespace: Namespace
@@ -151,7 +155,7 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
     read: bool = True
     write: bool = True
     fidelity: Fidelity = "exact"
-    at_rest: bool = True
+    at_rest: AtRest = "remote"
 
     @property
     def payer(self) -> Payer:

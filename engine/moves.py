@@ -169,8 +169,8 @@ class StoreRuns(Struct, frozen=True, tag="store"):
     """Store consecutive runs below the record `parent`. The outcome is one `Stored`.
 
     `slot_bytes`: of each slot; `fidelity`: of the copies in them. `lease_ids`: the leases that
-    cover them, so that the erasure of a lease finds them. The caller holds the slots until the
-    outcome.
+    cover them, so that the erasure of a lease finds them. `may_leave`: records of this namespace
+    may go on to a remote store. The caller holds the slots until the outcome.
     """
 
     call_id: Count
@@ -181,6 +181,7 @@ class StoreRuns(Struct, frozen=True, tag="store"):
     slot_bytes: Count
     lease_ids: tuple[str, ...] = ()
     fidelity: Fidelity = "exact"
+    may_leave: bool = False
 
 
 class Stored(Struct, frozen=True, tag="stored"):
@@ -305,6 +306,13 @@ class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
     quotas: tuple[Quota, ...]
 
 
+class KeepHere(Struct, frozen=True, tag="keep_here"):
+    """Put no record of these namespaces into the remote store from now on, whatever stores say.
+    What is there stays until it is erased or dropped. No outcome."""
+
+    namespaces: tuple[Namespace, ...]
+
+
 class RemoteStats(Struct, frozen=True):
     """The remote store in the storage's heartbeat. `capacity_bytes`: 0 without a bound.
     `pending_erasures`: objects whose records are gone, and which it has not deleted yet."""
@@ -348,7 +356,7 @@ class StorageStats(Struct, frozen=True, tag="storage_stats"):
     remote: RemoteStats | None = None
 
 
-StorageCommand = StoreRuns | Look | Fetch | Renew | EraseStored | SetStoredQuotas
+StorageCommand = StoreRuns | Look | Fetch | Renew | EraseStored | SetStoredQuotas | KeepHere
 StorageOutcome = Stored | Looked | Fetched | Renewed | StoredErased | StorageStats
 
 

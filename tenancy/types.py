@@ -44,8 +44,8 @@ Fidelity = Literal["exact", "near", "rough"]
 
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
-AtRest = Literal["local", "never"]
-"""Whether a tenant's KV may rest on the server's disk."""
+AtRest = Literal["local", "remote", "never"]
+"""Where a tenant's KV may rest: on the server's disk, in its remote store too, or nowhere."""
 
 AT_REST: tuple[AtRest, ...] = get_args(AtRest)
 
@@ -72,7 +72,8 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
     class of requests that name none; None leaves it to their API.
     `promised_blocks_max`: how many blocks may be promised to the tenant at a time; None leaves the
     bound to the engine. `fidelity`: the least strict that the tenant's requests may ask for, and
-    what they get if they ask for none. `at_rest`: "never" keeps the tenant's KV off the disk.
+    what they get if they ask for none. `at_rest`: "local" keeps the tenant's KV on the server,
+    "never" off its disk, too.
     """
 
     floor_blocks: int = 0
@@ -201,7 +202,8 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     `ttft_ms`: time to the first token. The ledger fills in `rate_card_id`, `charge_pico` and
     `saved_pico`. `saved_pico` is by how much caching made the prompt cheaper than plain input; it
     is below zero when writes cost more than reads saved. `host_cached_tokens`,
-    `disk_cached_tokens`: the parts of `physical_cached_tokens` that were loaded from these levels.
+    `disk_cached_tokens`, `remote_cached_tokens`: the parts of `physical_cached_tokens` that were
+    loaded from these levels.
     """
 
     request_id: str
@@ -230,6 +232,7 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     saved_pico: int = 0
     host_cached_tokens: int = 0
     disk_cached_tokens: int = 0
+    remote_cached_tokens: int = 0
 
 
 DAY_MS = 86_400_000

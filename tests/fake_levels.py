@@ -20,6 +20,7 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    KeepHere,
     Look,
     Looked,
     Move,
@@ -284,7 +285,7 @@ class FakeStorage:
     def send(self, command: StorageCommand) -> None:
         """Take a command; it is done at a later poll, those before an erasure before it."""
         self.commands.append(command)
-        if isinstance(command, SetStoredQuotas):
+        if isinstance(command, SetStoredQuotas | KeepHere):
             return
         if isinstance(command, EraseStored | Look):
             for _, earlier in self._outcomes:

@@ -1,7 +1,8 @@
-"""Erasures: what is erased on the device and below, and the answers that wait for the disk.
+"""Erasures: what is erased on the device and below, and the answers that wait for levels.
 
-The device's tree and host memory are erased at once. The answer goes out when the disk has said
-that no later start finds what was named; the engine's thread does not wait for it.
+The device's tree and host memory are erased at once, but for copies of an earlier engine that are
+not recovered yet. The answer goes out when no later start finds what was named, on disk or in host
+memory; the engine's thread does not wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Answer = Callable[[Erased], None]
 
 
 class Erasures:
-    """The erasures whose answers wait for the disk."""
+    """The erasures whose answers wait for levels."""
 
     def __init__(self, cache: PrefixCache, levels: Levels | None) -> None:
         self._cache = cache
@@ -44,6 +45,7 @@ class Erasures:
             self._waiting[waits_for] = (erased, answer)
         return erased
 
-    def _finish(self, waits_for: int, disk: LevelErased) -> None:
+    def _finish(self, waits_for: int, disk: LevelErased | None) -> None:
         erased, answer = self._waiting.pop(waits_for)
-        answer(replace(erased, levels=(*erased.levels, disk)))
+        levels = erased.levels if disk is None else (*erased.levels, disk)
+        answer(replace(erased, levels=levels))

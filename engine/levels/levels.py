@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from engine.api import (
+    AT_REST,
     FIDELITIES,
+    AtRest,
     CacheGrant,
     Erase,
     Fidelity,
@@ -42,6 +44,7 @@ from engine.levels.storing import Storing
 from engine.moves import (
     EraseStored,
     Fetched,
+    KeepHere,
     Look,
     Looked,
     Renewed,
@@ -89,8 +92,9 @@ class LoadPlan:
 class Levels:
     """The levels below one device pool.
 
-    `storage` None: there is no disk. `on_erased` is called with the id that `erase` returned and
-    with what the storage has taken, when it has. `is_disk_lost`: the disk is off and was heard of.
+    `storage` None: there is no disk. `on_erased` is called with the id that `erase` returned when
+    all of it is gone, and with what the storage has taken, if there is one. `is_disk_lost`: the
+    disk is off and was heard of.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Levels:
         self.config = config
         self.cache = cache
         self.book = CopyBook(cache, transfer.layout, transfer.formats, wipe)
-        self.on_erased: Callable[[int, LevelErased], None] = lambda call_id, erased: None
+        self.on_erased: Callable[[int, LevelErased | None], None] = lambda call_id, erased: None
         self._transfer = transfer
         self._storage = storage
         self._close_memory = close_memory
@@ -126,7 +130,7 @@ class Levels:
         self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, config.verify_host)
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
         self._lossy: dict[Namespace, Fidelity] = {}  # of what was loaded in this engine's life
-        self._never_at_rest: set[Namespace] = set()
+        self._at_rest: dict[Namespace, AtRest] = {}  # where it is less than `remote`
         self._storing: Storing | None = None
         self.promises = self._promises_below()
         if storage is not None:
@@ -134,14 +138,15 @@ class Levels:
                 self.book,
                 storage,
                 self._next_id,
-                self._never_at_rest,
+                self._rest_of,
                 config.disk_tokens_min,
                 self._confirmed,
             )
             self.offloading.is_storing = self._is_storing
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
         self._looked: list[int] = []
-        self._erasures: set[int] = set()
+        self._erasures: dict[int, Namespace] = {}  # that the storage has to answer
+        self._dropping: dict[int, tuple[Namespace, LevelErased | None]] = {}
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
         self.is_disk_lost = False
@@ -337,12 +342,14 @@ class Levels:
 
     def erase(self, call: Erase) -> tuple[LevelErased, int | None]:
         """Erase copies on every level; call it before the device's tree is erased. Return what host
-        memory lost, and an id that `on_erased` gets when the disk is done; None without a disk. No
-        later engine finds what was named; its bytes are wiped now, or, where there are many, in the
-        next turns.
+        memory loses, and an id that `on_erased` gets when no later engine finds what was named;
+        None where that is so now. Bytes are wiped now, or, where there are many, in the next turns.
+
+        O(copies of the namespace), but for those of a whole namespace that have not been recovered
+        yet: they are dropped in the next turns.
         """
         book, namespace = self.book, call.namespace
-        self._finish_recovery()
+        pending = self._erase_pending(call)
         book.epochs[namespace] += 1
         self.loads.void(namespace)
         if call.lease_id is None and not call.tokens:
@@ -369,13 +376,42 @@ class Levels:
         book.remains.soil(namespace)
         self._wipe(ERASED_TURNS * self._wiped_a_turn)
         blocks -= book.host_blocks.get(namespace, 0)
-        erased = LevelErased("host", blocks, size - self.host_bytes(namespace))
-        if self._storage is None:
+        size -= self.host_bytes(namespace)
+        erased = LevelErased("host", blocks + pending[0], size + pending[1])
+        if self._storage is None and not self._is_dropping(namespace):
             return erased, None
         call_id = self._next_id()
-        self._erasures.add(call_id)
+        if self._storage is None:
+            self._dropping[call_id] = namespace, None
+            return erased, call_id
+        self._erasures[call_id] = namespace
         self._storage.send(EraseStored(call_id, namespace, call.lease_id, call.tokens))
         return erased, call_id
+
+    def _erase_pending(self, call: Erase) -> tuple[int, int]:
+        """Have copies that are not recovered yet dropped in turns, or for an erasure of a part
+        brought now. Return the blocks and bytes that will be dropped."""
+        found, namespace = self._recovery, call.namespace
+        if found is None or namespace not in found.pending or found.is_erasing(namespace):
+            return 0, 0
+        dropped = found.pending_blocks[namespace], found.pending[namespace]
+        if call.lease_id is not None or call.tokens:
+            dropped = 0, 0
+            found.bring_all(namespace, self._now_s)
+        found.erase(namespace)
+        self._end_recovery()
+        return dropped
+
+    def _is_dropping(self, namespace: Namespace) -> bool:
+        """Return whether an erasure waits for copies of a namespace to be dropped."""
+        return self._recovery is not None and self._recovery.is_erasing(namespace)
+
+    def _end_erasure(self, call_id: int, namespace: Namespace, erased: LevelErased | None) -> None:
+        """Answer an erasure that the storage has done, as soon as the table has nothing of it."""
+        if self._is_dropping(namespace):
+            self._dropping[call_id] = namespace, erased
+        else:
+            self.on_erased(call_id, erased)
 
     # -- reports ------------------------------------------------------------------------------
 
@@ -471,7 +507,8 @@ class Levels:
             self.book.remains.soil_free()
         for namespace, fidelity in found.fidelity.items():
             self.book.formats.allow(namespace, fidelity)
-        self._never_at_rest |= found.never_at_rest
+        for namespace, at_rest in found.at_rest.items():
+            self._let_rest(namespace, at_rest)
         found.step(self._now_s, AT_START)
 
     def _recover(self, kept: KeptSlots) -> None:
@@ -485,11 +522,10 @@ class Levels:
         if not found.is_done:
             found.step(self._now_s)
             self._end_recovery()
-
-    def _finish_recovery(self) -> None:
-        if self._recovery is not None and not self._recovery.is_done:
-            self._recovery.finish(self._now_s)
-            self._end_recovery()
+            for call_id, (namespace, erased) in list(self._dropping.items()):
+                if not found.is_erasing(namespace):
+                    del self._dropping[call_id]
+                    self.on_erased(call_id, erased)
 
     def _end_recovery(self) -> None:
         """Have what was recovered stored, where a disk has opened before."""
@@ -504,8 +540,20 @@ class Levels:
         if self.book.remains.soiled and not self.book.accounts.is_closed:
             self.book.remains.wipe_some(most)
 
-    def _terms_of(self, namespace: Namespace) -> tuple[Fidelity, bool]:
-        return self.book.formats.allowed(namespace), namespace not in self._never_at_rest
+    def _terms_of(self, namespace: Namespace) -> tuple[Fidelity, AtRest]:
+        return self.book.formats.allowed(namespace), self._rest_of(namespace)
+
+    def _rest_of(self, namespace: Namespace) -> AtRest:
+        return self._at_rest.get(namespace, "remote")
+
+    def _let_rest(self, namespace: Namespace, at_rest: AtRest) -> None:
+        """Note how far copies of a namespace may go: the strictest word counts (rule 33)."""
+        before = self._rest_of(namespace)
+        if AT_REST.index(at_rest) >= AT_REST.index(before):
+            return
+        self._at_rest[namespace] = at_rest
+        if before == "remote" and self._storage is not None and self.config.remote.url:
+            self._storage.send(KeepHere((namespace,)))
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -562,8 +610,7 @@ class Levels:
     def _note_grant(self, grant: CacheGrant) -> None:
         before = self._terms_of(grant.namespace)
         self.book.formats.allow(grant.namespace, grant.fidelity)
-        if not grant.at_rest:
-            self._never_at_rest.add(grant.namespace)
+        self._let_rest(grant.namespace, grant.at_rest)
         if self._terms_of(grant.namespace) != before:
             self.book.note_namespace(grant.namespace)
         if self._storage is not None and self._quotas.get(grant.payer) != grant.quota:
@@ -610,11 +657,11 @@ class Levels:
                 self.promises.renewed(outcome, self._now_s)
         elif isinstance(outcome, StoredErased):
             if outcome.call_id in self._erasures:
-                self._erasures.discard(outcome.call_id)
                 erased = LevelErased(
                     "disk", outcome.records, outcome.bytes, outcome.code, outcome.is_shredded
                 )
-                self.on_erased(outcome.call_id, erased)
+                namespace = self._erasures.pop(outcome.call_id)
+                self._end_erasure(outcome.call_id, namespace, erased)
         else:
             was_open, self._disk = self._disk.state == "open", outcome
             self.is_disk_lost = outcome.state == "off"

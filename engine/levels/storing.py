@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from engine.api import Namespace
+from engine.api import AtRest, Namespace
 from engine.levels.copies import CopyBook
 from engine.levels.promises import FOREVER_S
 from engine.levels.stored_prefixes import Copy
@@ -34,17 +34,17 @@ class Storing:
         book: CopyBook,
         storage: Storage,
         next_id: Callable[[], int],
-        never_at_rest: Container[Namespace],
+        rest_of: Callable[[Namespace], AtRest],
         tokens_min: int,
         on_stored: Callable[[Sequence[Copy], Sequence[float]], None],
     ) -> None:
-        """`never_at_rest`: the namespaces of which nothing may be written to disk. `on_stored` is
-        called with copies that have records now, and until when the disk keeps each.
+        """`rest_of`: how far copies of a namespace may go. `on_stored` is called with copies that
+        have records now, and until when the disk keeps each.
         """
         self._book = book
         self._storage = storage
         self._next_id = next_id
-        self._never_at_rest = never_at_rest
+        self._rest_of = rest_of
         self._tokens_min = tokens_min
         self._on_stored = on_stored
         self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
@@ -90,7 +90,7 @@ class Storing:
             if len(self._stores) >= STORES_MAX:
                 break
             end = self._waiting.popleft()
-            if end.parent is None or end.namespace in self._never_at_rest:
+            if end.parent is None or self._rest_of(end.namespace) == "never":
                 continue
             path = end.path()
             first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
@@ -181,4 +181,5 @@ class Storing:
             pool.formats[form].slot_bytes,
             tuple(sorted(leases)),
             pool.formats[form].fidelity,
+            self._rest_of(copies[0].namespace) == "remote",
         )

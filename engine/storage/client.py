@@ -26,6 +26,7 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    KeepHere,
     Look,
     Looked,
     Renew,
@@ -159,6 +160,7 @@ class StorageClient:
         self._held: set[Namespace] = set()
         self._changed: set[Namespace] = set()
         self._quotas: dict[Payer, Quota] = {}
+        self._kept_here: set[Namespace] = set()
         self._unsent = bytearray()
         self._wire: socket.socket | None = None  # while the process is there
         self._is_ready = False  # its latest heartbeat says that it has a disk
@@ -175,6 +177,8 @@ class StorageClient:
         with self._lock:
             if isinstance(command, SetStoredQuotas):
                 self._quotas.update({quota.payer: quota for quota in command.quotas})
+            elif isinstance(command, KeepHere):
+                self._kept_here.update(command.namespaces)
             if not self._is_ready or len(self._unsent) > UNSENT_BYTES_MAX:
                 self._add(failures_of(command))
                 if isinstance(command, EraseStored) and self._wire is not None:
@@ -186,7 +190,7 @@ class StorageClient:
             except (EngineError, OverflowError, ValueError):
                 self._add(failures_of(command))
                 return
-            if not isinstance(command, SetStoredQuotas):
+            if not isinstance(command, SetStoredQuotas | KeepHere):
                 self._open[command.call_id] = command
             if isinstance(command, Fetch):
                 self._to_fetch[command.call_id] = list(command.record_ids)
@@ -284,9 +288,8 @@ class StorageClient:
             case StorageStats():
                 self._stats = message
                 was_ready, self._is_ready = self._is_ready, message.state != "off"
-                if self._is_ready and not was_ready and self._quotas:
-                    quotas = SetStoredQuotas(tuple(self._quotas.values()))
-                    self._transmit(encode_frame(quotas))
+                if self._is_ready and not was_ready:
+                    self._tell_again()
             case Fetched():
                 left = self._to_fetch.get(message.call_id, [])
                 if message.record_id in left:
@@ -298,6 +301,13 @@ class StorageClient:
                 if self._open.pop(message.call_id, None) is not None:
                     self._outcomes.append(message)
         self._lock.notify_all()
+
+    def _tell_again(self) -> None:
+        """Tell a store that has just opened what holds without an end."""
+        if self._quotas:
+            self._transmit(encode_frame(SetStoredQuotas(tuple(self._quotas.values()))))
+        if self._kept_here:
+            self._transmit(encode_frame(KeepHere(tuple(self._kept_here))))
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -437,5 +447,5 @@ def failures_of(
             yield StoredErased(command.call_id, code="closed")
         case Renew():
             yield Renewed(command.call_id, code="closed")
-        case SetStoredQuotas():
+        case SetStoredQuotas() | KeepHere():
             pass

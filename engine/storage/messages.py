@@ -27,7 +27,7 @@ from engine.storage.sealing.unlocking import SealSettings
 
 FRAME_BYTES_MAX = 64 * 2**20
 NAMESPACES_PER_FRAME = 4_096
-STORAGE_VERSION = 2
+STORAGE_VERSION = 3
 """Version of these messages: both ends come from one installation."""
 _LENGTH = struct.Struct("<I")
 

@@ -32,6 +32,7 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    KeepHere,
     Look,
     Looked,
     Renew,
@@ -348,6 +349,8 @@ class StorageService:
                 self._erase(store, message)
             case SetStoredQuotas():
                 store.set_quotas(message.quotas)
+            case KeepHere():
+                store.keep_here(message.namespaces)
             case DiskSettings():
                 raise FrameError("settings twice")
 

@@ -4,7 +4,7 @@ A record with an object may lose its place on disk and stay findable: its row th
 a slab, and no bytes of a place. Each deletion of a record's row leaves a *tombstone* with the name
 of its object, in the same transaction, by a trigger. It stays until the store has confirmed that
 the object is gone. An object that is being put has a tombstone before it is there, so that a death
-in between leaves nothing behind.
+in between leaves nothing behind. Only records of a scope that may leave the machine are put.
 
 Its caller opens transactions. Instants are whole milliseconds that it gives.
 """
@@ -39,6 +39,11 @@ create trigger if not exists object_of_deleted after delete on records
             where scope_id = old.scope_id), x''), 0 from objects where rec_id = old.rec_id;
         delete from objects where rec_id = old.rec_id;
     end;
+create table if not exists leaving(scope_id integer primary key) strict;
+create trigger if not exists leaving_of_deleted after delete on scopes
+    begin
+        delete from leaving where scope_id = old.scope_id;
+    end;
 """
 
 
@@ -61,6 +66,20 @@ class RemoteRows:
 
     def _all(self, sql: str, *values: object) -> list[Any]:
         return self._db.execute(sql, values).fetchall()
+
+    # -- scopes that may leave ------------------------------------------------------------------
+
+    def let_leave(self, scope_id: int) -> None:
+        """Note that records of a scope may be put."""
+        self._all("insert or ignore into leaving values(?)", scope_id)
+
+    def keep_here(self, scope_id: int) -> None:
+        """Note that records of a scope may not be put."""
+        self._all("delete from leaving where scope_id=?", scope_id)
+
+    def may_leave(self, scope_id: int) -> bool:
+        """Return whether records of a scope may be put. O(log scopes)."""
+        return bool(self._all("select 1 from leaving where scope_id=?", scope_id))
 
     # -- objects --------------------------------------------------------------------------------
 
@@ -99,12 +118,13 @@ class RemoteRows:
         return {one for one in record_ids if self.name_of(one)}
 
     def promised_without(self, now_ms: int, limit: int) -> list[RecordId]:
-        """Return promised records on disk that have no object yet. O(promised)."""
+        """Return promised records on disk that have no object yet and may have one. O(promised)."""
         return [
             row[0]
             for row in self._all(
                 "select rec_id from records where promise_ms > ?1 and promise_ms > 0"
-                " and slab <> -1 and rec_id not in (select rec_id from objects) limit ?2",
+                " and slab <> -1 and rec_id not in (select rec_id from objects)"
+                " and scope_id in (select scope_id from leaving) limit ?2",
                 now_ms,
                 limit,
             )

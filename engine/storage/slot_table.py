@@ -19,7 +19,7 @@ from typing import Final, Literal, Protocol
 import xxhash
 from msgspec import Struct
 
-from engine.api import FIDELITIES, Namespace, Payer
+from engine.api import AT_REST, FIDELITIES, AtRest, Namespace, Payer
 from engine.errors import InvariantViolation
 from engine.moves import Fidelity
 
@@ -63,8 +63,8 @@ class SlotEntry(Struct, frozen=True):
     `serial`: of this copy in this slot, used once. `parent`: the serial of the copy of the run
     before, `ROOT_SERIAL` for a first run, `NO_SERIAL` where that is not in host memory. `check`:
     the xxh3-128 digest of the slot's bytes. `format`: the packed format, empty for the block's own
-    bytes. Instants are of the boot clock; `limit_at_s` infinite: no limit. `may_rest`: whether its
-    namespace may be written to disk. `leases`: those whose last copy it is.
+    bytes. Instants are of the boot clock; `limit_at_s` infinite: no limit. `at_rest`: how far
+    copies of its namespace may go. `leases`: those whose last copy it is.
     """
 
     serial: int
@@ -79,7 +79,7 @@ class SlotEntry(Struct, frozen=True):
     hits: int = 0
     fidelity: Fidelity = "exact"
     format: str = ""
-    may_rest: bool = True
+    at_rest: AtRest = "remote"
     leases: tuple[str, ...] = ()
 
 
@@ -215,7 +215,7 @@ def _encode(entry: SlotEntry) -> bytes | None:
         len(leases),
         len(form),
         FIDELITIES.index(entry.fidelity),
-        entry.may_rest,
+        AT_REST.index(entry.at_rest),
     )
     return b"".join((fixed, struct.pack(f"<{len(run)}I", *run), names))
 
@@ -229,12 +229,12 @@ def _decode(data: bytes, slot: int) -> SlotEntry | None:
     """Read the digest and the body of an entry; None unless all of it is right."""
     fixed = _FIXED.unpack_from(data, 8)
     serial, parent, limit_at_s, promise_at_s, last_use_s, check, hits, *lengths = fixed
-    tokens, namespace, payer, leases, form, fidelity, may_rest = lengths
+    tokens, namespace, payer, leases, form, fidelity, at_rest = lengths
     sizes = (4 * tokens, namespace, payer, form, leases)
     end = 8 + _FIXED.size + sum(sizes)
     if end > len(data) or _digest(data[8:end], slot) != data[:8]:
         return None
-    if fidelity >= len(FIDELITIES) or not tokens:
+    if fidelity >= len(FIDELITIES) or at_rest >= len(AT_REST) or not tokens:
         return None
     parts = list(_cut(data, 8 + _FIXED.size, sizes))
     return SlotEntry(
@@ -250,7 +250,7 @@ def _decode(data: bytes, slot: int) -> SlotEntry | None:
         hits,
         FIDELITIES[fidelity],
         parts[3].decode(),
-        bool(may_rest),
+        AT_REST[at_rest],
         tuple(_leases_in(parts[4])),
     )
 

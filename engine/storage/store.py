@@ -227,6 +227,12 @@ class DiskStore:
         """Replace the quotas of the payers that are named."""
         self._quotas.set(quotas)
 
+    def keep_here(self, namespaces: Iterable[Namespace]) -> None:
+        """Put nothing more of these namespaces into the remote store."""
+        if self.remote is not None:
+            with self._index.change():
+                self.remote.keep_here(namespaces)
+
     # -- store: plan, write, commit -------------------------------------------------------------
 
     def plan(self, commands: Sequence[StoreRuns]) -> WriteBatch:
@@ -357,7 +363,7 @@ class DiskStore:
         with self._index.change():
             outcomes = [self._commit_store(store) for store in batch.stores]
             if self.remote is not None:
-                self.remote.want(run.record_id for run in batch.runs if run.run.promise_s)
+                self.remote.stored(batch.stores)
             self._index.set_meta("written_day", self._written_day)
             self._index.set_meta("written_today", self._written_today)
         if batch.error is not None:

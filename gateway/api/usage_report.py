@@ -39,6 +39,7 @@ _COUNTS = (
     "physical_cached_tokens",
     "host_cached_tokens",
     "disk_cached_tokens",
+    "remote_cached_tokens",
 )
 _MONEY = ("charge", "saved", "adjusted")
 

@@ -14,6 +14,8 @@ from functools import lru_cache
 from msgspec import structs
 
 from engine.api import (
+    AT_REST,
+    AtRest,
     Namespace,
     NamespaceStats,
     Payer,
@@ -61,10 +63,10 @@ def fidelity_of(identity: Identity, asked: Fidelity | None, kept: Fidelity) -> F
     return max(asked or identity.policy.fidelity, kept, key=FIDELITIES.index)
 
 
-def may_rest(identity: Identity) -> bool:
-    """Return whether a request's KV may rest on disk: neither its tenant nor the owner of its
-    shared scope forbids it."""
-    return "never" not in (identity.policy.at_rest, identity.blocks_policy.at_rest)
+def rest_of(identity: Identity) -> AtRest:
+    """Return where a request's KV may rest: both its tenant and the owner of its shared scope
+    allow it."""
+    return min(identity.policy.at_rest, identity.blocks_policy.at_rest, key=AT_REST.index)
 
 
 def payer_of(identity: Identity) -> bytes:

@@ -72,7 +72,7 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--default-class", metavar="NAME", help=text)
     text = "how far copies below the device may be from what the model computed"
     parser.add_argument("--fidelity", choices=FIDELITIES, help=text)
-    text = "whether KV may rest on the server's disk"
+    text = "where KV may rest: `local`, the server's disk; `remote`, its remote store, too; `never`"
     parser.add_argument("--at-rest", choices=AT_REST, help=text)
     text = "most promised blocks, or `none`"
     parser.add_argument("--promised", type=_blocks, metavar="BLOCKS", help=text)

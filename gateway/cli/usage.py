@@ -142,6 +142,7 @@ _COLUMNS = (
     ("hit %", "hit_ratio"),
     ("host", "host_cached_tokens"),
     ("disk", "disk_cached_tokens"),
+    ("remote", "remote_cached_tokens"),
     ("written", "cache_write_tokens"),
     ("fresh", "fresh_tokens"),
     ("output", "output_tokens"),
@@ -154,9 +155,12 @@ _COLUMNS = (
 """Headings of the table, and the columns of a row."""
 _BILLED = ("charge", "storage", "adjusted")
 """The parts of a bill."""
-_LEAST = ("host", "disk", "written", "fresh", "read", "charge $", "storage $", "adjusted $")
+_LEAST = (
+    *("host", "disk", "remote", "written", "fresh", "read"),
+    *("charge $", "storage $", "adjusted $"),
+)
 """Columns that a narrow terminal does without, the first ones first."""
-_LEVELS = {"host": "host_cached_tokens", "disk": "disk_cached_tokens"}
+_LEVELS = {name: f"{name}_cached_tokens" for name in ("host", "disk", "remote")}
 """Columns of the levels below the device, which a table has where something came from there."""
 
 

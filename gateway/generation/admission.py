@@ -24,7 +24,7 @@ from engine.api import (
     all_in_vocabulary,
     tokens_within,
 )
-from gateway.caching.namespaces import fidelity_of, may_rest, payer_of, quota_of, scaled
+from gateway.caching.namespaces import fidelity_of, payer_of, quota_of, rest_of, scaled
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
 from gateway.errors import TOO_LONG, Kind, Refusal
@@ -94,7 +94,7 @@ def admit(
             tokens=prompt.token_ids,
             max_tokens=budget,
             grant=CacheGrant(
-                namespace, quota, kept[number], fidelity=fidelity, at_rest=may_rest(identity)
+                namespace, quota, kept[number], fidelity=fidelity, at_rest=rest_of(identity)
             ),
             sampling=generation.sampling,
             samples=generation.samples,

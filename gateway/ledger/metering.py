@@ -36,13 +36,9 @@ def _progress(record: UsageRecord) -> Progress:
         physical_cached_tokens=record.physical_cached,
         breached_tokens=record.breached_tokens,
         host_cached_tokens=record.loaded.get("host", 0),
-        disk_cached_tokens=_from_disk(record) if record.loaded else 0,
+        disk_cached_tokens=record.loaded.get("disk", 0) if record.loaded else 0,
+        remote_cached_tokens=record.loaded.get("remote", 0) if record.loaded else 0,
     )
-
-
-def _from_disk(record: UsageRecord) -> int:
-    """Return the cached tokens that came from the disk, or from the remote store below it."""
-    return record.loaded.get("disk", 0) + record.loaded.get("remote", 0)
 
 
 class LedgerReservation:
@@ -137,7 +133,8 @@ class LedgerReservation:
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
             host_cached_tokens=record.loaded.get("host", 0),
-            disk_cached_tokens=_from_disk(record) if record.loaded else 0,
+            disk_cached_tokens=record.loaded.get("disk", 0) if record.loaded else 0,
+            remote_cached_tokens=record.loaded.get("remote", 0) if record.loaded else 0,
         )
         item = entry if hold.claim is None else NamedEntry(entry, replay)
         return self._ledger.write(item)

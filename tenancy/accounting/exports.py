@@ -150,7 +150,7 @@ _INTEGER_COLUMNS = frozenset(
     {"entry_id", "tenant_id", "key_id", "prompt_tokens", "cache_read_tokens", "fresh_tokens"}
     | {"cache_write_tokens", "output_tokens", "physical_cached_tokens", "ttft_ms"}
     | {"recomputed_promised_tokens", "host_cached_tokens", "disk_cached_tokens"}
-    | {"charge_pico", "saved_pico"}
+    | {"remote_cached_tokens", "charge_pico", "saved_pico"}
 )
 
 

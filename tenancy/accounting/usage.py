@@ -26,11 +26,11 @@ UsageGroup = Literal["tenant", "key", "model", "user", "hour", "day"]
 class UsageTotal(Struct, frozen=True):
     """A sum of ledger entries. Money is pico-dollars; `charge_pico` is before adjustments.
 
-    `host_cached_tokens`, `disk_cached_tokens`: the parts of `physical_cached_tokens` that were
-    loaded from these levels. `hits`: requests that read the cache. `ttft_*`: how many requests
-    reported a time to first token, and its sum, for hits and misses. `key_id`, `model` and
-    `from_ms` (the start of the hour or day) are set if the query groups by them, and `user`: "" for
-    entries that name none.
+    `host_cached_tokens`, `disk_cached_tokens`, `remote_cached_tokens`: the parts of
+    `physical_cached_tokens` that were loaded from these levels. `hits`: requests that read the
+    cache. `ttft_*`: how many requests reported a time to first token, and its sum, for hits and
+    misses. `key_id`, `model` and `from_ms` (the start of the hour or day) are set if the query
+    groups by them, and `user`: "" for entries that name none.
     """
 
     tenant: str
@@ -44,6 +44,7 @@ class UsageTotal(Struct, frozen=True):
     recomputed_promised_tokens: int = 0
     host_cached_tokens: int = 0
     disk_cached_tokens: int = 0
+    remote_cached_tokens: int = 0
     hits: int = 0
     ttft_hits: int = 0
     ttft_hit_ms: int = 0

@@ -20,6 +20,7 @@ from tenancy.types import DAY_MS
 _COUNTS = (
     *("prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
     *("output_tokens", "physical_cached_tokens", "host_cached_tokens", "disk_cached_tokens"),
+    "remote_cached_tokens",
 )
 _MONEY = ("charge_micros", "charge_rest", "saved_micros", "saved_rest")
 _OF_SUMS = ", ".join(f"sum({name})" for name in ("requests", *_COUNTS, *_MONEY))
@@ -43,8 +44,8 @@ _WHERE = (
 class LedgerBucket(Struct, frozen=True):
     """What was booked in one bucket. Money is pico-dollars, before adjustments.
 
-    `physical_cached_tokens`: prompt tokens that were not computed; of these `host_cached_tokens`
-    and `disk_cached_tokens` were loaded from these levels.
+    `physical_cached_tokens`: prompt tokens that were not computed; of these `host_cached_tokens`,
+    `disk_cached_tokens` and `remote_cached_tokens` were loaded from these levels.
     """
 
     requests: int = 0
@@ -56,13 +57,15 @@ class LedgerBucket(Struct, frozen=True):
     physical_cached_tokens: int = 0
     host_cached_tokens: int = 0
     disk_cached_tokens: int = 0
+    remote_cached_tokens: int = 0
     charge_pico: int = 0
     saved_pico: int = 0
 
     @property
     def device_cached_tokens(self) -> int:
         """Return the cached tokens that were on the device."""
-        return self.physical_cached_tokens - self.host_cached_tokens - self.disk_cached_tokens
+        loaded = self.host_cached_tokens + self.disk_cached_tokens + self.remote_cached_tokens
+        return self.physical_cached_tokens - loaded
 
 
 def ledger_history(

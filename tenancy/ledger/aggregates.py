@@ -67,7 +67,7 @@ def sums_of(entry: UsageEntry) -> list[int]:
         *(1, entry.prompt_tokens, entry.cache_read_tokens, entry.cache_write_tokens),
         *(entry.fresh_tokens, entry.output_tokens, entry.physical_cached_tokens),
         *(entry.recomputed_promised_tokens, entry.host_cached_tokens, entry.disk_cached_tokens),
-        *(int(is_hit), *times),
+        *(entry.remote_cached_tokens, int(is_hit), *times),
         *(charge // PICO_PER_MICRO, charge % PICO_PER_MICRO),
         *(saved // PICO_PER_MICRO, saved % PICO_PER_MICRO),
     ]

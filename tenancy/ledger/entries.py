@@ -40,7 +40,7 @@ ENTRY_FIELDS = (
 
 They are the fields of `UsageEntry` in their order but for the last ones, and then `booked_ms`.
 """
-LEVEL_FIELDS = ("host_cached_tokens", "disk_cached_tokens")
+LEVEL_FIELDS = ("host_cached_tokens", "disk_cached_tokens", "remote_cached_tokens")
 """Columns beside the chain, the last fields of `UsageEntry`: where cached tokens came from is no
 money, and came later than the chain."""
 ROW_FIELDS = (*ENTRY_FIELDS, *LEVEL_FIELDS)
@@ -91,6 +91,7 @@ class EntryAppender:
         row = entry_row(entry, booked_ms)
         self.chain = next_chain(self.chain, row)
         row += (self.chain, entry.host_cached_tokens, entry.disk_cached_tokens)
+        row.append(entry.remote_cached_tokens)
         self._rows.append(row)
         if booked_ms > self._last_booked_ms:
             self._last_booked_ms = booked_ms

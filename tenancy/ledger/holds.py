@@ -122,6 +122,7 @@ class Progress(Struct, frozen=True, array_like=True):
     breached_tokens: Count = 0
     host_cached_tokens: Count = 0
     disk_cached_tokens: Count = 0
+    remote_cached_tokens: Count = 0
 
 
 class ProgressNote(Struct, frozen=True, tag="progress"):
@@ -169,6 +170,7 @@ def interrupted(hold: Row, now_ms: int) -> UsageEntry:
         epoch=epoch,
         host_cached_tokens=done.host_cached_tokens,
         disk_cached_tokens=done.disk_cached_tokens,
+        remote_cached_tokens=done.remote_cached_tokens,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from engine.api import Fidelity, Namespace
+from engine.api import AtRest, Fidelity, Namespace
 from engine.errors import InvariantViolation
 from engine.levels.stored_prefixes import Copy
 from engine.moves import SlotFormat
@@ -38,11 +38,11 @@ class CopyNotes:
         table: SlotTable,
         generation: int,
         boot_s: Callable[[], float],
-        terms_of: Callable[[Namespace], tuple[Fidelity, bool]],
+        terms_of: Callable[[Namespace], tuple[Fidelity, AtRest]],
         format_of: Callable[[int], SlotFormat],
     ) -> None:
-        """`terms_of`: the fidelity of a namespace, and whether it may rest on disk. `format_of`: of
-        a slot in use."""
+        """`terms_of`: the fidelity of a namespace, and how far its copies may go. `format_of`: of a
+        slot in use."""
         self._table = table
         self._boot_s = boot_s
         self._terms_of, self._format_of = terms_of, format_of
@@ -151,7 +151,7 @@ class CopyNotes:
         return (self._serials[above.slot] if above.slot >= 0 else 0) or NO_SERIAL
 
     def _entry(self, copy: Copy) -> SlotEntry:
-        fidelity, may_rest = self._terms_of(copy.namespace)
+        fidelity, at_rest = self._terms_of(copy.namespace)
         later_s = self._later_s
         leases = copy.ending_leases
         return SlotEntry(
@@ -167,7 +167,7 @@ class CopyNotes:
             copy.hits,
             fidelity,
             self._format_of(copy.slot).name,
-            may_rest,
+            at_rest,
             tuple(leases) if leases else (),
         )
 

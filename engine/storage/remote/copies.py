@@ -1,9 +1,10 @@
 """What of a store lies in the remote store: which records are put there, fetched and deleted.
 
 Promised records are put as soon as they are stored, others when the disk gets full: the ones that
-would be dropped next. An object is a record's bytes as they lie on disk, sealed. A record with an
-object is *let down* instead of dropped: its place is freed, its row stays. Nothing waits for it:
-what cannot be put in time is dropped, and what does not come back in time is a miss.
+would be dropped next; of namespaces that may leave the machine, and of no others. An object is a
+record's bytes as they lie on disk, sealed. A record with an object is *let down* instead of
+dropped: its place is freed, its row stays. Nothing waits for it: what cannot be put in time is
+dropped, and what does not come back in time is a miss.
 
 `DiskStore` owns it, and lends it what it needs; the rules of rows are in `remote_rows`.
 """
@@ -11,7 +12,7 @@ what cannot be put in time is dropped, and what does not come back in time is a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -19,7 +20,7 @@ from engine.api import Namespace
 from engine.moves import RecordId, RemoteStats
 from engine.storage.index import RecordIndex, RecordRow
 from engine.storage.place_holds import PlaceHolds
-from engine.storage.plans import PlannedRead
+from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
 from engine.storage.record import HEADER_BYTES, DamagedRecord
 from engine.storage.remote.link import RemoteLink
@@ -30,6 +31,8 @@ from engine.storage.slabs import SlabFiles
 PUT_PART = 0.85
 """Part of the disk above which unpromised records are put, before they have to be dropped."""
 PUTS_MAX = 8
+COLD_MAX = 64
+"""Records that are looked at for the next puts: some may not leave the machine."""
 DELETES_MAX = 256
 WANTED_MAX = 65_536
 COUNT_MS = 5_000
@@ -63,6 +66,7 @@ class RemoteCopies:
         self._holds, self._let_down = holds, let_down
         self._cold, self._drop, self._now_ms, self._uptime_s = cold, drop, now_ms, uptime_s
         self._wanted: deque[RecordId] = deque(maxlen=WANTED_MAX)
+        self._kept_here: set[Namespace] = set()
         self._putting: set[str] = set()  # until the outcome
         self._writing: set[str] = set()  # until the thread ends, which may be later
         self._is_full = False
@@ -81,6 +85,30 @@ class RemoteCopies:
     def want(self, record_ids: Iterable[RecordId]) -> None:
         """Have promised records put."""
         self._wanted.extend(record_ids)
+
+    # -- who may leave --------------------------------------------------------------------------
+
+    def stored(self, stores: Sequence[PlannedStore]) -> None:
+        """Note which namespaces may leave the machine, and have promised records put. In the
+        transaction that has committed their rows."""
+        for one in stores:
+            scope = self._index.scope(one.command.namespace)
+            if scope is None or scope is not one.scope:
+                continue  # erased meanwhile
+            if one.command.may_leave and scope.namespace not in self._kept_here:
+                self.rows.let_leave(scope.scope_id)
+            else:
+                self.rows.keep_here(scope.scope_id)
+        self.want(run.record_id for one in stores for run in one.runs if run.run.promise_s)
+
+    def keep_here(self, namespaces: Iterable[Namespace]) -> None:
+        """Put nothing more of these namespaces, also where a store under way says that they may
+        leave. In the caller's transaction."""
+        for namespace in namespaces:
+            self._kept_here.add(namespace)
+            scope = self._index.scope(namespace)
+            if scope is not None:
+                self.rows.keep_here(scope.scope_id)
 
     # -- fetch ----------------------------------------------------------------------------------
 
@@ -153,12 +181,14 @@ class RemoteCopies:
         has_room = not self._bytes_max or self._sums.used_bytes <= self._bytes_max
         while self._wanted and has_room and len(self._writing) < PUTS_MAX:
             self._begin_put(self._wanted.popleft(), is_cold=False)
-        if self._is_full and len(self._writing) < PUTS_MAX:
-            for record_id in self._cold(PUTS_MAX - len(self._writing)):
-                if self.rows.name_of(record_id):
-                    self.let_down(record_id)
-                elif has_room:
-                    self._begin_put(record_id, is_cold=True)
+        left = PUTS_MAX - len(self._writing) if self._is_full else 0
+        for record_id in self._cold(COLD_MAX) if left > 0 else ():
+            if self.rows.name_of(record_id):
+                left -= self.let_down(record_id)
+            elif has_room:
+                left -= self._begin_put(record_id, is_cold=True)
+            if left <= 0:
+                break
 
     def let_down(self, record_id: RecordId) -> bool:
         """Free the place of a record that has an object; return whether it has one."""
@@ -170,20 +200,24 @@ class RemoteCopies:
         self._let_down(row)
         return True
 
-    def _begin_put(self, record_id: RecordId, *, is_cold: bool) -> None:
+    def _begin_put(self, record_id: RecordId, *, is_cold: bool) -> bool:
+        """Begin to put a record, if it has no object and may leave; return whether it is begun, or
+        under way already."""
         row = self._index.row(record_id)
         if row is None or row.slab == REMOTE or self.rows.name_of(record_id):
-            return
+            return False
+        if not self._link.is_open or not self.rows.may_leave(row.scope_id):
+            return False
         name = object_name(self._store_name, record_id, row.scope_id)
-        is_under_way = name in self._putting or name in self._writing
-        if is_under_way or not self._link.is_open:
-            return
+        if name in self._putting or name in self._writing:
+            return True
         with self._index.change():
             self.rows.begin_put(name, self._index.scope_of(row).namespace, self._now_ms())
         self._putting.add(name)
         self._writing.add(name)
         self._holds.hold(row.place)
         self._link.run(partial(self._put, row, name), partial(self._put_ended, row, name, is_cold))
+        return True
 
     def _put(self, row: RecordRow, name: str, store: RemoteStore) -> None:
         """Copy a place's bytes to an object. For another thread."""
@@ -203,11 +237,14 @@ class RemoteCopies:
         store.put(name, buffer)
 
     def _put_ended(self, row: RecordRow, name: str, is_cold: bool, failure: str) -> None:
-        """Note an object that is there. One whose record is gone keeps its tombstone."""
+        """Note an object that is there. One whose record is gone, or may not leave any more, keeps
+        its tombstone."""
         self._putting.discard(name)
         self._holds.release(row.place)
         now = self._index.row(row.record_id)
         if failure or now is None or now.place != row.place:
+            return
+        if not self.rows.may_leave(row.scope_id):
             return
         with self._index.change():
             self.rows.end_put(row.record_id, row.payer_id, name, row.place_bytes)

@@ -242,6 +242,7 @@ class _Chart:
             "device_cached_tokens": self._booked(lambda one: one.device_cached_tokens),
             "host_cached_tokens": self._booked(lambda one: one.host_cached_tokens),
             "disk_cached_tokens": self._booked(lambda one: one.disk_cached_tokens),
+            "remote_cached_tokens": self._booked(lambda one: one.remote_cached_tokens),
             "cost_usd": self._booked(lambda one: format_dollars(one.charge_pico)),
             "uncached_cost_usd": self._booked(
                 lambda one: format_dollars(one.charge_pico + one.saved_pico)

@@ -171,7 +171,11 @@ def _loaded(found: EndedRequest) -> dict[str, int]:
         return record.loaded_tokens
     if entry is None:
         return {}
-    counts = {"host": entry.host_cached_tokens, "disk": entry.disk_cached_tokens}
+    counts = {
+        "host": entry.host_cached_tokens,
+        "disk": entry.disk_cached_tokens,
+        "remote": entry.remote_cached_tokens,
+    }
     return {name: tokens for name, tokens in counts.items() if tokens}
 
 

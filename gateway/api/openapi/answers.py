@@ -180,8 +180,8 @@ class WindowAnswer(Struct, frozen=True):
 
 class UsageCounts(Struct, frozen=True):
     """Sums of ledger entries. Money: exact decimal dollars, as strings. `host_cached_tokens`,
-    `disk_cached_tokens`: the parts of `physical_cached_tokens` that were loaded from there; the
-    disk's part includes that of a remote store."""
+    `disk_cached_tokens`, `remote_cached_tokens`: the parts of `physical_cached_tokens` that were
+    loaded from there."""
 
     requests: int
     prompt_tokens: int
@@ -192,6 +192,7 @@ class UsageCounts(Struct, frozen=True):
     physical_cached_tokens: int
     host_cached_tokens: int
     disk_cached_tokens: int
+    remote_cached_tokens: int
     hit_ratio: float | None
     charge_usd: str
     saved_usd: str

@@ -39,8 +39,8 @@ class FirstTokenTimes(Struct, frozen=True):
 class HistorySeries(Struct, frozen=True):
     """Charts: one value per bucket, null in a gap. Money is exact decimal dollars.
 
-    `device_cached_tokens`, `host_cached_tokens`, `disk_cached_tokens`: prompt tokens that were not
-    computed, by the level on which they were found.
+    `device_cached_tokens`, `host_cached_tokens`, `disk_cached_tokens`, `remote_cached_tokens`:
+    prompt tokens that were not computed, by the level on which they were found.
     """
 
     requests: list[int | None]
@@ -53,6 +53,7 @@ class HistorySeries(Struct, frozen=True):
     device_cached_tokens: list[int | None]
     host_cached_tokens: list[int | None]
     disk_cached_tokens: list[int | None]
+    remote_cached_tokens: list[int | None]
     cost_usd: list[str | None]
     uncached_cost_usd: list[str | None]
     first_token_ms_hit: QuantileSeries

@@ -52,18 +52,19 @@ const ghost = (label, values, colour = "ghost") =>
 // The hit ratio: by level where anything came from below the device, else in one line. A level's
 // share is of tokens that were not computed, the one line's of tokens read by contract.
 const LEVELS = [["device", "on the device", "read"], ["host", "in host memory", "out"],
-  ["disk", "on disk", "write"]];
+  ["disk", "on disk", "write"], ["remote", "in the remote store", "violet"]];
 function hitRatio(series, before, sums) {
   const prompts = numbers(series.prompt_tokens), of = (name) => series[`${name}_cached_tokens`];
-  if (!plus(of("host")) && !plus(of("disk"))) {
+  if (!LEVELS.slice(1).some(([name]) => plus(of(name)))) {
     const hits = ratios(numbers(series.read_tokens), prompts);
     return { lines: [line("read from the cache", hits, "read", { isFilled: true,
       total: share(sums.hitRatio) }),
     ...ghost("period before", before && ratios(numbers(before.read_tokens),
       numbers(before.prompt_tokens)))] };
   }
+  const shown = LEVELS.filter(([name]) => name !== "remote" || plus(of(name)));
   return { unit: "of prompt tokens, by where they were found", isStacked: true,
-    lines: LEVELS.map(([name, text, colour]) => line(`found ${text}`,
+    lines: shown.map(([name, text, colour]) => line(`found ${text}`,
       ratios(numbers(of(name)), prompts), colour,
       { total: share(overall(of(name), series.prompt_tokens)) })) };
 }

@@ -55,6 +55,7 @@ def used(request_id: str, at_ms: int) -> UsageEntry:
         epoch="e1",
         host_cached_tokens=2,
         disk_cached_tokens=1,
+        remote_cached_tokens=1,
     )
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.api import CacheGrant, Erase, Erased, Finished, Quota, Retention
+from engine.api import AtRest, CacheGrant, Erase, Erased, Finished, Quota, Retention
 from engine.config import RemoteConfig
 from engine.errors import InvariantViolation
 from engine.levels import loads
 from engine.levels.loads import Loads
 from engine.levels.stored_prefixes import StoredPrefixes
-from engine.moves import Look, Move, RemoteStats, Renew, StorageStats
+from engine.moves import KeepHere, Look, Move, RemoteStats, Renew, StorageStats, StoreRuns
 from tests.checkers import RuleBroken
 from tests.fake_levels import MoveError
 from tests.fakes import OracleError
@@ -268,10 +268,27 @@ def test_what_may_not_be_written_leaves_nothing(world: LeveledWorld) -> None:
 def test_what_may_not_rest_on_disk_stays_in_host_memory() -> None:
     """Not even a promise, and not what an earlier request had queued."""
     world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=replace(leased(13), at_rest=False)))
+    world.run(ask("first", prompt(1), grant=replace(leased(13), at_rest="never")))
 
     assert not world.stored()
     assert world.levels.host_bytes(b"n") > 0
+
+
+@pytest.mark.parametrize(("at_rest", "is_told"), [("remote", 0), ("local", 1), ("never", 1)])
+def test_the_storage_learns_once_what_may_not_leave(at_rest: AtRest, is_told: int) -> None:
+    """Before anything else of that request, also where an earlier one has let copies leave."""
+    world = LeveledWorld(remote=RemoteConfig("s3://bucket", tokens_min=4))
+    world.run(ask("first", prompt(1), grant=leased(13)))
+    for name in ("second", "third"):
+        world.run(ask(name, prompt(2), grant=replace(leased(13), at_rest=at_rest)))
+    world.run(ask("last", prompt(3), grant=leased(13)))
+    assert world.disk is not None
+    told = [one for one in world.disk.commands if isinstance(one, KeepHere)]
+    stores = [one.may_leave for one in world.disk.commands if isinstance(one, StoreRuns)]
+
+    assert told == [KeepHere((b"n",))] * is_told
+    assert stores[0]
+    assert set(stores[1:]) <= {at_rest == "remote"}
 
 
 def test_a_request_that_may_not_read_loads_nothing(world: LeveledWorld) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.api import CacheGrant, Erase, LevelStats
+from engine.api import AT_REST, AtRest, CacheGrant, Erase, Erased, LevelStats
 from engine.errors import InvariantViolation
 from engine.levels.host.slot_remains import SlotRemains
-from engine.moves import StorageStats
+from engine.levels.recovery import Recovery
+from engine.moves import StorageStats, StoreRuns
 from engine.storage.slot_table import SlotTable
 from tests.checkers import RuleBroken
 from tests.fake_levels import FakeKeptSlots, WriterKilled
@@ -176,6 +177,65 @@ def test_an_erasure_reaches_what_is_not_in_the_tree_yet(monkeypatch: pytest.Monk
     assert own.levels.book.accounts.used == 0
 
 
+def half_recovered(monkeypatch: pytest.MonkeyPatch, *, disk: bool = False) -> LeveledWorld:
+    """Return an engine that recovers a copy a turn: three prefixes of n, and one of another."""
+    own = world(disk=disk)
+    for number in (1, 2, 3):
+        own.run(ask(f"first{number}", prompt(number), grant=leased(13)))
+    own.run(ask("other", prompt(1), grant=replace(leased(13), namespace=b"other")))
+    monkeypatch.setattr("engine.levels.levels.AT_START", 1)
+    step = Recovery.step
+    monkeypatch.setattr(Recovery, "step", lambda self, now_s, most=1: step(self, now_s, 1))
+    kill(own)
+    return own
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_an_erasure_in_the_middle_of_a_recovery_takes_turns(
+    monkeypatch: pytest.MonkeyPatch, *, disk: bool
+) -> None:
+    """It is answered once, when nothing is left, with all that goes; nothing of it is found before,
+    and what comes later of that namespace stays.
+    """
+    own = half_recovered(monkeypatch, disk=disk)
+    before, answers = own.levels.host_bytes(b"n"), list[Erased]()
+    for call_id in (1, 2):
+        own.core.erase(Erase(call_id, b"n"), answers.append)
+    is_open = not answers and own.levels.host_bytes(b"n") > 0
+    found = own.below(prompt(1))
+    own.run(ask("later", prompt(4), grant=leased(13)))
+    own.settle()
+    left = [kept_of(own).table.read(slot) for slot in range(kept_of(own).table.slots)]
+    prefixes = [one.run for one in left if one is not None and one.namespace == b"n"]
+
+    assert is_open
+    assert found == (0, {})
+    assert sorted(one.call_id for one in answers) == [1, 2]
+    assert sum(one.levels[0].bytes for one in answers) == before
+    assert sum(one.levels[0].blocks for one in answers) * 1000 == before
+    assert len(answers[0].levels) == 1 + disk
+    assert len(prefixes) == 3
+    assert own.below(prompt(4))[1] or own.peek(b"n", prompt(4))
+    kill(own)
+    own.settle()
+    assert own.below(prompt(1)) == (0, {})
+    assert own.levels.host_bytes(b"other") == 3000
+
+
+def test_an_erasure_of_a_part_brings_its_namespace_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is named is known by the tree; other namespaces keep their turns."""
+    own = half_recovered(monkeypatch)
+    answers = list[Erased]()
+    own.core.erase(Erase(1, b"n", tokens=prompt(1)[:12]), answers.append)
+
+    assert answers
+    assert own.below(prompt(1)) == (0, {"host": 8})
+    assert own.below(prompt(2)) == (0, {"host": 12})
+    assert own.levels.is_busy
+    own.settle()
+    assert own.levels.host_bytes(b"other") == 3000
+
+
 def test_no_slot_is_given_out_before_the_old_storage_process_has_ended() -> None:
     """Copies that lie there are loaded all the same."""
     own = world()
@@ -192,9 +252,11 @@ def test_no_slot_is_given_out_before_the_old_storage_process_has_ended() -> None
     assert own.levels.book.accounts.used > used
 
 
-@pytest.mark.parametrize("at_rest", [False, True])
-def test_what_may_not_rest_on_disk_is_not_stored_after_a_restart(*, at_rest: bool) -> None:
-    """Though none of its requests has come to the new engine; the control is stored."""
+@pytest.mark.parametrize("at_rest", AT_REST)
+def test_what_may_not_rest_on_disk_is_not_stored_after_a_restart(at_rest: AtRest) -> None:
+    """Though none of its requests has come to the new engine; what may is stored, and the storage
+    is told whether it may go on to a remote store.
+    """
     own = world(disk=True)
     assert own.disk is not None
     own.disk.is_away = True
@@ -204,7 +266,9 @@ def test_what_may_not_rest_on_disk_is_not_stored_after_a_restart(*, at_rest: boo
     own.disk.beat(StorageStats("open"))
     own.run(ask("other", prompt(3), grant=CacheGrant(b"other", PAYER)))
 
-    assert len(own.stored()) == (2 if at_rest else 0)
+    stores = [one for one in own.disk.commands if isinstance(one, StoreRuns)]
+    assert len(own.stored()) == (0 if at_rest == "never" else 2)
+    assert {one.may_leave for one in stores if one.namespace == b"n"} <= {at_rest == "remote"}
     assert own.below(prompt(1)) == (0, {"host": 12})
 
 

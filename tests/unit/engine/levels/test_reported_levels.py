@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from engine.api import CacheGrant, Erase
+from engine.api import Erase
 from engine.client.namespace_stats import NamespaceTable
-from tests.unit.engine.levels.leveled_worlds import PAYER, LeveledWorld, ask, leased, prompt
+from tests.unit.engine.levels.leveled_worlds import LeveledWorld, ask, leased, prompt
 
 
 def test_the_disks_namespaces_are_known_after_a_restart() -> None:
@@ -30,7 +30,7 @@ def test_the_disks_namespaces_are_known_after_a_restart() -> None:
 def test_what_a_tenant_keeps_off_the_disk_is_not_stored() -> None:
     """Host memory may have it; promised or not, used again or not."""
     world = LeveledWorld()
-    never = replace(leased(13), at_rest=False)
+    never = replace(leased(13), at_rest="never")
     for name in ("first", "again"):
         world.run(ask(name, prompt(1), grant=never))
     world.push_out()
@@ -54,4 +54,3 @@ def test_statistics_tell_owners_and_choices() -> None:
     assert (disk.chosen_total, disk.pending_erasures) == (0, 0)
     world.core.erase(Erase(1, b"n"))
     assert world.core.stats().levels[1].pending_erasures == 1
-    assert CacheGrant(b"n", PAYER).at_rest

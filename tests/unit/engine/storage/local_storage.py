@@ -13,6 +13,7 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    KeepHere,
     Look,
     Renew,
     SetStoredQuotas,
@@ -95,6 +96,8 @@ class LocalStorage:
                 self._outcomes.append(receipt)
             case SetStoredQuotas():
                 self.store.set_quotas(command.quotas)
+            case KeepHere():
+                self.store.keep_here(command.namespaces)
 
     def _fetched(self, plan: PlannedRead) -> None:
         self._outcomes.append(self.store.finish_read(plan))

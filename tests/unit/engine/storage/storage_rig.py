@@ -103,6 +103,7 @@ class StorageRig:
         payer: bytes = b"payer",
         fidelity: Fidelity = "exact",
         slot_bytes: int | None = None,
+        may_leave: bool = True,
     ) -> StoreRuns:
         """Fill slots from 0 on, and return the command that stores them below `above`."""
         runs, size = [], slot_bytes or self.slot_bytes
@@ -113,7 +114,8 @@ class StorageRig:
             check = xxhash.xxh3_128_digest(data)
             runs.append(RunToStore(run, number, check, limit_s, promise_s))
         return StoreRuns(
-            self.call_id(), namespace, payer, parent, tuple(runs), size, lease_ids, fidelity
+            *(self.call_id(), namespace, payer, parent, tuple(runs), size, lease_ids),
+            *(fidelity, may_leave),
         )
 
     def send_store(self, command: StoreRuns) -> Stored:

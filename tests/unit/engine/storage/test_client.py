@@ -16,6 +16,7 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    KeepHere,
     Look,
     Looked,
     SetStoredQuotas,
@@ -171,6 +172,18 @@ def test_quotas_are_told_to_each_new_process(scripts: Scripts) -> None:
     process = first_process(scripts)
 
     assert process.commands() == [SetStoredQuotas((quota,))]
+
+
+def test_what_may_not_leave_is_told_to_each_new_process(scripts: Scripts) -> None:
+    """Once a namespace, whenever it was said."""
+    for _ in range(2):
+        scripts.client.send(KeepHere((A,)))
+    process = first_process(scripts)
+    again = KeepHere((b"b",))
+    scripts.client.send(again)
+
+    assert process.commands() == [KeepHere((A,)), again]
+    assert scripts.client.poll() == []
 
 
 def test_a_process_without_its_disk_gets_erasures_alone(scripts: Scripts) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import apsw
 import pytest
 
-from engine.moves import EraseStored, Fetch
-from engine.storage.index import LOG_BYTES_MAX
+from engine.moves import EraseStored, Fetch, KeepHere
+from engine.storage.index import INDEX_NAME, LOG_BYTES_MAX
 from engine.storage.plans import PlannedRead
 from engine.storage.rebuild import EmptiedRemote, empty_remote, rebuild_index, verify_store
 from engine.storage.record import pack_run, place_bytes_of
@@ -433,6 +434,106 @@ def test_without_its_address_the_rows_stay_and_nothing_is_found_there(
 
     assert without == ["" if one == "remote" else one for one in where]
     assert levels_of(rig, range(16)) == where
+
+
+# -- what may not leave the machine -------------------------------------------------------------
+
+
+def keep(rig: LocalRig, namespace: bytes, numbers: range, promise_s: float = 0.0) -> list[int]:
+    """Store prefixes of one run that may not leave, with turns between; return their ids."""
+    ids: list[int] = []
+    for number in numbers:
+        rig.clock.advance(1.0)
+        command = rig.store_command(
+            namespace, path_of(number), promise_s=promise_s, may_leave=False
+        )
+        ids += rig.send_store(command).record_ids
+        rig.local.turn()
+    return ids
+
+
+def owners_of(objects: FaultyObjects) -> set[str]:
+    """Return the part of the objects' names that says the namespace."""
+    return {name.split("/")[1] for name in objects.objects}
+
+
+def test_what_may_not_leave_is_put_at_no_time(make: MakeRig, objects: FaultyObjects) -> None:
+    """Promised, renewed, next to be dropped, or found by a new process: it rests on the disk or
+    nowhere. Another namespace's is put beside it all the while.
+    """
+    rig = make(places=8)
+    promised = keep(rig, A, range(2), promise_s=600.0)
+    for number in range(2, 8):
+        keep(rig, A, range(number, number + 1))
+        rig.store(B, path_of(number))
+        rig.local.turn()
+    rig.renew(A, promised, promise_s=900.0)
+    rig.local.turn()
+    rig.reopen()
+    for _ in range(4):
+        rig.clock.advance(1.0)
+        rig.local.turn()
+    here, there = levels_of(rig, range(8)), levels_of(rig, range(2, 8), B)
+
+    assert here[:2] == ["disk", "disk"]
+    assert set(here) == {"disk", ""}
+    assert there.count("remote") >= 4
+    assert len(owners_of(objects)) == 1
+    rig.disk.check()
+
+
+def test_who_may_not_leave_any_more_stays(make: MakeRig, objects: FaultyObjects) -> None:
+    """Whatever earlier stores said, or say that were under way; a new process knows it. What is
+    there is found as before, until it is erased.
+    """
+    rig = make()
+    before = rig.store(A, LONG, promise_s=60.0)
+    rig.local.turn()
+    rig.storage.send(KeepHere((A, b"unknown")))
+    after = rig.store(A, path_of(70), promise_s=60.0)  # it was sent before, and came late
+    rig.renew(A, [*before, *after], promise_s=90.0)
+    rig.local.turn()
+    count = len(objects.objects)
+    rig.reopen()
+    rig.local.turn()
+
+    assert (count, len(objects.objects)) == (5, 5)
+    assert rig.fetch(A, after) == [wide(A, path_of(70))]
+    assert rig.erase(A).code == ""
+    assert objects.objects == {}
+
+
+def test_an_object_under_way_to_leave_too_late_is_deleted(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """Its put had begun before the tenant's word came."""
+    rig = make()
+    gate = objects.gates["put"] = Event()
+    (record_id,) = rig.store(A, LONG[:RUN], promise_s=60.0)
+    rig.disk.maintain()
+    assert objects.has_come.wait(20.0)
+    rig.storage.send(KeepHere((A,)))
+    gate.set()
+    rig.local.pump()
+    was_there = len(objects.objects)
+    rig.local.turn()
+
+    assert (was_there, objects.objects) == (1, {})
+    assert rig.fetch(A, [record_id]) == [wide(A, LONG[:RUN])]
+    rig.disk.check()
+
+
+def test_an_erasure_leaves_no_word_of_who_may_leave(make: MakeRig) -> None:
+    """The index has no row of the namespace; the next store says it anew."""
+    rig = make()
+    rig.store(A, LONG)
+    rig.store(B, LONG)
+    rig.erase(A)
+    rig.local.close()
+    with closing(apsw.Connection(str(rig.folder / INDEX_NAME))) as index:
+        rows = index.execute("select count(*) from leaving").fetchall()
+
+    assert rows == [(1,)]
 
 
 # -- while no server runs -----------------------------------------------------------------------

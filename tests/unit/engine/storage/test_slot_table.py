@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine.api import AT_REST
 from engine.errors import InvariantViolation
 from engine.storage.slot_table import ENTRY_BYTES, HEADER_BYTES, SlotEntry, SlotTable, table_bytes
 from tests.fake_levels import KillableMemory, WriterKilled
@@ -31,7 +32,7 @@ entries = st.builds(
     hits=st.integers(0, 2**32 - 1),
     fidelity=st.sampled_from(["exact", "near", "rough"]),
     format=st.sampled_from(["", "int8c"]),
-    may_rest=st.booleans(),
+    at_rest=st.sampled_from(AT_REST),
     leases=st.lists(st.text(max_size=6), max_size=3).map(tuple),
 )
 

@@ -84,13 +84,15 @@ def test_levels_have_columns_where_anything_came_from_them(
     with closing(store), closing(Ledger(store, lambda: NOW_MS)) as ledger:
         counts = (1_000, 900, 0, 100, 7, 900)
         one = UsageEntry("leveled", 1, 1, "small", "done", NOW_MS, NOW_MS, *counts)
-        ledger.settle(replace(one, host_cached_tokens=600, disk_cached_tokens=200)).result(20)
+        one = replace(one, host_cached_tokens=600, disk_cached_tokens=150, remote_cached_tokens=50)
+        ledger.settle(one).result(20)
     _, after, _ = run("usage")
     (ada,) = data_of(run, "usage", "--tenant", "ada")
 
     assert "host" not in before.split("\n")[0]
-    assert after.split("\n")[0].split()[4:8] == ["hit", "%", "host", "disk"]
-    assert (ada["host_cached_tokens"], ada["disk_cached_tokens"]) == (600, 200)
+    assert after.split("\n")[0].split()[4:9] == ["hit", "%", "host", "disk", "remote"]
+    found = [ada[f"{level}_cached_tokens"] for level in ("host", "disk", "remote")]
+    assert found == [600, 150, 50]
 
 
 def test_programs_get_every_column_and_exact_numbers(run: Run) -> None:

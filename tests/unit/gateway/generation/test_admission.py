@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api import EngineInfo, Grammar, Request, Sampling, Stats
+from engine.api import AT_REST, AtRest, EngineInfo, Grammar, Request, Sampling, Stats
 from gateway.caching.namespaces import namespace_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rendered
@@ -104,22 +104,26 @@ def test_each_request_has_its_prompts_grammar() -> None:
     assert (first.grammar, second.grammar) == (grammar, None)
 
 
-def test_grant_has_the_requests_fidelity_and_whether_its_kv_may_rest() -> None:
-    """Of a shared scope, its owner or the member may forbid the disk."""
+def test_grant_has_the_requests_fidelity_and_where_its_kv_may_rest() -> None:
+    """Of a shared scope, what its owner and the member both allow."""
     call = Call("m", (Prompt(),), GenerationParameters())
-    owner = SharedScope(1, "docs", 2, CachePolicy(at_rest="never"))
-    member = msgspec.structs.replace(identity(fidelity="near"), scope=owner)
 
-    def grant(who: Identity, asked: Fidelity | None = None) -> tuple[str, bool]:
+    def member(at_rest: AtRest, owners: AtRest) -> Identity:
+        owner = SharedScope(1, "docs", 2, CachePolicy(at_rest=owners))
+        return msgspec.structs.replace(identity(fidelity="near", at_rest=at_rest), scope=owner)
+
+    def grant(who: Identity, asked: Fidelity | None = None) -> tuple[str, str]:
         one = msgspec.structs.replace(call, fidelity=asked)
         (request,) = admit(one, [Rendered((1,))], who, "id", NOW, b"namespace")
         return request.grant.fidelity, request.grant.at_rest
 
-    assert grant(identity()) == ("exact", True)
-    assert grant(identity(fidelity="rough")) == ("rough", True)
-    assert grant(identity(fidelity="rough"), "near") == ("near", True)
-    assert grant(identity(at_rest="never")) == ("exact", False)
-    assert grant(member) == ("near", False)
+    assert grant(identity()) == ("exact", "local")
+    assert grant(identity(fidelity="rough")) == ("rough", "local")
+    assert grant(identity(fidelity="rough"), "near") == ("near", "local")
+    for word in AT_REST:
+        assert grant(identity(at_rest=word)) == ("exact", word)
+        assert grant(member("remote", word)) == grant(member(word, "remote")) == ("near", word)
+    assert grant(member("local", "never")) == ("near", "never")
 
 
 def test_grant_is_no_better_than_the_kv_of_the_engine() -> None:

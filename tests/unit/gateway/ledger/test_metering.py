@@ -29,7 +29,7 @@ RECORD = UsageRecord(
     fresh=6,
     out=3,
     physical_cached=4,
-    loaded={"host": 2, "disk": 1},
+    loaded={"host": 1, "disk": 1, "remote": 1},
 )
 
 
@@ -74,10 +74,11 @@ async def test_settles_hold_into_entry_with_disjoint_counts(metering: MeteringLe
 
     (row,) = metering.store.query(
         "select prompt_tokens, cache_read_tokens, cache_write_tokens, fresh_tokens, output_tokens,"
-        " physical_cached_tokens, host_cached_tokens, disk_cached_tokens from ledger"
+        " physical_cached_tokens, host_cached_tokens, disk_cached_tokens, remote_cached_tokens"
+        " from ledger"
     )
     assert (held, metering.ledger.open_holds()) == (1, 0)
-    assert row == (10, 4, 0, 6, 3, 4, 2, 1)
+    assert row == (10, 4, 0, 6, 3, 4, 1, 1, 1)
 
 
 async def test_settling_twice_keeps_the_first(metering: MeteringLedger) -> None:

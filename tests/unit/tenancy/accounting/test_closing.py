@@ -219,7 +219,8 @@ def test_database_refuses_rows_in_closed_days(store: Store, ledger: Ledger, wall
         " prompt_tokens, cache_read_tokens, cache_write_tokens, fresh_tokens, output_tokens,"
         " physical_cached_tokens, reads, writes, workspace, tier, dialect,"
         " recomputed_promised_tokens, ttft_ms, epoch, rate_card_id, charge_pico, saved_pico,"
-        " booked_ms, chain, host_cached_tokens, disk_cached_tokens from ledger"
+        " booked_ms, chain, host_cached_tokens, disk_cached_tokens, remote_cached_tokens"
+        " from ledger"
     )
     for statement in (copied, "delete from closes", "update closes set entries = 0"):
         with pytest.raises(ConstraintBroken), store.change() as db:

@@ -50,6 +50,7 @@ def entry(number: int) -> UsageEntry:
         ttft_ms=None if number % 5 == 0 else 10 + number,
         host_cached_tokens=number // 4,
         disk_cached_tokens=number // 8,
+        remote_cached_tokens=number // 16,
     )
 
 
@@ -90,7 +91,7 @@ def facts(total: UsageTotal) -> tuple[int, ...]:
         *(total.requests, total.prompt_tokens, total.cache_read_tokens, total.cache_write_tokens),
         *(total.fresh_tokens, total.output_tokens, total.physical_cached_tokens, total.hits),
         *(total.ttft_hits, total.ttft_hit_ms, total.charge_pico, total.saved_pico),
-        *(total.host_cached_tokens, total.disk_cached_tokens),
+        *(total.host_cached_tokens, total.disk_cached_tokens, total.remote_cached_tokens),
     )
 
 
@@ -106,6 +107,7 @@ def in_words(entries: list[UsageEntry]) -> tuple[int, ...]:
         *(len(timed), sum(e.ttft_ms or 0 for e in timed)),
         *(sum(e.charge_pico for e in entries), sum(e.saved_pico for e in entries)),
         *(sum(e.host_cached_tokens for e in entries), sum(e.disk_cached_tokens for e in entries)),
+        sum(e.remote_cached_tokens for e in entries),
     )
 
 

@@ -417,7 +417,7 @@ def test_concurrent_changes_do_not_undo_each_other(store: Store, wall: Wall) -> 
         ({"promised_blocks_max": -1}, "promised_blocks_max"),
         ({"tier": ""}, "invalid tier name"),
         ({"fidelity": "lossy"}, "fidelity: 'lossy'; expected one of 'exact', 'near', 'rough'"),
-        ({"at_rest": "remote"}, "at_rest: 'remote'; expected one of 'local', 'never'"),
+        ({"at_rest": "bucket"}, "at_rest: 'bucket'; expected one of 'local', 'remote', 'never'"),
         ({"requests_per_minute": 0}, "expected 1 to"),
         ({"tokens_per_minute": 10**30}, "expected 1 to"),
     ],

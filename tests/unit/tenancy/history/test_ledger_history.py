@@ -24,6 +24,7 @@ ONE = LedgerBucket(
     physical_cached_tokens=5,
     host_cached_tokens=2,
     disk_cached_tokens=1,
+    remote_cached_tokens=1,
     charge_pico=2 * 100 + 5 * 10 + 3 * 200 + 4 * 300,
     saved_pico=5 * 90 - 3 * 100,
 )
@@ -55,8 +56,8 @@ def test_long_buckets_come_from_sums(filled: Store, step_ms: int) -> None:
     (bucket,) = ledger_history(filled, since_ms, since_ms + 2 * DAY_MS, step_ms).values()
 
     assert (bucket.requests, bucket.charge_pico) == (3, 3 * ONE.charge_pico)
-    found = bucket.device_cached_tokens, bucket.host_cached_tokens, bucket.disk_cached_tokens
-    assert found == (6, 6, 3)
+    assert (bucket.device_cached_tokens, bucket.host_cached_tokens) == (3, 6)
+    assert (bucket.disk_cached_tokens, bucket.remote_cached_tokens) == (3, 3)
 
 
 def test_filters_by_tenant_and_model(filled: Store) -> None:

@@ -26,7 +26,7 @@ from tests.unit.tenancy.conftest import Wall
 
 PATIENCE_S = 20
 CARD = RateCard("std", input=2, output=10, cache_read=1, cache_write={"5m": 3})
-PROGRESS = Progress({"1h": 4}, {"5m": 6}, 10, 3, 5, 0, 2, 1)
+PROGRESS = Progress({"1h": 4}, {"5m": 6}, 10, 3, 5, 0, 2, 1, 1)
 CHARGE = 4 * 1 + 6 * 3 + 10 * 2 + 3 * 10
 
 
@@ -86,6 +86,7 @@ def test_dead_hold_is_settled_to_its_last_note(store: Store, wall: Wall) -> None
         saved_pico=4 * 1 - 6 * 1,
         host_cached_tokens=2,
         disk_cached_tokens=1,
+        remote_cached_tokens=1,
     )
     assert (state.spent_pico, state.reserved_pico) == (CHARGE, 0)
     assert check_books(store) == []

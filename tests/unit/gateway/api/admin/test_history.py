@@ -31,6 +31,7 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 NOW_MS = 20_000 * DAY_MS + 5 * HOUR_MS + 1
 LONG = "one " * 40
+LEVELS = ("device", "host", "disk", "remote")
 
 
 @pytest.fixture
@@ -235,15 +236,15 @@ async def test_cached_tokens_are_told_by_level(admin: AdminClient) -> None:
     at_ms = wall_ms()
     counts = (100, 90, 0, 10, 1, 90)
     entry = UsageEntry("leveled", 1, 1, gateway.model, "done", at_ms, at_ms, *counts)
-    entry = replace(entry, host_cached_tokens=50, disk_cached_tokens=30)
+    entry = replace(entry, host_cached_tokens=50, disk_cached_tokens=20, remote_cached_tokens=10)
     await gateway.gateway.ledger.write(entry)
 
     for wanted in ("tenant=ada", f"model={gateway.model}"):
         series = (await history(admin, f"range=1h&{wanted}"))["series"]
-        found = [sum(known(series[f"{name}_cached_tokens"])) for name in ("device", "host", "disk")]
-        assert found == [10, 50, 30]
+        found = {name: sum(known(series[f"{name}_cached_tokens"])) for name in LEVELS}
+        assert found == {"device": 10, "host": 50, "disk": 20, "remote": 10}
     status, body = await admin.ask("GET", "/admin/v1/requests/leveled")
-    assert (status, body["loaded_tokens"]) == (200, {"host": 50, "disk": 30})
+    assert (status, body["loaded_tokens"]) == (200, {"host": 50, "disk": 20, "remote": 10})
 
 
 async def test_csv_has_a_row_per_bucket(admin: AdminClient) -> None:
