@@ -28,6 +28,8 @@ from engine.moves import (
     Fetched,
     Look,
     Looked,
+    Recall,
+    Recalled,
     Renew,
     Renewed,
     SetStoredQuotas,
@@ -437,5 +439,7 @@ def failures_of(
             yield StoredErased(command.call_id, code="closed")
         case Renew():
             yield Renewed(command.call_id, code="closed")
+        case Recall():
+            yield Recalled(command.call_id, code="closed")
         case SetStoredQuotas():
             pass

@@ -9,6 +9,8 @@ this module. The first frame is `DiskSettings`. Pure: bytes in, messages out.
                              ◀─────────── StorageStats     at once, then each `heartbeat_s`
       Store, Look, Fetch … ─────────────▶
                              ◀─────────── Stored, Looked, Fetched …
+      Recall ───────────────────────────▶
+                             ◀─────────── Recalled         the next promised records
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from engine.storage.sealing.unlocking import SealSettings
 
 FRAME_BYTES_MAX = 64 * 2**20
 NAMESPACES_PER_FRAME = 4_096
-STORAGE_VERSION = 2
+STORAGE_VERSION = 3
 """Version of these messages: both ends come from one installation."""
 _LENGTH = struct.Struct("<I")
 

@@ -34,6 +34,8 @@ from engine.moves import (
     Fetched,
     Look,
     Looked,
+    Recall,
+    Recalled,
     Renew,
     Renewed,
     SetStoredQuotas,
@@ -344,6 +346,8 @@ class StorageService:
                 self._waiting.append(message)
             case Renew():
                 self._send(store.renew(message))
+            case Recall():
+                self._send(store.recall(message))
             case EraseStored():
                 self._erase(store, message)
             case SetStoredQuotas():
@@ -365,6 +369,8 @@ class StorageService:
                 self._send(StoredErased(message.call_id, code="closed"))
             case Renew():
                 self._send(Renewed(message.call_id, code="closed"))
+            case Recall():
+                self._send(Recalled(message.call_id, code="closed"))
             case _:
                 pass
 

@@ -14,6 +14,7 @@ from engine.moves import (
     Fetch,
     Fetched,
     Look,
+    Recall,
     Renew,
     SetStoredQuotas,
     SlotLayout,
@@ -84,6 +85,8 @@ class LocalStorage:
                 self._outcomes += outcomes
             case Renew():
                 self._outcomes.append(self.store.renew(command))
+            case Recall():
+                self._outcomes.append(self.store.recall(command))
             case EraseStored():
                 receipt = self.store.erase(command)
                 self.wipe()

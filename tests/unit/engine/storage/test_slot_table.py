@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.errors import InvariantViolation
+from engine.moves import PromiseTerms
 from engine.storage.slot_table import ENTRY_BYTES, HEADER_BYTES, SlotEntry, SlotTable, table_bytes
 from tests.fake_levels import KillableMemory, WriterKilled
 
@@ -33,6 +35,10 @@ entries = st.builds(
     format=st.sampled_from(["", "int8c"]),
     may_rest=st.booleans(),
     leases=st.lists(st.text(max_size=6), max_size=3).map(tuple),
+    terms=st.none()
+    | st.builds(
+        PromiseTerms, name=st.text(max_size=6), renew_promise_s=st.sampled_from([-math.inf, 3600.0])
+    ),
 )
 
 
