@@ -11,6 +11,7 @@ and whatever is not *done* has failed; there is no third kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -26,6 +27,9 @@ FidelityBytes = api.FidelityBytes
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
+WHOLE = "whole"
+"""The format of a copy with a run's blocks of all KV groups, as they are; another one has the block
+of group 0 alone."""
 ALIGNMENT = 64
 """Bytes: slots begin at multiples, for the vector instructions that pack and unpack them."""
 
@@ -98,9 +102,10 @@ def stride_of(slot_bytes: int) -> int:
 class Move(Struct, frozen=True, gc=False):
     """Copy the device's block `block` to host slot `slot` (`offload`), or back (`load`).
 
-    The caller holds block and slot until the outcome. `check`: for a load, the digest that the
+    The caller holds blocks and slot until the outcome. `check`: for a load, the digest that the
     slot's bytes must have; empty where it need not be checked. `format`: the packed format of the
-    copy; empty: the block's own bytes.
+    copy, or `WHOLE`; empty: the block's own bytes. `beside`: with `WHOLE`, the blocks of the window
+    groups in their order; below 0 for one that a load does not fill.
     """
 
     move_id: int
@@ -109,6 +114,7 @@ class Move(Struct, frozen=True, gc=False):
     slot: int
     check: bytes = b""
     format: str = ""
+    beside: tuple[int, ...] = ()
 
 
 class Moved(Struct, frozen=True, gc=False):
@@ -152,10 +158,28 @@ class TransferEngine(Protocol):
 # -- storage ------------------------------------------------------------------------------------
 
 
+class PromiseTerms(Struct, frozen=True):
+    """How a promise is counted and renewed, for the engine that takes it over.
+
+    `name`: the retention class that it is counted under. A read moves its end to `renew_promise_s`
+    and its limit to `renew_limit_s` after the read, the end of a use to `use_*_s` after that, under
+    the class `renew_name` or `use_name`; minus infinity where nothing does.
+    """
+
+    name: str
+    renew_name: str = ""
+    use_name: str = ""
+    renew_limit_s: float = -math.inf
+    renew_promise_s: float = -math.inf
+    use_limit_s: float = -math.inf
+    use_promise_s: float = -math.inf
+
+
 class RunToStore(Struct, frozen=True):
     """One full run of tokens whose copy lies in `slot`, with the digest `check` of its bytes.
 
     `limit_s`: not matched after; None: no limit. `promise_s`: not dropped before; 0: no promise.
+    `terms`: of that promise.
     """
 
     tokens: tuple[int, ...]
@@ -163,6 +187,7 @@ class RunToStore(Struct, frozen=True):
     check: bytes
     limit_s: float | None = None
     promise_s: float = 0.0
+    terms: PromiseTerms | None = None
 
 
 class StoreRuns(Struct, frozen=True, tag="store"):
@@ -260,6 +285,7 @@ class Renew(Struct, frozen=True, tag="renew"):
     """Note a use of records, and lengthen their limits and promises. The outcome is one `Renewed`.
 
     `limit_s` None: limits stay as they are. `lease_ids`: leases that cover these records, too.
+    `terms`: of the promise, None where they stay as they are.
     """
 
     call_id: Count
@@ -268,6 +294,7 @@ class Renew(Struct, frozen=True, tag="renew"):
     limit_s: float | None = None
     promise_s: float = 0.0
     lease_ids: tuple[str, ...] = ()
+    terms: PromiseTerms | None = None
 
 
 class Renewed(Struct, frozen=True, tag="renewed"):
@@ -276,6 +303,46 @@ class Renewed(Struct, frozen=True, tag="renewed"):
 
     call_id: Count
     gone: tuple[RecordId, ...] = ()
+    code: str = ""
+
+
+class Recall(Struct, frozen=True, tag="recall"):
+    """Tell the next `most` promised records behind the record `after`, with those that they hang
+    on, the first ones where it is `ROOT`. The outcome is one `Recalled`."""
+
+    call_id: Count
+    after: RecordId = ROOT
+    most: Count = 128
+
+
+class RecalledRun(Struct, frozen=True):
+    """A record that is promised, or that a promised one hangs on; parents come before children.
+
+    `promise_s`: 0 for one that is not promised itself. `terms`: None where they are not known.
+    `lease_ids`: the leases that cover it. Otherwise as `StoredRun`.
+    """
+
+    record_id: RecordId
+    parent: RecordId
+    namespace: Namespace
+    payer: Payer
+    tokens: tuple[int, ...]
+    fidelity: Fidelity
+    slot_bytes: Count
+    limit_s: float | None = None
+    promise_s: float = 0.0
+    terms: PromiseTerms | None = None
+    lease_ids: tuple[str, ...] = ()
+    level: Literal["disk", "remote"] = "disk"
+
+
+class Recalled(Struct, frozen=True, tag="recalled"):
+    """The outcome of a `Recall`. `last`: the record to go on behind; `ROOT` where there are no
+    more. `code` is not empty where nothing is known, since the storage is away."""
+
+    call_id: Count
+    runs: tuple[RecalledRun, ...] = ()
+    last: RecordId = ROOT
     code: str = ""
 
 
@@ -356,8 +423,10 @@ class StorageStats(Struct, frozen=True, tag="storage_stats"):
     remote: RemoteStats | None = None
 
 
-StorageCommand = StoreRuns | Look | Fetch | Renew | EraseStored | SetStoredQuotas | KeepHere
-StorageOutcome = Stored | Looked | Fetched | Renewed | StoredErased | StorageStats
+StorageCommand = (
+    StoreRuns | Look | Fetch | Renew | Recall | EraseStored | SetStoredQuotas | KeepHere
+)
+StorageOutcome = Stored | Looked | Fetched | Renewed | Recalled | StoredErased | StorageStats
 
 
 class Storage(Protocol):

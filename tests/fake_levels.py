@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import xxhash
 
-from engine.api import Namespace
+from engine.api import Namespace, Payer
 from engine.moves import (
     ROOT,
+    WHOLE,
     EraseStored,
     Fetch,
     Fetched,
@@ -25,6 +26,10 @@ from engine.moves import (
     Looked,
     Move,
     Moved,
+    PromiseTerms,
+    Recall,
+    Recalled,
+    RecalledRun,
     RecordId,
     Renew,
     Renewed,
@@ -44,6 +49,15 @@ from engine.storage.slot_table import SlotTable, table_bytes
 from tests.fakes import BROKEN, FakeRunner, Slot
 
 Content = tuple[Slot | None, ...]
+
+
+RECALLED_MAX = 2
+"""Records that the fake storage tells at once of those that are promised."""
+
+
+def whole_of(groups: int) -> tuple[SlotFormat, SlotFormat]:
+    """Return the formats of a model with so many KV groups."""
+    return PLAIN, SlotFormat(WHOLE, groups * PLAIN.slot_bytes)
 
 
 class MoveError(AssertionError):
@@ -108,7 +122,9 @@ class FakeTransferEngine:
         for move in moves:
             self.layout.offset(move.slot, self.size_of(move.format))
             if move.kind == "load":
-                self._write(move.block, [BROKEN] * self._runner().block_size)
+                for block in (move.block, *move.beside):
+                    if block >= 0:
+                        self._write(block, [BROKEN] * self._runner().block_size)
             self._moves.append((self._chance.randint(0, self._weather.polls_max), move))
 
     def poll(self) -> list[Moved]:
@@ -149,7 +165,8 @@ class FakeTransferEngine:
         """End in the middle of every move."""
         for _, move in self._moves:
             if move.kind == "offload":
-                self.write(move.slot, (BROKEN,) * self._runner().block_size, move.format)
+                size = self._runner().block_size * (1 + len(move.beside))
+                self.write(move.slot, (BROKEN,) * size, move.format)
 
     def _run(self, move: Move) -> Moved:
         if self._chance.random() < self._weather.fails:
@@ -157,6 +174,8 @@ class FakeTransferEngine:
         if move.format and move.kind == "offload" and self._chance.random() < self.unpackable:
             return Moved(move.move_id, is_done=False, is_unpackable=True)
         size, slots = self._runner().block_size, self._runner().slots
+        if move.format == WHOLE:
+            return self._run_whole(move)
         if move.format:
             found = self.contents[move.slot] if move.kind == "load" else slots[move.block * size :]
             self.packed |= {one[0] for one in found[:size] if one is not None}
@@ -171,6 +190,28 @@ class FakeTransferEngine:
         if move.check and move.check != digest(content):
             return Moved(move.move_id, is_done=False, is_damaged=True)
         self._write(move.block, content)
+        self.copied += 1
+        return Moved(move.move_id, is_done=True, seconds=self._weather.seconds)
+
+    def _run_whole(self, move: Move) -> Moved:
+        """Copy the blocks of all KV groups; a load leaves those below 0 alone."""
+        size, slots = self._runner().block_size, self._runner().slots
+        blocks = (move.block, *move.beside)
+        if len(blocks) * PLAIN.slot_bytes != self.size_of(WHOLE):
+            raise MoveError(f"{move}: blocks of {len(blocks)} groups")
+        if move.kind == "offload":
+            content = tuple(x for b in blocks for x in slots[b * size : (b + 1) * size])
+            self.write(move.slot, content, WHOLE)
+            self.copied += 1
+            return Moved(move.move_id, True, digest(content), self._weather.seconds)
+        content = self.contents[move.slot]
+        if self.written[move.slot] != WHOLE:
+            raise MoveError(f"{move}: the slot was written as {self.written[move.slot]!r}")
+        if move.check and move.check != digest(content):
+            return Moved(move.move_id, is_done=False, is_damaged=True)
+        for number, block in enumerate(blocks):
+            if block >= 0:
+                self._write(block, content[number * size : (number + 1) * size])
         self.copied += 1
         return Moved(move.move_id, is_done=True, seconds=self._weather.seconds)
 
@@ -203,7 +244,8 @@ class KillableMemory(bytearray):
 
 
 class FakeKeptSlots:
-    """`engine.levels.recovery.KeptSlots` in memory: a table, and the slots of each engine in turn.
+    """`engine.levels.restarts.recovery.KeptSlots` in memory: a table, and the slots of each engine
+    in turn.
 
     `is_shared`: a process of the engine before still uses the slots.
     """
@@ -249,6 +291,8 @@ class Record:
     leases: frozenset[str]
     form: SlotFormat = PLAIN
     promise_at_s: float = 0.0
+    payer: Payer = b""
+    terms: PromiseTerms | None = None
 
 
 class FakeStorage:
@@ -350,6 +394,8 @@ class FakeStorage:
             self._fetch(command)
         elif isinstance(command, Renew):
             self._renew(command)
+        elif isinstance(command, Recall):
+            self._recall(command)
         elif isinstance(command, EraseStored):
             self._erase(command)
 
@@ -383,7 +429,8 @@ class FakeStorage:
                 self.records[known] = Record(
                     command.namespace, parent, run.tokens, content, leases, form
                 )
-            self._promise(known, run.promise_s)
+                self.records[known].payer = command.payer
+            self._promise(known, run.promise_s, run.terms)
             made.append(known)
             parent = known
         self._ready.append(Stored(command.call_id, tuple(made), code))
@@ -440,13 +487,45 @@ class FakeStorage:
             if record is None or record.namespace != command.namespace:
                 gone.append(record_id)
             else:
-                self._promise(record_id, command.promise_s)
+                self._promise(record_id, command.promise_s, command.terms)
                 record.leases |= frozenset(command.lease_ids)
         self._ready.append(Renewed(command.call_id, tuple(gone)))
 
-    def _promise(self, record_id: RecordId, promise_s: float) -> None:
+    def _promise(self, record_id: RecordId, promise_s: float, terms: PromiseTerms | None) -> None:
         record = self.records[record_id]
+        record.terms = terms or record.terms
         record.promise_at_s = max(record.promise_at_s, self._clock() + promise_s)
+
+    def _recall(self, command: Recall) -> None:
+        if self.is_away:
+            self._ready.append(Recalled(command.call_id, code="closed"))
+            return
+        now_s, kept = self._clock(), set[RecordId]()
+        for record_id, record in self.records.items():
+            above = record_id
+            while record.promise_at_s > now_s and above != ROOT:
+                kept.add(above)
+                above = self.records[above].parent
+        left = sorted(one for one in kept if one > command.after)
+        runs = [self._recalled(one, now_s) for one in left[:RECALLED_MAX]]
+        last = left[RECALLED_MAX - 1] if len(left) > RECALLED_MAX else ROOT
+        self._ready.append(Recalled(command.call_id, tuple(runs), last))
+
+    def _recalled(self, record_id: RecordId, now_s: float) -> RecalledRun:
+        one = self.records[record_id]
+        return RecalledRun(
+            record_id,
+            one.parent,
+            one.namespace,
+            one.payer,
+            one.tokens,
+            one.form.fidelity,
+            one.form.slot_bytes,
+            promise_s=max(0.0, one.promise_at_s - now_s),
+            terms=one.terms,
+            lease_ids=tuple(sorted(one.leases)),
+            level=self.level,
+        )
 
     def _make_room(self, parent: RecordId) -> bool:
         """Drop the oldest record that may go; return whether there was one."""

@@ -23,6 +23,10 @@ from engine.moves import (
     Look,
     Looked,
     PayerBytes,
+    PromiseTerms,
+    Recall,
+    Recalled,
+    RecalledRun,
     RecordId,
     Renew,
     Renewed,
@@ -61,6 +65,7 @@ class MemoryRecord:
     limit_at_s: float
     promise_at_s: float
     leases: set[str] = field(default_factory=set)
+    terms: PromiseTerms | None = None
 
 
 class MemoryStorage:
@@ -94,6 +99,8 @@ class MemoryStorage:
                 self._outcomes += self._fetch(command)
             case Renew():
                 self._outcomes.append(self._renew(command))
+            case Recall():
+                self._outcomes.append(self._recall(command))
             case EraseStored():
                 self._outcomes.append(self._erase(command))
             case SetStoredQuotas():
@@ -186,6 +193,7 @@ class MemoryStorage:
                 self.records[record.record_id] = record
             limit_s = NEVER if run.limit_s is None else run.limit_s
             self._lengthen(record, limit_s, run.promise_s, command.lease_ids)
+            record.terms = run.terms or record.terms
             parent = record.record_id
             stored.append(parent)
         return Stored(command.call_id, tuple(stored), code)
@@ -228,8 +236,24 @@ class MemoryStorage:
                 gone.append(record_id)
                 continue
             limit_s = 0.0 if command.limit_s is None else command.limit_s
-            self._lengthen(self.records[record_id], limit_s, command.promise_s, command.lease_ids)
+            record = self.records[record_id]
+            self._lengthen(record, limit_s, command.promise_s, command.lease_ids)
+            record.terms = command.terms or record.terms
         return Renewed(command.call_id, tuple(gone))
+
+    def _recall(self, command: Recall) -> Recalled:
+        if self._is_closed:
+            return Recalled(command.call_id, code="closed")
+        now_s, kept = self._clock(), set[RecordId]()
+        for record in self.records.values():
+            above: MemoryRecord | None = record
+            while record.promise_at_s > now_s and above is not None:
+                kept.add(above.record_id)
+                above = self.records.get(above.parent)
+        left = sorted(one for one in kept if one > command.after)
+        runs = [_recalled(self.records[one], now_s) for one in left[: command.most]]
+        last = left[command.most - 1] if len(left) > command.most else ROOT
+        return Recalled(command.call_id, tuple(runs), last)
 
     def _erase(self, command: EraseStored) -> StoredErased:
         if self._is_closed:
@@ -317,3 +341,19 @@ class MemoryStorage:
 def _is_alike(record: MemoryRecord, command: StoreRuns) -> bool:
     """Return whether a record has the format of a store."""
     return (len(record.data), record.fidelity) == (command.slot_bytes, command.fidelity)
+
+
+def _recalled(record: MemoryRecord, now_s: float) -> RecalledRun:
+    return RecalledRun(
+        record.record_id,
+        record.parent,
+        record.namespace,
+        record.payer,
+        record.tokens,
+        record.fidelity,
+        len(record.data),
+        None if record.limit_at_s == NEVER else record.limit_at_s - now_s,
+        max(0.0, record.promise_at_s - now_s),
+        record.terms,
+        tuple(sorted(record.leases)),
+    )

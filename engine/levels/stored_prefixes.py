@@ -16,7 +16,7 @@ from engine.api import Namespace, Payer
 from engine.cache.leases import BlockTerms, Deadlines
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
-from engine.moves import RecordId
+from engine.moves import PromiseTerms, RecordId
 
 Run = tuple[int, ...]
 NO_LEASES: Set[str] = frozenset()
@@ -108,6 +108,23 @@ class Copy:
         if self.terms is not None and self.terms.limit_at_s > self.limit_at_s:
             self.limit_at_s = self.terms.limit_at_s
         return self.limit_at_s <= now_s
+
+    def promise_terms(self) -> PromiseTerms | None:
+        """Return how its promise is counted and renewed, for the next engine; None without one."""
+        terms = self.terms
+        if terms is None and self.node is not None:
+            terms = self.node.terms
+        if terms is None or terms.promise_at_s == -math.inf:
+            return None
+        return PromiseTerms(
+            terms.promised_class,
+            terms.renew_class,
+            terms.use_class,
+            terms.renew_limit_s,
+            terms.renew_promise_s,
+            terms.use_limit_s,
+            terms.use_promise_s,
+        )
 
     def subtree(self) -> list[Copy]:
         """Return this copy and all below it, children before parents."""

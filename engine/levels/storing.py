@@ -167,7 +167,8 @@ class Storing:
             promise_s = max(0.0, copy.promise_at_s - now_s)
             promise_s = min(promise_s, FOREVER_S if limit_s is None else limit_s)
             until_s.append(now_s + promise_s)
-            runs.append(RunToStore(copy.run, copy.slot, copy.check, limit_s, promise_s))
+            terms = copy.promise_terms() if promise_s else None
+            runs.append(RunToStore(copy.run, copy.slot, copy.check, limit_s, promise_s, terms))
         for copy in path[first:]:
             leases |= set(copy.ending_leases)
         call_id = self._next_id()

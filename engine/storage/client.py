@@ -29,6 +29,8 @@ from engine.moves import (
     KeepHere,
     Look,
     Looked,
+    Recall,
+    Recalled,
     Renew,
     Renewed,
     SetStoredQuotas,
@@ -447,5 +449,7 @@ def failures_of(
             yield StoredErased(command.call_id, code="closed")
         case Renew():
             yield Renewed(command.call_id, code="closed")
+        case Recall():
+            yield Recalled(command.call_id, code="closed")
         case SetStoredQuotas() | KeepHere():
             pass

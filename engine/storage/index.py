@@ -27,6 +27,7 @@ from msgspec import Struct
 from engine.api import Namespace, Payer
 from engine.errors import EngineError
 from engine.moves import ROOT, RecordId
+from engine.storage.promise_rows import PromiseRows
 from engine.storage.record import pack_run
 from engine.storage.remote_rows import REMOTE, RemoteRows
 from engine.storage.sealing.seals import RecordSeal, Seals
@@ -260,6 +261,10 @@ class RecordIndex:
     def remote_rows(self) -> RemoteRows:
         """Return the rows about objects in a remote store; make their tables if needed."""
         return RemoteRows(self._db)
+
+    def promise_rows(self) -> PromiseRows:
+        """Return the rows about promises; make their tables if needed."""
+        return PromiseRows(self._db)
 
     def empty_log(self) -> None:
         """Move the log into the database and cut it: durable, and without deleted rows' bytes."""

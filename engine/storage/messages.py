@@ -9,6 +9,8 @@ this module. The first frame is `DiskSettings`. Pure: bytes in, messages out.
                              ◀─────────── StorageStats     at once, then each `heartbeat_s`
       Store, Look, Fetch … ─────────────▶
                              ◀─────────── Stored, Looked, Fetched …
+      Recall ───────────────────────────▶
+                             ◀─────────── Recalled         the next promised records
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ from engine.moves import (
     KeepHere,
     Look,
     Looked,
+    Recall,
+    Recalled,
     Renew,
     Renewed,
     SetStoredQuotas,
@@ -345,6 +347,8 @@ class StorageService:
                 self._waiting.append(message)
             case Renew():
                 self._send(store.renew(message))
+            case Recall():
+                self._send(store.recall(message))
             case EraseStored():
                 self._erase(store, message)
             case SetStoredQuotas():
@@ -368,6 +372,8 @@ class StorageService:
                 self._send(StoredErased(message.call_id, code="closed"))
             case Renew():
                 self._send(Renewed(message.call_id, code="closed"))
+            case Recall():
+                self._send(Recalled(message.call_id, code="closed"))
             case _:
                 pass
 

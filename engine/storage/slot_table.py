@@ -7,7 +7,7 @@ the slot's number too, are right. Everything else is *torn*. The table knows no 
 no clock; instants are seconds of the machine's boot clock, which is one for all its processes.
 
     header   magic │ fingerprint │ generation
-    entry    state │ xxh3-64 of what follows │ numbers │ run: u32 each │ names │ leases
+    entry    state │ xxh3-64 of what follows │ numbers │ run: u32 each │ names │ leases │ terms
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, Protocol
 
+import msgspec
 import xxhash
 from msgspec import Struct
 
 from engine.api import AT_REST, FIDELITIES, AtRest, Namespace, Payer
 from engine.errors import InvariantViolation
-from engine.moves import Fidelity
+from engine.moves import Fidelity, PromiseTerms
 
 HEADER_BYTES: Final = 4_096
 ENTRY_BYTES: Final = 1_024
@@ -30,7 +31,7 @@ ROOT_SERIAL: Final = 0
 """The parent of a copy of a first run."""
 NO_SERIAL: Final = 2**64 - 1
 """The parent of a copy whose parent has none in host memory."""
-TABLE_MAGIC: Final = b"TLSLOTS1"
+TABLE_MAGIC: Final = b"TLSLOTS2"
 
 SlotState = Literal["free", "valid", "torn"]
 
@@ -39,8 +40,10 @@ _FREE = bytes(_STATE_BYTES)
 _VALID = b"TLVALID1"
 _BODY_AT = 16
 _ZEROS = bytes(ENTRY_BYTES)
-_FIXED = struct.Struct("<QQddd16sIHHHHBBB")
+_FIXED = struct.Struct("<QQddd16sIHHHHHBBB")
 _U64 = struct.Struct("<Q")
+_encode_terms = msgspec.msgpack.Encoder().encode
+_decode_terms = msgspec.msgpack.Decoder(PromiseTerms).decode
 _FINGERPRINT_AT, _GENERATION_AT = 8, 24
 
 
@@ -64,7 +67,8 @@ class SlotEntry(Struct, frozen=True):
     before, `ROOT_SERIAL` for a first run, `NO_SERIAL` where that is not in host memory. `check`:
     the xxh3-128 digest of the slot's bytes. `format`: the packed format, empty for the block's own
     bytes. Instants are of the boot clock; `limit_at_s` infinite: no limit. `at_rest`: how far
-    copies of its namespace may go. `leases`: those whose last copy it is.
+    copies of its namespace may go. `leases`: those whose last copy it is. `terms`: of the promise
+    until `promise_at_s`, None where there is none.
     """
 
     serial: int
@@ -81,6 +85,7 @@ class SlotEntry(Struct, frozen=True):
     format: str = ""
     at_rest: AtRest = "remote"
     leases: tuple[str, ...] = ()
+    terms: PromiseTerms | None = None
 
 
 class SlotTable:
@@ -197,7 +202,8 @@ def _encode(entry: SlotEntry) -> bytes | None:
         return None
     form = entry.format.encode()
     leases = b"".join(_lease(one) for one in entry.leases)
-    names = b"".join((entry.namespace, entry.payer, form, leases))
+    terms = b"" if entry.terms is None else _encode_terms(entry.terms)
+    names = b"".join((entry.namespace, entry.payer, form, leases, terms))
     run = entry.run
     if _BODY_AT + _FIXED.size + 4 * len(run) + len(names) > ENTRY_BYTES or len(form) > 255:
         return None
@@ -213,6 +219,7 @@ def _encode(entry: SlotEntry) -> bytes | None:
         len(entry.namespace),
         len(entry.payer),
         len(leases),
+        len(terms),
         len(form),
         FIDELITIES.index(entry.fidelity),
         AT_REST.index(entry.at_rest),
@@ -229,8 +236,8 @@ def _decode(data: bytes, slot: int) -> SlotEntry | None:
     """Read the digest and the body of an entry; None unless all of it is right."""
     fixed = _FIXED.unpack_from(data, 8)
     serial, parent, limit_at_s, promise_at_s, last_use_s, check, hits, *lengths = fixed
-    tokens, namespace, payer, leases, form, fidelity, at_rest = lengths
-    sizes = (4 * tokens, namespace, payer, form, leases)
+    tokens, namespace, payer, leases, terms, form, fidelity, at_rest = lengths
+    sizes = (4 * tokens, namespace, payer, form, leases, terms)
     end = 8 + _FIXED.size + sum(sizes)
     if end > len(data) or _digest(data[8:end], slot) != data[:8]:
         return None
@@ -252,6 +259,7 @@ def _decode(data: bytes, slot: int) -> SlotEntry | None:
         parts[3].decode(),
         AT_REST[at_rest],
         tuple(_leases_in(parts[4])),
+        _terms_in(parts[5]),
     )
 
 
@@ -267,3 +275,10 @@ def _leases_in(data: bytes) -> Iterator[str]:
         (size,) = struct.unpack_from("<H", data, at)
         yield data[at + 2 : at + 2 + size].decode(errors="surrogatepass")
         at += 2 + size
+
+
+def _terms_in(data: bytes) -> PromiseTerms | None:
+    try:
+        return _decode_terms(data) if data else None
+    except msgspec.MsgspecError:
+        return None

@@ -30,6 +30,8 @@ from engine.moves import (
     Look,
     Looked,
     PayerBytes,
+    Recall,
+    Recalled,
     RecordId,
     Renew,
     Renewed,
@@ -52,6 +54,7 @@ from engine.storage.plans import (
 )
 from engine.storage.quotas import DiskBooks, DiskQuotas
 from engine.storage.reader import RecordReader
+from engine.storage.recalling import PromiseRecall
 from engine.storage.record import (
     NAME_BYTES_MAX,
     RecordHeader,
@@ -163,6 +166,8 @@ class DiskStore:
     def _load(self) -> None:
         """Take stock: places, sums, and rows whose place does not exist."""
         self._store_id = self._index.store_id
+        self._promises = self._index.promise_rows()
+        self._recall = PromiseRecall(self._index, self._promises)
         self._reader = RecordReader(
             self._slabs, self._view, self._store_id, self._place_bytes, self._uptime_s
         )
@@ -415,6 +420,7 @@ class DiskStore:
             self._books.add_records(command.namespace, 1)
             self._count_write(row.place_bytes)
         self._index.add_leases(scope, run.record_id, command.lease_ids)
+        self._promises.set((run.record_id,), run.run.terms)
         return ""
 
     def _count_write(self, size: int) -> None:
@@ -599,9 +605,14 @@ class DiskStore:
                 if limit_ms or promise_ms:
                     self._index.lengthen(record_id, limit_ms, promise_ms)
                 self._index.add_leases(scope, record_id, command.lease_ids)
+            self._promises.set(set(command.record_ids).difference(gone), command.terms)
         if promise_ms and self.remote is not None:
             self.remote.want(command.record_ids)
         return Renewed(command.call_id, tuple(gone))
+
+    def recall(self, command: Recall) -> Recalled:
+        """Tell the next records that are promised. Cost: see `PromiseRecall.page`."""
+        return self._recall.page(command, self.clock.now_ms())
 
     def _note_use(self, record_id: RecordId, now_ms: int, hits: int) -> None:
         _, before = self._uses.get(record_id, (0, 0))

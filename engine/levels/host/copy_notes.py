@@ -169,6 +169,7 @@ class CopyNotes:
             self._format_of(copy.slot).name,
             at_rest,
             tuple(leases) if leases else (),
+            copy.promise_terms() if copy.promise_at_s > -math.inf else None,
         )
 
 

@@ -15,6 +15,7 @@ from engine.moves import (
     Fetched,
     KeepHere,
     Look,
+    Recall,
     Renew,
     SetStoredQuotas,
     SlotLayout,
@@ -85,6 +86,8 @@ class LocalStorage:
                 self._outcomes += outcomes
             case Renew():
                 self._outcomes.append(self.store.renew(command))
+            case Recall():
+                self._outcomes.append(self.store.recall(command))
             case EraseStored():
                 receipt = self.store.erase(command)
                 self.wipe()

@@ -21,6 +21,9 @@ from engine.moves import (
     Fidelity,
     Look,
     Looked,
+    PromiseTerms,
+    Recall,
+    Recalled,
     RecordId,
     Renew,
     Renewed,
@@ -198,15 +201,24 @@ class StorageRig:
         limit_s: float | None = None,
         promise_s: float = 0.0,
         lease_ids: tuple[str, ...] = (),
+        terms: PromiseTerms | None = None,
     ) -> tuple[RecordId, ...]:
         """Renew records; return those that are gone."""
         call_id = self.call_id()
         ids = tuple(record_ids)
-        self.storage.send(Renew(call_id, namespace, ids, limit_s, promise_s, lease_ids))
+        self.storage.send(Renew(call_id, namespace, ids, limit_s, promise_s, lease_ids, terms))
         (outcome,) = self.answers(call_id)
         assert isinstance(outcome, Renewed)
         assert not outcome.code
         return outcome.gone
+
+    def recall(self, most: int = 100, after: RecordId = ROOT) -> Recalled:
+        """Return the next promised records."""
+        command = Recall(self.call_id(), after, most)
+        self.storage.send(command)
+        (outcome,) = self.answers(command.call_id)
+        assert isinstance(outcome, Recalled)
+        return outcome
 
     def erase(
         self, namespace: bytes, lease_id: str | None = None, tokens: Sequence[int] | None = None

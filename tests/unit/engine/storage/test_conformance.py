@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.moves import Fetch, Fetched, Look, Looked, Stored
+from engine.moves import ROOT, Fetch, Fetched, Look, Looked, PromiseTerms, Stored
 from engine.storage.arena import HostArena
 from engine.storage.sealing.master_key import MasterKey
 from tests.fakes import FakeClock
@@ -25,6 +25,7 @@ from tests.unit.engine.storage.storage_rig import (
 )
 
 LONG = tuple(range(5 * RUN))
+TERMS = PromiseTerms("hour", renew_name="hour", renew_promise_s=3600.0, renew_limit_s=7200.0)
 
 
 @pytest.fixture(params=["memory", "local", "sealed", "disk"])
@@ -174,6 +175,41 @@ def test_a_renewal_lengthens_and_never_shortens(rig: StorageRig) -> None:
     assert first.promise_s == pytest.approx(20.0, abs=0.01)
     assert second.limit_s == pytest.approx(10.0, abs=0.01)
     assert second.promise_s == pytest.approx(5.0, abs=0.01)
+
+
+def test_what_is_promised_is_told_to_the_next_engine(rig: StorageRig) -> None:
+    """With what it hangs on, its payer, terms and leases, from the root on and page by page."""
+    plain = rig.store(A, LONG[:4], payer=b"ada")
+    deep = rig.store(
+        A, LONG[4:12], parent=plain[0], above=LONG[:4], lease_ids=("one",), payer=b"ada"
+    )
+    rig.store(B, LONG)
+    rig.renew(A, deep, limit_s=90.0, promise_s=60.0, terms=TERMS)
+    rig.clock.advance(20.0)
+    first, second = rig.recall(2), rig.recall(2, deep[0])
+
+    assert [run.record_id for run in (*first.runs, *second.runs)] == [*plain, *deep]
+    assert (first.last, second.last) == (deep[0], ROOT)
+    assert [run.parent for run in (*first.runs, *second.runs)] == [ROOT, plain[0], deep[0]]
+    (last,) = second.runs
+    assert (last.namespace, last.payer, last.tokens) == (A, b"ada", LONG[8:12])
+    assert last.promise_s == pytest.approx(40.0, abs=0.01)
+    assert last.terms == TERMS
+    assert last.lease_ids == ("one",)
+    assert (first.runs[0].promise_s, first.runs[0].terms) == (0.0, None)
+
+
+def test_an_erased_or_ended_promise_is_not_told(rig: StorageRig) -> None:
+    """Nothing is charged for it any more."""
+    ids = rig.store(A, LONG[:8], promise_s=10.0)
+    rig.store(B, LONG[:8], promise_s=60.0)
+    rig.clock.advance(20.0)
+    before = rig.recall()
+    rig.erase(B)
+
+    assert [run.namespace for run in before.runs] == [B, B]
+    assert rig.recall().runs == ()
+    assert rig.found(A, LONG[:8]) == list(ids)
 
 
 def test_a_renewal_tells_which_records_are_gone(rig: StorageRig) -> None:

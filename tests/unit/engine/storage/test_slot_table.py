@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from engine.api import AT_REST
 from engine.errors import InvariantViolation
+from engine.moves import PromiseTerms
 from engine.storage.slot_table import ENTRY_BYTES, HEADER_BYTES, SlotEntry, SlotTable, table_bytes
 from tests.fake_levels import KillableMemory, WriterKilled
 
@@ -34,6 +36,10 @@ entries = st.builds(
     format=st.sampled_from(["", "int8c"]),
     at_rest=st.sampled_from(AT_REST),
     leases=st.lists(st.text(max_size=6), max_size=3).map(tuple),
+    terms=st.none()
+    | st.builds(
+        PromiseTerms, name=st.text(max_size=6), renew_promise_s=st.sampled_from([-math.inf, 3600.0])
+    ),
 )
 
 
