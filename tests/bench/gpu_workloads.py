@@ -23,7 +23,7 @@ import torch
 
 from engine.api import CacheGrant, Finished, Request, Sampling, Tokens
 from engine.cache import PrefixCache
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
@@ -33,6 +33,7 @@ from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
+from engine.server.levels_below import build_levels
 from engine.weights import random_weights
 
 LLAMA_8B = Architecture(
@@ -130,18 +131,29 @@ class TimedRunner(GpuRunner):
 class Bench:
     """One model on a GPU, and a core over it."""
 
-    def __init__(self, config: Architecture, blocks: int) -> None:
+    def __init__(
+        self,
+        config: Architecture,
+        blocks: int,
+        levels: LevelsConfig | None = None,
+        *,
+        like: Bench | None = None,
+    ) -> None:
+        """`levels`: those below the pool. `like`: a bench whose model is used, with its weights."""
         device = torch.device("cuda")
         self.config = config
-        weights = random_weights(config, torch.bfloat16, 0, device)
-        self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
-        self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
-        model = build_model(config, weights, GpuOps())
+        if like is None:
+            weights = random_weights(config, torch.bfloat16, 0, device)
+            self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
+            self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
+            self.model = build_model(config, weights, GpuOps())
+        else:
+            self.model, self.weight_bytes = like.model, like.weight_bytes
         form = kv_format(config, torch.bfloat16, BLOCK, has_groups=True)
         self.token_bytes = form.block_bytes // BLOCK
         kv = KvStorage(form, blocks, device)
         self.runner = TimedRunner(
-            model, kv, context=config.context, seats=288, tokens_max=8192 + 288
+            self.model, kv, context=config.context, seats=288, tokens_max=8192 + 288
         )
         settings = EngineConfig(
             device="cuda",
@@ -149,17 +161,22 @@ class Bench:
             prefill_chunk_tokens_max=8192,
             sequences_max=256,
             queue_tokens_max=10_000_000,
+            levels=levels or LevelsConfig(),
         )
+        cache = PrefixCache(blocks=blocks, block_size=BLOCK, windows=form.windows)
+        self.levels, off = build_levels(cache, settings, kv, now_s=time.perf_counter())
+        assert not off, off
         self.core = Core(
-            PrefixCache(blocks=blocks, block_size=BLOCK, windows=form.windows),
+            cache,
             self.runner,
             settings,
             time.perf_counter,
             vocab_size=config.vocab,
             context_tokens=config.context,
             pipeline_depth=2,
+            levels=self.levels,
         )
-        self.copy_rate = copy_rate()
+        self.copy_rate = like.copy_rate if like is not None else copy_rate()
         FrozenHeap().settle()  # as the engine's process does
 
     def run(
