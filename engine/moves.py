@@ -133,12 +133,21 @@ class Moved(Struct, frozen=True, gc=False):
     is_damaged: bool = False
 
 
+LOADS_MAX = 64
+"""Loads of one block under way at a time, where the steps' memory is the host's too."""
+
+
 class TransferEngine(Protocol):
     """Copies between the device's pool and the slots of host memory, beside the steps.
 
     An offload reads a block whose step has been collected. A load's target is written by no
     launched step, and read by steps launched after the outcome was polled.
     """
+
+    bytes_per_s: float
+    """The rate of loads to expect until it is measured."""
+    loads_max: int
+    """Most loads of one block that are under way at a time: what is urgent waits behind them."""
 
     layout: SlotLayout
     """Host memory."""

@@ -16,6 +16,7 @@ import xxhash
 
 from engine.api import Namespace, Payer
 from engine.moves import (
+    LOADS_MAX,
     ROOT,
     WHOLE,
     EraseStored,
@@ -94,6 +95,9 @@ class FakeTransferEngine:
 
     `unpackable`: how often a block cannot be packed.
     """
+
+    bytes_per_s = 4e9
+    loads_max = LOADS_MAX
 
     def __init__(
         self,

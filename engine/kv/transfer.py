@@ -1,8 +1,7 @@
 """Copies blocks between a CPU's KV storage and slots of host memory, on a thread of its own.
 
 It decides nothing: `engine.levels` says which block goes to which slot, and holds both until the
-outcome. Copies, packing and digests let the interpreter go, so that steps run beside them. Only
-this module of the folder owns a thread.
+outcome. Copies, packing and digests let the interpreter go, so that steps run beside them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -18,54 +16,35 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from msgspec import Struct
 
+from engine.kv.move_queue import (
+    MoveQueue,
+    SizedPacker,
+    SlotMemory,
+    failure_of,
+    formats_of,
+    unknown_format,
+    verify,
+)
 from engine.kv.storage import KvStorage
-from engine.moves import Fidelity, Move, Moved, SlotFormat, SlotLayout
-from kernels.reference_kv import UnpackableError
+from engine.moves import LOADS_MAX, Move, Moved, SlotFormat
 
 Bytes = npt.NDArray[np.uint8]
 
 QUEUE_BYTES_MAX = 256 * 2**20
 """Most bytes of blocks in moves without an outcome; what is submitted beyond it fails at once."""
+FIRST_BYTES_PER_S = 4e9
+"""The rate of loads until it is measured."""
 
 
-class SlotMemory(Protocol):
-    """Slots of host memory: `engine.storage.arena.HostArena`, or a fake."""
-
-    layout: SlotLayout
-
-    def view(self, slot: int, slot_bytes: int) -> memoryview:
-        """Return the bytes of a slot of this size, writable. Raises IndexError."""
-
-
-class BlockPacker(Protocol):
+class BlockPacker(SizedPacker, Protocol):
     """Packs the blocks of one storage into a smaller format, and back."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a packed block."""
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """How far a packed block is from what it was."""
 
     def pack(self, block: int, out: Bytes) -> None:
         """Write the block to `out` [block_bytes]. Raises ValueError for what is no number."""
 
     def unpack(self, packed: Bytes, block: int) -> None:
         """Fill the block from `packed` [block_bytes]."""
-
-
-class _Outcome(Struct, frozen=True):
-    """What the worker has done with one move, and the bytes that it takes off the queue."""
-
-    moved: Moved
-    queued_bytes: int
-
-
-class DamagedSlotError(ValueError):
-    """A slot's bytes are not those that were written to it."""
 
 
 class CpuTransferEngine:
@@ -75,6 +54,9 @@ class CpuTransferEngine:
     its block. A slot has the bytes of the move's format, and the digest is that of all of it. One
     thread submits, polls and closes.
     """
+
+    bytes_per_s = FIRST_BYTES_PER_S
+    loads_max = LOADS_MAX
 
     def __init__(
         self,
@@ -98,72 +80,36 @@ class CpuTransferEngine:
         self.layout = memory.layout
         self._blocks: Bytes = storage.data.flatten(1).view(torch.uint8).numpy()
         self._memory = memory
-        self._packers = packed = dict(packers or {})
-        self.formats: tuple[SlotFormat, ...] = (
-            SlotFormat("", storage.format.block_bytes, storage.format.fidelity),
-            *(SlotFormat(name, one.block_bytes, one.fidelity) for name, one in packed.items()),
-        )
-        for one in self.formats:
-            if not self.layout.capacity(one.slot_bytes):
-                what = one.name or "a block"
-                raise ValueError(f"{self.layout}; {what} takes {one.slot_bytes} bytes")
-        self._queue_bytes_max = queue_bytes_max
-        self._queue_bytes = 0
+        self._packers = dict(packers or {})
+        own = SlotFormat("", storage.format.block_bytes, storage.format.fidelity)
+        self.formats = formats_of(own, self._packers, self.layout)
         self._clock = clock
         self._on_moved = on_moved
         self._on_error = on_error
-        self._wanted: deque[Move] = deque()
-        self._outcomes: deque[_Outcome] = deque()
-        self._is_closing = False
-        self._turn = threading.Condition()
+        self._queue = MoveQueue(self._blocks.shape[1], queue_bytes_max)
         self._thread = threading.Thread(target=self._work, name="kv-transfer", daemon=True)
         self._thread.start()
 
     def submit(self, moves: Sequence[Move]) -> None:
         """See `TransferEngine`. Moves that the queue has no room for have failed."""
-        size = self._blocks.shape[1]
-        with self._turn:
-            for move in moves:
-                if self._is_closing or self._queue_bytes + size > self._queue_bytes_max:
-                    self._outcomes.append(_Outcome(Moved(move.move_id, is_done=False), 0))
-                    continue
-                self._queue_bytes += size
-                self._wanted.append(move)
-            self._turn.notify()
+        self._queue.submit(moves)
 
     def poll(self) -> list[Moved]:
         """See `TransferEngine`."""
-        with self._turn:
-            found = list(self._outcomes)
-            self._outcomes.clear()
-            self._queue_bytes -= sum(outcome.queued_bytes for outcome in found)
-        return [outcome.moved for outcome in found]
+        return self._queue.poll()
 
     def close(self) -> None:
         """Wait for the move under way, fail those that have not begun, and end the thread.
 
         Their outcomes can still be polled. The arena stays open for its maker. Safe to repeat.
         """
-        with self._turn:
-            self._is_closing = True
-            for move in self._wanted:
-                self._outcomes.append(_Outcome(Moved(move.move_id, is_done=False), 0))
-            self._wanted.clear()
-            self._turn.notify()
+        self._queue.close()
         self._thread.join()
 
     def _work(self) -> None:
         """Run moves until the engine is closed."""
-        while True:
-            with self._turn:
-                while not self._wanted and not self._is_closing:
-                    self._turn.wait()
-                if not self._wanted:
-                    return
-                move = self._wanted.popleft()
-            moved = self._run(move)
-            with self._turn:
-                self._outcomes.append(_Outcome(moved, self._blocks.shape[1]))
+        while (move := self._queue.take()) is not None:
+            self._queue.end(move, self._run(move))
             with contextlib.suppress(Exception):
                 self._on_moved()
 
@@ -175,13 +121,7 @@ class CpuTransferEngine:
         except Exception as error:
             with contextlib.suppress(Exception):
                 self._on_error(move, error)
-            return Moved(
-                move.move_id,
-                is_done=False,
-                seconds=self._clock() - started_s,
-                is_unpackable=isinstance(error, UnpackableError),
-                is_damaged=isinstance(error, DamagedSlotError),
-            )
+            return failure_of(move, error, self._clock() - started_s)
         return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
 
     def _offload(self, move: Move) -> bytes:
@@ -200,10 +140,8 @@ class CpuTransferEngine:
         packer = self._packer(move)
         block = self._block(move.block)
         slot = self._slot(move, packer)
-        if move.check and (found := xxhash.xxh3_128_digest(slot.data)) != move.check:
-            raise DamagedSlotError(
-                f"slot {move.slot} has digest {found.hex()}; expected {move.check.hex()}"
-            )
+        if move.check:
+            verify(move, xxhash.xxh3_128_digest(slot.data))
         if packer is not None:
             packer.unpack(slot, move.block)
         else:
@@ -224,6 +162,5 @@ class CpuTransferEngine:
         if not move.format:
             return None
         if move.format not in self._packers:
-            known = ", ".join(sorted(self._packers)) or "none"
-            raise ValueError(f"no packed format {move.format!r}; expected one of: {known}")
+            raise unknown_format(move.format, self._packers)
         return self._packers[move.format]

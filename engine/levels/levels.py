@@ -123,11 +123,19 @@ class Levels:
         self._last_id = 0
         sizes = [one.slot_bytes for one in transfer.formats]
         self.paces: dict[LevelName, LevelPace] = {
-            "host": LevelPace("host", sizes),
+            "host": LevelPace("host", sizes, bytes_per_s=transfer.bytes_per_s),
             "disk": LevelPace("disk", sizes, config.io_threads),
             "remote": LevelPace("remote", sizes),
         }
-        self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, config.verify_host)
+        self.loads = Loads(
+            cache,
+            self.book,
+            storage,
+            self.paces,
+            self._next_id,
+            config.verify_host,
+            transfer.loads_max,
+        )
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
         self._lossy: dict[Namespace, Fidelity] = {}  # of what was loaded in this engine's life
         self._at_rest: dict[Namespace, AtRest] = {}  # where it is less than `remote`

@@ -30,7 +30,8 @@ TRIAL_S: Final = 1.0
 TRIALS_WON: Final = 3
 """Trials in a row that must win before the level serves as before."""
 FIRST_BYTES_PER_S: Final[dict[LevelName, float]] = {"host": 4e9, "disk": 0.5e9, "remote": 0.1e9}
-"""Rates until they are measured."""
+"""Rates until they are measured. That of host memory is the transfer engine's, where it says so: a
+load that is never tried is never measured."""
 FIXED_S: Final = 0.001
 """Seconds that any load takes: it is noticed between two steps."""
 
@@ -42,13 +43,20 @@ class LevelPace:
     by format. `regret_s`: time lost by loads that took longer than computing would have.
     """
 
-    def __init__(self, name: LevelName, slot_bytes: Sequence[int], parallel: int = 1) -> None:
+    def __init__(
+        self,
+        name: LevelName,
+        slot_bytes: Sequence[int],
+        parallel: int = 1,
+        bytes_per_s: float = 0.0,
+    ) -> None:
         """`slot_bytes`: of each format, the device's own first; `parallel`: blocks that are read
-        side by side."""
+        side by side; `bytes_per_s`: the rate until it is measured, 0 for the level's usual one."""
         self.name = name
         # Until it is measured, unpacking counts as much as writing the block that it fills.
         first = [max(slot_bytes)] * len(slot_bytes) if name == "host" else slot_bytes
-        self.block_s = [size / FIRST_BYTES_PER_S[name] for size in first]
+        rate = bytes_per_s or FIRST_BYTES_PER_S[name]
+        self.block_s = [size / rate for size in first]
         self.queued = [0] * len(slot_bytes)
         self.regret_s = 0.0
         self._slot_bytes = tuple(slot_bytes)

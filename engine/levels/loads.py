@@ -20,8 +20,6 @@ from engine.levels.load_choice import LevelPace, LoadChoice
 from engine.levels.stored_prefixes import Copy
 from engine.moves import Fetch, Fetched, LevelName, Move, Moved, Storage
 
-MOVES_MAX = 64
-"""Loads of one block under way at a time, over all requests."""
 FETCH_RECORDS_MAX = 32
 """Records that one fetch asks for."""
 DEADLINE_S_MIN = 0.25
@@ -147,13 +145,16 @@ class Loads:
         paces: dict[LevelName, LevelPace],
         next_id: Callable[[], int],
         verify_host: int,
+        moves_max: int,
     ) -> None:
+        """`moves_max`: loads of one block under way at a time, over all requests."""
         self._cache = cache
         self._book = book
         self._storage = storage
         self._paces = paces
         self._next_id = next_id
         self._verify_host = verify_host
+        self._moves_max = moves_max
         self._loads: dict[Load, None] = {}
         self._moves: dict[int, tuple[Load, _Piece]] = {}
         self._fetches: dict[tuple[int, int], tuple[Load, _Piece]] = {}
@@ -244,7 +245,7 @@ class Loads:
         its loads the oldest, so that no payer waits for the loads of another. O(pieces of loads).
         """
         moves: list[Move] = []
-        if not self._loads or len(self._moves) >= MOVES_MAX:
+        if not self._loads or len(self._moves) >= self._moves_max:
             return moves
         ready: dict[Payer, deque[tuple[Load, _Piece]]] = {}
         for load in self._loads:
@@ -255,7 +256,7 @@ class Loads:
         if not ready:
             return moves
         under_way = Counter(load.payer for load, _ in self._moves.values())
-        while ready and len(self._moves) < MOVES_MAX:
+        while ready and len(self._moves) < self._moves_max:
             payer = min(ready, key=under_way.__getitem__)
             load, piece = ready[payer].popleft()
             if not ready[payer]:

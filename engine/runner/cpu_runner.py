@@ -209,5 +209,4 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv.block_bytes)
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels, device=device)
     runner.warm_up()
-    memory = runner.kv if device == CPU else None
-    return LoadedModel(runner, kv, blocks, context, device.type, pipeline_depth=1, kv=memory)
+    return LoadedModel(runner, runner.kv, blocks, context, device.type, pipeline_depth=1)

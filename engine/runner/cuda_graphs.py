@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+PRIORITY = -1
+"""Of the stream that graphs are captured on, and so of their kernels: above that of the streams
+that torch hands out in turn, 0. What packs blocks beside a step gives way to it."""
+
 
 class CudaGraphs:
     """Captured graphs by key, in one memory pool.
@@ -24,6 +28,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -35,14 +40,21 @@ class CudaGraphs:
         """Run `compute` once, so that its kernels are compiled, and capture it.
 
         Waits for the GPU. Raises what `compute` or the capture raises; then no graph is kept.
+        Other threads may copy and pin memory meanwhile: only this thread's calls are captured, and
+        its stream is of a priority that no other stream has, so it is no stream of theirs.
         """
-        stream = torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream(priority=PRIORITY)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with gc_paused(), torch.cuda.graph(graph, pool=self._pool):
+        with (
+            gc_paused(),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ),
+        ):
             result = compute()
         self._pool = graph.pool()
         self._captured[key] = graph, alias(result) if result.is_cuda else result

@@ -70,7 +70,7 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         )  # fmt: skip
         with torch.inference_mode():
             runner.warm_up(limits)
-    return LoadedModel(runner, kv_form, blocks, context, device="cuda", pipeline_depth=2)
+    return LoadedModel(runner, kv, blocks, context, device="cuda", pipeline_depth=2)
 
 
 def lacking_kernel(model: Architecture) -> str:

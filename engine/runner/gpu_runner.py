@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -130,9 +131,19 @@ class GpuRunner:
     # -- Runner -------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> None:
-        """Launch the step. Waits for the GPU only if a row reports prompt logprobs."""
+        """Launch the step.
+
+        Waits for the GPU only if a row reports prompt logprobs, or if the launch fails: core then
+        takes the step for ended, and a load may fill its blocks.
+        """
         with torch.inference_mode():
-            self._in_flight.append(self._launch(plan))
+            try:
+                self._in_flight.append(self._launch(plan))
+            except BaseException:
+                if self._is_cuda:
+                    with suppress(RuntimeError):  # the first error says more
+                        torch.cuda.current_stream().synchronize()
+                raise
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step's tokens and return its result."""

@@ -11,13 +11,17 @@ from engine.plan import Runner
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`blocks`: KV blocks. `context`: tokens of the longest sequence. `pipeline_depth`: steps that
-    may be in flight at once. `kv`: the memory of the blocks, where the CPU reaches it."""
+    """`kv`: the memory of the KV blocks, `blocks` of them. `context`: tokens of the longest
+    sequence. `pipeline_depth`: steps that may be in flight at once."""
 
     runner: Runner
-    kv_format: KvFormat
+    kv: KvStorage
     blocks: int
     context: int
     device: str
     pipeline_depth: int
-    kv: KvStorage | None = None
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """Return the format of a block."""
+        return self.kv.format

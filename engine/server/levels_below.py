@@ -6,21 +6,39 @@ statistics say why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 
 from engine.api import LevelName, LevelStats
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
+from engine.kv.copy_device import CudaDevice
+from engine.kv.device_packing import gpu_packers_of
+from engine.kv.device_transfer import DeviceTransferEngine
 from engine.kv.format import KvFormat
-from engine.kv.packing import PackedName, compiled_kernels, packers_of
+from engine.kv.move_queue import DamagedSlotError
+from engine.kv.packing import (
+    PackedFormat,
+    PackedName,
+    UnpackableError,
+    compiled_kernels,
+    packed_format,
+    packers_of,
+)
+from engine.kv.pinned_memory import PinningError
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.levels.levels import Levels
-from engine.moves import SlotLayout, stride_of
+from engine.moves import Move, SlotLayout, TransferEngine, stride_of
 from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, disk_settings
 from engine.storage.kept_memory import KeptMemory
 
+log = logging.getLogger("trunkline.engine")
+
+FAILED_LOG_S = 10.0
+"""Seconds between two lines about moves that failed."""
 SLOTS_MIN = 8
 """Fewer slots of host memory hold no prefix that is worth a load."""
 SLAB_BLOCKS, SLAB_BLOCKS_MIN = range(8, 17), 2
@@ -35,8 +53,7 @@ FORMATS: tuple[PackedName, ...] = ("int8c", "int4c")
 def build_levels(
     cache: PrefixCache,
     config: EngineConfig,
-    kv_format: KvFormat,
-    kv: KvStorage | None,
+    kv: KvStorage,
     *,
     model_digest: str = "",
     host_fds: tuple[int, int] | None = None,
@@ -44,37 +61,35 @@ def build_levels(
 ) -> tuple[Levels | None, tuple[LevelStats, ...]]:
     """Return the configured levels; or None, with what statistics say of levels that are off.
 
-    `kv`: the device's blocks, None where no transfer engine reaches them. `host_fds`: the memory
-    files that outlive the engine (`engine.client.host_memory`); without them host memory ends with
-    it. `model_digest`: tells the model and the format of its KV. Raises nothing: a machine that
-    gives no memory has no levels.
+    `kv`: the device's blocks. `host_fds`: the memory files that outlive the engine
+    (`engine.client.host_memory`); without them host memory ends with it. `model_digest`: tells the
+    model and the format of its KV. Raises nothing: a machine that gives no memory has no levels.
     """
-    wanted = config.levels
+    wanted, kv_format = config.levels, kv.format
     if not wanted.is_on:
         return None, ()
     slots = (wanted.host_mib or wanted.stage_mib) * 2**20 // kv_format.block_bytes
     if kv_format.windows:
         return _off(wanted, f"the model has windows of {kv_format.windows} tokens")
-    if kv is None:
-        return _off(wanted, "no transfer engine reaches this device's memory")
     if slots < SLOTS_MIN:
         size = kv_format.block_bytes
         return _off(wanted, f"{slots} slots of {size} bytes; expected at least {SLOTS_MIN}")
-    packers: dict[str, BlockPacker] = {**packers_of(kv, compiled_kernels(), FORMATS)}
-    sizes = [kv_format.block_bytes, *(one.block_bytes for one in packers.values())]
+    packed = [one for name in FORMATS if (one := _packed(name, kv_format)) is not None]
+    sizes = [kv_format.block_bytes, *(one.block_bytes for one in packed)]
     layout = layout_of(slots * stride_of(sizes[0]), sizes)
     kept: KeptMemory | None = None
     try:
         if host_fds is None:
             arena = HostArena.create(layout)
         else:
-            shape = f"{model_digest} {kv_format.name} {config.block_size} {sizes} {list(packers)}"
+            names = [one.name for one in packed]
+            shape = f"{model_digest} {kv_format.name} {config.block_size} {sizes} {names}"
             kept = KeptMemory.open(*host_fds, layout, shape)
             arena = kept.arena
     except (OSError, ValueError) as error:
         return _off(wanted, f"no host memory: {error}")
     generation = 0 if kept is None else kept.generation
-    transfer = CpuTransferEngine(kv, arena, packers=packers)
+    transfer = _transfer_engine(kv, arena)
     storage = None
     if wanted.disk_gib > 0:
         run_tokens = config.block_size
@@ -90,6 +105,57 @@ def build_levels(
         now_s=now_s,
     )
     return levels, ()
+
+
+def _transfer_engine(kv: KvStorage, arena: HostArena) -> TransferEngine:
+    """Return what copies between the blocks and the arena."""
+    failures = FailedMoveLog()
+    if kv.data.is_cuda:
+        return DeviceTransferEngine(
+            kv,
+            arena,
+            CudaDevice(kv.data.device),
+            packers=gpu_packers_of(kv, FORMATS),
+            on_error=failures.note,
+            on_unpinned=failures.note_unpinned,
+        )
+    packers: dict[str, BlockPacker] = {**packers_of(kv, compiled_kernels(), FORMATS)}
+    return CpuTransferEngine(kv, arena, packers=packers, on_error=failures.note)
+
+
+class FailedMoveLog:
+    """Logs moves that failed: the first one, and then one in a while, with how many there were.
+
+    Damaged and unpackable copies are counted and told elsewhere. Any thread calls it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = 0
+        self._next_at_s = float("-inf")
+
+    def note(self, move: Move, error: Exception) -> None:
+        """Note a move that failed."""
+        if isinstance(error, (DamagedSlotError, UnpackableError, PinningError)):
+            return
+        self._since += 1
+        if self._clock() >= self._next_at_s:
+            self._next_at_s = self._clock() + FAILED_LOG_S
+            what = f"{move.kind} of block {move.block}, slot {move.slot}"
+            log.warning("kv_move_failed: %s: %s; %d such moves", what, error, self._since)
+            self._since = 0
+
+    def note_unpinned(self, size: int, error: Exception) -> None:
+        """Note memory that is not used, since it could not be pinned."""
+        log.warning("kv_memory_not_pinned: %d MiB of host memory: %s", size // 2**20, error)
+
+
+def _packed(name: PackedName, kv_format: KvFormat) -> PackedFormat | None:
+    """Return a packed format of the pool; None if it does not fit it."""
+    try:
+        return packed_format(name, kv_format)
+    except ValueError:
+        return None
 
 
 def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:

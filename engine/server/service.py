@@ -365,7 +365,6 @@ def core_of_model(
     levels, off = build_levels(
         cache,
         config,
-        built.kv_format,
         built.kv,
         model_digest=digest,
         host_fds=host_fds,

@@ -42,6 +42,7 @@ class HostArena:
         with suppress(OSError):  # a kernel without this advice dumps the memory
             self._map.madvise(mmap.MADV_DONTDUMP)
         self._view = memoryview(self._map)
+        self._keeps_pages = False
 
     @classmethod
     def create(cls, layout: SlotLayout) -> HostArena:
@@ -69,14 +70,25 @@ class HostArena:
         start = self.layout.offset(slot, slot_bytes)
         return self._view[start : start + slot_bytes]
 
+    def whole(self) -> memoryview:
+        """Return all bytes, writable. They begin on a page."""
+        return self._view[:]
+
+    def keep_pages(self) -> None:
+        """Let `wipe` write zeros and give no page back to the machine: a device that has pinned a
+        page goes on writing to it, where nothing would read it any more."""
+        self._keeps_pages = True
+
     def wipe(self, slot: int, slot_bytes: int) -> None:
-        """Make a slot's bytes zeros, up to the next slot; whole pages go back to the machine.
-        Raises IndexError."""
+        """Make a slot's bytes zeros, up to the next slot; whole pages go back to the machine, where
+        they are not kept. Raises IndexError."""
         start = self.layout.offset(slot, slot_bytes)
         end = start + stride_of(slot_bytes)
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = max(first, end // mmap.PAGESIZE * mmap.PAGESIZE)
-        if last > first:
+        if self._keeps_pages:
+            self._zero(first, last)
+        elif last > first:
             try:
                 self._map.madvise(mmap.MADV_REMOVE, first, last - first)
             except OSError:  # a kernel without it

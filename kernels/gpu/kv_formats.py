@@ -8,6 +8,8 @@ give the same bytes. Blocks are in slots, [B, L, 2, K, 16, D].
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -374,6 +376,12 @@ def constants_of(
     }  # fmt: skip
 
 
+@functools.cache
+def _signs(head_dim: int, device: torch.device) -> torch.Tensor:
+    """Return the rotation's signs on a device: made once, since the copy waits for its stream."""
+    return reference_kv.signs(head_dim).to(device)
+
+
 def _launch(
     kv: torch.Tensor, count: int, name: PackedName, packed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, int | bool]]:
@@ -384,5 +392,5 @@ def _launch(
     size = constants["SIZE"]
     assert packed.shape == (count, size), f"packed {tuple(packed.shape)}; expected {count}, {size}"
     words = kv.view(torch.int16) if is_bf16 else kv
-    signs = reference_kv.signs(head_dim).to(kv.device)
+    signs = _signs(head_dim, kv.device)
     return words, signs, count * layers * kv_heads, constants

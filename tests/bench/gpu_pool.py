@@ -55,7 +55,7 @@ def steps(blocks: int) -> list[dict[str, Any]]:
     """Run W1 and W4 with both pools."""
     results = []
     for name, dtype in KV_DTYPES.items():
-        bench = Bench(LLAMA_8B, blocks, dtype)
+        bench = Bench(LLAMA_8B, blocks, kv_dtype=dtype)
         for work in WORKLOADS:
             if work.name in ("W1", "W4"):
                 results.append({"kv": name, **bench.workload(work)})

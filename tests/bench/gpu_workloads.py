@@ -23,7 +23,7 @@ import torch
 
 from engine.api import CacheGrant, Finished, Request, Sampling, Tokens
 from engine.cache import PrefixCache
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
@@ -33,6 +33,7 @@ from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
+from engine.server.levels_below import build_levels
 from engine.weights import random_weights
 
 LLAMA_8B = Architecture(
@@ -146,20 +147,30 @@ class Bench:
     """One model on a GPU, and a core over it."""
 
     def __init__(
-        self, config: Architecture, blocks: int, kv_dtype: torch.dtype = torch.bfloat16
+        self,
+        config: Architecture,
+        blocks: int,
+        levels: LevelsConfig | None = None,
+        *,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        like: Bench | None = None,
     ) -> None:
+        """`levels`: those below the pool. `like`: a bench whose model is used, with its weights."""
         device = torch.device("cuda")
         self.config = config
-        weights = random_weights(config, torch.bfloat16, 0, device)
-        self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
-        if not config.tie_embeddings:
-            self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
-        model = build_model(config, weights, GpuOps())
+        if like is None:
+            weights = random_weights(config, torch.bfloat16, 0, device)
+            self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
+            if not config.tie_embeddings:
+                self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
+            self.model = build_model(config, weights, GpuOps())
+        else:
+            self.model, self.weight_bytes = like.model, like.weight_bytes
         form = kv_format(config, kv_dtype, BLOCK, has_groups=True)
         self.token_bytes = form.block_bytes // BLOCK
         kv = KvStorage(form, blocks, device)
         self.runner = TimedRunner(
-            model, kv, context=config.context, seats=288, tokens_max=8192 + 288
+            self.model, kv, context=config.context, seats=288, tokens_max=8192 + 288
         )
         settings = EngineConfig(
             device="cuda",
@@ -167,17 +178,22 @@ class Bench:
             prefill_chunk_tokens_max=8192,
             sequences_max=256,
             queue_tokens_max=10_000_000,
+            levels=levels or LevelsConfig(),
         )
+        cache = PrefixCache(blocks=blocks, block_size=BLOCK, windows=form.windows)
+        self.levels, off = build_levels(cache, settings, kv, now_s=time.perf_counter())
+        assert not off, off
         self.core = Core(
-            PrefixCache(blocks=blocks, block_size=BLOCK, windows=form.windows),
+            cache,
             self.runner,
             settings,
             time.perf_counter,
             vocab_size=config.vocab,
             context_tokens=config.context,
             pipeline_depth=2,
+            levels=self.levels,
         )
-        self.copy_rate = copy_rate()
+        self.copy_rate = like.copy_rate if like is not None else copy_rate()
         FrozenHeap().settle()  # as the engine's process does
 
     def run(
@@ -280,7 +296,7 @@ def main() -> None:
     config = SHAPES[options.shape]
     if options.layers:
         config = msgspec.structs.replace(config, layers=(Layer(),) * options.layers)
-    bench = Bench(config, options.blocks, KV_DTYPES[options.kv_dtype])
+    bench = Bench(config, options.blocks, kv_dtype=KV_DTYPES[options.kv_dtype])
     print_line(f"{torch.cuda.get_device_name()}, copy {bench.copy_rate / 1e9:.0f} GB/s")
     results = []
     for work in WORKLOADS:

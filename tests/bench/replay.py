@@ -33,6 +33,7 @@ from engine.config import LevelsConfig
 from engine.levels.levels import Levels
 from engine.levels.loads import Load
 from engine.moves import (
+    LOADS_MAX,
     ROOT,
     Fetch,
     Fetched,
@@ -87,6 +88,8 @@ class BlockMemory:
     """
 
     formats: tuple[SlotFormat, ...] = (SlotFormat("", BLOCK_TOKENS),)
+    bytes_per_s = 4e9
+    loads_max = LOADS_MAX
 
     def __init__(self, slots: int, device: list[int], block_s: float) -> None:
         self.layout = SlotLayout.uniform(slots, BLOCK_TOKENS)

@@ -1,4 +1,4 @@
-"""The transfer engine of the CPU: order, failures, damage, bounds and close."""
+"""Transfer engines, on the CPU, over a fake device and on a GPU: order, failures, bounds, close."""
 
 from __future__ import annotations
 
@@ -7,106 +7,45 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 import xxhash
 
-from engine.kv.format import kv_format
-from engine.kv.storage import KvStorage
-from engine.kv.transfer import Bytes, CpuTransferEngine
-from engine.moves import Fidelity, Move, Moved, SlotFormat, SlotLayout, TransferEngine
-from tests.models import tiny_config
+from engine.kv.device_transfer import DeviceTransferEngine
+from engine.kv.transfer import CpuTransferEngine
+from engine.moves import Move, Moved, SlotFormat, TransferEngine
+from tests.unit.engine.kv.fake_device import FakeDevice
+from tests.unit.engine.kv.transfer_rig import (
+    BLOCKS,
+    SLOTS,
+    WAIT_S,
+    MakeRig,
+    Place,
+    Rig,
+    Slots,
+    storage,
+)
 
-BLOCKS, SLOTS = 6, 4
-WAIT_S = 20.0
-"""Longest wait for the worker; a test that reaches it has failed."""
-
-
-def storage(blocks: int = 2) -> KvStorage:
-    """Return the KV storage of a tiny model."""
-    return KvStorage(kv_format(tiny_config(), torch.float32, 16), blocks, torch.device("cpu"))
-
-
-class Slots:
-    """Host memory of a test. `gate`: a view waits for it, so that a move can be caught midway."""
-
-    def __init__(self, slot_bytes: int) -> None:
-        self.layout = SlotLayout.uniform(SLOTS, slot_bytes)
-        self.memory = bytearray(b"\xff" * self.layout.memory_bytes)
-        self.viewed = threading.Event()
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def view(self, slot: int, slot_bytes: int) -> memoryview:
-        """Return a slot's bytes; slot 3 is broken."""
-        self.viewed.set()
-        assert self.gate.wait(WAIT_S)
-        if slot == 3:
-            raise IndexError("slot 3 is broken")
-        start = self.layout.offset(slot, slot_bytes)
-        return memoryview(self.memory)[start : start + slot_bytes]
+PLACES = ["cpu", "fake", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
-class HalfPacker:
-    """A packed format of a test: every second byte."""
+@pytest.fixture(params=PLACES)
+def make(request: pytest.FixtureRequest) -> Iterator[MakeRig]:
+    """Return what makes rigs of one kind; they are closed behind the test."""
+    place: Place = request.param
+    rigs: list[Rig] = []
 
-    fidelity: Fidelity = "near"
+    def new(**options: int) -> Rig:
+        rigs.append(Rig(place, **options))
+        return rigs[-1]
 
-    def __init__(self, kv: KvStorage) -> None:
-        self.bytes = kv.data.flatten(1).view(torch.uint8).numpy()
-        self.block_bytes = self.bytes.shape[1] // 2
-
-    def pack(self, block: int, out: Bytes) -> None:
-        out[:] = self.bytes[block, ::2]
-
-    def unpack(self, packed: Bytes, block: int) -> None:
-        self.bytes[block, ::2] = packed
-        self.bytes[block, 1::2] = 0
-
-
-class Rig:
-    """A transfer engine over six blocks and four slots, and what it said."""
-
-    def __init__(self, *, queue_blocks: int = 100) -> None:
-        self.kv = KvStorage(
-            kv_format(tiny_config(), torch.float32, 16), BLOCKS, torch.device("cpu")
-        )
-        generator = torch.Generator().manual_seed(1)
-        self.kv.data.copy_(torch.randn(self.kv.data.shape, generator=generator))
-        size = self.kv.format.block_bytes
-        self.slots = Slots(size)
-        self.ended = threading.Semaphore(0)
-        self.errors: list[tuple[int, str]] = []
-        self.engine = CpuTransferEngine(
-            self.kv,
-            self.slots,
-            packers={"half": HalfPacker(self.kv)},
-            queue_bytes_max=queue_blocks * size,
-            on_moved=self.ended.release,
-            on_error=lambda move, error: self.errors.append((move.move_id, str(error))),
-        )
-
-    def run(self, *moves: Move) -> list[Moved]:
-        """Submit moves and return their outcomes when all have ended."""
-        self.engine.submit(moves)
-        for _ in moves:
-            assert self.ended.acquire(timeout=WAIT_S)
-        return self.engine.poll()
-
-    def slot(self, slot: int, size: int | None = None) -> bytes:
-        """Return a slot's bytes, by default those of a block."""
-        return bytes(self.slots.view(slot, size or self.kv.format.block_bytes))
-
-    def block(self, block: int) -> bytes:
-        """Return a block's bytes."""
-        return bytes(self.kv.data[block].flatten().view(torch.uint8).numpy().tobytes())
+    yield new
+    for rig in rigs:
+        rig.slots.gate.set()
+        rig.engine.close()
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.slots.gate.set()
-    rig.engine.close()
+def rig(make: MakeRig) -> Rig:
+    return make()
 
 
 def test_a_block_comes_back_as_it_left(rig: Rig) -> None:
@@ -186,9 +125,9 @@ def test_a_packed_copy_takes_its_own_bytes(rig: Rig) -> None:
     assert rig.block(1)[::2] == packed
 
 
-def test_what_the_queue_has_no_room_for_fails_at_once() -> None:
+def test_what_the_queue_has_no_room_for_fails_at_once(make: MakeRig) -> None:
     """A caller that submits too much gets outcomes, never a wait; polling makes room again."""
-    rig = Rig(queue_blocks=2)
+    rig = make(queue_blocks=2)
     rig.slots.gate.clear()
 
     rig.engine.submit([Move(index, "offload", block=0, slot=0) for index in range(4)])
@@ -205,9 +144,8 @@ def test_what_the_queue_has_no_room_for_fails_at_once() -> None:
     assert again[0].is_done
 
 
-def test_close_ends_the_move_under_way_and_fails_the_rest() -> None:
+def test_close_ends_the_move_under_way_and_fails_the_rest(rig: Rig) -> None:
     """Each move has exactly one outcome, whenever the engine is closed."""
-    rig = Rig()
     rig.slots.gate.clear()
     rig.engine.submit([Move(index, "offload", block=0, slot=index) for index in range(3)])
     assert rig.slots.viewed.wait(WAIT_S)
@@ -228,10 +166,12 @@ def test_close_ends_the_move_under_way_and_fails_the_rest() -> None:
     rig.engine.close()
 
 
-def test_a_hook_that_raises_takes_no_outcome_away() -> None:
+@pytest.mark.parametrize("place", ["cpu", "fake"])
+def test_a_hook_that_raises_takes_no_outcome_away(place: Place) -> None:
     """A logger on a full disk must not end the worker, whose moves would then never end."""
     kv = storage()
     ended = threading.Semaphore(0)
+    slots = Slots(kv.format.block_bytes)
 
     def fail(move: Move, error: Exception) -> None:
         raise OSError(f"no room to log {move.move_id}: {error}")
@@ -240,9 +180,13 @@ def test_a_hook_that_raises_takes_no_outcome_away() -> None:
         ended.release()
         raise RuntimeError("the waiting thread is gone")
 
-    engine = CpuTransferEngine(
-        kv, Slots(kv.format.block_bytes), on_error=fail, on_moved=wake_and_fail
-    )
+    engine: TransferEngine
+    if place == "cpu":
+        engine = CpuTransferEngine(kv, slots, on_error=fail, on_moved=wake_and_fail)
+    else:
+        engine = DeviceTransferEngine(
+            kv, slots, FakeDevice(), on_error=fail, on_moved=wake_and_fail
+        )
     engine.submit([Move(1, "offload", 0, 3), Move(2, "offload", 0, 0), Move(3, "load", 1, 0)])
     for _ in range(3):
         assert ended.acquire(timeout=WAIT_S)
@@ -258,17 +202,19 @@ def test_copies_that_do_not_fit_a_slot_are_refused_at_the_start() -> None:
 
     with pytest.raises(ValueError, match=f"a block takes {size} bytes"):
         CpuTransferEngine(kv, Slots(size - 64))
+    with pytest.raises(ValueError, match=f"a block takes {size} bytes"):
+        DeviceTransferEngine(kv, Slots(size - 64), FakeDevice())
 
 
-def test_formats_are_told_with_their_bytes() -> None:
+def test_formats_are_told_with_their_bytes(rig: Rig) -> None:
     """The brain chooses among them, the pool's own first, and counts host memory in them."""
-    kv = storage()
-    size = kv.format.block_bytes
-    engine: TransferEngine = CpuTransferEngine(kv, Slots(size), packers={"half": HalfPacker(kv)})
-    engine.close()
+    engine: TransferEngine = rig.engine
+    size = rig.kv.format.block_bytes
 
     assert engine.formats == (SlotFormat("", size), SlotFormat("half", size // 2, "near"))
     assert engine.layout.capacity(size) == SLOTS
+    assert 0 < engine.loads_max * size <= 512 * 2**20
+    assert engine.bytes_per_s > 0
 
 
 def test_moves_are_timed_by_the_clock_given() -> None:

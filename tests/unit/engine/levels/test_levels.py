@@ -14,12 +14,11 @@ from msgspec.structs import replace
 from engine.api import AtRest, CacheGrant, Erase, Erased, Finished, Quota, Retention
 from engine.config import RemoteConfig
 from engine.errors import InvariantViolation
-from engine.levels import loads
 from engine.levels.loads import Loads
 from engine.levels.stored_prefixes import StoredPrefixes
 from engine.moves import KeepHere, Look, Move, RemoteStats, Renew, StorageStats, StoreRuns
 from tests.checkers import RuleBroken
-from tests.fake_levels import MoveError
+from tests.fake_levels import FakeTransferEngine, MoveError
 from tests.fakes import OracleError
 from tests.unit.engine.levels.leveled_worlds import (
     LIMITED,
@@ -463,7 +462,7 @@ def test_a_payer_inside_its_floor_is_not_copied_for_a_crowd(floor: int, is_copie
 
 def test_loads_are_moved_in_turn_over_the_payers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A payer does not wait for all of a longer load that another began before."""
-    monkeypatch.setattr(loads, "MOVES_MAX", 4)
+    monkeypatch.setattr(FakeTransferEngine, "loads_max", 4)
     world = LeveledWorld(disk=False, blocks=40, slots=200)
     long = CacheGrant(b"long", Quota(payer=b"long"))
     short = CacheGrant(b"short", Quota(payer=b"short"))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.cuda_graphs import PRIORITY, CudaGraphs
 
 KEY = (8, (2,), False)
 
@@ -22,10 +22,17 @@ class FakeTorchCuda:
         self.is_capturing = False
         self.pools: list[object] = []
         self.collected = 0
-        for name in ("Stream", "current_stream", "CUDAGraph"):
+        self.priorities: list[int] = []
+        self.modes: list[str] = []
+        for name in ("current_stream", "CUDAGraph"):
             monkeypatch.setattr(torch.cuda, name, lambda: self)
+        monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    def new_stream(self, priority: int) -> FakeTorchCuda:
+        self.priorities.append(priority)
+        return self
 
     def wait_stream(self, stream: object) -> None:
         """Do nothing."""
@@ -41,7 +48,11 @@ class FakeTorchCuda:
         yield
 
     @contextmanager
-    def graph(self, graph: object, pool: object) -> Iterator[None]:
+    def graph(
+        self, graph: object, pool: object, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:
+        assert stream is self
+        self.modes.append(capture_error_mode)
         self.pools.append(pool)
         self.is_capturing = True
         thresholds = gc.get_threshold()
@@ -85,6 +96,20 @@ def test_failed_capture_resumes_gc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert gc.isenabled()
     assert KEY not in graphs
+
+
+def test_captures_are_apart_from_what_other_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and pinning go on beside them; all captures share one stream, of a priority that no
+    stream of another has.
+    """
+    torch_cuda = FakeTorchCuda(monkeypatch)
+    graphs = CudaGraphs()
+    for key in range(3):
+        graphs.capture(key, lambda: torch.ones(1))
+
+    assert torch_cuda.priorities == [PRIORITY]
+    assert PRIORITY < 0, "torch hands out streams of priority 0"
+    assert torch_cuda.modes == ["thread_local"] * 3
 
 
 def test_capture_leaves_disabled_gc_disabled(monkeypatch: pytest.MonkeyPatch) -> None:

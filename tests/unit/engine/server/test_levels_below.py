@@ -27,9 +27,11 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.core.core import Core
 from engine.kv.format import KvFormat, KvGroup
+from engine.kv.move_queue import DamagedSlotError
 from engine.kv.storage import KvStorage
 from engine.levels.levels import Levels
-from engine.server.levels_below import build_levels, layout_of
+from engine.moves import Move
+from engine.server.levels_below import FailedMoveLog, build_levels, layout_of
 from engine.server.service import EngineService
 from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
@@ -113,13 +115,13 @@ def test_a_drained_engine_stays_to_store_promises(leveled: LeveledService) -> No
 # -- what is built ----------------------------------------------------------------------------
 
 
-def built(levels: LevelsConfig, *, windows: bool = False, kv: bool = True) -> tuple[bool, str]:
+def built(levels: LevelsConfig, *, windows: bool = False) -> tuple[bool, str]:
     """Return whether levels were built for a tiny model, and the reason why not."""
     groups = (KvGroup(0, (0,)), KvGroup(8, (1,))) if windows else ()
     form = KvFormat(1 if windows else 2, 1, 8, 16, torch.float32, groups=groups)
-    storage = KvStorage(form, 4, torch.device("cpu")) if kv else None
+    storage = KvStorage(form, 4, torch.device("cpu"))
     cache = PrefixCache(blocks=4, block_size=16)
-    below, off = build_levels(cache, EngineConfig(levels=levels), form, storage)
+    below, off = build_levels(cache, EngineConfig(levels=levels), storage)
     if below is not None:
         below.close()
     return below is not None, "" if not off else off[0].reason
@@ -147,17 +149,32 @@ def test_levels_are_built_where_they_are_asked_for() -> None:
     assert built(LevelsConfig(host_mib=1)) == (True, "")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "says"), [({"windows": True}, "windows of (8,)"), ({"kv": False}, "transfer engine")]
-)
-def test_levels_that_cannot_be_had_are_off_with_a_reason(
-    wanted: dict[str, bool], says: str
-) -> None:
+def test_levels_that_cannot_be_had_are_off_with_a_reason() -> None:
     """The engine runs on without them."""
-    is_built, reason = built(LevelsConfig(host_mib=1), **wanted)
+    is_built, reason = built(LevelsConfig(host_mib=1), windows=True)
 
     assert not is_built
-    assert says in reason
+    assert "windows of (8,)" in reason
+
+
+def test_failed_moves_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    """A device that fails every move must not fill the log; damaged copies are told elsewhere."""
+    now_s = 0.0
+    failures = FailedMoveLog(lambda: now_s)
+    move = Move(1, "load", block=7, slot=3)
+    with caplog.at_level("WARNING", "trunkline.engine"):
+        for _ in range(3):
+            failures.note(move, RuntimeError("the device is lost"))
+        failures.note(move, DamagedSlotError("slot 3"))
+        now_s = 11.0
+        failures.note(move, RuntimeError("the device is lost"))
+        failures.note_unpinned(64 * 2**20, RuntimeError("out of memory"))
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "kv_move_failed: load of block 7, slot 3: the device is lost; 1 such moves",
+        "kv_move_failed: load of block 7, slot 3: the device is lost; 3 such moves",
+        "kv_memory_not_pinned: 64 MiB of host memory: out of memory",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +187,11 @@ def test_levels_that_cannot_be_had_are_off_with_a_reason(
 )
 def test_each_configured_level_is_off_by_name(remote: RemoteConfig, configured: list[str]) -> None:
     """Also the disk, whose promises would not survive the engine."""
-    form = KvFormat(2, 1, 8, 16, torch.float32)
+    groups = (KvGroup(0, (0,)), KvGroup(8, (1,)))
+    kv = KvStorage(KvFormat(1, 1, 8, 16, torch.float32, groups=groups), 4, torch.device("cpu"))
     cache = PrefixCache(blocks=4, block_size=16)
     wanted = LevelsConfig(host_mib=1, disk_gib=1.0, remote=remote)
-    below, off = build_levels(cache, EngineConfig(levels=wanted), form, None)
+    below, off = build_levels(cache, EngineConfig(levels=wanted), kv)
 
     assert below is None
     assert [(one.name, one.state) for one in off] == [(name, "off") for name in configured]

@@ -1,0 +1,76 @@
+"""Packed formats on a GPU: kernels pack blocks of the pool into staging memory, and back.
+
+`engine.kv.packing` says what a format takes of a pool; the bytes are those of
+`kernels/reference_kv.py`, as on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine.kv.move_queue import SizedPacker
+from engine.kv.packing import packed_format
+from engine.kv.storage import KvStorage
+from engine.moves import Fidelity
+from kernels.reference_kv import PackedName
+
+PACKED = 0
+"""The outcome of a block that was packed."""
+
+
+class BatchPacker(SizedPacker, Protocol):
+    """Packs blocks of one storage on its device, and back. Both calls only launch."""
+
+    def pack(self, blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write blocks int32 [n] to `out` uint8 [n, block_bytes]; return outcomes int32 [n], which
+        are `PACKED`, or say why a block's bytes mean nothing."""
+
+    def unpack(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Fill blocks int32 [n] from `packed` uint8 [n, block_bytes]."""
+
+
+class GpuPacker:
+    """`BatchPacker` by the Triton kernels, over a storage in slots. The first call of a process
+    compiles them."""
+
+    def __init__(self, storage: KvStorage, name: PackedName) -> None:
+        """Raises ValueError as `packed_format`."""
+        self._format = packed_format(name, storage.format)
+        self._name = name
+        self._blocks = storage.data
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a packed block."""
+        return self._format.block_bytes
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """How far a packed block is from what it was."""
+        return self._format.fidelity
+
+    def pack(self, blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """See `BatchPacker`."""
+        from kernels.gpu.kv_formats import pack_blocks
+
+        return pack_blocks(self._blocks, blocks, self._name, out)
+
+    def unpack(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
+        """See `BatchPacker`."""
+        from kernels.gpu.kv_formats import unpack_blocks
+
+        unpack_blocks(packed, self._name, self._blocks, blocks)
+
+
+def gpu_packers_of(storage: KvStorage, names: Sequence[PackedName]) -> dict[str, BatchPacker]:
+    """Return a packer for each of these formats that fits the storage, by name; none for latents,
+    int8 pools and several KV groups."""
+    found: dict[str, BatchPacker] = {}
+    for name in names:
+        with contextlib.suppress(ValueError):
+            found[name] = GpuPacker(storage, name)
+    return found

@@ -1,0 +1,385 @@
+"""Copies blocks between a GPU's KV storage and slots of host memory, beside the steps.
+
+Two streams of the device, one for each direction, each with a thread that launches batches and
+waits for their ends; more threads digest. Nothing of it runs on the engine's thread, and no step
+waits for a copy, nor a copy for a step. Host order is enough: an offload reads a block whose step
+has been collected, so that all of it was computed before the copy is launched, and nothing writes a
+committed block; a load fills a block that no launched step writes (`engine/levels`, rule 23), and
+is read by steps that are launched after its outcome was polled, which comes after the copy has
+ended. A step is collected when the device has done all of it, graph or not, with the copies of
+blocks (copy on write) that are launched before it; with several steps in flight the last of them
+counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+import xxhash
+from msgspec import Struct
+
+from engine.kv.copy_device import Copies, CopyDevice, CopyMark, CopyStream
+from engine.kv.device_packing import PACKED, BatchPacker
+from engine.kv.move_queue import (
+    DamagedSlotError,
+    Kind,
+    MoveQueue,
+    SlotMemory,
+    failure_of,
+    formats_of,
+    unknown_format,
+    verify,
+)
+from engine.kv.pinned_memory import AHEAD_BYTES, PIECE_BYTES, PinnedMemory
+from engine.kv.storage import KvStorage
+from engine.moves import Move, Moved, SlotFormat
+from kernels.reference_kv import UnpackableError
+
+KINDS: tuple[Kind, ...] = ("offload", "load")
+BATCH_BYTES = 16 * 2**20
+"""Bytes of blocks that one event ends: a third of a millisecond of copies."""
+BATCHES = 4
+"""Batches in flight in a direction: what is urgent waits behind 64 MiB at most."""
+QUEUE_BYTES_MAX = 1024 * 2**20
+"""Most bytes of blocks in moves without an outcome; what is submitted beyond it fails at once."""
+HELPERS = 6
+"""Threads that digest and touch pages. One digests 10 to 28 GB/s, a direction copies 50."""
+FIRST_BYTES_PER_S = 25e9
+"""The rate of loads until it is measured: half of what a PCIe 5 bus has."""
+LOADS_MAX = 512
+"""Most loads of a block under way, and no more than half of the queue's bytes: what a step's time
+copies, about, since the turn of each step asks for more."""
+
+
+class PinnableMemory(SlotMemory, Protocol):
+    """Slots of host memory whose pages can be pinned."""
+
+    def whole(self) -> memoryview:
+        """Return all bytes, writable. They begin on a page."""
+
+    def keep_pages(self) -> None:
+        """Give no page back to the machine from now on: a device writes where it was pinned."""
+
+
+class _Ready(Struct, frozen=True, eq=False):
+    """A move that may be copied: its slot's bytes, and where they lie in the memory, in parts that
+    a copy each may have."""
+
+    move: Move
+    slot: memoryview
+    parts: list[tuple[int, int]]
+
+
+class _Batch(Struct):
+    """Moves of one format whose copies one mark ends. `area`: their part of the staging memory."""
+
+    ready: list[_Ready]
+    format: str
+    area: int
+    began_s: float
+    mark: CopyMark | None = None
+
+
+class _Staging:
+    """Device memory through which packed blocks of one direction go, made when the first one comes.
+
+    Each batch in flight has an area of it, with the blocks' ids on host and device, and the
+    outcomes of packing them.
+    """
+
+    def __init__(self, device: torch.device, batch_blocks: int, block_bytes: int) -> None:
+        self._device = device
+        self._shape = (BATCHES, batch_blocks)
+        self._area_bytes = batch_blocks * block_bytes
+        self._is_made = False
+
+    def begin(self, area: int, moves: Sequence[Move], size: int) -> tuple[torch.Tensor, ...]:
+        """Return the blocks of a batch, int32 [n], and room for them packed, uint8 [n, size], both
+        on the device. Only launches, after the first time."""
+        if not self._is_made:
+            self._make()
+        count = len(moves)
+        self._ids[area, :count].copy_(torch.tensor([m.block for m in moves], dtype=torch.int32))
+        blocks = self._device_ids[area, :count]
+        blocks.copy_(self._ids[area, :count], non_blocking=True)
+        return blocks, self._packed[area, : count * size].view(count, size)
+
+    def note(self, area: int, outcomes: torch.Tensor) -> None:
+        """Launch the copy of the outcomes of packing a batch."""
+        self._outcomes[area, : len(outcomes)].copy_(outcomes, non_blocking=True)
+
+    def outcomes(self, area: int) -> list[int]:
+        """Return the outcomes of packing a batch that has ended."""
+        found: list[int] = self._outcomes[area].tolist()
+        return found
+
+    def _make(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        self._ids = torch.zeros(self._shape, dtype=torch.int32, pin_memory=is_cuda)
+        self._outcomes = torch.zeros(self._shape, dtype=torch.int32, pin_memory=is_cuda)
+        self._device_ids = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        size = (BATCHES, self._area_bytes)
+        self._packed = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._is_made = True
+
+
+class DeviceTransferEngine:
+    """`engine.moves.TransferEngine` for KV on a device: a stream and a thread for each direction.
+
+    A move that fails is not done, and fails alone, except that an error of the device fails all
+    moves of its batch; the block of such a load holds anything. Moves that share a slot or a block
+    run in order. `Moved.seconds` is a move's share of its batch. One thread submits, polls and
+    closes.
+    """
+
+    bytes_per_s = FIRST_BYTES_PER_S
+
+    def __init__(
+        self,
+        storage: KvStorage,
+        memory: PinnableMemory,
+        device: CopyDevice,
+        *,
+        packers: Mapping[str, BatchPacker] | None = None,
+        queue_bytes_max: int = QUEUE_BYTES_MAX,
+        batch_bytes: int = BATCH_BYTES,
+        piece_bytes: int = PIECE_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
+        clock: Callable[[], float] = time.perf_counter,
+        on_moved: Callable[[], None] = lambda: None,
+        on_error: Callable[[Move, Exception], None] = lambda _move, _error: None,
+        on_unpinned: Callable[[int, Exception], None] = lambda _size, _error: None,
+    ) -> None:
+        """`packers`, `on_moved`, `on_error`: as for `CpuTransferEngine`; hooks run on any of its
+        threads. `on_unpinned` runs once for each piece of memory that could not be pinned, with its
+        bytes. Raises ValueError if the memory has no room for a copy.
+        """
+        form = storage.format
+        self.layout = memory.layout
+        self._blocks = storage.data.flatten().view(torch.uint8)
+        self._count, self._block_bytes = len(storage.data), form.block_bytes
+        self._memory = memory
+        self._host = torch.frombuffer(memory.whole(), dtype=torch.uint8)
+        self._packers = dict(packers or {})
+        own = SlotFormat("", form.block_bytes, form.fidelity)
+        self.formats = formats_of(own, self._packers, self.layout)
+        self.loads_max = max(1, min(LOADS_MAX, queue_bytes_max // 2 // form.block_bytes))
+        self._batch_blocks = max(1, batch_bytes // form.block_bytes)
+        self._clock = clock
+        self._on_moved = on_moved
+        self._on_error = on_error
+        self._torch_device = device.torch_device
+        self._queue = MoveQueue(form.block_bytes, queue_bytes_max, is_by_kind=True)
+        self._helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="kv-digest")
+        memory.keep_pages()
+        self._pinned = PinnedMemory(
+            device,
+            memory.whole(),
+            self._helpers,
+            piece_bytes=piece_bytes,
+            ahead_bytes=ahead_bytes,
+            on_failed=on_unpinned,
+        )
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(kind, device.stream()), name=f"kv-{kind}", daemon=True
+            )
+            for kind in KINDS
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the bytes of host memory that are pinned so far."""
+        return self._pinned.pinned_bytes
+
+    @property
+    def unpinnable_bytes(self) -> int:
+        """Return the bytes of host memory that could not be pinned: every move there fails."""
+        return self._pinned.failed_bytes
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        """See `TransferEngine`. Moves that the queue has no room for have failed."""
+        self._queue.submit(moves)
+
+    def poll(self) -> list[Moved]:
+        """See `TransferEngine`."""
+        return self._queue.poll()
+
+    def close(self) -> None:
+        """Wait for the moves under way, fail those that have not begun, and end the threads.
+
+        Their outcomes can still be polled. Host memory is unpinned, and stays open for its maker.
+        Safe to repeat.
+        """
+        self._queue.close()
+        for thread in self._threads:
+            thread.join()
+        self._helpers.shutdown()
+        self._pinned.close()
+        self._host = torch.empty(0, dtype=torch.uint8)  # lets go of the memory
+
+    # -- a direction's thread -----------------------------------------------------------------
+
+    def _work(self, kind: Kind, stream: CopyStream) -> None:
+        """Launch batches and end them, oldest first, until the engine is closed."""
+        in_flight: deque[_Batch] = deque()
+        staging = _Staging(self._torch_device, self._batch_blocks, self._block_bytes)
+        area, ended_s = 0, 0.0
+        move: Move | None = None
+        while True:
+            if move is None and len(in_flight) < BATCHES:
+                move = self._queue.take(kind, is_waiting=not in_flight)
+                if move is None and not in_flight:
+                    return
+            if move is None or len(in_flight) == BATCHES:
+                ended_s = self._end(in_flight.popleft(), ended_s, staging)
+                continue
+            ready, move = self._prepare_batch(kind, move)
+            if ready and (batch := self._begin(ready, area, stream, staging)) is not None:
+                in_flight.append(batch)
+                area = (area + 1) % BATCHES
+
+    def _prepare_batch(self, kind: Kind, move: Move | None) -> tuple[list[_Ready], Move | None]:
+        """Return moves of one format that can be made, from `move` on, and one that was taken and
+        is of another. Those that cannot be made have failed.
+        """
+        name = "" if move is None else move.format
+        found: list[_Ready] = []
+        while move is not None and move.format == name:
+            try:
+                found.append(self._prepare(move))
+            except Exception as error:
+                self._fail_one(move, error, 0.0)
+            is_full = len(found) == self._batch_blocks
+            move = None if is_full else self._queue.take(kind, is_waiting=False)
+        return self._verified(found), move
+
+    def _verified(self, ready: list[_Ready]) -> list[_Ready]:
+        """Return the moves but for loads of damaged slots, which have failed."""
+        checked = [one for one in ready if one.move.kind == "load" and one.move.check]
+        if not checked:
+            return ready
+        damaged: set[int] = set()
+        digests = self._helpers.map(xxhash.xxh3_128_digest, [one.slot for one in checked])
+        for one, digest in zip(checked, digests, strict=True):
+            try:
+                verify(one.move, digest)
+            except DamagedSlotError as error:
+                damaged.add(one.move.move_id)
+                self._fail_one(one.move, error, 0.0)
+        return [one for one in ready if one.move.move_id not in damaged]
+
+    def _begin(
+        self, ready: list[_Ready], area: int, stream: CopyStream, staging: _Staging
+    ) -> _Batch | None:
+        """Launch the copies of a batch; return it, None if they could not be launched."""
+        batch = _Batch(ready, ready[0].move.format, area, self._clock())
+        try:
+            batch.mark = stream.launch(lambda: self._copy(batch, stream, staging))
+        except Exception as error:
+            self._fail(batch, error, self._clock() - batch.began_s)
+            return None
+        return batch
+
+    def _prepare(self, move: Move) -> _Ready:
+        """Return a move with its slot, pinned. Raises what makes it fail."""
+        if move.format and move.format not in self._packers:
+            raise unknown_format(move.format, self._packers)
+        if not 0 <= move.block < self._count:
+            raise IndexError(f"block {move.block}; expected 0 to {self._count - 1}")
+        packer = self._packers.get(move.format)
+        size = self._block_bytes if packer is None else packer.block_bytes
+        slot = self._memory.view(move.slot, size)
+        start = self.layout.offset(move.slot, size)
+        return _Ready(move, slot, self._pinned.need(start, size))
+
+    def _copy(self, batch: _Batch, stream: CopyStream, staging: _Staging) -> None:
+        """Launch the copies of a batch, on its direction's stream."""
+        is_load = batch.ready[0].move.kind == "load"
+        moves = [one.move for one in batch.ready]
+        if not batch.format:
+            places = [move.block * self._block_bytes for move in moves]
+            stream.copy(self._copies(self._blocks, places, batch.ready), is_load=is_load)
+            return
+        packer = self._packers[batch.format]
+        blocks, packed = staging.begin(batch.area, moves, packer.block_bytes)
+        if not is_load:
+            staging.note(batch.area, packer.pack(blocks, packed))
+        places = [index * packer.block_bytes for index in range(len(moves))]
+        stream.copy(self._copies(packed.view(-1), places, batch.ready), is_load=is_load)
+        if is_load:
+            packer.unpack(packed, blocks)
+
+    def _copies(
+        self, device: torch.Tensor, places: Sequence[int], ready: Sequence[_Ready]
+    ) -> Copies:
+        """Return the copies between places on the device and the slots of moves."""
+        device_starts, host_starts, sizes = list[int](), list[int](), list[int]()
+        for place, one in zip(places, ready, strict=True):
+            for start, size in one.parts:
+                device_starts.append(place + start - one.parts[0][0])
+                host_starts.append(start)
+                sizes.append(size)
+        return Copies(device, self._host, device_starts, host_starts, sizes)
+
+    def _end(self, batch: _Batch, ended_s: float, staging: _Staging) -> float:
+        """Wait for a batch and give its moves their outcomes; return when it ended.
+
+        `ended_s`: when the batch before it did, behind which it waited.
+        """
+        assert batch.mark is not None, "it was launched"
+        try:
+            batch.mark.wait()
+        except Exception as error:
+            self._fail(batch, error, self._clock() - batch.began_s)
+            return self._clock()
+        now_s = self._clock()
+        share_s = (now_s - max(batch.began_s, ended_s)) / len(batch.ready)
+        is_packing = bool(batch.format) and batch.ready[0].move.kind == "offload"
+        outcomes = staging.outcomes(batch.area) if is_packing else ()
+        for index, one in enumerate(batch.ready):
+            if outcomes and outcomes[index] != PACKED:
+                what = f"block {one.move.block} has values that {batch.format} cannot hold"
+                self._fail_one(one.move, UnpackableError(what), share_s)
+            elif one.move.kind == "offload":
+                self._helpers.submit(self._digest, one, share_s)
+            else:
+                self._done(one.move, one.move.check, share_s)
+        return now_s
+
+    # -- outcomes -----------------------------------------------------------------------------
+
+    def _digest(self, one: _Ready, seconds: float) -> None:
+        """End an offload. Its slot's bytes were written by the device alone."""
+        try:
+            check = xxhash.xxh3_128_digest(one.slot)
+        except Exception as error:
+            self._fail_one(one.move, error, seconds)
+            return
+        self._done(one.move, check, seconds)
+
+    def _done(self, move: Move, check: bytes, seconds: float) -> None:
+        self._note(move, Moved(move.move_id, is_done=True, check=check, seconds=seconds))
+
+    def _fail(self, batch: _Batch, error: Exception, seconds: float) -> None:
+        for one in batch.ready:
+            self._fail_one(one.move, error, seconds / len(batch.ready))
+
+    def _fail_one(self, move: Move, error: Exception, seconds: float) -> None:
+        with contextlib.suppress(Exception):
+            self._on_error(move, error)
+        self._note(move, failure_of(move, error, seconds))
+
+    def _note(self, move: Move, moved: Moved) -> None:
+        self._queue.end(move, moved)
+        with contextlib.suppress(Exception):
+            self._on_moved()

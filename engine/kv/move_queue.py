@@ -1,0 +1,177 @@
+"""Moves that wait for a transfer engine's workers, and outcomes that wait to be polled.
+
+It copies nothing. One thread submits, polls and closes; the workers take moves and end them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+from engine.moves import Fidelity, Move, Moved, SlotFormat, SlotLayout
+from kernels.reference_kv import UnpackableError
+
+Kind = Literal["offload", "load"]
+
+
+class MoveQueue:
+    """Moves in the order they were submitted, and each one's outcome.
+
+    A move is taken when all earlier ones that share its slot or its block have ended, whoever runs
+    them, so it sees what they wrote. Each move has one outcome.
+    """
+
+    def __init__(self, move_bytes: int, bytes_max: int, *, is_by_kind: bool = False) -> None:
+        """`move_bytes`: what each move counts for; `bytes_max`: most bytes of moves whose outcome
+        was not polled. `is_by_kind`: offloads and loads have a line each, with a worker each.
+        """
+        self._move_bytes = move_bytes
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        one = deque[Move]()
+        self._waiting: dict[Kind, deque[Move]] = {
+            "offload": one,
+            "load": deque() if is_by_kind else one,
+        }
+        self._users: dict[tuple[str, int], deque[Move]] = {}
+        self._outcomes: deque[tuple[Moved, int]] = deque()
+        self._is_closed = False
+        self._turn = threading.Condition()
+
+    def submit(self, moves: Sequence[Move]) -> None:
+        """Queue moves, in order. Those that there is no room for have failed. Never blocks."""
+        with self._turn:
+            for move in moves:
+                if self._is_closed or self._bytes + self._move_bytes > self._bytes_max:
+                    self._outcomes.append((Moved(move.move_id, is_done=False), 0))
+                    continue
+                self._bytes += self._move_bytes
+                self._waiting[move.kind].append(move)
+                for key in _keys(move):
+                    self._users.setdefault(key, deque()).append(move)
+            self._turn.notify_all()
+
+    def poll(self) -> list[Moved]:
+        """Return the outcomes since the last call. Never blocks."""
+        with self._turn:
+            found = list(self._outcomes)
+            self._outcomes.clear()
+            self._bytes -= sum(size for _, size in found)
+        return [moved for moved, _ in found]
+
+    def take(self, line: Kind = "offload", *, is_waiting: bool = True) -> Move | None:
+        """Return the next move of a line that may begin; None where there is none.
+
+        `line`: the moves of this kind, or all of them where there is one line. `is_waiting`: wait
+        for one; None then says that the queue is closed and has no more.
+        """
+        with self._turn:
+            waiting = self._waiting[line]
+            while not (waiting and self._may_begin(waiting[0])):
+                if not is_waiting or self._is_closed:
+                    return None
+                self._turn.wait()
+            return waiting.popleft()
+
+    def end(self, move: Move, moved: Moved) -> None:
+        """Note the outcome of a move that was taken."""
+        with self._turn:
+            self._outcomes.append((moved, self._move_bytes))
+            for key in _keys(move):
+                users = self._users.get(key)
+                if users is not None:
+                    users.popleft()  # it was the first when it was taken
+                    if not users:
+                        del self._users[key]
+            if any(self._waiting.values()):
+                self._turn.notify_all()
+
+    def close(self) -> None:
+        """Fail the moves that no worker has taken, and let the workers end. Safe to repeat."""
+        with self._turn:
+            self._is_closed = True
+            for waiting in self._waiting.values():
+                for move in waiting:
+                    self._outcomes.append((Moved(move.move_id, is_done=False), self._move_bytes))
+                waiting.clear()
+            self._users.clear()  # of moves under way, too: nothing follows them
+            self._turn.notify_all()
+
+    def _may_begin(self, move: Move) -> bool:
+        return all(self._users[key][0] is move for key in _keys(move))
+
+
+def _keys(move: Move) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return what a move uses: a slot and a block. Slots of two sizes that overlap are never in use
+    at once: their slab has one size."""
+    return ("slot", move.slot), ("block", move.block)
+
+
+class SlotMemory(Protocol):
+    """Slots of host memory: `engine.storage.arena.HostArena`, or a fake."""
+
+    layout: SlotLayout
+
+    def view(self, slot: int, slot_bytes: int) -> memoryview:
+        """Return the bytes of a slot of this size, writable. Raises IndexError."""
+
+
+class SizedPacker(Protocol):
+    """What each packer of blocks says of its format."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a packed block."""
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """How far a packed block is from what it was."""
+
+
+class DamagedSlotError(ValueError):
+    """A slot's bytes are not those that were written to it."""
+
+
+def failure_of(move: Move, error: Exception, seconds: float) -> Moved:
+    """Return the outcome of a move that an error has ended."""
+    return Moved(
+        move.move_id,
+        is_done=False,
+        seconds=seconds,
+        is_unpackable=isinstance(error, UnpackableError),
+        is_damaged=isinstance(error, DamagedSlotError),
+    )
+
+
+def verify(move: Move, found: bytes) -> None:
+    """Raise DamagedSlotError if the digest of a load's slot is not the one that it expects."""
+    if move.check and found != move.check:
+        raise DamagedSlotError(
+            f"slot {move.slot} has digest {found.hex()}; expected {move.check.hex()}"
+        )
+
+
+def formats_of(
+    own: SlotFormat, packers: Mapping[str, SizedPacker], layout: SlotLayout
+) -> tuple[SlotFormat, ...]:
+    """Return the formats of a transfer engine's copies, the pool's own first.
+
+    Raises ValueError if the memory has no room for a copy of one of them.
+    """
+    found = (
+        own,
+        *(SlotFormat(name, one.block_bytes, one.fidelity) for name, one in packers.items()),
+    )
+    for one in found:
+        if not layout.capacity(one.slot_bytes):
+            what = one.name or "a block"
+            raise ValueError(f"{layout}; {what} takes {one.slot_bytes} bytes")
+    return found
+
+
+def unknown_format(name: str, known: Mapping[str, SizedPacker]) -> ValueError:
+    """Return the error for a move that names a format which the transfer engine has not."""
+    names = ", ".join(sorted(known)) or "none"
+    return ValueError(f"no packed format {name!r}; expected one of: {names}")

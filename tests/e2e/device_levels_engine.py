@@ -1,0 +1,102 @@
+"""A tiny model on a device with levels, in a process that may be killed.
+
+    python -m tests.e2e.device_levels_engine MODEL FOLDER TASK DEVICE
+
+`stay`: answers a promised prompt with the prefix computed, on the device, and from host memory,
+says that the disk has it, and waits to be killed; `read`: answers it from disk. Each for an exact
+and a packed namespace. Prints one JSON line for each answer. Such a small model computes a prefix
+as soon as it could be loaded, so the cost of computing is made up: whatever is known is loaded.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import msgspec
+
+from engine.api import CacheGrant, Fidelity, LeaseRequest, Quota, Retention
+from engine.config import EngineConfig, LevelsConfig
+from engine.core.core import Core
+from engine.scheduler.step_cost import StepCost
+from engine.server.service import core_of_model, smoke_test
+from tests.e2e.leveled_engine import WAIT_S, answer, say, wait_for_disk
+
+PROMPT_TOKENS, BLOCKS, PUSHES = 449, 96, 9
+PAYER = Quota(payer=b"one")
+"""Of all: a payer's blocks are evicted for its own first."""
+FIDELITIES: tuple[Fidelity, ...] = ("exact", "near")
+
+
+def prompt(seed: int) -> tuple[int, ...]:
+    """Return a random prompt."""
+    chance = random.Random(seed)
+    return tuple(chance.randrange(100) for _ in range(PROMPT_TOKENS))
+
+
+def grant_of(fidelity: Fidelity, *, is_kept: bool = False) -> CacheGrant:
+    """Return the grant of a namespace of one fidelity."""
+    kept = LeaseRequest(PROMPT_TOKENS, Retention("hour", 3600, 7200), "lease")
+    leases = (kept,) if is_kept else ()
+    return CacheGrant(fidelity.encode(), PAYER, leases=leases, fidelity=fidelity)
+
+
+def settle(core: Core) -> None:
+    """Run until the levels await nothing more."""
+    until_s = time.monotonic() + WAIT_S
+    while core.levels is not None and core.levels.is_busy and time.monotonic() < until_s:
+        core.step()
+        time.sleep(0.001)
+
+
+def ask(core: Core, name: str, fidelity: Fidelity, *, is_kept: bool = False) -> None:
+    """Answer the prompt, and say what came."""
+    found = answer(core, name, prompt(1), grant_of(fidelity, is_kept=is_kept))
+    say(found | {"fidelity": fidelity})
+
+
+def main() -> None:
+    """Do the task."""
+    with patch.object(StepCost, "seconds_of_slice", lambda self, start, count: 1.0):
+        run()
+
+
+def run() -> None:
+    """Do the task; see the module."""
+    model, folder, task, device = sys.argv[1:5]
+    levels = LevelsConfig(host_mib=4, disk_gib=1.0, dir=folder, slab_mib=64)
+    wanted: dict[str, Any] = {"kv_blocks": BLOCKS, "sequences_max": 8, "step_tokens_max": 512}
+    chosen: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+    config = msgspec.structs.replace(
+        msgspec.convert(wanted, EngineConfig), levels=levels, device=chosen
+    )
+    core, _ = core_of_model(Path(model), config)
+    smoke_test(core)
+    if task == "read":
+        wait_for_disk(core, 1)
+        for fidelity in FIDELITIES:
+            ask(core, "disk", fidelity)
+        core.close()
+        return
+    for fidelity in FIDELITIES:
+        ask(core, "computed", fidelity, is_kept=True)
+        settle(core)
+        if fidelity == "exact":
+            ask(core, "device", fidelity)
+    wait_for_disk(core, len(FIDELITIES) * (PROMPT_TOKENS // 16))
+    for number in range(PUSHES):
+        answer(core, f"push{number}", prompt(number + 100), CacheGrant(b"push", PAYER, at_rest=False))
+        settle(core)
+    for fidelity in FIDELITIES:
+        ask(core, "host", fidelity)
+    say({"name": "stored"})
+    time.sleep(WAIT_S)
+    core.close()
+
+
+if __name__ == "__main__":
+    main()

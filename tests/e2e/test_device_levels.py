@@ -1,0 +1,64 @@
+"""A tiny model with levels on a device: the same tokens wherever its prefix comes from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.e2e.device_levels_engine import PROMPT_TOKENS
+from tests.models import prepared
+
+pytestmark = [pytest.mark.slow]
+LOADED = PROMPT_TOKENS // 16 * 16
+
+
+def run_engine(model: Path, folder: Path, task: str, device: str) -> subprocess.Popen[str]:
+    """Start an engine over this folder."""
+    command = [sys.executable, "-m", "tests.e2e.device_levels_engine"]
+    command += [str(model), str(folder), task, device]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def facts(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    """Yield what the engine says."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        yield msgspec.json.decode(line)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_answers_are_the_same_wherever_the_prefix_comes_from(tmp_path: Path, device: str) -> None:
+    """From the device, host memory, and from disk after the engine was killed. A packed prefix
+    answers the same from host memory and from disk.
+    """
+    model = tmp_path / "model"
+    model.mkdir()
+    folder = tmp_path / "levels"
+    folder.mkdir(mode=0o700)
+    card = prepared(model)
+    with run_engine(Path(card.folder), folder, "stay", device) as first:
+        found = []
+        for fact in facts(first):
+            if fact["name"] == "stored":
+                break
+            found.append(fact)
+        first.kill()
+    with run_engine(Path(card.folder), folder, "read", device) as second:
+        found += list(facts(second))
+    said = {(fact["name"], fact["fidelity"]): fact for fact in found}
+
+    exact = said["device", "exact"]
+    assert exact["cached"] == LOADED
+    assert said["computed", "exact"]["cached"] == 0
+    for level in ("host", "disk"):
+        for fidelity in ("exact", "near"):
+            assert said[level, fidelity]["loaded"] == {level: LOADED}, (level, fidelity)
+        assert said[level, "exact"]["tokens"] == exact["tokens"], level
+    assert said["host", "near"]["tokens"] == said["disk", "near"]["tokens"]
