@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from engine.api import AttentionPolicy
+
 Positive = Annotated[int, Meta(ge=1)]
 
 
@@ -75,7 +77,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `step_tokens_max`: the token budget of one step. `prefill_chunk_tokens_max`: the longest slice
     of one prompt in a step; 0: as long as the step allows. `gap_target_ms`: the longest time
     between two tokens of a stream that prompts of other requests may cause: a step gets as many
-    prompt tokens as its measured cost allows. `threads` 0: one per core.
+    prompt tokens as its measured cost allows. `threads` 0: one per core. `attention_policies`:
+    those that requests may ask for; none by default.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -98,3 +101,4 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     check_interval_s: Annotated[float, Meta(gt=0)] = 600.0
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 60.0
     levels: LevelsConfig = LevelsConfig()
+    attention_policies: tuple[AttentionPolicy, ...] = ()

@@ -18,7 +18,11 @@ import torch
 from engine.api import SampledToken
 from engine.attention.batch import Batch, make_batch
 from engine.attention.cpu_backend import CpuAttention
-from engine.attention.interface import AttentionBackend, attention_spec
+from engine.attention.interface import (
+    AttentionBackend,
+    attention_spec,
+    lacks_attention_windows,
+)
 from engine.attention.torch_backend import TorchAttention
 from engine.config import EngineConfig
 from engine.kv.format import KvFormat, Layout, kv_format
@@ -210,4 +214,13 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels, device=device)
     runner.warm_up()
     memory = runner.kv if device == CPU else None
-    return LoadedModel(runner, kv, blocks, context, device.type, pipeline_depth=1, kv=memory)
+    return LoadedModel(
+        runner,
+        kv,
+        blocks,
+        context,
+        device.type,
+        pipeline_depth=1,
+        kv=memory,
+        attention_lacks=lacks_attention_windows(card.config),
+    )

@@ -12,7 +12,8 @@ from engine.plan import Runner
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`blocks`: KV blocks. `context`: tokens of the longest sequence. `pipeline_depth`: steps that
-    may be in flight at once. `kv`: the memory of the blocks, where the CPU reaches it."""
+    may be in flight at once. `kv`: the memory of the blocks, where the CPU reaches it.
+    `attention_lacks`: why the runner computes no attention windows, empty where it does."""
 
     runner: Runner
     kv_format: KvFormat
@@ -21,3 +22,4 @@ class LoadedModel:
     device: str
     pipeline_depth: int
     kv: KvStorage | None = None
+    attention_lacks: str = ""
