@@ -46,6 +46,9 @@ AtRest = Literal["never", "local", "remote"]
 AT_REST: tuple[AtRest, ...] = get_args(AtRest)
 """From the strictest to the laxest. The slot table has their indices."""
 
+AttentionPolicy = Literal["window"]
+"""Policies of attention that a request may ask for: see `AttentionWindow`."""
+
 LOGIT_BIAS_MAX = 1024
 """Most tokens that one request may bias."""
 
@@ -106,7 +109,7 @@ class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     lease_id: str = ""
 
 
-Bound = Literal["", "pool", "ceiling", "quota", "window"]
+Bound = Literal["", "pool", "ceiling", "quota", "window", "attention"]
 
 
 class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,7 +117,8 @@ class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
 
     `tokens`: how many are promised (fewer than asked when clipped, 0 if refused). `bound`: the
     limit that clipped it: the payer's `ceiling`, its `quota` of promises, or the `pool`; `window`:
-    a block that resuming there needs had been freed.
+    a block that resuming there needs had been freed. `attention`: the prefix ends beyond what a
+    request with an attention window shares.
     """
 
     lease_id: str
@@ -201,6 +205,30 @@ class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
 
 
+class AttentionWindow(Struct, frozen=True, forbid_unknown_fields=True):
+    """A request's attention window: its tokens read the first `sink_tokens` tokens and the last
+    `tokens` before their own block alone. Both are multiples of the block.
+
+    What is computed beyond sinks, window and a block differs from what other requests compute: it
+    is never shared.
+    """
+
+    tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+    sink_tokens: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+
+    def shared_tokens(self, block_size: int) -> int:
+        """Return how many leading tokens are computed as without the window."""
+        return self.sink_tokens + self.tokens + block_size
+
+    def blocks_max(self, block_size: int) -> int:
+        """Return the most blocks that a sequence holds while a few of its tokens are computed at a
+        time, however long it is.
+
+        The blocks of the shared prefix are let go together, when the window has passed them.
+        """
+        return self.sink_tokens // block_size + 2 * (self.tokens // block_size) + 3
+
+
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
     """One generation request. `tokens` is the whole prompt, at least one token.
 
@@ -216,7 +244,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     complete text ends as `stop`, with or without an end token, and before `min_tokens` if nothing
     can follow. `isolated_tokens`: the request's steps contain no other request until each
     sample has so many output tokens; the gateway asks for it where it suspects a request of ending
-    the process.
+    the process. `attention`: a window of attention, None for all tokens.
     """
 
     request_id: str
@@ -234,6 +262,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     grammar: Grammar | None = None
     isolated_tokens: Count = 0
+    attention: AttentionWindow | None = None
 
     @property
     def turn_payer(self) -> Payer:
@@ -738,7 +767,9 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     `floor_blocks_max`: the most that floors together may take; floors that ask for more are cut.
     `promisable_blocks`: the most that promises and floors together may take, on the lowest level
     that keeps promises; `promisable_on_device`: on the device, 0 where that is the same.
-    `kv_fidelity`: of the KV that all answers are computed with.
+    `kv_fidelity`: of the KV that all answers are computed with. `attention_policies`: those that
+    requests may ask for by the configuration; `attention_lacks`: what in this engine or model
+    computes none of them, empty where it does.
     """
 
     epoch: str
@@ -758,6 +789,8 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     kv_windows: tuple[Count, ...] = ()
     kv_fidelity: Fidelity = "exact"
     promisable_on_device: Count = 0
+    attention_policies: tuple[AttentionPolicy, ...] = ()
+    attention_lacks: str = ""
 
 
 class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):

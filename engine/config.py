@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from engine.api import AttentionPolicy
+
 Positive = Annotated[int, Meta(ge=1)]
 
 
@@ -84,7 +86,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     between two tokens of a stream that prompts of other requests may cause: a step gets as many
     prompt tokens as its measured cost allows. `gap_target_shared_ms`: the same while several
     tenants have requests; 0: `GAP_TARGET_SHARED_MS` by the device, or `gap_target_ms`, if that is
-    less. `threads` 0: one per core.
+    less. `threads` 0: one per core. `attention_policies`: those that requests may ask for; none by
+    default.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -108,6 +111,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     check_interval_s: Annotated[float, Meta(gt=0)] = 600.0
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 60.0
     levels: LevelsConfig = LevelsConfig()
+    attention_policies: tuple[AttentionPolicy, ...] = ()
 
     def for_device(self, device: str) -> EngineConfig:
         """Return the settings with `gap_target_shared_ms` as it is on this device."""

@@ -7,7 +7,8 @@ It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it.
    sequences' own lists and change afterwards.
 2. Order inside a step: `ended`, `begun`, `copies` (as listed), then the rows.
 3. Rows stand in the prefix tree's depth-first order, so rows that share a run of blocks are
-   contiguous. `groups` name those runs; a runner that ignores them is still correct.
+   contiguous; rows under an attention window come last. `groups` name shared runs; a runner that
+   ignores them is still correct.
 4. A step never reads the value of a token sampled by a step not yet collected: such a row has
    `token_ids=None`, and its one token is the last one its sequence sampled, which the runner keeps.
 5. A sequence with a mask samples no token that the mask excludes, whatever the logits are; masks
@@ -25,12 +26,44 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from engine.api import SampledToken, Sampling
+from engine.api import AttentionWindow, SampledToken, Sampling
 
 Mask = npt.NDArray[np.int32]
 """The tokens that may be sampled: bit i % 32 of word i // 32 is 1 where token i may. int32
 [words].
 """
+
+
+class BlockWindow(Struct, frozen=True, gc=False):
+    """The blocks that a sequence with an attention window reads.
+
+    A token of block b reads, up to itself, the first `sinks` blocks, the `window` blocks before b,
+    and b: a rule of positions alone, whatever a step computes together. So the tokens of the first
+    `shared_blocks` blocks read all tokens before them.
+    """
+
+    sinks: int
+    window: int
+
+    @property
+    def shared_blocks(self) -> int:
+        """Return how many leading blocks are computed as without a window."""
+        return self.sinks + self.window + 1
+
+    def first_read(self, block: int) -> int:
+        """Return the first block behind the sinks that the tokens of `block` read."""
+        return max(self.sinks, block - self.window)
+
+    def blocks_of(self, runs: int, step_blocks: int = 1) -> int:
+        """Return the most blocks that a sequence of `runs` blocks holds while `step_blocks` are
+        computed at a time: the shared ones are let go together, when the window has passed them.
+        """
+        return min(runs, self.shared_blocks + self.window + 1 + step_blocks)
+
+
+def block_window(asked: AttentionWindow, block_size: int) -> BlockWindow:
+    """Return a request's attention window in blocks; it is a multiple of them."""
+    return BlockWindow(asked.sink_tokens // block_size, asked.tokens // block_size)
 
 
 class BlockCopy(Struct, frozen=True, gc=False):
@@ -66,7 +99,9 @@ class Row(Struct, frozen=True):
     block; appended entries and holes do not change it. `samples`: the ids of the
     sequences that each sample a next token from the logits of the last position (several right
     after a fork, none in the middle of a prompt). `prompt_logprobs`: report logprobs of the tokens
-    that follow each computed position within `token_ids` + `next_token_id`.
+    that follow each computed position within `token_ids` + `next_token_id`. `attention`: what the
+    row reads of `block_ids` where that is not all before it; what no token of the row reads may be
+    a hole.
     """
 
     sequence_id: int
@@ -79,14 +114,16 @@ class Row(Struct, frozen=True):
     prompt_logprobs: int | None = None
     next_token_id: int | None = None
     beside: tuple[Sequence[int], ...] = ()
+    attention: BlockWindow | None = None
 
 
 class Group(Struct, frozen=True, gc=False):
     """Rows [first_row, end_row) have the same blocks in table entries [first_block, end_block) of
     `block_ids`; in the tables beside it, where neither of two rows has a hole.
 
-    All these blocks are full and precede each row's `start`. Groups of one level do not overlap; a
-    deeper group's rows lie inside a shallower group's, and its blocks begin where that group's end.
+    All these blocks are full and precede each row's `start`; no row has an `attention`. Groups of
+    one level do not overlap; a deeper group's rows lie inside a shallower group's, and its blocks
+    begin where that group's end.
     """
 
     first_row: int

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.api import (
+    AttentionWindow,
     Erase,
     Event,
     Finished,
@@ -46,6 +47,8 @@ ENDINGS = {
         "queue_full",
         "draining",
         "grammar_invalid",
+        "attention_not_allowed",
+        "attention_with_prompt_logprobs",
     },
 }
 
@@ -260,10 +263,12 @@ class World:
             **below,
         )
         self.runner.namespace_of = self._namespace_of
+        self.runner.attention_of = self._attention_of
         self.live: dict[str, Stream] = {}
         if self._make_levels is None:  # a disk outlives the engine
             self.written = {}
         self._namespaces: dict[int, bytes] = {}
+        self._attentions: dict[int, AttentionWindow | None] = {}
         self._stats = Stats()
         self._book = NamespaceTable()
 
@@ -273,6 +278,13 @@ class World:
             assert sequence is not None, "a step has rows of live sequences"
             self._namespaces[sequence_id] = sequence.parent.request.grant.namespace
         return self._namespaces[sequence_id]
+
+    def _attention_of(self, sequence_id: int) -> AttentionWindow | None:
+        if sequence_id not in self._attentions:
+            sequence = self.core.requests.sequence(sequence_id)
+            assert sequence is not None, "a step has rows of live sequences"
+            self._attentions[sequence_id] = sequence.parent.request.attention
+        return self._attentions[sequence_id]
 
     # -- commands -----------------------------------------------------------------------------
 
@@ -385,13 +397,19 @@ class World:
         before = self.matched_before.get(request.request_id, [])
         for other in (*self.written.get(request.grant.namespace, []), *before):
             for alone in other.alone:
-                history = (*other.request.tokens, *alone)
+                history = (*other.request.tokens, *alone)[: self._shared_tokens(other.request)]
                 reach = max(reach, common_prefix(request.tokens, history))
+        reach = min(reach, self._shared_tokens(request))
         expect(
             event.cached_tokens <= reach, "a hit on tokens its namespace never wrote", event, reach
         )
         if request.grant.write:
             self.written.setdefault(request.grant.namespace, []).append(stream)
+
+    def _shared_tokens(self, request: Request) -> int:
+        """Return how many leading tokens of a request others may find, and it of theirs."""
+        asked, longest = request.attention, self.context_tokens
+        return longest if asked is None else asked.shared_tokens(self.block_size)
 
 
 def outcome(act: Callable[[], Any]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from engine.api import SampledToken, Sampling
+from engine.api import AttentionWindow, SampledToken, Sampling
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.plan import BegunSequence, BlockCopy, Mask, Row, Sampled, StepPlan, StepResult
@@ -91,7 +91,10 @@ class FakeRunner:
     first sampling sequence is reported as failed. A broken step writes broken slots, which no row
     may read later. `words`: tokens that every sequence samples first. `computed_tokens` counts all
     computed tokens. With `windows`, a row reads in each window group the keys in its window, and
-    fails at a hole or a slot of another group. Single-threaded; every call is O(tokens).
+    fails at a hole or a slot of another group. `attention_of` returns a sequence's attention
+    window: each token must read the keys that this allows it, no more and no less, and what is
+    computed beyond its shared blocks is another sequence's KV for all others. Single-threaded;
+    every call is O(tokens), with an attention window O(tokens * tokens).
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.slots: list[Slot | None] = [None] * (blocks * block_size)
         self.namespace_of: Callable[[int], bytes] | None = None
+        self.attention_of: Callable[[int], AttentionWindow | None] = lambda _: None
         self.begun: dict[int, BegunSequence] = {}
         self.tokens: dict[int, list[int]] = {}
         self.tags: dict[int, list[int]] = {}
@@ -195,14 +199,52 @@ class FakeRunner:
             raise OracleError(f"{row.sequence_id}: its block table does not reach {end}")
         in_flight = set().union(*self._broken.values())
         firsts = (0, *(max(0, row.start - window + 1) for window in self.windows))
+        read = set(range(row.start)) if row.attention is None else self._keys_read(row)
+        if row.attention is not None or self.attention_of(row.sequence_id) is not None:
+            self._check_keys(row)
+        contents = self._contents(row.sequence_id)
         broken = [
-            self._read(row, group, position, in_flight)
+            self._read(row, group, position, contents[position], in_flight)
             for group, first in enumerate(firsts)
-            for position in range(first, row.start)
+            for position in (read if group == 0 else range(first, row.start))
         ]
         return any(broken)
 
-    def _read(self, row: Row, group: int, position: int, in_flight: set[int]) -> bool:
+    def _keys_read(self, row: Row) -> set[int]:
+        """Return the keys before a row that its tokens read by the plan."""
+        tokens = range(row.start, row.start + row.count)
+        return {key for token in tokens for key in self._keys_by_plan(row, token)} - set(tokens)
+
+    def _keys_by_plan(self, row: Row, token: int) -> set[int]:
+        """Return the keys that the token at a position reads, before itself, by the plan."""
+        if row.attention is None:
+            return set(range(token))
+        block, size = token // self.block_size, self.block_size
+        blocks = [*range(row.attention.sinks), *range(row.attention.first_read(block), block + 1)]
+        return {key for b in blocks for key in range(b * size, (b + 1) * size) if key < token}
+
+    def _check_keys(self, row: Row) -> None:
+        """Compare what each token reads by the plan with what its request asked for."""
+        asked, size = self.attention_of(row.sequence_id), self.block_size
+        for token in range(row.start, row.start + row.count):
+            allowed = set(range(token))
+            if asked is not None:
+                before = token // size * size - asked.tokens
+                allowed = {key for key in allowed if key < asked.sink_tokens or key >= before}
+            if self._keys_by_plan(row, token) != allowed:
+                raise OracleError(f"position {token} of {row.sequence_id} reads other keys")
+
+    def _contents(self, sequence_id: int) -> list[int]:
+        """Return what the slots of a sequence hold: their exact prefix, and beyond the shared
+        blocks of an attention window that window, too."""
+        tags, asked = self.tags[sequence_id], self.attention_of(sequence_id)
+        if asked is None:
+            return tags
+        shared = asked.shared_tokens(self.block_size)
+        own = [tag_after(tag_after(tag, asked.tokens), asked.sink_tokens) for tag in tags[shared:]]
+        return tags[:shared] + own
+
+    def _read(self, row: Row, group: int, position: int, content: int, in_flight: set[int]) -> bool:
         found = self.slots[self._slot(row, group, position)]
         where = f"position {position} of {row.sequence_id} in group {group}"
         if found is None:
@@ -213,19 +255,19 @@ class FakeRunner:
             return True
         if found[0] != self._namespace(row.sequence_id):
             raise OracleError(f"{where} belongs to another namespace")
-        if found[1:] != (group, self.tags[row.sequence_id][position]):
+        if found[1:] != (group, content):
             raise OracleError(f"{where} holds another prefix")
         return False
 
     def _write(self, row: Row, written: set[int], *, is_broken: bool) -> None:
-        namespace, tags = self._namespace(row.sequence_id), self.tags[row.sequence_id]
+        namespace, contents = self._namespace(row.sequence_id), self._contents(row.sequence_id)
         for group in range(1 + len(self.windows)):
             for position in range(row.start, row.start + row.count):
                 slot = self._slot(row, group, position)
                 if slot in written:
                     raise OracleError(f"{row.sequence_id}: a slot that another row writes too")
                 written.add(slot)
-                self.slots[slot] = BROKEN if is_broken else (namespace, group, tags[position])
+                self.slots[slot] = BROKEN if is_broken else (namespace, group, contents[position])
         self.computed_tokens += row.count
 
     def _draw(self, sequence_id: int, row: Row, mask: Mask | None) -> Sampled:

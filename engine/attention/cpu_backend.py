@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from engine.attention.batch import Batch
 from engine.attention.interface import AttentionSpec
-from engine.plan import Row, StepPlan
+from engine.attention.row_pieces import RowPiece, pieces_of
+from engine.plan import StepPlan
 
 TILE = 64
 """Keys of a tile; shared runs are rounded down to a multiple."""
@@ -36,15 +37,21 @@ BUNDLE_HEADS = 96
 stack."""
 
 Ints = npt.NDArray[np.int32]
+Pieces = dict[int, list[RowPiece]]
 
 
 class CpuPlace(Struct, frozen=True):
-    """A step as the layers of one KV group see it: int32, but `slots` is int64."""
+    """A step as the layers of one KV group see it: int32, but `slots` is int64.
+
+    `own_keys` [T]: which key of its table each token's own is; its position, but under an attention
+    window, where the table has the blocks alone that are read.
+    """
 
     tables: Ints
     slots: torch.Tensor
     bundles: Ints
     segments: Ints
+    own_keys: torch.Tensor
 
 
 class CpuWork:
@@ -68,19 +75,39 @@ class CpuAttention:
     def begin(self, plan: StepPlan, batch: Batch) -> None:
         """Lay out a step. O(blocks of its rows + rows * groups above them)."""
         starts = [0, *batch.row_ends]
-        offsets = np.cumsum([0, *(len(row.block_ids) for row in plan.rows)]).tolist()
-        tables = [row.block_ids for row in plan.rows]
-        places = [CpuPlace(_joined(tables), batch.slots, *self._cut(plan, starts, offsets))]
+        tables: list[Sequence[int]] = [row.block_ids for row in plan.rows]
+        own_keys, pieces = batch.positions.int(), Pieces()
+        if plan.rows[-1].attention is not None:  # rows under windows come last
+            pieces = self._pieces(plan)
+        for index, found in pieces.items():
+            tables[index] = [block for piece in found for block in piece.blocks]
+            for piece in found:
+                first, end = starts[index] + piece.first, starts[index] + piece.end
+                own_keys[first:end] = torch.arange(piece.at, piece.at + end - first)
+        offsets = np.cumsum([0, *map(len, tables)]).tolist()
+        cut = self._cut(plan, starts, offsets, pieces)
+        places = [CpuPlace(_joined(tables), batch.slots, *cut, own_keys)]
         if batch.beside:
+            assert not pieces, "layers with windows of their own compute no attention windows"
             # In a window group each row reads by its own table: another's may have holes where
             # the row still sees keys.
-            bundles, segments = self._cut(replace(plan, groups=()), starts, offsets)
+            bundles, segments = self._cut(replace(plan, groups=()), starts, offsets, pieces)
             for group, slots in enumerate(batch.beside):
                 tables = [row.beside[group] for row in plan.rows]
-                places.append(CpuPlace(_joined(tables), slots, bundles, segments))
+                places.append(CpuPlace(_joined(tables), slots, bundles, segments, own_keys))
         self.work = CpuWork(batch, tuple(places))
 
-    def _cut(self, plan: StepPlan, starts: list[int], offsets: list[int]) -> tuple[Ints, Ints]:
+    def _pieces(self, plan: StepPlan) -> Pieces:
+        """Return the pieces of the rows under an attention window, by row."""
+        return {
+            index: list(pieces_of(row, row.attention, TILE // TILE_BLOCKS))
+            for index, row in enumerate(plan.rows)
+            if row.attention is not None
+        }
+
+    def _cut(
+        self, plan: StepPlan, starts: list[int], offsets: list[int], pieces: Pieces
+    ) -> tuple[Ints, Ints]:
         """Return the bundles and segments of a step."""
         bundles: list[tuple[int, int, int, int]] = []
         segments: list[tuple[int, int, int, int, int]] = []
@@ -88,7 +115,13 @@ class CpuAttention:
         while index < len(plan.rows):
             row = plan.rows[index]
             if row.count > 1:
-                self._prompt(row, starts[index], offsets[index], bundles, segments)
+                first, table = starts[index], offsets[index]
+                if index not in pieces:
+                    self._prompt(first, row.count, row.start, table, bundles, segments)
+                for piece in pieces.get(index, ()):
+                    count = piece.end - piece.first
+                    self._prompt(first + piece.first, count, piece.at, table, bundles, segments)
+                    table += len(piece.blocks)
                 index += 1
                 continue
             end = index + 1
@@ -99,26 +132,27 @@ class CpuAttention:
             ):
                 end += 1
             first = len(segments)
-            self._decoding(plan, index, end, starts[index], offsets, segments)
+            self._decoding(plan, index, end, starts[index], offsets, segments, pieces)
             bundles.append((starts[index], starts[end], first, len(segments)))
             index = end
         return np.array(bundles, np.int32), np.array(segments, np.int32)
 
     def _prompt(
-        self, row: Row, first: int, table: int,
+        self, first: int, count: int, at: int, table: int,
         bundles: list[tuple[int, int, int, int]],
         segments: list[tuple[int, int, int, int, int]],
     ) -> None:  # fmt: skip
-        """Cut a prompt's tokens into bundles, each with every tile up to its last token's."""
-        for start in range(0, row.count, self._prompt_tokens):
-            end = min(start + self._prompt_tokens, row.count)
-            tiles = -(-(row.start + end) // TILE)
+        """Cut `count` tokens of a prompt, from token `first` of the step and key `at` of `table`
+        on, into bundles, each with every tile up to its last token's."""
+        for start in range(0, count, self._prompt_tokens):
+            end = min(start + self._prompt_tokens, count)
+            tiles = -(-(at + end) // TILE)
             segments.append((first + start, first + end, 0, tiles, table))
             bundles.append((first + start, first + end, len(segments) - 1, len(segments)))
 
     def _decoding(
         self, plan: StepPlan, first: int, end: int, token: int, offsets: list[int],
-        segments: list[tuple[int, int, int, int, int]],
+        segments: list[tuple[int, int, int, int, int]], pieces: Pieces,
     ) -> None:  # fmt: skip
         """Add the segments of decoding rows [first, end), one token each from `token`: the runs
         that groups share, from the root down, then each row's own tiles."""
@@ -135,7 +169,8 @@ class CpuAttention:
             segments.append((at, at + high - low, begin, tiles, offsets[low]))
             covered[low - first : high - first] = [tiles] * (high - low)
         for index in range(first, end):
-            tiles = plan.rows[index].start // TILE + 1
+            own = pieces[index][0].at if index in pieces else plan.rows[index].start
+            tiles = own // TILE + 1
             at, begin = token + index - first, covered[index - first]
             segments.append((at, at + 1, begin, tiles, offsets[index]))
 

@@ -9,15 +9,18 @@ them valid. `engine.runner.gpu_runner` calls `prepare` and `update_tables`; a mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
+from engine.attention.row_pieces import pieces_of
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture
-from engine.plan import Group
+from engine.plan import Group, Row
 from kernels.gpu.fused_ops import rope_kv_write
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
 from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner, classes_for
@@ -113,23 +116,30 @@ class GpuAttention:
         seats: Int32,
         groups: tuple[Group, ...],
         padded_rows: int,
+        windowed: Sequence[Row] = (),
     ) -> HostPlan:
         """Put the step's work lists, one for each window, on the GPU; return the first, that of
         `work`.
 
         `members`: the sequence ids of the batch. `rows`, `starts`, `seats`: per sequence, query
-        tokens, first position and seat. `padded_rows`: rows of the launch. While a decoding batch
-        and its groups stay the same, the last work lists are returned again. O(rows + tiles)
-        otherwise.
+        tokens, first position and seat. `padded_rows`: rows of the launch. `windowed`: the plan's
+        rows, where some are under attention windows. While a decoding batch, its groups and the
+        blocks that its windows begin with stay the same, the last work lists are returned again.
+        O(rows + tiles) otherwise.
         """
         is_decoding = bool((rows == 1).all())
-        key = (members, groups, padded_rows) if is_decoding else None
+        slices, floors = None, b""
+        if windowed:
+            slices = self._windowed_slices(windowed, seats * self.stride)
+            assert slices.floors is not None, "made with floors"
+            floors = slices.floors.tobytes()
+        key = (members, groups, padded_rows, floors) if is_decoding else None
         self._age += 1
         if key is not None and key == self._key and self._age < REPLAN_EVERY and self.plan:
             return self.plan
         flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in groups]
         shared = np.array(flat, np.int32).reshape(-1, 4)
-        slices = Slices(rows, starts, (seats * self.stride).astype(np.int32))
+        slices = slices or Slices(rows, starts, (seats * self.stride).astype(np.int32))
         plans = {
             window: self.planner.plan(slices, shared, padded_rows, window)
             for window in self.windows
@@ -140,6 +150,24 @@ class GpuAttention:
         self.plan = plans[self.windows[0]]
         self._key, self._age = key, 0
         return self.plan
+
+    def _windowed_slices(self, rows: Sequence[Row], offsets: Int32) -> Slices:
+        """Return the slices of rows some of which are under attention windows: such a row is one
+        slice for each block of it."""
+        size = self.planner.block_size
+        found: list[tuple[int, int, int, int, int]] = []
+        for row, offset in zip(rows, offsets.tolist(), strict=True):
+            if row.attention is None:
+                found.append((row.count, row.start, offset, 0, 0))
+                continue
+            sinks = row.attention.sinks * size
+            for piece in pieces_of(row, row.attention, size):
+                start = row.start + piece.first
+                skipped = start - piece.at
+                both = (sinks + skipped, sinks) if skipped else (0, 0)
+                found.append((piece.end - piece.first, start, offset, *both))
+        columns = np.array(found, np.int32).T
+        return Slices(*(np.ascontiguousarray(column) for column in columns))
 
     def _take_memory(self, plans: dict[int, HostPlan], rows: int) -> None:
         """Choose the step's lists and scratch. Spans always fit those made at the start; chunks,

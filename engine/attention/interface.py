@@ -73,6 +73,14 @@ def attention_spec(config: Architecture) -> AttentionSpec:
     )
 
 
+def lacks_attention_windows(config: Architecture) -> str:
+    """Return why no backend computes attention windows for a model, or "" where they do: what a
+    layer with a window of its own reads may lie behind that of the request."""
+    if any(layer.window for layer in config.layers):
+        return "layers of the model have sliding windows of their own"
+    return ""
+
+
 class LayerAttention(Protocol):
     """Attention as a model's layer calls it, laid out for one step."""
 

@@ -3,7 +3,8 @@
 The rows of a group are one matrix product against the keys of their shared run of blocks, at every
 level of the prefix tree; a row's parts are merged by their log-sum-exps. A row's own keys are read
 per row for prompts, and in one padded batch for decoding rows. A layer with a window reads the
-blocks that overlap it, row by row. The backend computes every kind of attention that an
+blocks that overlap it, row by row; a row under an attention window is laid out by the blocks that
+it reads. The backend computes every kind of attention that an
 `Architecture` describes; runners use it where the C or GPU kernels do not fit the model.
 """
 
@@ -18,10 +19,11 @@ import torch
 from engine.attention.batch import Batch
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
+from engine.attention.row_pieces import pieces_of
 from engine.kv.storage import KvStorage
 from engine.kv.token_rows import token_rows
 from engine.model_store import Architecture
-from engine.plan import StepPlan
+from engine.plan import BlockWindow, Row, StepPlan
 from kernels.reference import rotate
 
 GROUP_KEYS_MIN = 64
@@ -131,6 +133,9 @@ class TorchAttention:
             )
         decoding: list[tuple[int, list[int], int]] = []
         for index, row in enumerate(plan.rows):
+            if row.attention is not None:
+                self._lay_out_pieces(layout, row, row.attention, starts[index], decoding)
+                continue
             from_block = covered[index]
             if window:
                 from_block = max(0, row.start - window + 1) // size
@@ -147,6 +152,23 @@ class TorchAttention:
             )  # fmt: skip
         self._lay_out_decoding(layout, decoding)
         return layout
+
+    def _lay_out_pieces(
+        self,
+        layout: _Layout,
+        row: Row,
+        attention: BlockWindow,
+        first: int,
+        decoding: list[tuple[int, list[int], int]],
+    ) -> None:
+        """Add a row under an attention window, whose first token is `first` of the step."""
+        assert not layout.window, "layers with windows of their own compute no attention windows"
+        for piece in pieces_of(row, attention, self.block_size):
+            if piece.end - piece.first == 1:
+                decoding.append((first + piece.first, piece.blocks, piece.at + 1))
+                continue
+            begin, end = first + piece.first, first + piece.end
+            layout.prompts.append(_Prompt(begin, end, piece.at, 0, self._tensor(piece.blocks)))
 
     def _tensor(self, blocks: object) -> torch.Tensor:
         return torch.as_tensor(blocks, dtype=torch.int64).to(self.device)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from engine.api import LeaseGrant, LeaseRequest, Namespace
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node, WindowBlock
+from engine.plan import BlockWindow
 
 
 class BlockTable:
     """One sequence's block table. Each entry is pinned. Only `PrefixCache` changes it.
 
-    Readers may use `blocks` (live: the list itself grows), `beside` (the same for each window
-    group, with a hole where a block was let go), `version` (grows when an existing entry changes to
-    another block), `kv_tokens` (tokens whose KV is in place), `namespace` and `leases`.
+    Readers may use `blocks` (live: the list itself grows; under an attention window with a hole
+    where a block was let go), `beside` (the same for each window group, with holes behind its
+    window), `version` (grows when an existing entry changes to another block), `kv_tokens` (tokens
+    whose KV is in place), `namespace`, `leases` and `attention` (the window of its sequence).
 
     `window_gone_tokens`: what the match lost because a window group lacked blocks.
 
@@ -23,6 +25,7 @@ class BlockTable:
     the match whose promises a level below keeps; `held_up`: how many of them, from `kept_from` on,
     get their promise back on the device. For window groups: `first`: by group, the first entry that
     is no hole. `advanced`: the whole blocks up to which blocks were let go.
+    `holes`: entries of `blocks` that are holes, behind the sinks.
     `marks`: positions still to be passed at which there is a reason to resume, ascending.
     `window_promises`: by group, the entries that the promises cover. `resumed`: window blocks whose
     promises the end of the sequence renews.
@@ -31,11 +34,13 @@ class BlockTable:
     __slots__ = (
         "account",
         "advanced",
+        "attention",
         "beside",
         "blocks",
         "committed",
         "first",
         "held_up",
+        "holes",
         "kept_from",
         "kept_to",
         "kv_tokens",
@@ -55,9 +60,16 @@ class BlockTable:
     )
 
     def __init__(
-        self, account: NamespaceAccount, started_s: float, write: bool, window_groups: int = 0
+        self,
+        account: NamespaceAccount,
+        started_s: float,
+        write: bool,
+        window_groups: int = 0,
+        attention: BlockWindow | None = None,
     ) -> None:
         self.account = account
+        self.attention = attention
+        self.holes = 0
         self.blocks: list[int] = []
         self.beside: tuple[list[int], ...] = tuple([] for _ in range(window_groups))
         self.first = [0] * window_groups
@@ -82,10 +94,15 @@ class BlockTable:
     @property
     def held_blocks(self) -> int:
         """Return how many blocks the table holds, in all groups. O(groups)."""
-        held = len(self.blocks)
+        held = len(self.blocks) - self.holes
         for row, first in zip(self.beside, self.first, strict=True):
             held += len(row) - first
         return held
+
+    @property
+    def pinned(self) -> list[int]:
+        """Return the blocks of `blocks` that the table holds. O(1) without holes."""
+        return [block for block in self.blocks if block >= 0] if self.holes else self.blocks
 
     @property
     def namespace(self) -> Namespace:

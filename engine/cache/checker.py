@@ -90,7 +90,8 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
     tables = [table for table in manager.tables if table.account is account]
     references: Counter[int] = Counter()
     for table in tables:
-        references.update(table.blocks)
+        references.update(table.pinned)
+        _check_holes(table)
         for block in _check_windows(table):
             references[block] += 1
     references.update(c.src for c in manager.copies.values() if owner[c.src] is account)
@@ -142,6 +143,20 @@ def _check_order(account: NamespaceAccount, block: TreeBlock, *, is_next: bool) 
     _expect(is_ordered == is_next, f"block {block.block} in the eviction order", is_next)
     is_held = account.payer_account.eviction_order.holds(block)
     _expect(is_held, f"block {block.block}: missing in the eviction order", is_held)
+
+
+def _check_holes(table: BlockTable) -> None:
+    """Check that the holes of a table lie behind its sinks, and that it commits nothing there."""
+    if table.attention is None:
+        _expect(not table.holes, f"{table.holes} holes without an attention window", 0)
+        return
+    first = table.attention.sinks
+    here = table.blocks[first : first + table.holes]
+    _expect(here == [HOLE] * table.holes, f"{table.holes} holes behind {first}", here.count(HOLE))
+    _expect(table.blocks.count(HOLE) == table.holes, "holes", table.blocks.count(HOLE))
+    shared = table.attention.shared_blocks
+    _expect(table.committed <= shared, f"{table.committed} committed blocks", shared)
+    _expect(not table.holes or table.committed <= first, "holes in the tree's part", first)
 
 
 def _check_windows(table: BlockTable) -> list[int]:

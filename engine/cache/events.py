@@ -6,9 +6,12 @@ keeps none. Analytics and routing read them; nothing below the gateway logs them
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 from engine.api import Namespace
+from engine.cache.prefix_tree import TreeMatch
 
 
 class Matched(Struct, frozen=True, gc=False):
@@ -84,6 +87,25 @@ class CachePeek(Struct, frozen=True):
     promised_tokens: int
     expires_at_s: float | None
     window_gone_tokens: int = 0
+
+
+def peek_of(found: TreeMatch, block_size: int) -> CachePeek:
+    """Return a match as a report. O(blocks matched)."""
+    path = found.path if found.partial_node is None else [*found.path, found.partial_node]
+    promised = block_size * sum(
+        [
+            node.promised_class is not None
+            or (node.terms is not None and node.terms.below_class is not None)
+            for node in path
+        ]
+    )
+    ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
+    return CachePeek(
+        cached_tokens=found.cached_tokens,
+        promised_tokens=min(found.cached_tokens, promised),
+        expires_at_s=None if ends_s == math.inf else ends_s,
+        window_gone_tokens=found.matched_tokens - found.cached_tokens,
+    )
 
 
 class CacheStats(Struct, frozen=True):

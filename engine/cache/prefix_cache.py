@@ -6,12 +6,12 @@ callers pass `now_s`. One thread calls it. The numbered rules are in `engine/cac
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from engine.api import Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.accounts import NamespaceAccount, PayerAccount
+from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_table import BlockTable
 from engine.cache.checker import recount
@@ -27,6 +27,7 @@ from engine.cache.events import (
     Matched,
     NamespaceUse,
     PromiseLost,
+    peek_of,
 )
 from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.kept_below import KeptBelow
@@ -36,7 +37,7 @@ from engine.cache.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
 from engine.cache.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
 from engine.errors import InvariantViolation
-from engine.plan import BlockCopy
+from engine.plan import BlockCopy, BlockWindow
 
 DEFAULT_QUOTA = Quota()
 DEFAULT_EVICTION_POLICY = LeastRecentlyUsed()
@@ -71,6 +72,7 @@ class PrefixCache:
         self._manager = BlockManager(blocks, self.windows, longest, eviction_policy)
         self._leases = LeaseManager(self._manager)
         self._windows = WindowManager(self._manager, self._leases)
+        self._attention = AttentionWindows(self._manager, self._leases)
         self._has_windows = bool(self.windows.windows)
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.facts = facts
@@ -106,6 +108,7 @@ class PrefixCache:
         tokens: int,
         found: TreeMatch | None,
         step_tokens: int,
+        attention: BlockWindow | None = None,
     ) -> int:
         """Return the blocks that a sequence of `tokens` needs beyond those it finds pinned, if
         `step_tokens` are computed at a time, or fewer where the namespace may not hold so many.
@@ -113,6 +116,10 @@ class PrefixCache:
         O(blocks matched), and as `max_sequence_tokens` with window groups.
         """
         needed, matched = self._blocks_for(tokens), 0 if found is None else len(found.path)
+        if attention is not None:
+            most = self._manager.max_sequence_blocks(namespace, quota)
+            least, step_blocks = attention.blocks_of(needed), self._blocks_for(step_tokens)
+            needed = min(attention.blocks_of(needed, step_blocks), max(most, least))
         if self._has_windows:
             most = self._manager.max_sequence_blocks(namespace, quota)
             needed = self.windows.blocks_of(tokens, step_tokens)
@@ -126,7 +133,10 @@ class PrefixCache:
     def blocks_to_grow(self, table: BlockTable | None, tokens: int) -> int:
         """Return the blocks that a table lacks to hold `tokens`; None stands for an empty table."""
         held = 0 if table is None else len(table.blocks)
-        return (self._blocks_for(tokens) - held) * self.windows.groups
+        runs = self._blocks_for(tokens)
+        if table is not None and table.attention is not None:
+            runs = min(runs, held + max(1, table.attention.blocks_of(runs) - table.held_blocks))
+        return (runs - held) * self.windows.groups
 
     def tokens_to_grow(self, table: BlockTable, blocks: int) -> int:
         """Return how many tokens a table holds if it grows by at most `blocks`."""
@@ -134,23 +144,7 @@ class PrefixCache:
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> CachePeek:
         """Return what `tokens` would match, as a report. Cost: as `find`."""
-        found = self.find(namespace, tokens, now_s)
-        path = found.path if found.partial_node is None else [*found.path, found.partial_node]
-        promised = self.block_size * sum(
-            [
-                node.promised_class is not None
-                or (node.terms is not None and node.terms.below_class is not None)
-                for node in path
-            ]
-        )
-        ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
-        expires_at_s = None if ends_s == math.inf else ends_s
-        return CachePeek(
-            cached_tokens=found.cached_tokens,
-            promised_tokens=min(found.cached_tokens, promised),
-            expires_at_s=expires_at_s,
-            window_gone_tokens=found.matched_tokens - found.cached_tokens,
-        )
+        return peek_of(self.find(namespace, tokens, now_s), self.block_size)
 
     def max_sequence_tokens(self, namespace: Namespace, quota: Quota) -> int:
         """Return the tokens of the longest sequence that could run alone beside other payers'
@@ -181,8 +175,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Return totals and gauges. O(payers changed since the last query)."""
-        totals = self._evicted, self._expired, self._copied, self._window_gone
-        return self._manager.stats(*totals)
+        return self._manager.stats(self._evicted, self._expired, self._copied, self._window_gone)
 
     def namespaces(self) -> tuple[NamespaceUse, ...]:
         """Return how many blocks each namespace holds. O(namespaces)."""
@@ -236,20 +229,25 @@ class PrefixCache:
         read: bool = True,
         write: bool = True,
         found: TreeMatch | None = None,
+        attention: BlockWindow | None = None,
     ) -> BlockTable:
         """Match and pin the longest live prefix of `tokens`, token-exact, at most len(tokens) - 1.
 
         `found`: the result of `find`, which is used if the tree has not changed since. A partial
         block is matched by a new block and a pending copy (see `take_copies`); when no block is
         available the cache drops the partial match, never the request. Renews the leases of the
-        blocks it read, and puts the answers to `leases` in `table.leases`. O(blocks matched).
+        blocks it read, and puts the answers to `leases` in `table.leases`. With an `attention`
+        window only what the window shares is matched and promised. O(blocks matched).
         """
         self.expire(now_s)
         account = self._manager.account(namespace, quota)
         account.tables += 1
-        table = BlockTable(account, now_s, write, len(self.windows.windows))
+        table = BlockTable(account, now_s, write, len(self.windows.windows), attention)
         self._manager.tables.add(table)
         path: list[Node] = []
+        prompt_tokens, asked = len(tokens), leases
+        if attention is not None:
+            tokens, leases = self._attention.sharable(attention, tokens, leases)
         if read:
             if found is None or not found.is_current(account.tree):
                 found = self._find(account, tokens)
@@ -257,11 +255,13 @@ class PrefixCache:
             table.window_gone_tokens = found.matched_tokens - found.cached_tokens
             self._window_gone += table.window_gone_tokens
         self._leases.grant(table, path, tokens, leases, now_s)
+        if len(leases) < len(asked):
+            self._attention.refuse_others(table, asked)
         if table.beside:
             parting = found.matched_tokens if read and found is not None else 0
             ends = {min(lease.tokens, len(tokens)) for lease in leases}
             self._windows.add_marks(table, {len(tokens), parting, *ends})
-        self._emit(Matched(namespace, len(tokens), table.kv_tokens))
+        self._emit(Matched(namespace, prompt_tokens, table.kv_tokens))
         return table
 
     def grow(
@@ -314,15 +314,19 @@ class PrefixCache:
         """Commit the KV of tokens[:kv_tokens], which a completed step has written.
 
         Full blocks become findable. Where the tree already has an equal block, the table takes that
-        block and frees its own. In window groups it lets the blocks go that lie behind the window
-        (rule 15). O(1) unless a block filled.
+        block and frees its own. It lets the blocks go that lie behind a window, in window groups
+        (rule 15) and under an attention window (rule 45). O(1) unless a block filled.
         """
         table.kv_tokens = kv_tokens
-        full = kv_tokens // self.block_size
+        full, attention = kv_tokens // self.block_size, table.attention
+        if attention is not None:
+            full = min(full, attention.shared_blocks)
         if full != table.committed and self._may_write(table):
             self._commit_full(table, tokens, full, now_s)
         if table.beside:
             self._windows.advance(table, now_s)
+        if attention is not None:
+            self._attention.advance(table, attention, now_s)
 
     def _commit_full(
         self, table: BlockTable, tokens: Sequence[int], full: int, now_s: float
@@ -359,6 +363,7 @@ class PrefixCache:
         """
         fork = BlockTable(table.account, table.started_s, table.write, len(self.windows.windows))
         fork.blocks = list(table.blocks)
+        fork.attention, fork.holes = table.attention, table.holes
         fork.beside = tuple(map(list, table.beside))
         fork.first, fork.marks = list(table.first), list(table.marks)
         fork.kv_tokens = table.kv_tokens
@@ -367,7 +372,7 @@ class PrefixCache:
         fork.requested_leases = tuple((lease, 0) for lease, _ in table.requested_leases)
         table.account.tables += 1
         self._manager.tables.add(fork)
-        for block in fork.blocks:
+        for block in fork.pinned:
             self._manager.pin_again(block)
         for row, start in zip(fork.beside, fork.first, strict=True):
             for block in row[start:]:
@@ -403,13 +408,13 @@ class PrefixCache:
         renewed: list[TreeBlock] = [*used]
         renewed += [block for block in table.resumed if block.parent is not None]
         self._leases.renew_on_release(table.account, renewed, now_s)
-        self._manager.unpin_all(table.account, reversed(table.blocks))
+        self._manager.unpin_all(table.account, reversed(table.pinned))
         for row, first in zip(table.beside, table.first, strict=True):
             self._manager.unpin_all(table.account, row[first:])
         self._leases.release_reservations(table, now_s)
         self._manager.tables.remove(table)
         self._manager.version += 1
-        table.blocks, table.beside, table.first, table.resumed = [], (), [], []
+        table.blocks, table.beside, table.first, table.resumed, table.holes = [], (), [], [], 0
         table.account.tables -= 1
         self._manager.forget_if_idle(table.account)
 
@@ -776,6 +781,8 @@ class PrefixCache:
         tokens.
         """
         index = table.committed
+        if table.attention is not None and index >= table.attention.shared_blocks:
+            return
         run = tuple(tokens[index * self.block_size : table.kv_tokens])
         if not 0 < len(run) < self.block_size or not self._may_write(table):
             return

@@ -57,7 +57,7 @@ from engine.plan import Runner, StepResult
 from engine.scheduler.loading import Loading
 from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.request_table import RequestTable
-from engine.scheduler.scheduler import Scheduler, Slice
+from engine.scheduler.scheduler import Scheduler, Slice, cost_of
 from engine.scheduler.sequence import ActiveRequest, Sequence
 from engine.scheduler.step_cost import StepCost, StepWork
 
@@ -87,14 +87,18 @@ class Core:
         constraints: Constraints | None = None,
         levels: Levels | None = None,
         kv_fidelity: Fidelity = "exact",
+        attention_lacks: str = "",
     ) -> None:
-        """`kv_fidelity`: of KV that was never below the device."""
+        """`kv_fidelity`: of KV that was never below the device. `attention_lacks`: why the runner
+        computes no attention windows, empty where it does.
+        """
         self.cache = cache
         self.runner = runner
         self.config = config
         self.clock = clock
         self.vocab_size = vocab_size
         self.context_tokens = context_tokens
+        self.attention_lacks = attention_lacks
         self.pipeline_depth = pipeline_depth
         step_cost = StepCost()
         self.scheduler = Scheduler(cache, config, step_cost, levels)
@@ -358,7 +362,7 @@ class Core:
         )
         if len(pieces) > ROWS_MAX or (has_prompts and not self.scheduler.is_shared(now_s)):
             return
-        work = StepWork.of((piece.start, piece.count) for piece in pieces)
+        work = StepWork.of(cost_of(pieces))
         self._pacing.running_alone(now_s, cost.seconds(work))
 
     def _collect(self) -> None:
@@ -400,7 +404,7 @@ class Core:
             pending.launched_at_s,
             now_s,
             computed - len(pending.sampling),
-            ((piece.start, piece.count) for piece, _ in pending.slices if piece.count),
+            cost_of(piece for piece, _ in pending.slices if piece.count),
             result.elapsed_s,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from engine.cache import BlockTable, PrefixCache
 from engine.core.tree_order import find_groups, order_key
@@ -18,6 +19,11 @@ from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
 Signature = list[tuple[BlockTable, int]]
+
+WINDOWED: Final = -1
+"""The version in a signature of a table that a row reads by an attention window."""
+LAST_KEY: Final = b"\xff" * 4
+"""The order key of such a row: behind every table."""
 
 
 @dataclass(slots=True)
@@ -111,6 +117,9 @@ class StepPlanner:
             if not active.is_forked and request.samples > 1:
                 sampling += [self._add_sequence(active) for _ in range(1, request.samples)]
                 begun.extend(_introduce(fork) for fork in sampling[1:])
+        window = active.attention
+        if window is not None and not _reads_window(piece, self._cache.block_size):
+            window = None
         wants_logprobs = request.prompt_logprobs is not None and not active.is_forked
         in_prompt = wants_logprobs and piece.start < len(request.tokens)
         sequence.computed = end
@@ -128,6 +137,7 @@ class StepPlanner:
             prompt_logprobs=request.prompt_logprobs if in_prompt else None,
             next_token_id=tokens[end] if in_prompt and end < len(request.tokens) else None,
             beside=table.beside,
+            attention=window,
         )
 
     def _add_copy_targets(self, pending: InFlightStep, copied: set[int]) -> None:
@@ -145,24 +155,36 @@ class StepPlanner:
         """Return the slices in tree order, and update the groups.
 
         Both change only with the batch or a table version; appended blocks are private to a
-        sequence.
+        sequence. Rows that read by an attention window come last and share no run.
         """
+        size = self._cache.block_size
         signature: Signature = []
         for piece in slices:
             table = piece.sequence.table
             assert table is not None, "a slice belongs to a running sequence"
-            signature.append((table, table.version))
+            version = table.version
+            if table.attention is not None and _reads_window(piece, size):
+                version = WINDOWED
+            signature.append((table, version))
         if signature != self._signature:
             self._signature = signature
             keys = [
-                _order_key(piece.sequence, table)
-                for piece, (table, _) in zip(slices, signature, strict=True)
+                LAST_KEY if version == WINDOWED else _order_key(piece.sequence, table)
+                for piece, (table, version) in zip(slices, signature, strict=True)
             ]
             self._order = sorted(range(len(keys)), key=keys.__getitem__)
-            size = self._cache.block_size
-            full = [min(slices[i].start // size, len(keys[i]) // 4) for i in self._order]
+            full = [
+                0 if keys[i] is LAST_KEY else min(slices[i].start // size, len(keys[i]) // 4)
+                for i in self._order
+            ]
             self._groups = find_groups([keys[i] for i in self._order], full)
         return [slices[i] for i in self._order]
+
+
+def _reads_window(piece: Slice, block_size: int) -> bool:
+    """Return whether a token of a slice reads less than all before it."""
+    window = piece.sequence.parent.attention
+    return window is not None and piece.start + piece.count > window.shared_blocks * block_size
 
 
 def _order_key(sequence: Sequence, table: BlockTable) -> bytes:

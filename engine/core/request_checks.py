@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.api import Request, all_in_vocabulary
+from engine.api import AttentionWindow, Request, all_in_vocabulary
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, RequestRefused
@@ -22,6 +22,7 @@ class CheckContext(Protocol):
     config: EngineConfig
     vocab_size: int
     context_tokens: int
+    attention_lacks: str
     requests: RequestTable
 
     @property
@@ -35,6 +36,8 @@ def check_request(core: CheckContext, request: Request) -> None:
     if request.request_id in core.requests:
         raise RequestRefused("duplicate_request", "A request with this id is running already.")
     _check_tokens(core, request)
+    if request.attention is not None:
+        _check_attention(core, request, request.attention)
     _check_size(core, request)
 
 
@@ -49,6 +52,34 @@ def _check_tokens(core: CheckContext, request: Request) -> None:
                 "token_out_of_range",
                 f"Token id {wrong} is outside the vocabulary: expected 0 to {core.vocab_size - 1}.",
             )
+
+
+def _check_attention(core: CheckContext, request: Request, asked: AttentionWindow) -> None:
+    if "window" not in core.config.attention_policies:
+        raise RequestRefused(
+            "attention_not_allowed",
+            "Attention windows are not allowed here: expected a request without one.",
+        )
+    if core.attention_lacks:
+        raise RequestRefused(
+            "attention_not_available",
+            f"Attention windows are not available: {core.attention_lacks}; expected a request"
+            " without one.",
+        )
+    size = core.cache.block_size
+    if asked.tokens % size or asked.sink_tokens % size:
+        raise RequestRefused(
+            "attention_invalid",
+            f"An attention window of {asked.tokens} tokens and {asked.sink_tokens} sinks: expected"
+            f" multiples of the block of {size} tokens.",
+        )
+    shared, prompt = asked.shared_tokens(size), len(request.tokens)
+    if request.prompt_logprobs is not None and prompt > shared:
+        raise RequestRefused(
+            "attention_with_prompt_logprobs",
+            f"Logprobs of a prompt of {prompt} tokens under an attention window would not be the"
+            f" model's: expected at most {shared} tokens, or no window.",
+        )
 
 
 def _check_size(core: CheckContext, request: Request) -> None:
@@ -67,6 +98,9 @@ def _check_size(core: CheckContext, request: Request) -> None:
         )
     grant = request.grant
     room = core.cache.max_sequence_tokens(grant.namespace, grant.quota)
+    size = core.cache.block_size
+    if request.attention is not None and request.attention.blocks_max(size) * size <= room:
+        return  # it never holds more, however long it is
     if total > room:
         raise RequestRefused(
             "kv_exceeded",

@@ -166,6 +166,7 @@ class CpuLlama:
                             place.slots.data_ptr(),
                             place.bundles.ctypes.data,
                             place.segments.ctypes.data,
+                            place.own_keys.data_ptr(),
                         )
                         for place in work.places
                     )

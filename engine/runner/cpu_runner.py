@@ -18,7 +18,11 @@ import torch
 from engine.api import SampledToken
 from engine.attention.batch import Batch, make_batch
 from engine.attention.cpu_backend import CpuAttention
-from engine.attention.interface import AttentionBackend, attention_spec
+from engine.attention.interface import (
+    AttentionBackend,
+    attention_spec,
+    lacks_attention_windows,
+)
 from engine.attention.torch_backend import TorchAttention
 from engine.config import EngineConfig
 from engine.kv.format import KvFormat, Layout, kv_format
@@ -209,4 +213,12 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
     blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv.block_bytes)
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels, device=device)
     runner.warm_up()
-    return LoadedModel(runner, runner.kv, blocks, context, device.type, pipeline_depth=1)
+    return LoadedModel(
+        runner,
+        runner.kv,
+        blocks,
+        context,
+        device.type,
+        pipeline_depth=1,
+        attention_lacks=lacks_attention_windows(card.config),
+    )

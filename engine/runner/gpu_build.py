@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.attention.interface import attention_spec
+from engine.attention.interface import attention_spec, lacks_attention_windows
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.format import kv_format
@@ -70,7 +70,10 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         )  # fmt: skip
         with torch.inference_mode():
             runner.warm_up(limits)
-    return LoadedModel(runner, kv, blocks, context, device="cuda", pipeline_depth=2)
+    return LoadedModel(
+        runner, kv, blocks, context, device="cuda", pipeline_depth=2,
+        attention_lacks=lacks_attention_windows(card.config),
+    )  # fmt: skip
 
 
 def lacking_kernel(model: Architecture) -> str:

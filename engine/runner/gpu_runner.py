@@ -218,8 +218,9 @@ class GpuRunner:
         is_decoding = total == len(rows) and drawing == list(members)
         bucket = 0 if is_scored else self._bucket_of(total, len(drawing), is_decoding)
         work = self.attention.prepare(
-            members, counts, step.starts, step.seats, plan.groups, bucket or total
-        )
+            members, counts, step.starts, step.seats, plan.groups, bucket or total,
+            rows if rows[-1].attention is not None else (),
+        )  # fmt: skip
         if is_decoding:
             shape = StepShape(bucket or total, 0, work.classes, work.parts_max > 1, causal=False)
         else:

@@ -12,7 +12,8 @@ from engine.plan import Runner
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`kv`: the memory of the KV blocks, `blocks` of them. `context`: tokens of the longest
-    sequence. `pipeline_depth`: steps that may be in flight at once."""
+    sequence. `pipeline_depth`: steps that may be in flight at once. `attention_lacks`: why the
+    runner computes no attention windows, empty where it does."""
 
     runner: Runner
     kv: KvStorage
@@ -20,6 +21,7 @@ class LoadedModel:
     context: int
     device: str
     pipeline_depth: int
+    attention_lacks: str = ""
 
     @property
     def kv_format(self) -> KvFormat:

@@ -57,8 +57,9 @@ class Loading:
             return False
         if not self.levels.has_records(request.grant.namespace):
             return False
-        here = self._cache.find(request.grant.namespace, sequence.tokens, now_s).cached_tokens
-        if not self.levels.look(sequence.sequence_id, request.grant, request.tokens, here):
+        tokens = tuple(sequence.findable_tokens(self._cache.block_size))
+        here = self._cache.find(request.grant.namespace, tokens, now_s).cached_tokens
+        if not self.levels.look(sequence.sequence_id, request.grant, tokens, here):
             return False
         self.looking[sequence.sequence_id] = (sequence, None)
         return True
@@ -80,9 +81,9 @@ class Loading:
         """
         if found is None:
             return None
-        grant = sequence.parent.request.grant
-        seconds = self._step_cost.seconds_of_slice
-        plan = self.levels.plan(grant, sequence.tokens, len(found.path), seconds, now_s)
+        grant, seconds = sequence.parent.request.grant, self._step_cost.seconds_of_slice
+        tokens = sequence.findable_tokens(self._cache.block_size)
+        plan = self.levels.plan(grant, tokens, len(found.path), seconds, now_s)
         if plan is None:
             return None
         use = _use_of(sequence)
@@ -164,7 +165,7 @@ class Loading:
         sequence = found[0]
         if not is_answered:
             use, size = _use_of(sequence), self._cache.block_size
-            use.know((len(sequence.tokens) - 1) // size * size)
+            use.know((len(sequence.findable_tokens(size)) - 1) // size * size)
             use.miss("level_failed")
         self._queue.add(sequence)
 

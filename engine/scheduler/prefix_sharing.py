@@ -42,7 +42,10 @@ class PrefixSharing:
         size, target_tokens = self._size, found.cached_tokens
         if sequence.parent.request.prompt_logprobs is not None or not sequence.may_wait:
             return False
-        if target_tokens >= (len(sequence.tokens) - 1) // size * size:
+        usable = (len(sequence.tokens) - 1) // size * size
+        if sequence.parent.attention is not None:
+            usable = sequence.shared_tokens(usable, size)
+        if target_tokens >= usable:
             return False  # every whole block it could use is cached
         namespace, best = sequence.parent.request.grant.namespace, None
         missing_block = _block_at(sequence, target_tokens, size)
@@ -52,7 +55,9 @@ class PrefixSharing:
                 other, namespace
             ):
                 continue
-            common = common_tokens(sequence, other, size)
+            common = min(usable, common_tokens(sequence, other, size))
+            if other.parent.attention is not None:
+                common = other.shared_tokens(common, size)
             reached = 0 if other.table is None else other.table.kv_tokens
             if common > target_tokens and common > reached:  # else nothing is left to wait for
                 best, target_tokens = other, common
@@ -113,7 +118,10 @@ class PrefixSharing:
         table = other.table
         if table is None or not table.write or table.namespace != namespace:
             return False
-        return table.kv_tokens // self._size < len(other.parent.request.tokens) // self._size
+        tokens = len(other.parent.request.tokens)
+        if other.parent.attention is not None:  # the rest is its own
+            tokens = other.shared_tokens(tokens, self._size)
+        return table.kv_tokens // self._size < tokens // self._size
 
     def _resume(self, followers: Iterable[Sequence]) -> None:
         for follower in followers:

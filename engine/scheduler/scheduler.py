@@ -11,6 +11,7 @@ always get room; the others run as room allows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
@@ -19,6 +20,7 @@ from engine.api import Payer
 from engine.cache import PrefixCache, TreeMatch
 from engine.config import EngineConfig
 from engine.levels.levels import Levels
+from engine.plan import block_window
 from engine.scheduler.batch_shares import BatchShares
 from engine.scheduler.isolation import Isolation, Turn
 from engine.scheduler.loading import Loading
@@ -62,6 +64,17 @@ class Slice:
     sequence: Sequence
     start: int
     count: int
+
+
+def cost_of(pieces: Iterable[Slice]) -> Iterator[tuple[int, int]]:
+    """Yield what the cost of slices depends on: the tokens that the first one of each reads before
+    itself, and how many there are.
+    """
+    for piece in pieces:
+        before, attention = piece.start, piece.sequence.parent.request.attention
+        if attention is not None:
+            before = min(before, attention.sink_tokens + attention.tokens)
+        yield before, piece.count
 
 
 class Scheduler:
@@ -110,6 +123,8 @@ class Scheduler:
         """Queue the first sequence of a new request, or hold it while its grammar is compiled."""
         self.queue.count_arrival(active.turn, active.request.weight)
         self.isolation.add(active)
+        if active.request.attention is not None:
+            active.attention = block_window(active.request.attention, self.cache.block_size)
         sequence = active.sequences[0]
         if active.is_compiling:
             self.compiling[sequence.sequence_id] = sequence
@@ -270,7 +285,7 @@ class Scheduler:
         if not any(sequence.is_decoding for sequence in self.running):
             longest_s = shared_s if is_shared else target_s * STEPS_WITHOUT_STREAMS
             return PromptBudget(self.step_cost, tokens, longest_s)
-        work = StepWork.of((piece.start, piece.count) for piece in decodes.values())
+        work = StepWork.of(cost_of(decodes.values()))
         decodes_s = self.step_cost.seconds(work)
         if is_shared:
             target_s = min(target_s, max(shared_s, DECODES_OF_SHARED_STEP * decodes_s))
@@ -299,7 +314,10 @@ class Scheduler:
         if table is None or not sequence.is_schedulable:
             return
         longest = self.config.prefill_chunk_tokens_max or sequence.tokens_to_compute
-        count = budget.fit(start, min(sequence.tokens_to_compute, longest))
+        before, attention = start, sequence.parent.request.attention
+        if attention is not None:
+            before = min(before, attention.sink_tokens + attention.tokens)
+        count = budget.fit(before, min(sequence.tokens_to_compute, longest))
         if count == 0:
             return
         if not self.cache.grow(table, start + count, now_s, start=start):
@@ -314,7 +332,7 @@ class Scheduler:
                 return
         slices[sequence.sequence_id] = Slice(sequence, start, count)
         self.queue.charge(sequence, count)
-        budget.spend(start, count)
+        budget.spend(before, count)
 
     def _grow(self, sequence: Sequence, upto: int, slices: dict[int, Slice], now_s: float) -> bool:
         """Make room for a running sequence, preempting sequences that rank below it; return
@@ -375,7 +393,10 @@ class Scheduler:
         active, grant = sequence.parent, sequence.parent.request.grant
         if not grant.read or (active.request.prompt_logprobs is not None and not active.is_forked):
             return None
-        return self.cache.find(grant.namespace, sequence.tokens, now_s)
+        tokens = sequence.tokens
+        if active.attention is not None:
+            tokens = sequence.findable_tokens(self.cache.block_size)
+        return self.cache.find(grant.namespace, tokens, now_s)
 
     def _admit(
         self, sequence: Sequence, found: TreeMatch | None, slices: dict[int, Slice], now_s: float
@@ -405,6 +426,7 @@ class Scheduler:
             read=found is not None,
             write=active.may_write,
             found=found,
+            attention=active.attention,
         )
         sequence.computed = sequence.table.kv_tokens
         self.queue.remove(sequence)
@@ -437,7 +459,12 @@ class Scheduler:
         grant, longest = sequence.parent.request.grant, self.config.prefill_chunk_tokens_max
         step_tokens = min(self.config.step_tokens_max, longest or self.config.step_tokens_max)
         needed = self.cache.blocks_to_start(
-            grant.namespace, grant.quota, len(sequence.tokens) + 1, found, step_tokens
+            grant.namespace,
+            grant.quota,
+            len(sequence.tokens) + 1,
+            found,
+            step_tokens,
+            sequence.parent.attention,
         )
         # Each further sample writes its own block, in each group.
         return needed + (sequence.batch_slots - 1) * self.cache.windows.groups
@@ -487,8 +514,12 @@ class Scheduler:
         held = 0 if sequence.table is None else sequence.table.held_blocks
         copied = 1 if request.samples > 1 else 0
         own = -(-total // self.cache.block_size) - len(request.tokens) // self.cache.block_size
+        needed, attention = windows.blocks_of(total), sequence.parent.attention
+        if attention is not None:
+            needed = attention.blocks_of(needed)
+            own = min(own, needed)
         more = (sequence.batch_slots - 1) * own
-        return max(0, windows.blocks_of(total) - held) + (copied + more) * windows.groups
+        return max(0, needed - held) + (copied + more) * windows.groups
 
     def _preempt_for(
         self,

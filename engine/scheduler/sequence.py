@@ -12,7 +12,7 @@ from engine.cache import BlockTable
 from engine.grammar.grammar import CompiledGrammar, Matcher
 from engine.levels.level_use import LevelUse
 from engine.levels.loads import Load
-from engine.plan import Mask
+from engine.plan import BlockWindow, Mask
 
 
 class Sequence:
@@ -119,6 +119,17 @@ class Sequence:
         """Return whether only the last output token is to be computed."""
         return self.tokens_to_compute == 1 and self.computed >= len(self.parent.request.tokens)
 
+    def shared_tokens(self, tokens: int, block_size: int) -> int:
+        """Return how many of its first `tokens` tokens are computed as without a window."""
+        window = self.parent.attention
+        return tokens if window is None else min(tokens, window.shared_blocks * block_size)
+
+    def findable_tokens(self, block_size: int) -> list[int]:
+        """Return the tokens to look up: all, or those it may share and one to compute."""
+        if self.parent.attention is None:
+            return self.tokens
+        return self.tokens[: self.shared_tokens(len(self.tokens), block_size) + 1]
+
     @property
     def batch_slots(self) -> int:
         """Return the batch slots it takes: one, or until its prompt is computed one per sample."""
@@ -151,11 +162,13 @@ class ActiveRequest:
 
     `payer` pays for its blocks; `turn` is the payer whose slots and time it uses. `loaded_tokens`:
     the part of its cached tokens that was loaded for it, by level. `level_use`: what levels below
-    the device have done for it; None while none was asked.
+    the device have done for it; None while none was asked. `attention`: its attention window, in
+    blocks, None without.
     """
 
     __slots__ = (
         "arrival",
+        "attention",
         "cached_tokens",
         "compiled",
         "computed_tokens",
@@ -197,6 +210,7 @@ class ActiveRequest:
         self.prompt_logprobs_sent = 0  # entries, the first token's included
         self.may_write = request.grant.write
         self.compiled: CompiledGrammar | None = None
+        self.attention: BlockWindow | None = None
         self.is_finished = False
 
     @property

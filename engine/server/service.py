@@ -363,13 +363,9 @@ def core_of_model(
     )
     digest = f"{card.digest}-{built.kv_format.name}-{built.kv_format.block_size}"
     levels, off = build_levels(
-        cache,
-        config,
-        built.kv,
-        model_digest=digest,
-        host_fds=host_fds,
-        now_s=time.monotonic(),
-    )
+        cache, config, built.kv,
+        model_digest=digest, host_fds=host_fds, now_s=time.monotonic(),
+    )  # fmt: skip
     core = Core(
         cache,
         built.runner,
@@ -381,6 +377,7 @@ def core_of_model(
         constraints=_constraints(card, config),
         levels=levels,
         kv_fidelity=built.kv_format.fidelity,
+        attention_lacks=built.attention_lacks,
     )
     core.engine_stats.levels_off = off
     info = EngineInfo(
@@ -401,6 +398,8 @@ def core_of_model(
         kv_windows=built.kv_format.windows,
         kv_fidelity=built.kv_format.fidelity,
         promisable_on_device=core.cache.promisable_on_device,
+        attention_policies=config.attention_policies,
+        attention_lacks=built.attention_lacks,
     )
     return core, info
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from engine.api import Peeked
 from gateway.api.routes import find_endpoint
 from gateway.background.erasure import list_holdings
+from gateway.caching.attention import ATTENTION_HEADER, findable, parse_attention
 from gateway.caching.contract import Contract
 from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
@@ -60,6 +61,7 @@ def _quote_handler(gateway: Context) -> Handler:
         tenant = state.identity.tenant
         asked = request.headers.getall(FIDELITY_HEADER, [])
         fidelity = parse_fidelity(asked, state.identity.policy.fidelity)
+        attention = parse_attention(request.headers.getall(ATTENTION_HEADER, []))
         data = await read_body(request, gateway.config.server)
         body = await parse_body(gateway, tenant.tenant_id, _parse, data)
         found = find_endpoint(body.endpoint)
@@ -78,13 +80,14 @@ def _quote_handler(gateway: Context) -> Handler:
             call = await parse_with_history(
                 gateway, endpoint.dialect, sent, metadata, call, state.identity
             )
-        call = call if fidelity is None else replace(call, fidelity=fidelity)
+        call = replace(call, fidelity=fidelity, attention=attention)
         made = await prepare(gateway, model, call, state.identity)
         output_tokens(made.call, made.rendered, state.identity, made.now)
-        namespace = made.scope.namespace
+        namespace, shared = made.scope.namespace, made.scope.shared_tokens
         quota = quota_now(state.identity, made.now)
         peeks = [
-            await model.engine.peek(namespace, prompt.token_ids, quota) for prompt in made.rendered
+            await model.engine.peek(namespace, findable(prompt.token_ids, shared), quota)
+            for prompt in made.rendered
         ]
         is_in_other_namespace = await _is_in_other_namespace(
             made, peeks[0].cached_tokens, state.identity
@@ -200,10 +203,14 @@ def _promise(pairs: Sequence[tuple[Contract, Peeked]]) -> dict[str, Any] | None:
     bound = ""
     for contract, peek in pairs:
         kinds = ((one.tokens, one.retention) for one in contract.leases)
-        tokens = max((n for n, kind in kinds if kind.promise_s > 0 or kind.pinned), default=0)
+        asked = [n for n, kind in kinds if kind.promise_s > 0 or kind.pinned]
+        tokens = max(asked, default=0)
         if peek.promisable_tokens is None:
             return None
         requested += tokens
+        if contract.shared_tokens is not None and tokens > contract.shared_tokens:
+            tokens = max((n for n in asked if n <= contract.shared_tokens), default=0)
+            bound = bound or "attention"
         granted += min(tokens, peek.promisable_tokens)
         bound = bound or (peek.bound if tokens > peek.promisable_tokens else "")
     if not requested:

@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.api import (
+    AttentionWindow,
     Clock,
     LeaseGrant,
     LeaseRequest,
@@ -54,7 +55,9 @@ class CacheScope(Struct, frozen=True):
     prefixes, and `name`, the tenant and workspace, for fingerprints. `classes`: retention classes
     that the tenant may use; None: all. `origin`: the writer, its model and its template.
     `default_class`: the class of calls and breakpoints that name none; None: the dialect's.
-    `fidelity`: of the namespace's copies below the device."""
+    `fidelity`: of the namespace's copies below the device. `attention`: the call's attention
+    window; `shared_tokens`: the tokens of the longest prefix that it may then read or write; None:
+    all."""
 
     namespace: Namespace
     tenant_id: int
@@ -63,6 +66,8 @@ class CacheScope(Struct, frozen=True):
     origin: PrefixOrigin = NO_ORIGIN
     default_class: str | None = None
     fidelity: Fidelity = "exact"
+    attention: AttentionWindow | None = None
+    shared_tokens: int | None = None
 
 
 class ContractManager:
@@ -142,15 +147,16 @@ class ContractManager:
             ends |= {mark.tokens for mark in rendered.boundaries}
         found = digest_prefixes(rendered.token_ids, ends)
         candidates = []
+        longest = math.inf if scope.shared_tokens is None else scope.shared_tokens
         for position in plan.candidates:
             entry = self.entries.find((scope.namespace, found[position.tokens]))
-            if entry is not None:
+            if entry is not None and position.tokens <= longest:
                 candidates.append((position.tokens, entry))
         writes = tuple(
             [PlannedWrite(mark.tokens, mark.retention, found[mark.tokens]) for mark in plan.writes]
         )
         for write in writes:
-            if write.retention.name in prepaid:
+            if write.retention.name in prepaid and write.tokens <= longest:
                 key = (scope.namespace, write.digest)
                 epoch = self.epoch(scope.namespace)
                 entry = IndexedPrefix(key, write.tokens, 0, epoch, {}, scope.origin, b"")
@@ -250,6 +256,10 @@ class Contract:
         self.grants: tuple[LeaseGrant, ...] = ()
         self.fidelity = scope.fidelity
         """Of the copies that the prompt may be read from."""
+        self.attention = scope.attention
+        """The attention window of the call."""
+        self.shared_tokens = scope.shared_tokens
+        """The tokens of the longest prefix that the call may read or write; None: all."""
         self.read_fidelity: Fidelity = "exact"
         """How far from exact the tokens are that were found."""
         self.loaded_tokens: dict[LevelName, int] = {}
@@ -273,7 +283,11 @@ class Contract:
 
     def expect(self, cached_tokens: int) -> UsageRecord:
         """Return the usage if the engine had this many tokens cached; changes nothing."""
-        return self._terms.split(cached_tokens, None, self._manager.clock())[0]
+        granted, shared = None, self.shared_tokens
+        if shared is not None:
+            ends = [write.tokens for write in self._terms.writes]
+            granted = {tokens: tokens if tokens <= shared else 0 for tokens in ends}
+        return self._terms.split(cached_tokens, granted, self._manager.clock())[0]
 
     def explain(self, cached_tokens: int, window_gone_tokens: int = 0) -> str:
         """Return why less than requested would be read with this many cached tokens.
@@ -342,6 +356,8 @@ class Contract:
         self._is_written = True
         manager = self._manager
         namespace, writes = self._scope.namespace, self._terms.writes
+        if self.shared_tokens is not None:
+            writes = tuple(write for write in writes if write.tokens <= self.shared_tokens)
         if not writes:
             return
         keys = [(namespace, write.digest) for write in writes]
@@ -439,6 +455,8 @@ class Contract:
             return "below_minimum"
         if read >= terms.requested_tokens():
             return ""
+        if self.shared_tokens is not None and terms.requested_tokens() > self.shared_tokens:
+            return "attention"
         longest = terms.longest()
         if longest is None or longest.tokens <= read:
             return self._cause_elsewhere(read, now_s)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from engine.api import Grammar, Sampling
+from engine.api import AttentionWindow, Grammar, Sampling
 from gateway.dialects.tolerance import Mode
 from tenancy.types import Fidelity
 
@@ -286,6 +286,7 @@ class Call(Struct, frozen=True):
     the prompt; they have no other effect. `ignored`: names of fields that were taken and have no
     effect (`gateway.dialects.tolerance`). `continuous_usage`: every chunk of a stream has usage.
     `fidelity`: that the request asks of copies of its KV; None leaves it to the tenant.
+    `attention`: the attention window that it asks for.
     """
 
     model: str
@@ -303,6 +304,7 @@ class Call(Struct, frozen=True):
     ignored: tuple[str, ...] = ()
     thread: ThreadDirectives = NO_THREAD
     fidelity: Fidelity | None = None
+    attention: AttentionWindow | None = None
 
 
 class StoredItem(Struct, frozen=True):
@@ -472,6 +474,7 @@ Cause = Literal[
     "evicted_own_quota",
     "evicted_pressure",
     "window_gone",
+    "attention",
     "damaged",
     "level_failed",
     "not_worth_loading",

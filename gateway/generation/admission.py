@@ -14,6 +14,7 @@ from operator import attrgetter
 from msgspec import Struct
 
 from engine.api import (
+    AttentionWindow,
     CacheGrant,
     EngineInfo,
     LeaseRequest,
@@ -106,6 +107,7 @@ def admit(
             deadline_s=now.limits.queue_timeout_s,
             prompt_logprobs=generation.prompt_logprobs,
             grammar=prompt.grammar,
+            attention=call.attention,
         )
         for number, (prompt, budget) in enumerate(zip(rendered, budgets, strict=True))
     ]
@@ -192,7 +194,7 @@ def _check_ids(param: str, token_ids: tuple[int, ...], info: EngineInfo) -> None
 def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: AdmissionContext) -> int:
     """Return the output tokens of one prompt: the requested number, or the room that is left."""
     generation, given = call.generation, len(prompt.token_ids)
-    room, reason = _room(identity, now)
+    room, reason = _room(identity, now, call.attention)
     if generation.max_tokens is None:
         if given >= room:
             what = f"the prompt has {given}, which leaves no room for the answer"
@@ -207,16 +209,20 @@ def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: Admiss
     return generation.max_tokens
 
 
-def _room(identity: Identity, now: AdmissionContext) -> tuple[int, str]:
+def _room(
+    identity: Identity, now: AdmissionContext, attention: AttentionWindow | None
+) -> tuple[int, str]:
     """Return the tokens that one sequence may have, and the reason as text: the model's context or
-    the cache memory, whichever is smaller."""
+    the cache memory, whichever is smaller. Under an attention window that fits, memory is no bound:
+    blocks behind the window are let go."""
     context = now.info.context_tokens
     ceiling = identity.blocks_policy.ceiling_blocks
     if ceiling is not None:
         ceiling = scaled(identity.blocks_policy, now.quota_scale).ceiling_blocks
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
     memory = tokens_within(blocks, now.info.kv_windows, now.info.block_size)
-    if memory < context:
+    is_bounded = attention is not None and attention.blocks_max(now.info.block_size) <= blocks
+    if memory < context and not is_bounded:
         return memory, f"The available cache memory holds {memory} tokens"
     return context, f"This model's maximum context length is {context} tokens"
 

@@ -21,6 +21,7 @@ from engine.api import Request
 from engine.client.client import RequestStream
 from engine.errors import EngineError
 from gateway.caching import Contract
+from gateway.caching.attention import ATTENTION_HEADER, findable, parse_attention
 from gateway.context import Context
 from gateway.dialects.canonical import Begin, Call, ChoiceEnd, Delta, End, Reply, Text
 from gateway.dialects.protocol import Dialect, Encoder
@@ -106,6 +107,9 @@ class Generation:
         if FIDELITY_HEADER in self._request.headers:
             asked = self._request.headers.getall(FIDELITY_HEADER)
             fidelity = parse_fidelity(asked, identity.policy.fidelity)
+        attention = None
+        if ATTENTION_HEADER in self._request.headers:
+            attention = parse_attention(self._request.headers.getall(ATTENTION_HEADER))
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = await parse_body(
@@ -127,6 +131,7 @@ class Generation:
             call = self._without_honoured(model, call)
         del body
         call = call if fidelity is None else replace(call, fidelity=fidelity)
+        call = call if attention is None else replace(call, attention=attention)
         prepared = await prepare(gateway, model, call, identity)
         share = self._request[BODY_SHARE]
         share.budget.release(share)
@@ -262,7 +267,8 @@ class Generation:
         )
         if not self._place.is_near_limit(most):
             return 0, prepared.now
-        prompts = [prompt.token_ids for prompt in prepared.rendered]
+        shared = prepared.scope.shared_tokens
+        prompts = [findable(prompt.token_ids, shared) for prompt in prepared.rendered]
         cached = await rate_limits.cached_tokens(
             prepared.model.engine, prepared.scope.namespace, prompts
         )

@@ -114,7 +114,10 @@ class Outcome:
                     ending=ending,
                     is_further=number > 0,
                     ignored=() if number else self._ignored,
-                    context=PromptContext(
+                    # Under an attention window a prompt is computed again on purpose.
+                    context=None
+                    if contract.attention is not None
+                    else PromptContext(
                         tenant_id=self._tenant_id,
                         request_id=state.request_id,
                         namespace=prepared.scope.namespace,

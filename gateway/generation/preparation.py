@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from engine.api import Retention
 from gateway.caching import CacheScope, Contract, PrefixOrigin
+from gateway.caching.attention import check_attention
 from gateway.caching.namespaces import fidelity_of, namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
@@ -123,6 +124,14 @@ async def prepare(
     now = admission_context(gateway, model, identity.tenant.tenant_id)
     if call.fidelity is not None:
         check_fidelity(call.fidelity, now.info.kv_fidelity, call.model)
+    if call.attention is not None:
+        check_attention(
+            call.attention,
+            now.info,
+            call.model,
+            prompt_tokens=max(map(len, map(_token_ids, rendered))),
+            prompt_logprobs=call.generation.prompt_logprobs,
+        )
     scope = scope_of(call, identity, now)
     contracts = [
         gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered
@@ -144,9 +153,17 @@ def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScop
     owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
     name = f"{tenant_id}/{identity.workspace}"
     origin = PrefixOrigin(tenant_id, now.model_key, now.template_digest)
-    policy = identity.policy
+    policy, attention = identity.policy, call.attention
     return CacheScope(
-        namespace, owner_id, name, policy.classes, origin, policy.default_class, fidelity
+        namespace,
+        owner_id,
+        name,
+        policy.classes,
+        origin,
+        policy.default_class,
+        fidelity,
+        attention,
+        None if attention is None else attention.shared_tokens(now.info.block_size),
     )
 
 

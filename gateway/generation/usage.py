@@ -12,6 +12,7 @@ from typing import Protocol
 
 from engine.api import LeaseGrant, LevelName, LevelWait, Usage
 from gateway.caching import Contract
+from gateway.caching.attention import told
 from gateway.dialects.canonical import Diagnosis, UsageRecord
 from tenancy.types import FIDELITIES, Fidelity
 
@@ -137,7 +138,8 @@ def cache_header(contracts: Sequence[Contract]) -> str:
 
     It has the tokens read and written by contract, computed and found; of the found ones those on
     each level, if any were loaded, and the time that the call waited for its loads; the fidelity
-    that was allowed, if not exact, and how far from exact the found ones may be; the first lease
+    that was allowed, if not exact, and how far from exact the found ones may be; the attention
+    window, as it was rounded, if the request has one; the first lease
     that was not fully granted, with its bound; and the cause of a miss with the segment of the
     first token that was not found.
     """
@@ -161,6 +163,8 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         text += f"; load_ms={1000 * wait.load_s:.1f}"
     if contracts[0].fidelity != "exact":
         text += f"; fidelity={contracts[0].fidelity}; read_fidelity={read_fidelity(contracts)}"
+    if contracts[0].attention is not None:
+        text += f"; {told(contracts[0].attention)}"
     if short is not None:
         text += f"; lease={short.outcome}" + (f"; bound={short.bound}" if short.bound else "")
     for contract in contracts:

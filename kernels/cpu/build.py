@@ -121,7 +121,9 @@ class CModel(ctypes.Structure):
 class CPlace(ctypes.Structure):
     """`Place` of `cpu.h`."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("tables", "slots", "bundle", "segment"))
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("tables", "slots", "bundle", "segment", "own_keys")
+    )
 
 
 class CWork(ctypes.Structure):

@@ -357,12 +357,15 @@ typedef struct {
 } Bundle;
 
 /* A step as the layers of one KV group see it; each has the same number of bundles. A table's entry
- * behind the window is any block: it may be read, and never counts. */
+ * behind the window is any block: it may be read, and never counts. `own_keys` [tokens]: which key
+ * of its table a token's own is, the last that it sees; its position, but where the table has not
+ * all blocks before it. */
 typedef struct {
     const int32_t *tables;
     const int64_t *slots;
     const Bundle *bundle;
     const Segment *segment;
+    const int32_t *own_keys;
 } Place;
 
 typedef struct {

@@ -285,14 +285,14 @@ static void cap_scores(float *scores, int count, float cap) {
 }
 
 /* Attend to the keys of one tile with t->rows rows of the bundle. */
-static void attend_tile(const Model *m, const Work *w, TileArgs *t, int tile, int first_token,
+static void attend_tile(const Model *m, const Place *place, TileArgs *t, int tile, int first_token,
                         int window, float *row_max, float *sum, uint32_t *pairs) {
     const int group = m->heads / m->kv_heads;
     const int kind = m->kv_kind;
     compute_all_scores(t, kind);
     if (m->cap > 0) cap_scores(t->scores, t->rows * TILE, m->cap);
     for (int row = 0; row < t->rows; row++) {
-        int visible = w->positions[first_token + row / group] + 1 - tile * TILE;
+        int visible = place->own_keys[first_token + row / group] + 1 - tile * TILE;
         int hidden = window && visible > window ? visible - window : 0;
         softmax_tile(t->scores + row * TILE, hidden, visible < TILE ? visible : TILE,
                      row_max + row, sum + row * LANES, t->out + row * t->dim, t->dim);
@@ -308,10 +308,10 @@ static void attend_tile(const Model *m, const Work *w, TileArgs *t, int tile, in
 }
 
 /* Return the first tile of a segment that overlaps the window of one of its tokens. */
-static int first_tile(const Work *w, const Segment *s, int window) {
-    int lowest = w->positions[s->first];
+static int first_tile(const Place *place, const Segment *s, int window) {
+    int lowest = place->own_keys[s->first];
     for (int token = s->first; token < s->end; token++)
-        if (w->positions[token] < lowest) lowest = w->positions[token];
+        if (place->own_keys[token] < lowest) lowest = place->own_keys[token];
     const int tile = window && lowest >= window ? (lowest + 1 - window) / TILE : 0;
     return tile > s->tile_first ? tile : s->tile_first;
 }
@@ -355,7 +355,7 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
     for (int at = b->segment; at < b->segment_end; at++) {
         const Segment *s = place->segment + at;
         const int row = (s->first - b->first) * group;
-        const int keys = w->positions[s->end - 1] + 1;
+        const int keys = place->own_keys[s->end - 1] + 1;
         TileArgs t = {.out = out + row * dim, .scores = scores + row * TILE, .dim = dim,
                    .rows = (s->end - s->first) * group, .lda = dim, .q = q + row * dim};
         if (takes_pairs(m->kv_kind)) {
@@ -366,7 +366,7 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
             t.limbs = limbs + row * 2 * dim;
             t.row = cut + row;
         }
-        for (int tile = first_tile(w, s, window); tile < s->tile_end; tile++) {
+        for (int tile = first_tile(place, s, window); tile < s->tile_end; tile++) {
             const int32_t *table = place->tables + s->table + tile * (TILE / BLOCK);
             int blocks = (keys - tile * TILE + BLOCK - 1) / BLOCK;
             t.blocks = blocks < TILE / BLOCK ? blocks : TILE / BLOCK;
@@ -375,7 +375,7 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
                 t.v[i] = values_of(m, table[i], layer, kv_head);
             }
             t.k[t.blocks] = t.k[t.blocks - 1]; /* a vector of scores may span two blocks */
-            attend_tile(m, w, &t, tile, s->first, window, row_max + row, sum + row * LANES,
+            attend_tile(m, place, &t, tile, s->first, window, row_max + row, sum + row * LANES,
                         pairs);
         }
     }

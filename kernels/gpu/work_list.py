@@ -91,12 +91,16 @@ class Slices:
     """A step's slices in row order, as int32 arrays of one length.
 
     `rows[i]` query tokens of one sequence, the first at position `starts[i]`; the sequence's block
-    ids begin at `table_offsets[i]` of the flat table that the kernel reads.
+    ids begin at `table_offsets[i]` of the flat table that the kernel reads. Under attention windows
+    a slice reads the first `sinks[i]` keys and those from `floors[i]` on, whole blocks of both, and
+    is in no group; where it reads all keys both are 0.
     """
 
     rows: Int32
     starts: Int32
     table_offsets: Int32
+    floors: Int32 | None = None
+    sinks: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,10 @@ class _Cutter(ABC):
         if window:
             seen = np.maximum(slices.starts + 1 - window, 0)
             self.floor = (seen // planner.block_size * planner.block_size).astype(np.int32)
+        if slices.floors is not None:
+            assert not window, "layers with windows of their own compute no attention windows"
+            assert not planner.chunk_keys, "chunks read from the first key on"
+            self.floor = slices.floors
         ends = np.cumsum(slices.rows)
         self.total_rows = int(ends[-1]) if len(ends) else 0
         self.padded_rows = max(1, padded_rows, self.total_rows)
@@ -407,6 +415,7 @@ class _SpanCutter(_Cutter):
             base[a:b] = part
             own_block[a:b] = end_block
         first_key = np.maximum(own_block * p.block_size, self.floor)
+        self._add_sinks(base)
         spans_own = self._own_spans(first_key, room - np.maximum(base, p.parts_max))
         self.parts = base + spans_own
         self.add_own(first_key, spans_own, base)
@@ -419,6 +428,15 @@ class _SpanCutter(_Cutter):
                 a, b, first, _ = group
                 group[2] = max(first, int(self.floor[a:b].min()) // self.planner.block_size)
         return [group for group in found if group[2] < group[3]]
+
+    def _add_sinks(self, base: Int32) -> None:
+        """Add the first keys that slices under attention windows read, as a part of each."""
+        if self.slices.sinks is None:
+            return
+        for i in np.flatnonzero(self.slices.sinks).tolist():
+            config = self.class_of(int(self.slices.rows[i]))
+            self.add_group(config, i, i + 1, 0, int(self.slices.sinks[i]), int(base[i]))
+            base[i] += 1
 
     def _should_overlap(self, groups: list[list[int]]) -> bool:
         """Return whether own keys should be read beside shared keys.
@@ -433,7 +451,7 @@ class _SpanCutter(_Cutter):
         tiles, keys = self._group_tiles(groups, p.big)
         shared = sum(t * k for t, k in zip(tiles, keys, strict=True))
         load = shared * p.kv_heads / (p.multiprocessors * p.big.programs_per_sm)
-        own = int((slices.starts + 1).sum())
+        own = int((slices.starts + 1 - self.floor).sum())
         own -= sum((b - a) * k for (a, b, _, _), k in zip(groups, keys, strict=True))
         return load <= p.beside_load_max and SMALL_KEY_COST * own >= p.beside_share_min * shared
 

@@ -107,7 +107,7 @@ def c_place(place: CpuPlace) -> cpu.CPlace:
     """Return a place as C reads it."""
     return cpu.CPlace(
         place.tables.ctypes.data, place.slots.data_ptr(), place.bundles.ctypes.data,
-        place.segments.ctypes.data,
+        place.segments.ctypes.data, place.own_keys.data_ptr(),
     )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
             sequences_max=sequences,
             queue_requests_max=6,
             preemptions_max=1,
+            attention_policies=("window",),
         )
         self.world = World(
             config,

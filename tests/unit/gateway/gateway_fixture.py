@@ -22,7 +22,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession, ClientTimeout
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from engine.api import EngineInfo, Stats
+from engine.api import AttentionWindow, EngineInfo, Stats
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
@@ -202,7 +202,14 @@ class GatewayFixture:
             device="none",
             pid=0,
             promisable_blocks=core.cache.promisable_blocks,
+            attention_policies=self.engine_config.attention_policies,
         )
+
+        def attention_of(sequence_id: int) -> AttentionWindow | None:
+            sequence = core.requests.sequence(sequence_id)
+            return None if sequence is None else sequence.parent.request.attention
+
+        (runner or self.runner).attention_of = attention_of
         return core, info
 
     def _log(self, event: str, facts: dict[str, object]) -> None:

@@ -138,7 +138,7 @@ def attended(
     )  # fmt: skip
     c_place = build.CPlace(
         place.tables.ctypes.data, place.slots.data_ptr(), place.bundles.ctypes.data,
-        place.segments.ctypes.data,
+        place.segments.ctypes.data, place.own_keys.data_ptr(),
     )  # fmt: skip
     c_work = build.CWork(
         tokens=work.tokens, bundles=len(place.bundles), positions=work.positions.data_ptr(),

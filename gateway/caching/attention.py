@@ -1,0 +1,116 @@
+"""Read the header with which a request asks for an attention window.
+
+Under a window a request's tokens read the first tokens of the sequence, its *sinks*, and the last
+ones alone. What it computes beyond them is its own: it reads and promises prefixes up to there.
+Pure: `gateway.generation.generation` and the quote handler call it with the header's values before
+they parse the body, and `prepare` checks what was asked once the model is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from engine.api import AttentionWindow, EngineInfo
+from gateway.errors import Kind, Refusal
+
+ATTENTION_HEADER = "X-Trunkline-Attention"
+BLOCK_TOKENS: Final = 16
+"""Windows and sinks are rounded up to whole blocks."""
+WINDOW_TOKENS_MIN: Final = 64
+WINDOW_TOKENS_MAX: Final = 2**20
+SINK_TOKENS_DEFAULT: Final = 16
+SINK_TOKENS_MAX: Final = 2**16
+SHOWN_CHARS_MAX: Final = 64
+"""Characters of a wrong value that its error repeats."""
+EXPECTED = (
+    f"expected window=W;sinks=S, with {WINDOW_TOKENS_MIN} to {WINDOW_TOKENS_MAX} tokens of window"
+    f" and at most {SINK_TOKENS_MAX} sinks ({SINK_TOKENS_DEFAULT} without a word of them)"
+)
+
+
+def parse_attention(values: Sequence[str]) -> AttentionWindow | None:
+    """Return the window that a request's headers ask for, in whole blocks; None without the header.
+
+    Raises Refusal for a value of another form, for numbers out of their bounds, and for a header
+    that is sent twice.
+    """
+    if not values:
+        return None
+    if len(values) > 1:
+        raise _refusal("sent twice")
+    given = _numbers(values[0])
+    window, sinks = given.get("window"), given.get("sinks", SINK_TOKENS_DEFAULT)
+    if window is None or not WINDOW_TOKENS_MIN <= window <= WINDOW_TOKENS_MAX:
+        raise _refusal(repr(values[0][:SHOWN_CHARS_MAX]))
+    if sinks > SINK_TOKENS_MAX:
+        raise _refusal(repr(values[0][:SHOWN_CHARS_MAX]))
+    return AttentionWindow(_whole_blocks(window), _whole_blocks(sinks))
+
+
+def check_attention(
+    asked: AttentionWindow,
+    info: EngineInfo,
+    model: str,
+    *,
+    prompt_tokens: int,
+    prompt_logprobs: int | None,
+) -> None:
+    """Raise Refusal where a model's engine may not, or cannot, compute a request's window.
+
+    `prompt_tokens`: of the longest prompt. Its logprobs are the model's own only as far as the
+    window hides nothing.
+    """
+    if "window" not in info.attention_policies:
+        message = (
+            f"{ATTENTION_HEADER}: 'window' is not allowed for {model!r}; leave the header out, or"
+            ' let the operator set engine.attention_policies = ["window"].'
+        )
+        raise Refusal(Kind.BAD, "attention_not_allowed", message, param=ATTENTION_HEADER)
+    if info.attention_lacks:
+        message = (
+            f"{ATTENTION_HEADER}: 'window' is not available from {model!r}: {info.attention_lacks};"
+            " leave the header out, or use another model."
+        )
+        raise Refusal(Kind.BAD, "attention_not_available", message, param=ATTENTION_HEADER)
+    shared = asked.shared_tokens(info.block_size)
+    if prompt_logprobs is not None and prompt_tokens > shared:
+        message = (
+            f"{ATTENTION_HEADER}: logprobs of a prompt of {prompt_tokens} tokens would not be the"
+            f" model's under a window that hides tokens behind {shared}; leave the header or the"
+            " logprobs of the prompt out."
+        )
+        raise Refusal(Kind.BAD, "attention_with_prompt_logprobs", message, param=ATTENTION_HEADER)
+
+
+def findable(token_ids: tuple[int, ...], shared_tokens: int | None) -> tuple[int, ...]:
+    """Return the part of a prompt that the cache is asked for: all, or what a window shares and one
+    token more, since a last token is always computed."""
+    return token_ids if shared_tokens is None else token_ids[: shared_tokens + 1]
+
+
+def told(asked: AttentionWindow) -> str:
+    """Return a window as the cache header tells it."""
+    return f"attention=window; window={asked.tokens}; sinks={asked.sink_tokens}"
+
+
+def _numbers(value: str) -> Mapping[str, int]:
+    """Return the parts of a value by name. Raises Refusal for anything but names and numbers."""
+    found: dict[str, int] = {}
+    for part in value.split(";"):
+        name, _, number = part.partition("=")
+        name, number = name.strip(" "), number.strip(" ")
+        is_number = number.isascii() and number.isdigit() and len(number) <= len(str(2**31))
+        if name not in ("window", "sinks") or name in found or not is_number:
+            raise _refusal(repr(value[:SHOWN_CHARS_MAX]))
+        found[name] = int(number)
+    return found
+
+
+def _refusal(given: str) -> Refusal:
+    message = f"{ATTENTION_HEADER}: {given}; {EXPECTED}."
+    return Refusal(Kind.BAD, "invalid_value", message, param=ATTENTION_HEADER)
+
+
+def _whole_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS

@@ -1,0 +1,85 @@
+"""Faults planted in attention windows, which their machine must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.cache import PrefixCache
+from engine.cache.attention_windows import AttentionWindows
+from engine.core.planner import StepPlanner
+from engine.plan import BlockWindow
+from engine.scheduler.sequence import Sequence
+from tests.property.planted import check_caught
+from tests.property.test_attention_machine import AttentionMachine
+
+Fault = Callable[[Any], Any]
+
+
+def block_of_the_window_left_out(original: Any) -> Any:
+    """Rows begin to read a block too late."""
+    return lambda self, block: original(self, block + 1)
+
+
+def window_ignored(original: Any) -> Any:
+    """Rows read all tokens before them."""
+
+    def row(self: Any, piece: Any, pending: Any, begun: Any) -> Any:
+        return replace(original(self, piece, pending, begun), attention=None)
+
+    return row
+
+
+def finds_beyond_its_window(original: Any) -> Any:
+    """A request is given KV that others computed with other keys."""
+    return lambda self, block_size: self.tokens
+
+
+def block_let_go_too_early(original: Any) -> Any:
+    """A block goes that the next query reads."""
+
+    def advance(self: Any, table: Any, window: Any, now_s: float) -> None:
+        original(self, table, replace(window, window=max(0, window.window - 1)), now_s)
+
+    return advance
+
+
+def never_let_go(original: Any) -> Any:
+    """A sequence keeps all that it computes."""
+    return lambda self, table, window, now_s: None
+
+
+def commits_beyond_its_window(original: Any) -> Any:
+    """Blocks computed under a window enter the tree as if they were any other's."""
+
+    def commit(self: Any, table: Any, tokens: Any, kv_tokens: int, now_s: float) -> None:
+        table.attention, kept = None, table.attention
+        original(self, table, tokens, kv_tokens, now_s)
+        table.attention = kept
+
+    return commit
+
+
+PLANTS: tuple[tuple[Any, str, Fault], ...] = (
+    (BlockWindow, "first_read", block_of_the_window_left_out),
+    (StepPlanner, "_row", window_ignored),
+    (Sequence, "findable_tokens", finds_beyond_its_window),
+    (AttentionWindows, "advance", block_let_go_too_early),
+    (AttentionWindows, "advance", never_let_go),
+    (PrefixCache, "commit", commits_beyond_its_window),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"), PLANTS, ids=[fault.__name__ for _, _, fault in PLANTS]
+)
+def test_a_planted_attention_fault_is_caught(
+    owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that misses this fault proves nothing when it passes."""
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    check_caught(AttentionMachine)

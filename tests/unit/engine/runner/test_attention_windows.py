@@ -1,0 +1,256 @@
+"""Attention windows through the whole engine, in torch and in C, against the model with a mask.
+
+The reference reads a whole sequence at once in plain torch and hides from each token the keys
+between its sinks and its window. What the engine sampled is read by it again: each logprob must be
+the same, however the engine cut, shared, preempted and resumed the request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from engine.api import (
+    AttentionWindow,
+    CacheGrant,
+    Event,
+    Finished,
+    Request,
+    SampledToken,
+    Sampling,
+    Tokens,
+)
+from engine.attention.interface import lacks_attention_windows
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core.core import Core
+from engine.model_store import ModelCard
+from engine.models.cpu_llama import Kernels, load_kernels
+from engine.runner.cpu_runner import CpuRunner
+from engine.weights import load_weights
+from tests.fakes import FakeClock
+from tests.models import prepared, tiny_config
+from tests.unit.engine.runner.masked_model import masked_logprobs
+
+BLOCK, CONTEXT = 16, 512
+TOLERANCE = 2e-4
+SLICES = EngineConfig(
+    dtype="fp32", kv_dtype="fp32", sequences_max=8, step_tokens_max=96, prefill_chunk_tokens_max=37,
+    attention_policies=("window",),
+)  # fmt: skip
+WINDOWS = (AttentionWindow(64, 16), AttentionWindow(32, 0), AttentionWindow(48, 32))
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    torch.set_num_threads(1)
+    shape = tiny_config(layers=2, context=CONTEXT, head_dim=32)
+    return prepared(tmp_path_factory.mktemp("model"), shape)
+
+
+@pytest.fixture(scope="module")
+def kernels(card: ModelCard) -> Iterator[Kernels]:
+    found = load_kernels(card.config, threads=1)
+    if found is None:
+        pytest.skip("no C compiler")
+    yield found
+    found.close()
+
+
+class Engine:
+    """A core over a CPU runner, and the output of each request."""
+
+    def __init__(
+        self, card: ModelCard, blocks: int, kernels: Kernels | None, config: EngineConfig = SLICES
+    ) -> None:
+        self.runner = CpuRunner(card, config, blocks=blocks, context=CONTEXT, kernels=kernels)
+        self.cache = PrefixCache(blocks=blocks, block_size=BLOCK)
+        self.core = Core(
+            self.cache,
+            self.runner,
+            config,
+            FakeClock(),
+            vocab_size=card.config.vocab,
+            context_tokens=CONTEXT,
+        )
+        self.output: dict[tuple[str, int], list[SampledToken]] = {}
+        self.endings: list[str] = []
+        self.cached: dict[str, int] = {}
+
+    def step(self) -> None:
+        self.take(self.core.step())
+        self.cache.check()
+
+    def take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Tokens):
+                key = (event.request_id, event.index)
+                self.output.setdefault(key, []).extend(event.tokens)
+            if isinstance(event, Finished):
+                self.endings.append(event.ending + event.code)
+                self.cached[event.request_id] = event.usage.cached_tokens
+
+    def settle(self) -> None:
+        while self.core.has_work():
+            self.step()
+
+    def run(self, asked: Sequence[Request], seed: int) -> None:
+        """Run requests that come by chance, a few steps apart."""
+        chance = random.Random(seed)
+        for request in asked:
+            self.core.submit(request)
+            for _ in range(chance.randint(0, 9)):
+                self.step()
+        self.settle()
+
+
+def requests(seed: int, count: int = 8) -> list[Request]:
+    """Return requests that share a beginning, of which two in three have a window."""
+    chance = random.Random(seed)
+    system = [chance.randrange(3, 60) for _ in range(120)]
+    found: list[Request] = []
+    for number in range(count):
+        own = [chance.randrange(3, 60) for _ in range(chance.randint(1, 160))]
+        start = system[: chance.choice([0, 70, 120, 120])]
+        attention = chance.choice(WINDOWS) if number % 3 else None
+        found.append(
+            Request(
+                request_id=f"r{number}",
+                tokens=(*start, *own),
+                max_tokens=chance.randint(1, 40),
+                grant=CacheGrant(b"n"),
+                sampling=Sampling(temperature=1.0, seed=number, logprobs=0),
+                samples=chance.choice([1, 1, 2]),
+                priority=chance.choice([0, 0, 1]),
+                attention=attention,
+            )
+        )
+    return found
+
+
+def logprobs_of(card: ModelCard, request: Request, output: Sequence[SampledToken]) -> list[float]:
+    """Return what the model with a mask says of an output's tokens."""
+    weights = load_weights(card, torch.float32, torch.device("cpu"))
+    tokens = [*request.tokens, *(token.token_id for token in output)]
+    found = masked_logprobs(card.config, weights, tokens, request.attention, BLOCK)
+    first = len(request.tokens) - 1
+    return [float(found[first + i, token.token_id]) for i, token in enumerate(output)]
+
+
+def far_from_reference(card: ModelCard, engine: Engine, asked: Sequence[Request]) -> float:
+    """Return the largest difference of a logprob from the reference's."""
+    named = {request.request_id: request for request in asked}
+    worst = 0.0
+    for (name, _), output in engine.output.items():
+        expected = logprobs_of(card, named[name], output)
+        for token, other in zip(output, expected, strict=True):
+            assert token.logprob is not None
+            worst = max(worst, abs(token.logprob - other))
+    return worst
+
+
+@pytest.mark.parametrize("path", ["torch", "c"])
+@pytest.mark.parametrize(("seed", "blocks"), [(0, 200), (1, 200), (2, 34)])
+def test_each_token_reads_its_sinks_and_its_window(
+    card: ModelCard, seed: int, blocks: int, path: str, request: pytest.FixtureRequest
+) -> None:
+    """Slices, hits, forks and preemptions change no key that a token sees. In a pool of 34 blocks
+    requests preempt each other."""
+    in_c = request.getfixturevalue("kernels") if path == "c" else None
+    asked = requests(seed)
+    engine = Engine(card, blocks, in_c)
+    engine.run(asked, seed)
+
+    assert engine.endings == ["done"] * len(asked)
+    assert far_from_reference(card, engine, asked) < TOLERANCE
+    if blocks == 200:
+        assert any(engine.cached[r.request_id] for r in asked if r.attention is not None)
+    else:
+        assert engine.core.scheduler.preemptions > 0
+
+
+def test_the_reference_tells_one_key_more_or_less(card: ModelCard) -> None:
+    """A block more in the window is far outside the tolerance, so the test above can fail."""
+    asked = [replace(request, samples=1) for request in requests(3, 3)]
+    engine = Engine(card, 200, None)
+    engine.run(asked, 3)
+    wider = [
+        replace(request, attention=replace(request.attention, tokens=request.attention.tokens + 16))
+        for request in asked
+        if request.attention is not None and len(request.tokens) > 150
+    ]
+    kept = {request.request_id for request in wider}
+    engine.output = {key: out for key, out in engine.output.items() if key[0] in kept}
+
+    assert wider
+    assert far_from_reference(card, engine, wider) > 10 * TOLERANCE
+
+
+def exact_tokens(
+    engine: Engine, asked: Sequence[Request]
+) -> dict[tuple[str, int], list[tuple[int, float | None]]]:
+    """Return the tokens and logprobs of some requests, to the bit."""
+    names = {request.request_id for request in asked}
+    return {
+        key: [(token.token_id, token.logprob) for token in output]
+        for key, output in engine.output.items()
+        if key[0] in names
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_other_requests_are_the_same_bit_for_bit(
+    card: ModelCard, kernels: Kernels, seed: int
+) -> None:
+    """What a request without a window gets does not depend on those with one beside it, before it
+    and after it, though they share its prefix; nor does theirs on the schedule."""
+    asked = requests(seed, 9)
+    plain = [request for request in asked if request.attention is None]
+    windowed = [request for request in asked if request.attention is not None]
+    alone = Engine(card, 200, kernels)
+    alone.run(plain, seed)
+    own = Engine(card, 200, kernels)
+    for request in windowed:
+        own.run([replace(request, grant=CacheGrant(b"n", read=False, write=False))], seed)
+    beside = Engine(card, 90 if seed % 2 else 200, kernels)
+    beside.run(asked, seed)
+    again = [replace(request, request_id=f"{request.request_id} again") for request in plain]
+    beside.run(again, seed)
+
+    expected = exact_tokens(alone, plain)
+    assert exact_tokens(beside, plain) == expected
+    renamed = {(f"{name} again", index): out for (name, index), out in expected.items()}
+    assert exact_tokens(beside, again) == renamed
+    assert exact_tokens(beside, windowed) == exact_tokens(own, windowed)
+
+
+@pytest.mark.parametrize("path", ["torch", "c"])
+def test_a_long_sequence_holds_its_window_alone(
+    card: ModelCard, path: str, request: pytest.FixtureRequest
+) -> None:
+    """A pool of 24 blocks, 384 tokens, computes 500 tokens under a window of 64."""
+    in_c = request.getfixturevalue("kernels") if path == "c" else None
+    engine = Engine(card, 24, in_c)
+    prompt = tuple(random.Random(5).randrange(3, 60) for _ in range(440))
+    asked = Request(
+        "long", prompt, 60, CacheGrant(b"n"), Sampling(temperature=1.0, seed=1, logprobs=0),
+        attention=AttentionWindow(64, 16),
+    )  # fmt: skip
+    engine.run([asked, replace(asked, request_id="whole", attention=None)], 0)
+
+    assert sorted(engine.endings) == ["done", "refusedkv_exceeded"]
+    assert far_from_reference(card, engine, [asked]) < TOLERANCE
+
+
+def test_models_with_windows_of_their_own_are_told(tmp_path: Path) -> None:
+    """A layer's own window may end behind the request's, in blocks that were let go."""
+    plain = tiny_config()
+    layers = (replace(plain.layers[0], window=32), *plain.layers[1:])
+
+    assert lacks_attention_windows(plain) == ""
+    assert "windows of their own" in lacks_attention_windows(replace(plain, layers=layers))

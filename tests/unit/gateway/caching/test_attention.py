@@ -1,0 +1,223 @@
+"""`X-Trunkline-Attention`: allowed by the configuration, told in the answer, refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.api import AttentionWindow
+from engine.config import EngineConfig
+from gateway.caching.attention import ATTENTION_HEADER, parse_attention
+from gateway.errors import Refusal
+from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+CHAT = "/v1/chat/completions"
+LONG = "words of a long prompt " * 8
+WINDOW = {ATTENTION_HEADER: "window=64;sinks=16"}
+SHARED = 96
+CACHED = {"cache_control": {"type": "ephemeral"}}
+
+
+@pytest.fixture
+def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
+    """Return a gateway whose engine computes windows, and may."""
+    unopened_gateway.engine_config = EngineConfig(heartbeat_s=0.05, attention_policies=("window",))
+    return unopened_gateway
+
+
+def anthropic(gateway: GatewayFixture, text: str) -> dict[str, Any]:
+    content = [{"type": "text", "text": text, **CACHED}]
+    return {
+        "model": gateway.model,
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": content}],
+    }
+
+
+def gemini(text: str) -> dict[str, Any]:
+    return {
+        "contents": [{"role": "user", "parts": [{"text": text}]}],
+        "generationConfig": {"maxOutputTokens": 4},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("window=4096;sinks=64", AttentionWindow(4096, 64)),
+        ("sinks=0; window=64", AttentionWindow(64, 0)),
+        (" window = 100 ; sinks = 5 ", AttentionWindow(112, 16)),
+        ("window=65", AttentionWindow(80, 16)),
+        ("window=1048576;sinks=65536", AttentionWindow(2**20, 2**16)),
+    ],
+)
+def test_windows_are_rounded_up_to_blocks(value: str, expected: AttentionWindow) -> None:
+    """Sinks are a block where the header does not name them."""
+    assert parse_attention([value]) == expected
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["window=63"],
+        ["window=1048577"],
+        ["window=64;sinks=65537"],
+        ["sinks=16"],
+        ["window=64;window=64"],
+        ["window=64;sink=16"],
+        ["window=-64"],
+        ["window=6_4"],
+        ["window=٦٤"],
+        ["window=64;"],
+        ["window"],
+        [""],
+        ["quest=64"],
+        ["window=" + "9" * 5_000],
+        ["window=64", "window=64"],
+    ],
+)
+def test_other_values_are_refused_with_the_form(values: list[str]) -> None:
+    """Whatever the header has, the error is short and says what would be right."""
+    with pytest.raises(Refusal, match=r"expected window=W;sinks=S") as caught:
+        parse_attention(values)
+
+    assert caught.value.code == "invalid_value"
+    assert len(str(caught.value)) < 400
+
+
+def told(response: Any) -> dict[str, str]:
+    return dict(part.split("=") for part in response.headers["X-Trunkline-Cache"].split("; "))
+
+
+async def test_every_dialect_takes_and_tells_the_window(gateway: GatewayFixture) -> None:
+    """The answer says the window as it was rounded; one without the header says nothing of it."""
+    rounded = {ATTENTION_HEADER: "window=70;sinks=3"}
+    bodies = [
+        (CHAT, gateway.chat(LONG)),
+        ("/v1/messages", anthropic(gateway, LONG)),
+        (f"/v1beta/models/{gateway.model}:generateContent", gemini(LONG)),
+    ]
+    for path, body in bodies:
+        status, answer, response = await gateway.ask(path, body, headers=rounded)
+        assert status == 200, answer
+        found = told(response)
+        assert (found["attention"], found["window"], found["sinks"]) == ("window", "80", "16")
+        _, _, plain = await gateway.ask(path, body)
+        assert "attention" not in told(plain)
+    await gateway.check_quiet()
+
+
+async def test_a_window_reads_and_leaves_the_shared_prefix_alone(gateway: GatewayFixture) -> None:
+    """Before and after a plain request of the same prompt."""
+
+    async def cached(headers: dict[str, str] | None = None) -> int:
+        status, answer, _ = await gateway.ask(CHAT, gateway.chat(LONG), headers=headers)
+        assert status == 200, answer
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    found = [await cached(WINDOW), await cached(WINDOW), await cached(), await cached(WINDOW)]
+
+    assert found == [0, SHARED, SHARED, SHARED]
+    assert await cached() > SHARED
+
+
+async def test_a_breakpoint_beyond_the_window_is_neither_written_nor_read(
+    gateway: GatewayFixture,
+) -> None:
+    """It is refused by its bound and billed as fresh; a promise of others behind it is not read,
+    so it is not broken either."""
+    status, first, _ = await gateway.ask("/v1/messages", anthropic(gateway, LONG))
+    assert status == 200, first
+    assert first["usage"]["cache_creation_input_tokens"] > SHARED
+    status, answer, response = await gateway.ask(
+        "/v1/messages", anthropic(gateway, LONG), headers=WINDOW
+    )
+
+    assert status == 200, answer
+    usage, found = answer["usage"], told(response)
+    assert (usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]) == (0, 0)
+    assert usage["trunkline"]["cache"]["bound"] == "attention"
+    assert (found["lease"], found["bound"]) == ("refused", "attention")
+    assert found["miss"] == "attention"
+    assert int(found["physical"]) == SHARED
+    contracts = gateway.gateway.context.contracts
+    assert contracts.promises.by_class(contracts.clock())["5m"].get("broken", 0) == 0
+    await gateway.check_quiet()
+
+
+async def test_a_quote_tells_what_the_window_leaves(gateway: GatewayFixture) -> None:
+    """With the header a quote has the numbers of the request with the header."""
+    await gateway.ask("/v1/messages", anthropic(gateway, LONG))
+    quote = {"endpoint": "/v1/messages", "request": anthropic(gateway, LONG)}
+    status, plain, _ = await gateway.ask("/v1/cache/quote", quote)
+    assert status == 200, plain
+    status, found, _ = await gateway.ask("/v1/cache/quote", quote, headers=WINDOW)
+
+    assert status == 200, found
+    assert plain["physical"]["cached_tokens"] > SHARED
+    assert found["physical"]["cached_tokens"] == SHARED
+    assert (found["read"], found["write"]) == ({}, {})
+    assert found["promise"]["lease"] == "refused"
+    assert found["promise"]["bound"] == "attention"
+    assert found["miss"]["cause"] == "attention"
+
+
+async def test_a_window_is_no_bound_of_memory(gateway: GatewayFixture) -> None:
+    """A tenant whose ceiling holds fewer tokens than the prompt runs it under a window."""
+    assert gateway.engine.info is not None
+    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, blocks=14)
+    status, answer, _ = await gateway.ask(CHAT, gateway.chat(LONG * 2))
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    status, answer, _ = await gateway.ask(CHAT, gateway.chat(LONG * 2), headers=WINDOW)
+
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"attention_policies": ()}, "attention_not_allowed"),
+        ({"attention_lacks": "no kernel computes them"}, "attention_not_available"),
+    ],
+)
+async def test_what_the_engine_may_not_or_cannot_is_refused_in_each_dialect(
+    gateway: GatewayFixture, change: dict[str, Any], code: str
+) -> None:
+    """By name, with what would be right, and not silently computed without the window."""
+    assert gateway.engine.info is not None
+    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, **change)
+    for path, body in (
+        (CHAT, gateway.chat()),
+        ("/v1/messages", anthropic(gateway, "short")),
+        (f"/v1beta/models/{gateway.model}:generateContent", gemini("short")),
+        ("/v1/cache/quote", {"endpoint": CHAT, "request": gateway.chat()}),
+    ):
+        status, answer, _ = await gateway.ask(path, body, headers=WINDOW)
+        text = json.dumps(answer)
+        assert status == 400, answer
+        assert ATTENTION_HEADER in text
+        assert "leave the header out" in text
+        if path == CHAT:
+            assert answer["error"]["code"] == code
+    await gateway.check_quiet()
+
+
+async def test_logprobs_of_a_cut_prompt_are_refused(gateway: GatewayFixture) -> None:
+    """They would not be the model's."""
+    body = {
+        "model": gateway.model,
+        "prompt": LONG,
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+    }
+    status, answer, _ = await gateway.ask("/v1/completions", body, headers=WINDOW)
+    assert (status, answer["error"]["code"]) == (400, "attention_with_prompt_logprobs")
+    status, answer, _ = await gateway.ask(
+        "/v1/completions", {**body, "prompt": "hi"}, headers=WINDOW
+    )
+
+    assert status == 200, answer
