@@ -33,8 +33,9 @@ def prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
     """Return the card of a model's prepared folder, which is made if missing.
 
     The first call reads every byte of the model for its digest (98 MB: 0.1 s) and makes the
-    tokenizer (0.5 s); later calls read a small card. Writes under `models_dir`/prepared. Raises
-    ModelError: not_found, corrupt, unsupported or storage.
+    tokenizer (0.5 s; 5 s for 262,144 tokens); later calls read a small card, also where the model
+    has another path. Writes under `models_dir`/prepared. Raises ModelError: not_found, corrupt,
+    unsupported or storage.
     """
     try:
         return _prepare(name, source, models_dir)
@@ -57,8 +58,8 @@ def _prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
             found = load_card(folder)
         except ModelError:
             found = None  # of another version, or damaged: make it again
-        if found is not None and found.source == str(source) and found.name == name:
-            return found
+        if found is not None and found.name == name:
+            return found if found.source == str(source) else _moved(found, source, folder)
     parts = read_gguf(source) if source.is_file() else read_folder(source)
     _check(parts, source)
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,9 +78,19 @@ def _prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
     )
     write_atomically(folder / "tokenizer.json", parts.tokenizer.encode())
     write_atomically(folder / "chat_template.jinja", parts.template.encode())
-    # The card is written last: a folder with a card is complete.
-    write_atomically(folder / "model_card.json", msgspec.json.format(msgspec.json.encode(card)))
+    _write_card(card, folder)  # last: a folder with a card is complete
     return card
+
+
+def _moved(card: ModelCard, source: Path, folder: Path) -> ModelCard:
+    """Return the card of the same model at another path; engines load the weights from there."""
+    card = msgspec.structs.replace(card, source=str(source))
+    _write_card(card, folder)
+    return card
+
+
+def _write_card(card: ModelCard, folder: Path) -> None:
+    write_atomically(folder / "model_card.json", msgspec.json.format(msgspec.json.encode(card)))
 
 
 def _check(parts: ModelParts, source: Path) -> None:

@@ -20,16 +20,19 @@ import msgspec
 from msgspec import Struct
 
 from gateway.bench.client import BenchError, BenchTarget, Client
+from gateway.bench.figures import Figure
 from gateway.bench.memory import MemoryWatch
 from gateway.bench.prompts import PromptMaker
 from gateway.bench.report import ReportRow, machine, rows, table
 from gateway.bench.server import BenchServer, bench_server
 from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
-from gateway.bench.workloads import WORKLOADS, Figure, Sizes
+from gateway.bench.workloads import WORKLOADS, Sizes
 
 Say = Callable[[str], None]
 T = TypeVar("T")
 
+CLOSED = "abcde"
+"""The workloads that run unless others are named."""
 REQUEST_TIMEOUT_S = 600.0
 """Longest time of one request."""
 
@@ -59,10 +62,17 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `trunkline bench`."""
     _add_target(parser)
     parser.add_argument(
-        "--workloads", default="".join(WORKLOADS), type=_workloads, metavar="LETTERS",
-        help="a (long prompt), b (one stream), c (16 concurrent), d (4 tenants), e (chats);"
-        " default: all of them",
+        "--workloads", default=CLOSED, type=_workloads, metavar="LETTERS",
+        help="a (long prompt), b (one stream), c (16 at once), d (4 tenants, 16 at once of 32),"
+        f" e (chats), g (random arrivals); default: {CLOSED}",
     )  # fmt: skip
+    parser.add_argument(
+        "--rates", type=_rates, default=Sizes().rates, metavar="PER_S",
+        help="requests a second in g, with commas (default: 1,2,4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=_positive, default=Sizes().seconds, help="of each rate (default: 20)"
+    )
     parser.add_argument(
         "--repeats", type=_count, default=3, help="runs of each workload (default: 3)"
     )
@@ -129,6 +139,10 @@ def _positive(text: str) -> float:
     return number
 
 
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(_positive(one) for one in text.split(","))
+
+
 def _workloads(text: str) -> str:
     unknown = sorted(set(text) - set(WORKLOADS))
     if unknown or not text:
@@ -141,7 +155,8 @@ def run_bench(
     options: argparse.Namespace, model: str, models_dir: Path, say: Say, sizes: Sizes | None = None
 ) -> Report:
     """Run the selected workloads. Blocks. Raises BenchError."""
-    work = _bench(options, model, models_dir, say, sizes or Sizes())
+    sizes = msgspec.structs.replace(sizes or Sizes(), rates=options.rates, seconds=options.seconds)
+    work = _bench(options, model, models_dir, say, sizes)
     return _report(options, asyncio.run(_run_with_timeout(options, work)))
 
 

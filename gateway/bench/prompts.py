@@ -25,21 +25,24 @@ Prompt = list[int] | str
 
 
 class PromptMaker:
-    """Makes prompts from a seed. Its prompts differ; two makers of one seed make the same ones."""
+    """Makes prompts from a seed. Its prompts differ; two makers of one seed make the same ones.
+
+    `chance`: where they come from, for whatever else a run draws.
+    """
 
     def __init__(self, seed: int | str, *, in_text: bool = False) -> None:
         self.in_text = in_text
-        self._random = random.Random(seed)
+        self.chance = random.Random(seed)
 
     def make(self, tokens: int) -> Prompt:
         """Return a new prompt of `tokens` tokens."""
         if self.in_text:
             return self.words(tokens)
-        return [self._random.randrange(FIRST_ID, LAST_ID) for _ in range(tokens)]
+        return [self.chance.randrange(FIRST_ID, LAST_ID) for _ in range(tokens)]
 
     def words(self, count: int) -> str:
         """Return `count` words, each with a space before it."""
-        return "".join(f" {self._random.choice(WORDS)}" for _ in range(count))
+        return "".join(f" {self.chance.choice(WORDS)}" for _ in range(count))
 
 
 def join_prompts(*parts: Prompt) -> Prompt:

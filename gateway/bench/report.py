@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gateway.bench.workloads import Figure
+from gateway.bench.figures import Figure
 
 PACKAGES = ("torch", "aiohttp", "tokenizers", "msgspec", "numpy")
 """Packages whose versions a report has."""

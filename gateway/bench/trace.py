@@ -1,15 +1,13 @@
 """Workload (f), replay of recorded traffic: requests are sent at the trace's times, scaled by
 speed.
 
-Latency counts from the time at which a request is due, so an endpoint that falls behind cannot hide
-it by slowing the client down. It reads JSON lines with prefix blocks of 512 tokens (Mooncake) and
+`open_loop` sends them. This reads JSON lines with prefix blocks of 512 tokens (Mooncake) and
 CSV without blocks (Azure). A block id stands for the same tokens wherever it occurs, so shared ids
 are shared prefixes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import random
 from collections.abc import Iterator, Sequence
@@ -20,9 +18,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from gateway.bench.client import BenchError, Client, Measurement
+from gateway.bench.client import BenchError, Client
+from gateway.bench.figures import Figure
+from gateway.bench.open_loop import DueRequest, send_when_due
 from gateway.bench.prompts import FIRST_ID, LAST_ID, WORDS, Prompt
-from gateway.bench.workloads import Figure, batch_figures
 
 BLOCK_TOKENS = 512
 """Tokens of one block of a Mooncake trace."""
@@ -128,30 +127,11 @@ async def replay(
     output_tokens_max: int,
 ) -> list[Figure]:
     """Send each request when it is due, and wait for all responses; failed requests are counted."""
-    start_s = client.clock()
-    done: list[Measurement] = []
-    failed: list[BenchError] = []
-    late_max_s = 0.0
 
-    async def send(prompt: Prompt, output: int, due_s: float, tenant: int) -> None:
-        try:
-            done.append(await client.complete(prompt, output, tenant=tenant, due_s=due_s))
-        except BenchError as error:
-            failed.append(error)
-
-    async with asyncio.TaskGroup() as tasks:
+    def due() -> Iterator[DueRequest]:
         for number, arrival in enumerate(arrivals):
             output = max(1, min(arrival.output_tokens, output_tokens_max))
             prompt = prompts.prompt(number, arrival, output)
-            due_s = start_s + arrival.at_s / speed
-            await asyncio.sleep(max(0.0, due_s - client.clock()))
-            late_max_s = max(late_max_s, client.clock() - due_s)
-            tasks.create_task(send(prompt, output, due_s, number))
-    if not done:
-        raise BenchError(f"All {len(failed)} requests failed; the first: {failed[0]}")
-    return [
-        *batch_figures("", start_s, done),
-        Figure("answered", "requests", len(done)),
-        Figure("failed", "requests", len(failed)),
-        Figure("most delay of sending", "ms", late_max_s * 1e3),
-    ]
+            yield DueRequest(arrival.at_s / speed, prompt, output, number)
+
+    return await send_when_due(client, "", due())

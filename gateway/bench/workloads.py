@@ -1,8 +1,9 @@
-"""The workloads (a) to (e) of `trunkline bench`, and their figures.
+"""The workloads (a) to (e) and (g) of `trunkline bench`.
 
 (a) one long prompt: cold, repeated, and with a new question; (b) one stream; (c) concurrent
-requests over one system prompt; (d) the same for several tenants; (e) conversations. A workload
-takes a client and prompts and returns figures. `trace` has the replay of traces, (f).
+requests over one system prompt; (d) more of them, of several tenants; (e) conversations; (g)
+requests that arrive at random. A workload takes a client and prompts and returns figures. `trace`
+has the replay of traces, (f).
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from gateway.bench.client import Client, Measurement
+from gateway.bench.client import BenchError, Client, Measurement
+from gateway.bench.figures import (
+    Figure,
+    batch_figures,
+    compute_ratio,
+    first_token_times,
+    gap_figures,
+    hit_ratio,
+    percentile,
+    throughput,
+)
+from gateway.bench.open_loop import DueRequest, poisson_times, send_when_due
 from gateway.bench.prompts import Prompt, PromptMaker, join_prompts
 
 T = TypeVar("T")
 
 
-class Figure(Struct, frozen=True):
-    """One measured number of one run."""
-
-    name: str
-    unit: str
-    value: float
-
-
 class Sizes(Struct, frozen=True):
-    """Sizes of the workloads, in tokens and counts; tests use small ones."""
+    """Sizes of the workloads, in tokens and counts; tests use small ones.
+
+    `at_once`: requests in flight, in (c) and (d). `rates`: arrivals a second in (g), one after the
+    other, each for `seconds`.
+    """
 
     long_prompt: int = 2048
     question: int = 32
@@ -41,6 +49,8 @@ class Sizes(Struct, frozen=True):
     per_tenant: int = 8
     chats: int = 8
     turns: int = 4
+    rates: tuple[float, ...] = (1.0, 2.0, 4.0)
+    seconds: float = 20.0
 
 
 Workload = Callable[[Client, PromptMaker, Sizes], Awaitable[list[Figure]]]
@@ -57,7 +67,7 @@ async def long_prompt(client: Client, prompts: PromptMaker, sizes: Sizes) -> lis
         Figure("cold", "ms", cold.first_s * 1e3),
         Figure("again", "ms", repeated.first_s * 1e3),
         Figure("shared + new", "ms", extended.first_s * 1e3),
-        *_hit_ratio("shared + new ", [extended]),
+        *hit_ratio("shared + new ", [extended]),
     ]
 
 
@@ -80,12 +90,13 @@ async def shared_system_prompt(client: Client, prompts: PromptMaker, sizes: Size
         requests = [
             (join_prompts(system, prompts.make(sizes.own)), 0) for _ in range(sizes.at_once)
         ]
-        figures += await _run_batch(client, label, requests, sizes.output)
+        figures += await _run_batch(client, label, requests, sizes)
     return figures
 
 
 async def tenants(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Figure]:
-    """(d) Measure several tenants at once, each with its own system prompt, twice."""
+    """(d) Measure several tenants at once, each with its own system prompt, twice. A request is
+    sent as soon as fewer than `at_once` are in flight."""
     systems = [prompts.make(sizes.system) for _ in range(sizes.tenants)]
     figures: list[Figure] = []
     for label in ("cold ", "warm "):
@@ -94,18 +105,22 @@ async def tenants(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Fi
             for _ in range(sizes.per_tenant)
             for tenant, system in enumerate(systems)
         ]
-        figures += await _run_batch(client, label, requests, sizes.output)
+        figures += await _run_batch(client, label, requests, sizes)
     return figures
 
 
 async def _run_batch(
-    client: Client, label: str, requests: Sequence[tuple[Prompt, int]], output: int
+    client: Client, label: str, requests: Sequence[tuple[Prompt, int]], sizes: Sizes
 ) -> list[Figure]:
+    places = asyncio.Semaphore(sizes.at_once)
+
+    async def complete(prompt: Prompt, tenant: int) -> Measurement:
+        async with places:
+            return await client.complete(prompt, sizes.output, tenant=tenant)
+
     start_s = client.clock()
-    done = await gather_all(
-        client.complete(prompt, output, tenant=tenant) for prompt, tenant in requests
-    )
-    return batch_figures(label, start_s, done) + _compute_ratio(
+    done = await gather_all(complete(prompt, tenant) for prompt, tenant in requests)
+    return batch_figures(label, start_s, done) + compute_ratio(
         label, [p for p, _ in requests], done
     )
 
@@ -126,7 +141,7 @@ async def conversations(client: Client, prompts: PromptMaker, sizes: Sizes) -> l
         Figure("later turns first token p99", "ms", percentile(first_token_times(later), 99) * 1e3),
         *gap_figures("", all_turns),
         throughput("", start_s, all_turns),
-        *_hit_ratio("later turns ", later),
+        *hit_ratio("later turns ", later),
     ]
 
 
@@ -142,88 +157,36 @@ async def _converse(
     return turns
 
 
+async def random_arrivals(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Figure]:
+    """(g) Measure requests that arrive at random over the tenants' system prompts, which are cached
+    beforehand; a Poisson process for each rate. Raises BenchError for a rate without an arrival."""
+    systems = [prompts.make(sizes.system) for _ in range(sizes.tenants)]
+    await gather_all(
+        client.complete(system, 1, tenant=tenant) for tenant, system in enumerate(systems)
+    )
+    figures: list[Figure] = []
+    for rate in sizes.rates:
+        requests = []
+        for due_s in poisson_times(prompts.chance, rate, sizes.seconds):
+            tenant = prompts.chance.randrange(sizes.tenants)
+            prompt = join_prompts(systems[tenant], prompts.make(sizes.own))
+            requests.append(DueRequest(due_s, prompt, sizes.output, tenant))
+        if not requests:
+            raise BenchError(
+                f"No request arrives in {sizes.seconds:g} s at {rate:g}/s; raise --seconds."
+            )
+        figures += await send_when_due(client, f"{rate:g}/s ", requests)
+    return figures
+
+
 WORKLOADS: dict[str, Workload] = {
     "a": long_prompt,
     "b": one_stream,
     "c": shared_system_prompt,
     "d": tenants,
     "e": conversations,
+    "g": random_arrivals,
 }
-
-
-# --- figures -----------------------------------------------------------------------------------
-
-
-def batch_figures(label: str, start_s: float, done: Sequence[Measurement]) -> list[Figure]:
-    """Return first-token times, gaps, throughput and hit ratio of concurrent requests."""
-    return [
-        Figure(f"{label}first token p50", "ms", percentile(first_token_times(done), 50) * 1e3),
-        Figure(f"{label}first token max", "ms", max(first_token_times(done)) * 1e3),
-        *gap_figures(label, done),
-        throughput(label, start_s, done),
-        *_hit_ratio(label, done),
-    ]
-
-
-def gap_figures(label: str, done: Sequence[Measurement]) -> list[Figure]:
-    """Return gaps between pieces of text, over all streams."""
-    gaps = [gap for one in done for gap in one.gaps_s]
-    if not gaps:
-        return []
-    return [
-        Figure(f"{label}gap p50", "ms", percentile(gaps, 50) * 1e3),
-        Figure(f"{label}gap p99", "ms", percentile(gaps, 99) * 1e3),
-        Figure(f"{label}gap max", "ms", max(gaps) * 1e3),
-    ]
-
-
-def throughput(label: str, start_s: float, done: Sequence[Measurement]) -> Figure:
-    """Return output tokens per second from `start_s` to the end of the last response."""
-    tokens = sum(one.output_tokens for one in done)
-    return Figure(f"{label}output", "tok/s", tokens / (max(one.ended_s for one in done) - start_s))
-
-
-def _hit_ratio(label: str, done: Sequence[Measurement]) -> list[Figure]:
-    known = [(one.cached_tokens, one.prompt_tokens) for one in done]
-    cached = sum(c for c, _ in known if c is not None)
-    if any(c is None for c, _ in known):
-        return []  # the endpoint reports no cached tokens
-    return [Figure(f"{label}hit ratio", "%", 100 * cached / max(1, sum(p for _, p in known)))]
-
-
-def _compute_ratio(
-    label: str, prompts: Sequence[Prompt], done: Sequence[Measurement]
-) -> list[Figure]:
-    """Return computed over unique prompt tokens: 1.0 means that no token was computed twice."""
-    if any(one.cached_tokens is None for one in done) or not isinstance(prompts[0], list):
-        return []
-    computed = sum(one.prompt_tokens - (one.cached_tokens or 0) for one in done)
-    unique = 0
-    before: list[int] = []
-    for prompt in sorted(p for p in prompts if isinstance(p, list)):
-        unique += len(prompt) - _common_prefix(prompt, before)
-        before = prompt
-    return [Figure(f"{label}computed / unique tokens", "x", computed / unique)]
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix of two prompts, in tokens."""
-    for at, (one, other) in enumerate(zip(a, b, strict=False)):
-        if one != other:
-            return at
-    return min(len(a), len(b))
-
-
-def first_token_times(done: Sequence[Measurement]) -> list[float]:
-    """Return the times to first token, in seconds."""
-    return [one.first_s for one in done]
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the percentile by nearest rank: always a measured value."""
-    ordered = sorted(values)
-    rank = -(-len(ordered) * percent // 100)
-    return ordered[max(0, int(rank) - 1)]
 
 
 async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

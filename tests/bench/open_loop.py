@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 import aiohttp
 
+from gateway.bench.figures import percentile
+from gateway.bench.open_loop import poisson_times
+
 OtherTenant = Literal["prompts", "streams"]
 VOCAB = 128_000
 OWN, OUTPUT = 64, 128
@@ -81,22 +84,13 @@ def body_of(model: str, prompt: list[int], count: int, **more: Any) -> dict[str,
     }  # fmt: skip
 
 
-def due_times(rng: random.Random, rate: float, seconds: float) -> list[float]:
-    """Return the arrivals of a Poisson process."""
-    times, at = [], rng.expovariate(rate)
-    while at < seconds:
-        times.append(at)
-        at += rng.expovariate(rate)
-    return times
-
-
 def steady(model: str, rate: float, seconds: float) -> tuple[list[list[int]], list[Arrival]]:
     """Return eight prefixes of 2,048 to warm, and requests of 64 own tokens and 128 out."""
     rng = random.Random(int(rate))
     prefixes = [tokens_of(rng, 2_048) for _ in range(8)]
     return prefixes, [
         Arrival(due, body_of(model, rng.choice(prefixes) + tokens_of(rng, OWN), OUTPUT))
-        for due in due_times(rng, rate, seconds)
+        for due in poisson_times(rng, rate, seconds)
     ]
 
 
@@ -111,7 +105,7 @@ def mixture(model: str, rate: float, seconds: float) -> tuple[list[list[int]], l
     roots = [tokens_of(rng, 1_024) for _ in range(4)]
     leaves = [root + tokens_of(rng, 512) for root in roots for _ in range(4)]
     arrivals = []
-    for due in due_times(rng, rate, seconds):
+    for due in poisson_times(rng, rate, seconds):
         own, count = int(2 ** rng.uniform(4, 10)), int(2 ** rng.uniform(4, 8))
         more: dict[str, Any] = {"temperature": rng.choice([0, 0.7])}
         if rng.random() < 0.25:
@@ -156,7 +150,7 @@ def quiet(
     prefix = tokens_of(rng, 512)
     arrivals = [
         Arrival(due, body_of(model, prefix + tokens_of(rng, OWN), 32))
-        for due in due_times(rng, 8, seconds)
+        for due in poisson_times(rng, 8, seconds)
     ]
     if other is not None:
         rate, prompt, count = {"prompts": (6, 8_192, 1), "streams": (160, 64, 256)}[other]
@@ -165,7 +159,7 @@ def quiet(
                 due, body_of(model, tokens_of(rng, prompt), count),
                 watched=False, timed=False, is_other=True,
             )
-            for due in due_times(rng, rate, seconds)
+            for due in poisson_times(rng, rate, seconds)
         ]  # fmt: skip
     return [prefix], arrivals
 
@@ -208,10 +202,9 @@ async def send(
     return seen
 
 
-def percentile(values: list[float], share: float) -> float:
+def in_ms(values: list[float], percent: float) -> float:
     """Return a percentile of seconds, in ms; 0 of nothing."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1e3 if ordered else 0.0
+    return percentile(values, percent) * 1e3 if values else 0.0
 
 
 def summary(name: str, all_seen: list[Seen]) -> str:
@@ -223,9 +216,8 @@ def summary(name: str, all_seen: list[Seen]) -> str:
     wall_s = max((seen.last_s for seen in served), default=1.0)
     total = sum(seen.tokens for seen in served)
     return (
-        f"{name}: first token p50 / p99 {percentile(firsts, 0.5):.1f} /"
-        f" {percentile(firsts, 0.99):.1f}, gap p50 {percentile(gaps, 0.5):.1f}"
-        f" p99 {percentile(gaps, 0.99):.1f} max {percentile(gaps, 1.0):.0f} ms;"
+        f"{name}: first token p50 / p99 {in_ms(firsts, 50):.1f} / {in_ms(firsts, 99):.1f},"
+        f" gap p50 {in_ms(gaps, 50):.1f} p99 {in_ms(gaps, 99):.1f} max {in_ms(gaps, 100):.0f} ms;"
         f" {total / wall_s:.0f} tok/s; {len(served)} of {len(all_seen)} served,"
         f" {len(all_seen) - len(served) - cut} refused, {cut} cut off"
         + (f"  [{REFERENCE[name]}]" if name in REFERENCE else "")

@@ -22,8 +22,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.bench.client import BenchError
+from gateway.bench.figures import percentile
 from gateway.bench.report import columns, format_number
-from gateway.bench.workloads import percentile
 from tests.bench.overhead.load import Load, LoadResult, run
 from tests.bench.overhead.null_gateway import NullGatewaySettings, Ready
 from tests.bench.overhead.processor_time import processor_s

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.errors import ModelError
@@ -123,6 +124,19 @@ def test_data_directory_may_move(tmp_path: Path) -> None:
     moved = tmp_path / "new" / "prepared" / Path(card.folder).name
 
     assert load_card(moved).tokenizer_path == moved / "tokenizer.json"
+
+
+def test_moved_model_keeps_its_tokenizer(tmp_path: Path) -> None:
+    """Making one takes seconds, and a start on a linked data directory would do it again."""
+    card = prepare("tiny", write_gguf(tmp_path / "m.gguf"), tmp_path)
+    card.tokenizer_path.write_text("kept")
+    moved = (tmp_path / "m.gguf").rename(tmp_path / "n.gguf")
+
+    again = prepare("tiny", moved, tmp_path)
+
+    assert again == msgspec.structs.replace(card, source=str(moved))
+    assert load_card(Path(again.folder)) == again
+    assert card.tokenizer_path.read_text() == "kept"
 
 
 def test_damaged_card_is_made_again(tmp_path: Path) -> None:

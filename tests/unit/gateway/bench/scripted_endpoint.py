@@ -14,12 +14,13 @@ import aiohttp
 from aiohttp import web
 
 from gateway.bench.client import BenchTarget, Client
-from gateway.bench.workloads import Figure, Sizes
+from gateway.bench.figures import Figure
+from gateway.bench.workloads import Sizes
 from tests.fakes import FakeClock
 
 SMALL = Sizes(
     long_prompt=64, question=8, stream_output=6, system=32, own=8, output=4, at_once=4, tenants=2,
-    per_tenant=3, chats=2, turns=3,
+    per_tenant=3, chats=2, turns=3, rates=(200.0,), seconds=0.03,
 )  # fmt: skip
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -44,15 +44,18 @@ async def test_bench_measures_the_gateway(gateway: GatewayFixture, tmp_path: Pat
     keys = [f"--key={key}" for key in gateway.keys.values()]
 
     report = await asyncio.to_thread(
-        bench, tmp_path, said.append, "--url", gateway.url + "/v1", "--text", "--repeats=2", *keys
-    )
+        bench, tmp_path, said.append, "--url", gateway.url + "/v1", "--text", "--repeats=2",
+        "--workloads=abcdeg", "--rates=100,200", "--seconds=0.05", *keys,
+    )  # fmt: skip
 
     found = {(row.workload, row.figure): row for row in report.rows}
     assert report.model == gateway.card.name
     assert found["a", "cold"].runs == 2
     assert found["a", "shared + new hit ratio"].median > 50
     assert found["e", "later turns hit ratio"].median > 50
-    assert said == [f"{name}: run {n} of 2" for name in "abcde" for n in (1, 2)]
+    assert said == [f"{name}: run {n} of 2" for name in "abcdeg" for n in (1, 2)]
+    assert found["g", "200/s failed"].median == 0
+    assert found["g", "200/s answered"].median > 0
     assert json.loads(report.json())["machine"]["cores"] >= 1
 
 
@@ -71,12 +74,22 @@ async def test_replay_measures_a_trace(gateway: GatewayFixture, tmp_path: Path) 
     assert "answered" in report.text()
 
 
+def test_bench_runs_closed_loops_unless_asked() -> None:
+    """A rate means little until the machine is known."""
+    options = parsed(add_bench_arguments)
+
+    assert (options.workloads, options.rates, options.seconds) == ("abcde", (1, 2, 4), 20)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("--workloads", "xyz"),
         ("--workloads", ""),
         ("--repeats", "0"),
+        ("--rates", "1,0"),
+        ("--rates", ""),
+        ("--seconds", "0"),
         ("--repeats", "many"),
         ("--timeout-s", "-1"),
         ("--serve", "--url", "http://127.0.0.1:1/v1"),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+import statistics
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from gateway.bench.client import BenchError
+from gateway.bench.figures import Figure, percentile
 from gateway.bench.memory import MemoryWatch
+from gateway.bench.open_loop import poisson_times
 from gateway.bench.prompts import PromptMaker, join_prompts
 from gateway.bench.report import rows, table
-from gateway.bench.workloads import WORKLOADS, Figure, percentile
+from gateway.bench.workloads import WORKLOADS
 from tests.fakes import FakeClock
 from tests.unit.gateway.bench.scripted_endpoint import (
     SMALL,
@@ -182,6 +189,67 @@ async def test_tenants_have_separate_keys_and_prompts() -> None:
         "Bearer two": 1,
     }
     assert systems["Bearer one"] != systems["Bearer two"]
+
+
+@pytest.mark.parametrize(("name", "most"), [("c", 4), ("d", 2)])
+async def test_so_many_requests_are_in_flight(name: str, most: int) -> None:
+    """A place that an answer frees is taken at once, so that all requests arrive."""
+    sizes = msgspec.structs.replace(SMALL, at_once=most)
+    clock = WatchedClock()
+    endpoint = Endpoint(clock)
+    arrived: list[web.Request] = []
+    in_flight, full = [0], asyncio.Event()
+
+    async def hold(request: web.Request) -> web.StreamResponse:
+        arrived.append(request)
+        in_flight.append(in_flight[-1] + 1)
+        if in_flight[-1] == most:
+            full.set()
+        async with asyncio.timeout(30):
+            await full.wait()
+        response = await endpoint.answer(request)
+        in_flight.append(in_flight[-1] - 1)
+        return response
+
+    async with client_of(hold, clock) as client:
+        await WORKLOADS[name](client, PromptMaker(1), sizes)
+
+    assert max(in_flight) == most
+    each = sizes.at_once if name == "c" else sizes.tenants * sizes.per_tenant
+    assert len(arrived) == 2 * each
+
+
+async def test_random_arrivals_find_their_system_prompts() -> None:
+    """They measure an endpoint under load, not a cold cache."""
+    clock = WatchedClock()
+    endpoint = Endpoint(clock)
+    sizes = msgspec.structs.replace(SMALL, rates=(100.0, 200.0))
+    async with client_of(endpoint.answer, clock) as client:
+        found = values(await WORKLOADS["g"](client, PromptMaker(1), sizes))
+
+    assert found["100/s hit ratio"] == pytest.approx(100 * 32 / 40, abs=3)
+    sent = found["100/s answered"] + found["200/s answered"]
+    assert len(endpoint.bodies) == sizes.tenants + sent
+
+
+async def test_rate_without_an_arrival_is_an_error() -> None:
+    sizes = msgspec.structs.replace(SMALL, rates=(0.001,))
+    clock = WatchedClock()
+    async with client_of(Endpoint(clock).answer, clock) as client:
+        with pytest.raises(BenchError, match="raise --seconds"):
+            await WORKLOADS["g"](client, PromptMaker(1), sizes)
+
+
+def test_poisson_arrivals_follow_seed_and_rate() -> None:
+    """Gaps have the mean of the rate and, as an exponential's, a deviation as large."""
+    times = poisson_times(random.Random(1), 50.0, 200.0)
+    gaps = [b - a for a, b in pairwise([0.0, *times])]
+
+    assert times == sorted(times) == poisson_times(random.Random(1), 50.0, 200.0)
+    assert times[-1] < 200.0
+    assert statistics.mean(gaps) == pytest.approx(1 / 50, rel=0.03)
+    assert statistics.stdev(gaps) == pytest.approx(1 / 50, rel=0.05)
+    assert poisson_times(random.Random(2), 50.0, 200.0) != times
 
 
 async def test_each_turn_carries_earlier_answers() -> None:
