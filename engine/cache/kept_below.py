@@ -10,9 +10,9 @@ not. This module knows no copy, no disk and no clock; `lease_manager` calls it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from engine.api import Bound, LeaseRequest, Namespace
+from engine.api import Bound, LeaseRequest, Namespace, Payer
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.leases import BlockTerms, promised_seconds
 from engine.cache.prefix_tree import Node
@@ -38,6 +38,20 @@ class KeptBelow(Protocol):
 
     def returned(self, node: Node) -> None:
         """Take note that the promise of a node is on the device again. O(1)."""
+
+
+class FoundPromise(NamedTuple):
+    """A promise that a level below has kept for an engine before.
+
+    `fresh`: its terms; `known`: those that the copy has already, if any. `node`: the device's node
+    of the same tokens, if it has one.
+    """
+
+    namespace: Namespace
+    payer: Payer
+    fresh: BlockTerms
+    known: BlockTerms | None = None
+    node: Node | None = None
 
 
 class PromiseRoom:

@@ -13,11 +13,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Literal
 
+from msgspec.structs import replace
+
 from engine.api import Bound, LeaseGrant, LeaseRequest, Namespace, Quota
 from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.block_manager import PROMISABLE, BlockManager
 from engine.cache.block_table import BlockTable
-from engine.cache.kept_below import NO_ROOM_ASKED, KeptBelow, PromiseRoom, asks_promise, cover
+from engine.cache.kept_below import (
+    NO_ROOM_ASKED,
+    FoundPromise,
+    KeptBelow,
+    PromiseRoom,
+    asks_promise,
+    cover,
+)
 from engine.cache.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
 from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock
 
@@ -467,6 +476,40 @@ class LeaseManager:
         terms.below_class = promised_class
         account.add_below(promised_class, 1)
         return True
+
+    def take_over(self, found: FoundPromise, now_s: float) -> bool:
+        """Charge a promise that a level below has kept since before this engine to its payer, whose
+        quota may not be known yet. Return False where it is added to one that is counted already:
+        of the same copy, or on the device. O(log n).
+        """
+        account, node, fresh = self._account_of(found), found.node, found.fresh
+        promised = node.terms if node is not None and node.promised else None
+        if (longer := found.known or promised) is not None:
+            longer.merge(fresh)
+            self._follow_below(account, longer)
+        else:
+            self._manager.version += 1
+            fresh.below_class = fresh.promised_class
+            account.add_below(fresh.promised_class, 1)
+            if node is None:
+                account.add_away(1)
+            elif node.terms is None:
+                fresh.limit_at_s = math.inf
+            else:
+                fresh.merge(node.terms)
+            if node is not None:
+                node.terms = fresh
+        if node is not None:
+            self.update_deadlines(account, node, now_s)
+        return longer is None
+
+    def _account_of(self, found: FoundPromise) -> NamespaceAccount:
+        account = self._manager.accounts.get(found.namespace)
+        if account is None:
+            share = self._manager.fair_share.get(found.payer)
+            quota = replace(Quota() if share is None else share.quota, payer=found.payer)
+            account = self._manager.account(found.namespace, quota)
+        return account
 
     def end_below(self, account: NamespaceAccount, terms: BlockTerms, *, is_away: bool) -> None:
         """End the keeping of a promise below; `is_away`: the device has evicted its block. O(1)."""

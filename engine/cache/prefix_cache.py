@@ -30,7 +30,7 @@ from engine.cache.events import (
     peek_of,
 )
 from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
-from engine.cache.kept_below import KeptBelow
+from engine.cache.kept_below import FoundPromise, KeptBelow
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.leases import BlockTerms
 from engine.cache.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
@@ -582,6 +582,10 @@ class PrefixCache:
         self._emit(PromiseLost(account.namespace, 1))
         return False
 
+    def take_over(self, found: FoundPromise, now_s: float) -> bool:
+        """Charge a promise kept below that an engine before has made: `LeaseManager.take_over`."""
+        return self._leases.take_over(found, now_s)
+
     def end_below(
         self, namespace: Namespace, terms: BlockTerms, *, is_away: bool, is_lost: bool = False
     ) -> None:
@@ -596,8 +600,8 @@ class PrefixCache:
         self._manager.forget_if_idle(account)
 
     def promises_below(self) -> Iterator[tuple[Namespace, Counter[str], int]]:
-        """Iterate over the namespaces with promises that the level below keeps: by class, and how
-        many of them the device has evicted. For the checker."""
+        """Iterate over the namespaces with promises kept below: by class, and how many of them the
+        device has evicted. For the checker."""
         for account in self._manager.accounts.values():
             if account.below or account.away:
                 yield account.namespace, account.below_in, account.away

@@ -87,6 +87,20 @@ class CopyBook:
         copy.node = node
         self._by_block[node.block] = copy
 
+    def find_node(self, copy: Copy) -> Node | None:
+        """Return the device's node with the tokens of a copy, linked to it; None if the device has
+        none, or none with those of the copy before. O(1).
+        """
+        above = copy.parent
+        assert above is not None, "a copy in the tree has a parent"
+        parent = self._cache.tree_root(copy.namespace) if above.is_root else above.node
+        if parent is None or (not above.is_root and parent.parent is None):
+            return None
+        node = parent.children.get(copy.run)
+        if node is not None and self.of_node(node) is None:
+            self.link(copy, node)
+        return node
+
     def give(self, copy: Copy, slot: int, check: bytes = b"") -> None:
         """Let a copy have a held slot, full of its bytes; the hold becomes the copy's.
         O(log copies).
@@ -138,6 +152,12 @@ class CopyBook:
             self._terms_changed(copy)
         for lease_id in node.ending_leases:
             self.prefixes.extend_lease(lease_id, copy)
+
+    def note_promise(self, copy: Copy) -> None:
+        """Have the promise noted that a copy keeps: reads may have moved its end."""
+        if copy.terms is not None and copy.terms.promise_at_s > copy.promise_at_s:
+            copy.promise_at_s = copy.terms.promise_at_s
+            self._terms_changed(copy)
 
     def first_sync(self, copy: Copy, node: Node) -> None:
         """Apply a node's terms to the copy just made of it."""

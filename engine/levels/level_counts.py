@@ -14,7 +14,7 @@ from engine.levels.copy_formats import OWN
 from engine.levels.load_choice import LevelPace
 from engine.levels.loads import Loads
 from engine.levels.offloading import Offloading
-from engine.levels.recovery import DropReason, Recovery
+from engine.levels.restarts.recovery import DropReason, Recovery
 from engine.levels.storing import Storing
 from engine.moves import RemoteStats, StorageStats
 

@@ -38,7 +38,8 @@ from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.promises import RENEWED_PART, KeptPromises
-from engine.levels.recovery import AT_START, KeptSlots, Recovery
+from engine.levels.restarts.recall import PromiseRecall
+from engine.levels.restarts.recovery import AT_START, KeptSlots, Recovery
 from engine.levels.stored_prefixes import Copy
 from engine.levels.storing import Storing
 from engine.moves import (
@@ -47,6 +48,7 @@ from engine.moves import (
     KeepHere,
     Look,
     Looked,
+    Recalled,
     Renewed,
     SetStoredQuotas,
     Storage,
@@ -151,6 +153,10 @@ class Levels:
                 self._confirmed,
             )
             self.offloading.is_storing = self._is_storing
+        self._recall: PromiseRecall | None = None
+        if storage is not None and self.promises is not None:
+            self._recall = PromiseRecall(self.book, self.promises, storage, self._next_id)
+            self._recall.begin()
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
         self._looked: list[int] = []
         self._erasures: dict[int, Namespace] = {}  # that the storage has to answer
@@ -344,6 +350,7 @@ class Levels:
             or self._is_recovering
             or (self.book.remains.soiled > 0 and not self.book.accounts.is_closed)
             or (self.promises is not None and self.promises.renewals > 0)
+            or (self._recall is not None and self._recall.is_under_way)
         )
 
     # -- erasure ------------------------------------------------------------------------------
@@ -388,6 +395,8 @@ class Levels:
         erased = LevelErased("host", blocks + pending[0], size + pending[1])
         if self._storage is None and not self._is_dropping(namespace):
             return erased, None
+        if self._recall is not None:
+            self._recall.erasing()
         call_id = self._next_id()
         if self._storage is None:
             self._dropping[call_id] = namespace, None
@@ -493,7 +502,10 @@ class Levels:
             self._kept.table.end()
 
     def close(self) -> None:
-        """End the transfer engine, then the storage, then their memory."""
+        """End the transfer engine, then the storage, then their memory. Where promises end is
+        told before."""
+        if self.promises is not None:
+            self.promises.tell_all(self._now_s)
         self._transfer.close()
         if self._storage is not None:
             self._storage.close()
@@ -510,7 +522,8 @@ class Levels:
         )
         notes.set_time(self._now_s)
         self.book.accounts.is_closed = not kept.is_alone()
-        self._recovery = found = Recovery(kept.table, self.book, notes)
+        keep = None if self.promises is None else self.promises.take_over
+        self._recovery = found = Recovery(kept.table, self.book, notes, keep)
         if not kept.is_new:
             self.book.remains.soil_free()
         for namespace, fidelity in found.fidelity.items():
@@ -663,6 +676,9 @@ class Levels:
         elif isinstance(outcome, Renewed):
             if self.promises is not None:
                 self.promises.renewed(outcome, self._now_s)
+        elif isinstance(outcome, Recalled):
+            if self._recall is not None:
+                self._recall.take(outcome, self._now_s)
         elif isinstance(outcome, StoredErased):
             if outcome.call_id in self._erasures:
                 erased = LevelErased(
@@ -671,9 +687,12 @@ class Levels:
                 namespace = self._erasures.pop(outcome.call_id)
                 self._end_erasure(outcome.call_id, namespace, erased)
         else:
-            was_open, self._disk = self._disk.state == "open", outcome
+            was_open, was_off = self._disk.state == "open", self._disk.state == "off"
+            self._disk = outcome
             self.is_disk_lost = outcome.state == "off"
             self._was_open = self._was_open or outcome.state != "off"
+            if outcome.state != "off" and was_off and self._recall is not None:
+                self._recall.begin()
             if self._storing is not None:
                 if outcome.state == "open" and not was_open:
                     self._storing.copied_all(self.book.prefixes, self._now_s)
@@ -773,8 +792,8 @@ class Levels:
 
     def _send_renew(self, copy: Copy, lease_ids: tuple[str, ...] = ()) -> None:
         if self.promises is not None and self._storage is not None:
-            until_s = copy.promise_at_s, copy.limit_at_s
-            self.promises.renew(copy.path(), *until_s, self._now_s, lease_ids)
+            until_s, terms = (copy.promise_at_s, copy.limit_at_s), copy.promise_terms()
+            self.promises.renew(copy.path(), *until_s, self._now_s, lease_ids, terms)
 
     def _judge(self, load: Load, now_s: float) -> None:
         """Count what a load has brought, and judge the slowest level it came from."""

@@ -7,7 +7,9 @@ not given up for room. What the level loses all the same returns to the device w
 is and there is room, else it is told as lost, once.
 
 The disk is told of a promise's end when it moves, at the latest a while before the end that it
-knows. This module moves no bytes and reads no clock: callers pass `now_s`.
+knows; the slot table is, too. From there the next engine takes promises over (`take_over`), charges
+them to their payers and keeps them. This module moves no bytes and reads no clock: callers pass
+`now_s`.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from typing import Final
 from engine.api import LevelName, Namespace, Payer
 from engine.cache import PrefixCache
 from engine.cache.accounts import NamespaceAccount
+from engine.cache.kept_below import FoundPromise
 from engine.cache.leases import BlockTerms, Deadlines
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
-from engine.moves import RecordId, Renew, Renewed
+from engine.moves import PromiseTerms, RecordId, Renew, Renewed
 
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
@@ -40,6 +43,8 @@ ENDS_MAX: Final = 64
 """Promised paths that one turn tries again."""
 CLOCK_SLACK_S: Final = 0.01
 """Seconds by which the disk may round a time."""
+UNKNOWN_CLASS: Final = "unknown"
+"""The class of a promise of which a level knows the end alone."""
 FOREVER_S: Final = 10 * 365 * 86_400.0
 """What the disk is told of a promise or a limit without an end."""
 
@@ -162,9 +167,10 @@ class KeptPromises:
         limit_at_s: float,
         now_s: float,
         lease_ids: tuple[str, ...] = (),
+        terms: PromiseTerms | None = None,
     ) -> None:
         """Tell the disk that records are used and promised until then. `copies`: of one
-        namespace.
+        namespace. `terms`: None where the disk knows them.
         """
         stored = [copy for copy in copies if copy.record_id and copy.parent is not None]
         if not stored:
@@ -175,7 +181,7 @@ class KeptPromises:
         self._renewals[call_id] = stored, ids, now_s + promise_s
         self._renewing.update(stored)
         namespace = stored[0].namespace
-        self._send(Renew(call_id, namespace, tuple(ids), limit_s, promise_s, lease_ids))
+        self._send(Renew(call_id, namespace, tuple(ids), limit_s, promise_s, lease_ids, terms))
 
     def renewed(self, outcome: Renewed, now_s: float) -> None:
         """Take the outcome of a renewal."""
@@ -195,9 +201,36 @@ class KeptPromises:
                 there.append(copy)
         self.confirm(there, [until_s] * len(there), now_s)
 
+    def take_over(
+        self, copy: Copy, until_s: float, told: PromiseTerms | None, now_s: float
+    ) -> None:
+        """Keep the promise of a copy that an engine before has made, until then, and charge it to
+        its payer; where the device promises the block already, that lasts as long. O(log copies).
+
+        `told`: how it is counted and renewed, None where that is not known. What it hangs on is
+        promised for as long.
+        """
+        top: Copy | None = copy
+        while top is not None and not top.is_root and self._end_of(top) < until_s:
+            terms = _terms_of(told, until_s, max(top.limit_at_s, copy.limit_at_s))
+            if min(until_s, terms.limit_at_s) <= now_s:
+                return
+            self._take_over(top, terms, now_s)
+            top = top.parent
+
+    def tell_all(self, now_s: float) -> None:
+        """Tell the level what it does not know yet of the ends of promises: this engine ends.
+        O(copies)."""
+        moved = [
+            copy
+            for copy in self._book.prefixes
+            if copy.terms is not None and copy.record_id and self._is_short(copy, copy.terms)
+        ]
+        self._renew_each(reversed(moved), now_s)
+
     def read(self, node: Node, now_s: float) -> None:
-        """Renew on disk what a read up to `node` has renewed here. O(1), or O(depth) if much has
-        moved since.
+        """Renew on the level what a read up to `node` has renewed here. O(1), or O(depth) if much
+        has moved since.
         """
         copies: list[Copy] = []
         above: Node | None = node
@@ -206,6 +239,8 @@ class KeptPromises:
                 break
             copies.append(copy)
             above = above.parent
+        for copy in copies:
+            self._book.note_promise(copy)
         self._renew_each(reversed(copies), now_s)
 
     def level_gone(self) -> None:
@@ -301,22 +336,23 @@ class KeptPromises:
 
     def _renew_each(self, copies: Iterable[Copy], now_s: float) -> None:
         """Renew copies, those with the same times in one command."""
-        groups: dict[tuple[Namespace, float, float], list[Copy]] = {}
+        groups: dict[tuple[Namespace, float, float, PromiseTerms | None], list[Copy]] = {}
         for copy in copies:
             terms = copy.terms
             if terms is None and copy.node is not None:
                 terms = copy.node.terms
             if terms is not None:
-                key = copy.namespace, terms.promise_at_s, terms.limit_at_s
+                times = terms.promise_at_s, terms.limit_at_s
+                key = copy.namespace, *times, copy.promise_terms()
                 groups.setdefault(key, []).append(copy)
-        for (_, promise_at_s, limit_at_s), some in groups.items():
-            self.renew(some, promise_at_s, limit_at_s, now_s)
+        for (_, promise_at_s, limit_at_s, told), some in groups.items():
+            self.renew(some, promise_at_s, limit_at_s, now_s, terms=told)
 
     def _has_moved(self, copy: Copy, now_s: float) -> bool:
-        if copy.terms is None or not copy.record_id or copy in self._renewing:
+        if copy.terms is None or copy in self._renewing:
             return False
-        left = max(0.0, copy.kept_until_s - now_s)
-        return copy.terms.promise_at_s - copy.kept_until_s > RENEWED_PART * left
+        told_s = copy.kept_until_s if copy.record_id else copy.promise_at_s
+        return copy.terms.promise_at_s - told_s > RENEWED_PART * max(0.0, told_s - now_s)
 
     def _is_short(self, copy: Copy, terms: BlockTerms) -> bool:
         """Return whether the disk keeps a record for less long than is promised."""
@@ -324,6 +360,25 @@ class KeptPromises:
             return False
         promise_at_s = min(terms.promise_at_s, self._now_s + FOREVER_S / 2)
         return promise_at_s > copy.kept_until_s + CLOCK_SLACK_S
+
+    def _end_of(self, copy: Copy) -> float:
+        """Return until when a copy is promised, here or on the device."""
+        terms, node = copy.terms, copy.node
+        if terms is None and node is not None and node.parent is not None and node.promised:
+            terms = node.terms
+        return -math.inf if terms is None else terms.promise_at_s
+
+    def _take_over(self, copy: Copy, terms: BlockTerms, now_s: float) -> None:
+        node = self._book.find_node(copy)
+        found = FoundPromise(copy.namespace, copy.payer, terms, copy.terms, node)
+        if self._cache.take_over(found, now_s):
+            copy.terms = terms
+            self.kept += 1
+            self.kept_by_payer[copy.payer] += 1
+        self._book.note_promise(copy)
+        if copy.terms is not None:
+            self._book.accounts.update(copy)
+            self._watch(copy, now_s)
 
     def _watch(self, copy: Copy, now_s: float) -> None:
         """Have a kept promise examined when it may end, or has to be renewed on disk."""
@@ -414,3 +469,16 @@ def _is_here(copy: Copy, terms: BlockTerms) -> bool:
     """Return whether the device has the block of a copy that keeps a promise."""
     node = copy.node
     return node is not None and node.parent is not None and node.terms is terms
+
+
+def _terms_of(told: PromiseTerms | None, until_s: float, limit_at_s: float) -> BlockTerms:
+    """Return the terms of a promise that an engine before has made."""
+    terms = BlockTerms(limit_at_s)
+    if told is None:
+        terms.extend_promise(until_s, UNKNOWN_CLASS)
+        return terms
+    terms.extend_promise(until_s, told.name)
+    terms.renew_class, terms.use_class = told.renew_name, told.use_name
+    terms.renew_limit_s, terms.renew_promise_s = told.renew_limit_s, told.renew_promise_s
+    terms.use_limit_s, terms.use_promise_s = told.use_limit_s, told.use_promise_s
+    return terms

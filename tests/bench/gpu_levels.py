@@ -130,7 +130,7 @@ def measure_first_tokens(
         pushing = -(-bench.core.cache.blocks * BLOCK // 8192)
         for number in range(pushing):
             other = prompts_of(1_000_000 * repeat + number + tokens, 1, 8192)
-            bench.ask(other, CacheGrant(b"push", PAYER, at_rest=False))
+            bench.ask(other, CacheGrant(b"push", PAYER, at_rest="never"))
         bench.settle()
         again.append(bench.ask([prompt], grant))
     host = bench.core.stats().levels
@@ -176,7 +176,7 @@ def measure_disk(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
     while bench.core.stats().levels[-1].state != "open" and time.perf_counter() < until_s:
         bench.core.step()
         time.sleep(0.01)
-    bench.ask(prompts_of(7, 1, 8192), CacheGrant(b"warm-up", at_rest=False))
+    bench.ask(prompts_of(7, 1, 8192), CacheGrant(b"warm-up", at_rest="never"))
     fidelities: tuple[tuple[Fidelity, str], ...] = (
         ("exact", "exact"), ("near", "int8c"), ("rough", "int4c"),
     )  # fmt: skip

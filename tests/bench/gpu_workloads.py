@@ -193,7 +193,7 @@ class Bench:
             pipeline_depth=2,
             levels=self.levels,
         )
-        self.copy_rate = like.copy_rate if like is not None else copy_rate()
+        self.copy_rate: float = copy_rate() if like is None else like.copy_rate
         FrozenHeap().settle()  # as the engine's process does
 
     def run(

@@ -90,7 +90,7 @@ def run() -> None:
     wait_for_disk(core, len(FIDELITIES) * (PROMPT_TOKENS // 16))
     for number in range(PUSHES):
         answer(
-            core, f"push{number}", prompt(number + 100), CacheGrant(b"push", PAYER, at_rest=False)
+            core, f"push{number}", prompt(number + 100), CacheGrant(b"push", PAYER, at_rest="never")
         )
         settle(core)
     for fidelity in FIDELITIES:

@@ -12,8 +12,11 @@ from engine.cache.accounts import NamespaceAccount
 from engine.cache.lease_manager import LeaseManager
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.promises import KeptPromises
+from engine.levels.restarts.recall import PromiseRecall
+from engine.levels.stored_prefixes import Copy
 from tests.property.planted import check_caught
 from tests.property.test_promises_machine import HostPromisesMachine, PromisesMachine
+from tests.property.test_restarted_promises import RestartedHostMachine, RestartedMachine
 
 Fault = Callable[[Any], Any]
 
@@ -79,6 +82,31 @@ def not_adopted(original: Any) -> Any:
     return lambda self, account, node, now_s: None
 
 
+def nothing_recalled(original: Any) -> Any:
+    """What the disk still promises is not charged."""
+    return lambda self, copy, until_s, told, now_s: None
+
+
+def terms_forgotten(original: Any) -> Any:
+    """The next engine hears of the end of a promise alone."""
+    return lambda self: None
+
+
+def stale_page_taken(original: Any) -> Any:
+    """A page that was on its way during an erasure brings back what is gone."""
+    return lambda self: None
+
+
+def dropped_after_restart(original: Any) -> Any:
+    """A recovered copy that keeps a promise is given up like any other."""
+
+    def keep(self: Any, found: Any, now_s: float) -> bool:
+        original(self, found, now_s)
+        return False
+
+    return keep
+
+
 PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
     (PromisesMachine, KeptPromises, "_is_durable", moved_down_too_early),
     (PromisesMachine, PrefixCache, "end_below", loss_not_told),
@@ -89,12 +117,19 @@ PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
     (HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
     (HostPromisesMachine, LeaseManager, "_return_to_device", not_taken_back),
     (HostPromisesMachine, LeaseManager, "adopt", not_adopted),
+    (RestartedMachine, KeptPromises, "take_over", nothing_recalled),
+    (RestartedHostMachine, KeptPromises, "take_over", nothing_recalled),
+    (RestartedMachine, Copy, "promise_terms", terms_forgotten),
+    (RestartedMachine, PromiseRecall, "erasing", stale_page_taken),
+    (RestartedHostMachine, LeaseManager, "take_over", dropped_after_restart),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("machine", "owner", "name", "fault"), PLANTS, ids=[plant[3].__name__ for plant in PLANTS]
+    ("machine", "owner", "name", "fault"),
+    PLANTS,
+    ids=[f"{plant[3].__name__}-{plant[0].__name__}" for plant in PLANTS],
 )
 def test_a_planted_promise_fault_is_caught(
     machine: type[PromisesMachine],

@@ -31,7 +31,7 @@ from engine.cache.events import PromiseLost
 from engine.cache.leases import promised_seconds
 from engine.config import EngineConfig, LevelsConfig
 from engine.levels.levels import Levels
-from tests.checkers import World, expect
+from tests.checkers import MakeLevels, World, expect
 from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 from tests.strategies import tokens
@@ -81,21 +81,12 @@ class PromisesMachine(RuleBasedStateMachine):
             host_keeps_promises=not self.has_disk,
         )
 
-        def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather)
-            if self.has_disk:
-                self.disk = FakeStorage(
-                    self.memory, self.chance, self.weather, lambda: self.world.clock(), records_max
-                )
-            self.levels = Levels(cache, config, self.memory, self.disk)
-            return self.levels
-
         self.world = World(
             EngineConfig(step_tokens_max=16, sequences_max=4, queue_requests_max=8),
             blocks=blocks,
             block_size=2,
             depth=depth,
-            make_levels=below,
+            make_levels=self.levels_below(config, slots, records_max),
         )
         self.world.cache.facts = self.note
         self.quotas = {
@@ -108,6 +99,20 @@ class PromisesMachine(RuleBasedStateMachine):
         self.doubtful: set[Block] = set()
         """Blocks whose record is gone, of which the engine may not know."""
         self.asked: dict[str, tuple[Request, float, dict[Block, float]]] = {}
+
+    def levels_below(self, config: LevelsConfig, slots: int, records_max: int) -> MakeLevels:
+        """Return what makes the levels of the engine."""
+
+        def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather)
+            if self.has_disk:
+                self.disk = FakeStorage(
+                    self.memory, self.chance, self.weather, lambda: self.world.clock(), records_max
+                )
+            self.levels = Levels(cache, config, self.memory, self.disk)
+            return self.levels
+
+        return below
 
     def note(self, fact: Fact) -> None:
         """Count the promises that are told as lost."""

@@ -3,7 +3,8 @@
 The table is read once, before the engine serves: all namespaces are known then, so that an erasure
 misses none, and the slots of copies are taken. The copies enter the tree in turns, the root first.
 What was being written, hangs on a copy that is gone, or is over its limit, is dropped. The bytes of
-a copy are verified when it is loaded for the first time. Only `levels` calls this module.
+a copy are verified when it is loaded for the first time. Where a level keeps promises, those of
+copies go on. Only `levels` calls this module.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from engine.api import AT_REST, AtRest, Fidelity, Namespace, Payer
 from engine.levels.copies import CopyBook
 from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.stored_prefixes import Copy
+from engine.moves import PromiseTerms
 from engine.storage.slot_table import ROOT_SERIAL, SlotEntry, SlotTable
 
 AT_START: Final = 8_192
@@ -24,6 +26,8 @@ A_TURN: Final = 128
 """Copies that enter the tree in a turn."""
 
 DropReason = Literal["torn", "orphaned", "expired", "again", "erased"]
+KeepPromise = Callable[[Copy, float, PromiseTerms | None, float], None]
+"""`KeptPromises.take_over`."""
 Items = Sequence[tuple[int, SlotEntry]]
 
 
@@ -53,11 +57,15 @@ class Recovery:
     and `remote`. `pending`, `pending_blocks`: bytes and copies by namespace that are still to come.
     """
 
-    def __init__(self, table: SlotTable, book: CopyBook, notes: CopyNotes) -> None:
-        """Read the table, and claim the slots of its copies. About 6 us a copy."""
+    def __init__(
+        self, table: SlotTable, book: CopyBook, notes: CopyNotes, keep: KeepPromise | None
+    ) -> None:
+        """Read the table, and claim the slots of its copies. About 6 us a copy. `keep` is called
+        with each copy that is promised; None where no level below the device keeps promises."""
         self._table = table
         self._book = book
         self._notes = notes
+        self._keep = keep
         self.recovered = 0
         self.dropped: Counter[DropReason] = Counter()
         self.fidelity: dict[Namespace, Fidelity] = {}
@@ -183,17 +191,19 @@ class Recovery:
             self.recovered += 1
         else:  # it has been computed and copied again meanwhile
             self._drop(slot, entry, "again")
-        self._extend(copy, entry, limit_at_s)
+        self._extend(copy, entry, limit_at_s, now_s)
         for item in below:
             self._next.append((copy, *item))
         return copy if is_taken else None
 
-    def _extend(self, copy: Copy, entry: SlotEntry, limit_at_s: float) -> None:
+    def _extend(self, copy: Copy, entry: SlotEntry, limit_at_s: float, now_s: float) -> None:
         """Apply an entry's terms to its copy: they only ever lengthen."""
         prefixes = self._book.prefixes
         if copy.limit_at_s < limit_at_s:
             prefixes.set_limit(copy, limit_at_s)
         copy.promise_at_s = max(copy.promise_at_s, self._notes.off_boot_clock(entry.promise_at_s))
+        if self._keep is not None and copy.promise_at_s > now_s:
+            self._keep(copy, copy.promise_at_s, entry.terms, now_s)  # leases write its note
         for lease_id in entry.leases:
             prefixes.extend_lease(lease_id, copy)
 

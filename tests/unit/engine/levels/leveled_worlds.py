@@ -69,6 +69,7 @@ class LeveledWorld(World):
         formats: Sequence[SlotFormat] = (PLAIN,),
         is_kept: bool = False,
         records_max: int = 10**9,
+        windows: tuple[int, ...] = (),
         **settings: Any,
     ) -> None:
         """`is_kept`: host memory outlives the engine."""
@@ -108,6 +109,7 @@ class LeveledWorld(World):
             block_size=4,
             context_tokens=48,
             depth=depth,
+            windows=windows,
             make_levels=below,
         )
         self.lost: list[PromiseLost] = []
@@ -162,6 +164,12 @@ class LeveledWorld(World):
         records = self.disk.records.items()
         paths = {self.disk.path(i) for i, record in records if record.namespace == b"n"}
         return {path for path in paths if len(path) == 12}
+
+    def forget_promises(self) -> None:
+        """Have the disk promise nothing any more, so that no engine is told of its records."""
+        assert self.disk is not None
+        for record in self.disk.records.values():
+            record.promise_at_s = 0.0
 
     def step_until_loading(self) -> None:
         """Step until a request waits for a level."""

@@ -27,6 +27,7 @@ def on_disk(**settings: Any) -> LeveledWorld:
     """Return an engine whose first prompt only the disk has."""
     world = LeveledWorld(**settings)
     world.run(ask("first", prompt(1), grant=leased(13)))
+    world.forget_promises()
     world.restart()
     return world
 

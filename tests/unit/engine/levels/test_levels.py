@@ -97,6 +97,7 @@ def test_a_request_waits_for_a_look_no_longer_than_allowed() -> None:
     """A disk that does not answer costs `look_ms`, and then the prompt is computed."""
     world = LeveledWorld(look_ms=20.0)
     world.run(ask("first", prompt(1), grant=leased(13)))
+    world.forget_promises()
     world.restart()
     world.weather.polls_max = 10**6
     world.chance.seed(4)

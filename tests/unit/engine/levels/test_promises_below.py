@@ -303,17 +303,6 @@ def test_a_part_of_a_block_holds_no_path_on_the_device() -> None:
     assert promised_of(world) == (3, 3, 0)
 
 
-def test_a_promise_survives_a_restart_and_moves_down_again() -> None:
-    """The next engine promises it anew where a lease asks, and its record is confirmed."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12)))
-    world.restart()
-    world.run(ask("again", prompt(1), grant=leased(12)))
-
-    assert world.loaded("again") == {"disk": 12}
-    assert promised_of(world) == (3, 3, 0)
-
-
 def test_a_request_waits_for_a_promise_that_is_being_stored() -> None:
     """A pool that promises hold for a moment fails no request."""
     world = LeveledWorld(blocks=12)

@@ -1,0 +1,1 @@
+"""What an engine takes over from the one before."""

@@ -1,0 +1,143 @@
+"""Promises over restarts: what a level had taken over goes on under the next engine, with its time,
+its class and its payer's charge, and nothing comes back that was erased.
+
+The machines are those of `test_promises_machine`; here the engine is killed between any two steps,
+alone or with host memory, and what the disk or the slot table says then is what must be promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from engine.api import Erase
+from engine.cache import PrefixCache
+from engine.config import LevelsConfig
+from engine.levels.levels import Levels
+from tests.checkers import MakeLevels, expect
+from tests.fake_levels import FakeKeptSlots, FakeStorage, FakeTransferEngine
+from tests.fakes import FakeRunner
+from tests.property.test_promises_machine import CLASSES, NAMESPACES, Block, PromisesMachine
+
+BOOT_S = 5_000.0
+
+
+class RestartedMachine(PromisesMachine):
+    """Promises that move down to a disk, under engines that are killed."""
+
+    def levels_below(self, config: LevelsConfig, slots: int, records_max: int) -> MakeLevels:
+        """Return what makes each engine's levels, over what the one before has left."""
+        self.kept: FakeKeptSlots | None = None
+        self.forgets_host = False
+        memories: list[FakeTransferEngine] = []
+
+        def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather)
+            if self.has_disk:
+                before, self.disk = self.disk, None
+                self.disk = FakeStorage(
+                    self.memory, self.chance, self.weather, lambda: self.world.clock(), records_max
+                )
+                self.disk.take_over(before)
+            if self.kept is None or self.forgets_host:
+                self.kept = FakeKeptSlots(self.memory.layout.slots, lambda: self.now_s() + BOOT_S)
+                memories.clear()
+            self.kept.start(self.memory, memories[-1] if memories else None)
+            memories.append(self.memory)
+            self.levels = Levels(
+                cache,
+                config,
+                self.memory,
+                self.disk,
+                wipe=self.kept.wipe,
+                kept=self.kept,
+                now_s=self.now_s(),
+            )
+            return self.levels
+
+        return below
+
+    @rule(
+        forgets_host=st.booleans(),
+        seconds=st.sampled_from([0.0, 5.0, 30.0]),
+        erased=st.sampled_from([None, None, *NAMESPACES]),
+    )
+    def kill(self, forgets_host: bool, seconds: float, erased: bytes | None) -> None:
+        """Kill the engine, perhaps with host memory, and start the next one; perhaps erase a
+        namespace before that has heard of all promises.
+        """
+        self.take_grants()
+        self.forgets_host = forgets_host and self.has_disk
+        kept = {one: self.kept_until_s(one) for one in self.promised if one not in self.doubtful}
+        due = {one: self.due_s(one) for one in kept}
+        self.world.restart()
+        self.world.clock.advance(seconds)
+        self.world.cache.facts = self.note
+        self.asked.clear()
+        self.unmatched = 0
+        now_s = self.world.clock()
+        self.promised = {
+            one: min(self.promised[one], until_s)
+            for one, until_s in kept.items()
+            if until_s > now_s
+        }
+        for one, until_s in kept.items():
+            if due[one] > 0:
+                expect(until_s >= due[one] * 0.6, "a promise that its level has forgotten", one)
+        if erased is not None:
+            self.world.core.erase(Erase(1, erased))
+            self.promised = {one: at for one, at in self.promised.items() if one[0] != erased}
+        self.settle()
+        if erased is not None:
+            expect(self.promised_now(erased) == 0, "promises of an erased namespace", erased)
+        names = {retention.name for retention in CLASSES}
+        for namespace in NAMESPACES:
+            found = self.world.cache.use(namespace).promised
+            expect(found.keys() <= names, "promises under another class", found)
+
+    def now_s(self) -> float:
+        """Return the engine's present instant, also while the first one is made."""
+        return self.world.clock() if hasattr(self, "world") else 0.0
+
+    def due_s(self, block: Block) -> float:
+        """Return when a promise ends that a level keeps for good; 0 for others."""
+        namespace, path = block
+        copies = self.levels.book.prefixes.match(namespace, (*path, 2), self.world.clock())
+        if len(copies) * self.world.block_size < len(path):
+            return 0.0
+        terms, is_durable = copies[-1].terms, self.has_disk and bool(copies[-1].record_id)
+        return terms.promise_at_s if terms is not None and is_durable else 0.0
+
+    def kept_until_s(self, block: Block) -> float:
+        """Return until when a promise is kept if the engine dies now: as the disk has it, or the
+        table, with all that it hangs on.
+        """
+        namespace, path = block
+        until_s = 0.0
+        for record_id, record in {} if self.disk is None else self.disk.records.items():
+            assert self.disk is not None, "it has the records"
+            if record.namespace == namespace and self.disk.path(record_id) == path:
+                until_s = record.promise_at_s
+        copies = self.levels.book.prefixes.match(namespace, (*path, 2), self.world.clock())
+        if self.forgets_host or len(copies) * self.world.block_size < len(path):
+            return until_s
+        assert self.kept is not None, "it is made with the first engine"
+        entries = [self.kept.table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]
+        if entries[-1] is not None and all(entries) and copies[-1].terms is not None:
+            until_s = max(until_s, entries[-1].promise_at_s - BOOT_S)
+        return until_s
+
+
+class RestartedHostMachine(RestartedMachine):
+    """The same without a disk: host memory keeps promises, and outlives its engine."""
+
+    has_disk = False
+
+
+TestRestartedMachine = RestartedMachine.TestCase
+TestRestartedMachine.settings = settings(stateful_step_count=40)
+TestRestartedHostMachine = RestartedHostMachine.TestCase
+TestRestartedHostMachine.settings = settings(stateful_step_count=40)

@@ -1,0 +1,186 @@
+"""Promises over the end of an engine: charged, kept, renewed, ended and erased by the next one."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.api import CacheGrant, Erase, LeaseRequest, Quota, Retention
+from engine.levels.promises import UNKNOWN_CLASS
+from engine.moves import Recall, Renew, StorageStats
+from tests.unit.engine.levels.leveled_worlds import PAYER, LeveledWorld, ask, leased, prompt
+from tests.unit.engine.levels.test_promises_below import grant_of, promised_of, pushed
+
+SHORT = Retention("short", promise_s=100, limit_s=200)
+
+
+def restarted(world: LeveledWorld) -> LeveledWorld:
+    """Start the next engine, which then hears of what is promised."""
+    world.restart()
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["disk", "host and disk"])
+def test_a_promise_is_charged_without_a_request_that_reads_it(is_kept: bool) -> None:
+    """To its payer, whose bound it takes room of, under the class that it was made in."""
+    world = LeveledWorld(is_kept=is_kept)
+    few = Quota(payer=b"payer", promised_blocks_max=8)
+    for number in range(2):
+        grant = leased(12, lease_id=f"lease{number}", quota=few)
+        world.run(ask(f"leased{number}", prompt(number), grant=grant))
+    restarted(world)
+    account = world.cache.payer_account(b"payer")
+    use = world.cache.use(b"n")
+
+    assert promised_of(world) == (6, 6, 6)
+    assert use.promised == {"hour": 6}
+    assert account is not None
+    assert account.promised_total == 6
+    world.run(ask("third", prompt(5), grant=leased(12, lease_id="third", quota=few)))
+    assert grant_of(world, "third").tokens == 8  # two blocks are left of eight
+    assert not world.lost
+
+
+def test_a_promise_asked_for_again_takes_no_further_room() -> None:
+    """The gateway's books survive a deploy: its clients renew what they wrote before."""
+    world = LeveledWorld(is_kept=True)
+    few = Quota(payer=b"payer", promised_blocks_max=3)
+    world.run(ask("first", prompt(1), grant=leased(12, quota=few)))
+    restarted(world)
+    world.run(ask("again", prompt(1), grant=leased(12, lease_id="other", quota=few)))
+
+    assert grant_of(world, "again").outcome == "granted"
+    assert promised_of(world) == (3, 3, 0)
+    assert world.loaded("again") == {"host": 12}
+
+
+def test_host_memory_keeps_promises_over_the_end_of_its_engine() -> None:
+    """They are not given up for room, as those of the engine before were not."""
+    world = LeveledWorld(slots=30, disk=False, is_kept=True, host_keeps_promises=True)
+    pushed(world, 4)
+    restarted(world)
+    world.push_out(30)  # more than host memory holds
+
+    assert promised_of(world) == (12, 12, 12)
+    for number in range(4):
+        assert world.run(ask(f"again{number}", prompt(number))) == [12]
+
+
+def test_host_copies_keep_promises_until_the_disk_has_them() -> None:
+    """A disk that failed before the end of an engine is asked again by the next one."""
+    world = LeveledWorld(slots=30, is_kept=True)
+    world.run(ask("first", prompt(1), grant=leased(12)))
+    assert world.disk is not None
+    world.disk.lose(min(world.disk.records))
+    restarted(world)
+    world.disk.is_away = True
+    world.push_out(30)
+    before = promised_of(world)
+    world.disk.is_away = False
+    world.clock.advance(2.0)
+    world.settle()
+    for _ in range(5):
+        world.clock.advance(1.0)
+        world.step()
+        world.settle()
+
+    assert before == (3, 3, 3)
+    assert promised_of(world) == (3, 3, 3)
+    assert len([one for one in world.disk.records.values() if one.promise_at_s > 1000]) == 3
+
+
+def test_a_taken_over_promise_is_renewed_by_reads_and_told_to_the_disk() -> None:
+    """Its renewal comes with it; without reads it ends at its time."""
+    world = LeveledWorld()
+    for name in ("read", "left"):
+        number = 1 if name == "read" else 2
+        lease = (LeaseRequest(12, SHORT, name),)
+        world.run(ask(name, prompt(number), grant=CacheGrant(b"n", PAYER, lease)))
+    restarted(world)
+    world.clock.advance(60.0)
+    world.run(ask("again", prompt(1)))
+    world.clock.advance(60.0)
+    world.step()
+    world.settle()
+
+    assert promised_of(world)[0] == 3
+    assert world.disk is not None
+    assert any(isinstance(one, Renew) and one.promise_s > 90 for one in world.disk.commands)
+    world.clock.advance(60.0)
+    world.step()
+    world.settle()
+    assert promised_of(world) == (0, 0, 0)
+    assert not world.lost
+
+
+@pytest.mark.parametrize("what", ["namespace", "lease", "prefix"])
+@pytest.mark.parametrize("polls", [0, 4])
+def test_an_erasure_during_the_recall_leaves_nothing_promised(what: str, polls: int) -> None:
+    """A page that was on its way may name what is gone; it is asked for again."""
+    world = LeveledWorld(is_kept=True)
+    pushed(world, 4)
+    world.run(ask("own", prompt(9), grant=leased(12, lease_id="own")))
+    world.weather.polls_max = polls
+    world.restart()
+    tokens = {"namespace": None, "lease": None, "prefix": prompt(9)[:4]}[what]
+    lease_id = "own" if what == "lease" else None
+    world.core.erase(Erase(1, b"n", lease_id, tokens))
+    world.settle()
+
+    left = 0 if what == "namespace" else 12
+    assert promised_of(world)[0] == left
+    assert world.disk is not None
+    assert len(world.disk.records) == left
+    assert not world.lost
+    world.check()
+
+
+def test_a_promise_without_known_terms_is_kept_to_its_end() -> None:
+    """Records of an earlier version, or of a rebuilt index, say only until when."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    assert world.disk is not None
+    for record in world.disk.records.values():
+        record.terms = None
+    restarted(world)
+
+    assert world.cache.use(b"n").promised == {UNKNOWN_CLASS: 3}
+    world.clock.advance(120.0)
+    world.step()
+    world.settle()
+    assert promised_of(world) == (0, 0, 0)
+
+
+def test_the_disk_is_asked_again_when_it_has_opened() -> None:
+    """A storage process that is slow to open, or was replaced, tells what it promises then."""
+    world = LeveledWorld()
+    pushed(world, 3)
+    assert world.disk is not None
+    world.restart()
+    world.disk.is_away = True
+    world.settle()
+    before = promised_of(world)
+    world.disk.is_away = False
+    world.disk.beat(StorageStats("open"))
+    world.step()
+    world.settle()
+
+    assert before == (0, 0, 0)
+    assert promised_of(world) == (9, 9, 9)
+    assert sum(isinstance(one, Recall) for one in world.disk.commands) > 2
+
+
+def test_an_engine_that_ends_tells_the_ends_of_promises() -> None:
+    """A read that moved one by little is told at the close, so that no restart shortens it."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world.clock.advance(10.0)  # less than an eighth of a hundred seconds
+    world.run(ask("again", prompt(1)))
+    assert world.disk is not None
+    before = {one.promise_at_s for one in world.disk.records.values()}
+    world.levels.close()
+    world.disk.finish()
+
+    assert {
+        round(one.promise_at_s - at, 3) for one in world.disk.records.values() for at in before
+    } == {10.1}
