@@ -2,7 +2,7 @@
 
 import { html, render, useEffect, useRef, useState } from "./parts/html.js";
 import { Refused, ask, connection, keepKey, storedKey } from "./parts/api.js";
-import { href, rangeOf, useRoute } from "./parts/route.js";
+import { href, rangeOf, setUsualRange, useRoute } from "./parts/route.js";
 import { Frame, SignIn } from "./parts/frame.js";
 import { Session } from "./parts/session.js";
 import { Loading } from "./parts/pieces.js";
@@ -41,7 +41,9 @@ function App() {
     setRefused(null);
     const hadKey = storedKey() !== "";
     try {
-      setMe(await ask("/admin/v1/me"));
+      const found = await ask("/admin/v1/me");
+      setUsualRange(found.server.began_ms, found.server.at_ms);
+      setMe(found);
       setOut(false);
     } catch (error) {
       if (error instanceof Refused) keepKey("");

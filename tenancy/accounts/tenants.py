@@ -85,6 +85,14 @@ def floor_blocks_of(one: TenantRecord) -> int:
     return one.policy.floor_blocks if one.tenant.status == "active" else 0
 
 
+def oldest_tenant_ms(store: Store) -> int | None:
+    """Return when the oldest tenant was made; None without tenants. O(tenants). Raises
+    StoreError."""
+    (found,) = store.query("select min(created_ms) from tenants")
+    oldest_ms: int | None = found[0]
+    return oldest_ms
+
+
 def write_floor_blocks_max(store: Store, blocks: int) -> None:
     """Store how many blocks of the present pool floors may take. Raises StoreError."""
     with store.change() as db:

@@ -11,6 +11,7 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 
 from gateway.background.webhooks import WebhookEndpoint
+from tenancy.types import DAY_MS
 from tests.e2e.browser import CHROMIUM, DRIVER, Page, open_browser
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -58,6 +59,18 @@ async def test_charts_outlive_a_restart(gateway: GatewayFixture, browser: Any) -
 
     assert "No requests since the start." in text
     assert len(drawn) >= 4
+
+
+async def test_a_young_server_shows_its_last_hour(gateway: GatewayFixture, browser: Any) -> None:
+    """In a day, what it has done so far would be a dot at the charts' edge; later it is a day."""
+    page = await signed_in(gateway, browser)
+    young = await asyncio.to_thread(lambda: page.find("[aria-pressed=true]").text)
+    with gateway.store.change() as db:
+        db.execute("update tenants set created_ms = created_ms - ?", (DAY_MS,))
+    page = await signed_in(gateway, browser)
+    grown = await asyncio.to_thread(lambda: page.find("[aria-pressed=true]").text)
+
+    assert (young, grown) == ("1 h", "24 h")
 
 
 async def test_a_drag_over_a_chart_chooses_its_range(gateway: GatewayFixture, browser: Any) -> None:

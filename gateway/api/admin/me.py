@@ -16,6 +16,7 @@ from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
 from tenancy.accounts.keys import find_key
+from tenancy.accounts.tenants import oldest_tenant_ms
 from tenancy.storage.interface import Store
 
 
@@ -25,7 +26,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     async def me(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
         state, actor = request[STATE], actor_of(gateway, request)
-        label, version = await asyncio.to_thread(_read, gateway.store, state.admin_key_id)
+        label, version, began_ms = await asyncio.to_thread(_read, gateway.store, state.admin_key_id)
         config = gateway.config
         return json_api.answer(
             {
@@ -39,6 +40,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
                     "models": gateway.models.names,
                     "public": config.server.listen,
                     "classes": sorted(config.caching.all_classes()),
+                    "began_ms": began_ms,
                     "at_ms": gateway.wall(),
                 },
             }
@@ -47,7 +49,8 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     return (Route("GET", "/admin/v1/me", me, "admin", json_api.SHAPE),)
 
 
-def _read(store: Store, key_id: int | None) -> tuple[str, str]:
-    """Return the label of the key, and the installed version. Reads files: call it in a thread."""
+def _read(store: Store, key_id: int | None) -> tuple[str, str, int | None]:
+    """Return the label of the key, the installed version, and when the oldest tenant was made.
+    Reads files: call it in a thread."""
     label = "" if key_id is None else find_key(store, str(key_id)).label
-    return label, metadata.version("trunkline")
+    return label, metadata.version("trunkline"), oldest_tenant_ms(store)

@@ -84,7 +84,9 @@ function optionsOf(props, drawn, wide, tell) {
     scales: { x: { time: true }, y: { range: (_u, _low, high) =>
       [0, props.most ?? (high > 0 ? high * 1.08 : 1)] } },
     axes: [{ ...axis, values: axisTime, size: 36, space: 64 },
-      { ...axis, size: 58, values: (_u, splits) => splits.map((v) => (props.axis
+      { ...axis, size: (_u, texts) => Math.max(58, 18 + 6.4 * Math.max(0, ...(texts
+        ?? []).map((text) => text.length))),
+        values: (_u, splits) => splits.map((v) => (props.axis
         ?? props.write)(v)),
         space: 34 }],
     series: [{}, ...drawn.map((line) => seriesOf(line, tint, props.isStacked, props.isBars))],

@@ -2,7 +2,7 @@
 
 import { html } from "./html.js";
 import { useData } from "./api.js";
-import { ago, count, dollars, dollarsOf, share, words } from "./format.js";
+import { ago, count, dollars, dollarsOf, words } from "./format.js";
 import { href } from "./route.js";
 import { Chip, Empty, TenantLink, instead } from "./pieces.js";
 

@@ -4,6 +4,14 @@ import { useEffect, useState } from "./html.js";
 
 export const RANGES = { "1h": 3600, "24h": 86_400, "7d": 604_800, "30d": 2_592_000 };
 const LASTING = ["range", "since", "until"];
+const YOUNG_MS = 3 * 3_600_000;
+let usual = "24h";
+
+// Show the last hour, unless another range is chosen, of a server that has begun lately: in a day
+// all of it would be at the chart's edge.
+export function setUsualRange(beganMs, nowMs) {
+  usual = beganMs !== null && nowMs - beganMs < YOUNG_MS ? "1h" : "24h";
+}
 
 export function route() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
@@ -55,7 +63,7 @@ export function rangeOf(query) {
     return { name: "custom", seconds: (until - since) / 1000, query: text, isLive: false,
       window: () => [since, until] };
   }
-  const name = query.get("range") in RANGES ? query.get("range") : "24h";
+  const name = query.get("range") in RANGES ? query.get("range") : usual;
   const length = RANGES[name];
   return { name, seconds: length, query: `range=${name}&step_ms=${stepOf(length * 1000)}`,
     isLive: true,

@@ -26,6 +26,7 @@ async def test_any_administrator_sees_its_own_scopes(
     assert told["scopes"] == sorted(scopes or ("erase", "money", "read", "tenants"))
     assert told["server"]["model"] == gateway.model
     assert "1h" in told["server"]["classes"]
+    assert 0 < told["server"]["began_ms"] <= told["server"]["at_ms"]
     assert key not in str(told)
 
 
