@@ -203,7 +203,9 @@ def exact_tokens(
     }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
+)
 def test_other_requests_are_the_same_bit_for_bit(
     card: ModelCard, kernels: Kernels, seed: int
 ) -> None:
