@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.levels.recovery import Recovery
 from msgspec.structs import replace
 
 from engine.api import AT_REST, AtRest, CacheGrant, Erase, Erased, LevelStats
 from engine.errors import InvariantViolation
 from engine.levels.host.slot_remains import SlotRemains
+from engine.levels.restarts.recovery import Recovery
 from engine.moves import StorageStats, StoreRuns
 from engine.storage.slot_table import SlotTable
 from tests.checkers import RuleBroken
