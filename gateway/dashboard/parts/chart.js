@@ -4,12 +4,14 @@
 import uPlot from "../vendor/uplot.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 import { CsvButton } from "./csv.js";
-import { about, clock, day, instant, time } from "./format.js";
+import { about, clock, count, day, instant, time } from "./format.js";
 import { iso, setQuery } from "./route.js";
 import { Empty } from "./pieces.js";
 import { useScheme } from "./scheme.js";
 
 const TALL = 190, MIN_DRAG = 8;
+// Steps of an axis that counts: 1, 2, 5, 10, 20, … so that no label is rounded.
+const WHOLE = Array.from({ length: 30 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3));
 const isKnown = (v) => v !== null && v !== undefined;
 
 // The colour that a custom property has now, in the light or the dark scheme.
@@ -86,6 +88,7 @@ function optionsOf(props, drawn, wide, tell) {
     axes: [{ ...axis, values: axisTime, size: 36, space: 64 },
       { ...axis, size: (_u, texts) => Math.max(58, 18 + 6.4 * Math.max(0, ...(texts
         ?? []).map((text) => text.length))),
+        ...(!props.axis && [undefined, count, about].includes(props.write) ? { incrs: WHOLE } : {}),
         values: (_u, splits) => splits.map((v) => (props.axis
         ?? props.write)(v)),
         space: 34 }],
