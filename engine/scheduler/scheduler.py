@@ -386,6 +386,8 @@ class Scheduler:
             ):
                 return blocked_by
             found = self._find_prefix(sequence, now_s)
+        if not self.running and self._waits_for_moves(sequence, found, needed, now_s):
+            return "blocks"
         plan = None if self.loading is None else self.loading.plan(sequence, found, now_s)
         if plan is not None and found is not None:
             found = found.whole_blocks()  # what is loaded comes in whole blocks
@@ -450,6 +452,17 @@ class Scheduler:
         if self.running.batch_slots + sequence.batch_slots > self.config.sequences_max:
             return "batch_slots"
         return "blocks" if pool < needed + running else ""
+
+    def _waits_for_moves(
+        self, sequence: Sequence, found: TreeMatch | None, needed: int, now_s: float
+    ) -> bool:
+        """Return whether a sequence that would run alone waits until moves let blocks go: what it
+        would load has no room before, and all of it would be computed again.
+        """
+        if self.loading is None or not self.loading.levels.is_moving:
+            return False
+        is_short = min(self._available_blocks(sequence, found)) < needed
+        return is_short and self.loading.may_load(sequence, found, now_s)
 
     def _fits_beside_pinned(self, sequence: Sequence) -> bool:
         """Return whether a sequence may run beside the pinned ones so that all of them can finish.
