@@ -200,14 +200,27 @@ class BlockManager:
         own = 0 if ceiling is None else max(0, account.payer_account.held + count - ceiling)
         return max(own, count - len(self.pool.free)), own
 
-    def available_blocks(self, namespace: Namespace, quota: Quota) -> tuple[int, float]:
+    def available_blocks(
+        self,
+        namespace: Namespace,
+        quota: Quota,
+        pinning: int,
+        freed: tuple[int, int],
+    ) -> tuple[int, float]:
         """Return the blocks that `namespace` could take now, from the free list and by eviction:
         (what the pool has, what the payer's own ceiling leaves). Cost: see `FairShare`.
+
+        `pinning`: of the payer's evictable blocks, those that the taker will pin; they count as
+        room. `freed`: blocks that preempted sequences of other payers, and of this one, would
+        leave. A payer that stays inside its floor with all that others give evicts none of its own.
         """
         mine = self.fair_share.get(quota.payer or namespace)
         held, own = (0, 0) if mine is None else (mine.held, mine.evictable)
-        pool = len(self.pool.free) + self.fair_share.spare_of_others(mine) + own
+        own += freed[1]
+        pool = len(self.pool.free) + self.fair_share.spare_of_others(mine) + freed[0]
+        is_inside = mine is not None and held + pool < self._firm_floor(mine)
         ceiling = quota.ceiling_blocks
+        pool += pinning if is_inside else own
         return pool, math.inf if ceiling is None else ceiling - held + own
 
     def stats(self, evicted: int, expired: int, copied: int, window_gone: int) -> CacheStats:
@@ -239,7 +252,7 @@ class BlockManager:
         """Return whether `make_room` would succeed. Cost: see `FairShare`."""
         wanted, own = self.shortage(account, count)
         payer_account = account.payer_account
-        own_blocks = payer_account.evictable if self._may_evict_own(payer_account, count) else 0
+        own_blocks = min(payer_account.evictable, self._own_to_evict(payer_account, count))
         return own <= own_blocks and wanted <= own_blocks + self.fair_share.spare_of_others(
             payer_account
         )
@@ -256,12 +269,13 @@ class BlockManager:
         """
         wanted, own = self.shortage(account, count)
         payer_account = account.payer_account
-        may_evict_own = self._may_evict_own(payer_account, count)
+        own_left = self._own_to_evict(payer_account, count)
         victims = []
         for index in range(wanted):
             giver = payer_account
             if index >= own:
-                giver = self.fair_share.choose_victim(payer_account, count, own=may_evict_own)
+                giver = self.fair_share.choose_victim(payer_account, count, own=own_left > 0)
+            own_left -= giver is payer_account
             victims.append(self._evict(giver))
         return victims
 
@@ -375,12 +389,23 @@ class BlockManager:
         assert account is not None, "a block in use has an owner"
         return account
 
-    def _may_evict_own(self, payer_account: PayerAccount, count: int) -> bool:
-        """Return whether the payer would exceed its floor.
+    def _own_to_evict(self, payer_account: PayerAccount, count: int) -> int:
+        """Return how many of its own blocks a payer that takes `count` may lose for them: what it
+        would hold above its floor.
 
-        Inside its floor a payer waits rather than lose blocks that it was guaranteed (T3).
+        Inside its floor a payer waits rather than lose blocks that it was guaranteed (T3), however
+        much of the pool others have pinned.
         """
-        return payer_account.held + count > payer_account.floor_blocks
+        return max(0, payer_account.held + count - self._firm_floor(payer_account))
+
+    def _firm_floor(self, payer_account: PayerAccount) -> int:
+        """Return the part of a payer's floor that the pool has beside the promises and floors of
+        others: all of it, unless it was raised after these were given. O(changed log n)."""
+        floor = payer_account.floor_blocks
+        if not floor:
+            return 0
+        claimed = self.fair_share.claimed_by_others(payer_account)
+        return min(floor, max(0, self.pool.blocks - claimed))
 
     def _evict(self, payer_account: PayerAccount) -> tuple[NamespaceAccount, TreeBlock]:
         victim = payer_account.next_victim()

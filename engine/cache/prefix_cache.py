@@ -92,14 +92,12 @@ class PrefixCache:
         return TreeMatch(None, [], None, 0) if account is None else self._find(account, tokens)
 
     def count_unpinned(self, found: TreeMatch) -> int:
-        """Return how many blocks that the match would pin are unpinned: they count as room until
-        they are pinned.
-        """
+        """Return how many blocks that the match would pin may be evicted, so that they are room."""
         refs = self._manager.pool.ref_count
-        unpinned = [refs[node.block] for node in found.path].count(1)
-        if not self._has_windows:
-            return unpinned
-        return unpinned + [refs[block.block] for block in self._windows.read_blocks(found)].count(1)
+        path: Sequence[TreeBlock] = found.path
+        if self._has_windows:
+            path = [*path, *self._windows.read_blocks(found)]
+        return [refs[block.block] for block in path if block.promised_class is None].count(1)
 
     def blocks_to_start(
         self,
@@ -127,7 +125,7 @@ class PrefixCache:
             matched += 0 if found is None else len(self._windows.read_blocks(found))
         if found is None:
             return needed
-        # An unpinned matched block counts as room now and will be pinned by the match.
+        # A matched block that may be evicted counts as room now and will be pinned by the match.
         return needed - (matched - self.count_unpinned(found))
 
     def blocks_to_grow(self, table: BlockTable | None, tokens: int) -> int:
@@ -155,13 +153,21 @@ class PrefixCache:
         blocks = self._manager.max_sequence_blocks(namespace, quota)
         return tokens_within(blocks, self.windows.windows, self.block_size)
 
-    def available_blocks(self, namespace: Namespace, quota: Quota) -> tuple[int, float]:
+    def available_blocks(
+        self,
+        namespace: Namespace,
+        quota: Quota,
+        found: TreeMatch | None = None,
+        freed: tuple[int, int] = (0, 0),
+    ) -> tuple[int, float]:
         """Return the blocks a namespace could take now, from the free list and by eviction.
 
         The first number is what the pool has, the second what the payer's ceiling leaves (infinite
-        without one). O(payers changed since the last query).
+        without one). `found`: what the taker will match; `freed`: blocks that preempted sequences
+        of others, and of its payer, would leave. O(payers changed since the last query).
         """
-        return self._manager.available_blocks(namespace, quota)
+        pinning = self.count_unpinned(found) if found is not None and quota.floor_blocks else 0
+        return self._manager.available_blocks(namespace, quota, pinning, freed)
 
     def available(self, namespace: Namespace, quota: Quota) -> int:
         """Return the smaller number of `available_blocks`."""

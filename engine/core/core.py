@@ -318,7 +318,7 @@ class Core:
             not slices
             and not self.constraints.has_pending_masks
             and not self._is_moving
-            and (stalled := self._timeouts.find_stalled(self.requests))
+            and (stalled := self._timeouts.find_stalled(self.requests, self._is_inside_floor))
         ):
             self._give_up(stalled, now_s)
         self._pace()
@@ -515,6 +515,10 @@ class Core:
         self._events.append(
             Finished(active.request.request_id, ending, usage, code, message, retry_after_s)
         )
+
+    def _is_inside_floor(self, active: ActiveRequest) -> bool:
+        grant = active.request.grant
+        return self.cache.is_inside_floor(grant.namespace, grant.quota, 1)
 
     def _give_up(self, stalled: ForcedEnding, now_s: float) -> None:
         """End a request for which promises leave no room; it may return when the first one ends."""

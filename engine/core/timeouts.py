@@ -5,7 +5,7 @@ It ends no request itself and reads no clock; core asks it in every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from engine.api import Ending
@@ -57,17 +57,23 @@ class Timeouts:
         """Record that a step could run something."""
         self._stalls = 0
 
-    def find_stalled(self, requests: Iterable[ActiveRequest]) -> ForcedEnding | None:
+    def find_stalled(
+        self, requests: Iterable[ActiveRequest], is_inside_floor: Callable[[ActiveRequest], bool]
+    ) -> ForcedEnding | None:
         """Return the first waiting request to fail after several steps that could run nothing, or
         None.
 
-        Promises and floors of other payers may hold the memory that was free at admission.
+        Promises and floors of other payers may hold the memory that was free at admission. Payers
+        inside their floors come last: what they lack is theirs, and others hold it.
         """
         waiting = [active for active in requests if not active.is_compiling]
         self._stalls = self._stalls + 1 if waiting else 0
         if self._stalls < STALLS_MAX:
             return None
         self._stalls = 0
-        first = min(waiting, key=lambda active: (-active.request.priority, active.arrival))
+        first = min(
+            waiting,
+            key=lambda one: (is_inside_floor(one), -one.request.priority, one.arrival),
+        )
         message = "The cache memory this request needs is promised to others; try again later."
         return ForcedEnding(first, "failed", "kv_promised", message)

@@ -92,6 +92,13 @@ class Loading:
             use.miss("not_worth_loading")
         return plan if plan.copies else None
 
+    def may_load(self, sequence: Sequence, found: TreeMatch | None, now_s: float) -> bool:
+        """Return whether levels have more of a waiting sequence than the device. As a match."""
+        if found is None:
+            return False
+        namespace, here = sequence.parent.request.grant.namespace, found.cached_tokens
+        return bool(self.levels.stored_tokens(namespace, sequence.tokens, here, now_s))
+
     def begin(self, sequence: Sequence, plan: LoadPlan | None, now_s: float) -> None:
         """Begin the planned load of a sequence that has just been admitted, where it still fits."""
         table = sequence.table

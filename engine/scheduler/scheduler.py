@@ -241,10 +241,14 @@ class Scheduler:
     def preempt(self, sequence: Sequence, now_s: float, *, is_claimed: bool = False) -> None:
         """Release a running sequence's blocks and queue it again; it recomputes the evicted part.
 
-        Its blocks stay cached, so blocks that are not evicted meanwhile are found again.
+        Its blocks stay cached, so blocks that are not evicted meanwhile are found again. Inside its
+        payer's floor its partly filled block is not kept: the sequence would need one more beside
+        it, and at a ceiling that is an older block of the payer's, lost for another's priority.
         `is_claimed`: for another payer's share, which never pins a sequence.
         """
-        self._release(sequence, now_s, keep=True)
+        grant = sequence.parent.request.grant
+        is_inside = self.cache.is_inside_floor(grant.namespace, grant.quota, 0)
+        self._release(sequence, now_s, keep=not is_inside)
         if is_claimed:
             sequence.claims += 1
         else:
@@ -406,14 +410,16 @@ class Scheduler:
         """
         active, grant = sequence.parent, sequence.parent.request.grant
         while blocked_by := self._blocked_by(
-            sequence, needed := self._blocks_needed(sequence, found)
+            sequence, found, needed := self._blocks_needed(sequence, found)
         ):
             if not (
-                self._preempt_for(sequence, blocked_by, needed, slices, now_s)
-                or self._claim_for(sequence, blocked_by, needed, slices, now_s)
+                self._preempt_for(sequence, found, blocked_by, needed, slices, now_s)
+                or self._claim_for(sequence, found, blocked_by, needed, slices, now_s)
             ):
                 return blocked_by
             found = self._find_prefix(sequence, now_s)
+        if not self.running and self._waits_for_moves(sequence, found, needed, now_s):
+            return "blocks"
         plan = None if self.loading is None else self.loading.plan(sequence, found, now_s)
         if plan is not None and found is not None:
             found = found.whole_blocks()  # what is loaded comes in whole blocks
@@ -469,7 +475,7 @@ class Scheduler:
         # Each further sample writes its own block, in each group.
         return needed + (sequence.batch_slots - 1) * self.cache.windows.groups
 
-    def _blocked_by(self, sequence: Sequence, needed: int) -> BlockedBy:
+    def _blocked_by(self, sequence: Sequence, found: TreeMatch | None, needed: int) -> BlockedBy:
         """Return what a waiting sequence lacks to start, or "".
 
         It may lack blocks under its payer's ceiling, batch slots for all its samples, or blocks of
@@ -478,12 +484,23 @@ class Scheduler:
         """
         if not self.running:
             return ""
-        (pool, own), running = self._available_blocks(sequence), len(self.running)
+        (pool, own), running = self._available_blocks(sequence, found), len(self.running)
         if own < needed + running and own < needed + self._running_of_payer(sequence):
             return "ceiling"
         if self.running.batch_slots + sequence.batch_slots > self.config.sequences_max:
             return "batch_slots"
         return "blocks" if pool < needed + running else ""
+
+    def _waits_for_moves(
+        self, sequence: Sequence, found: TreeMatch | None, needed: int, now_s: float
+    ) -> bool:
+        """Return whether a sequence that would run alone waits until moves let blocks go: what it
+        would load has no room before, and all of it would be computed again.
+        """
+        if self.loading is None or not self.loading.levels.is_moving:
+            return False
+        is_short = min(self._available_blocks(sequence, found)) < needed
+        return is_short and self.loading.may_load(sequence, found, now_s)
 
     def _fits_beside_pinned(self, sequence: Sequence) -> bool:
         """Return whether a sequence may run beside the pinned ones so that all of them can finish.
@@ -524,6 +541,7 @@ class Scheduler:
     def _preempt_for(
         self,
         sequence: Sequence,
+        found: TreeMatch | None,
         blocked_by: BlockedBy,
         needed: int,
         slices: dict[int, Slice],
@@ -538,7 +556,7 @@ class Scheduler:
             for s in self._candidates(sequence, blocked_by)
             if s.parent.request.priority < priority
         ]
-        if not lower or not self._would_free_enough(lower, sequence, blocked_by, needed):
+        if not lower or not self._would_free_enough(lower, sequence, found, blocked_by, needed):
             return False
         victim = max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))
         self._preempt_in_step(victim, slices, now_s)
@@ -547,6 +565,7 @@ class Scheduler:
     def _claim_for(
         self,
         sequence: Sequence,
+        found: TreeMatch | None,
         blocked_by: BlockedBy,
         needed: int,
         slices: dict[int, Slice],
@@ -559,7 +578,7 @@ class Scheduler:
         if blocked_by == "batch_slots":
             givers = self.shares.find_givers(sequence, first)
         elif blocked_by == "blocks":
-            givers = self._find_block_givers(sequence, needed, first)
+            givers = self._find_block_givers(sequence, found, needed, first)
         else:
             return False
         for giver in givers:
@@ -567,7 +586,11 @@ class Scheduler:
         return bool(givers)
 
     def _find_block_givers(
-        self, sequence: Sequence, needed: int, first: Sequence | None
+        self,
+        sequence: Sequence,
+        found: TreeMatch | None,
+        needed: int,
+        first: Sequence | None,
     ) -> list[Sequence]:
         """Return one running sequence whose blocks a payer inside its floor may claim; none if all
         such sequences together would not be enough.
@@ -584,19 +607,30 @@ class Scheduler:
             and self.cache.over_share(s.parent.payer) > 0
             and self.shares.may_claim_from(s)
         ]
-        if not able or not self._would_free_enough(able, sequence, "blocks", needed):
+        if not able or not self._would_free_enough(able, sequence, found, "blocks", needed):
             return []
         return [max(able, key=lambda s: (self.cache.over_share(s.parent.payer), s.rank))]
 
     def _would_free_enough(
-        self, victims: list[Sequence], sequence: Sequence, blocked_by: BlockedBy, needed: int
+        self,
+        victims: list[Sequence],
+        sequence: Sequence,
+        found: TreeMatch | None,
+        blocked_by: BlockedBy,
+        needed: int,
     ) -> bool:
         """Return whether preempting all `victims` would unblock `sequence`."""
         if blocked_by == "batch_slots":
             slots = self.running.batch_slots - sum(s.batch_slots for s in victims)
             return slots + sequence.batch_slots <= self.config.sequences_max
-        room = self._available_blocks(sequence)[blocked_by == "ceiling"]
-        return room + sum(s.table.held_blocks for s in victims if s.table is not None) >= needed
+        grant, freed = sequence.parent.request.grant, [0, 0]
+        for victim in victims:
+            if victim.table is not None:
+                freed[victim.parent.payer == grant.payer] += victim.table.held_blocks
+        pool, own = self.cache.available_blocks(
+            grant.namespace, grant.quota, found, (freed[0], freed[1])
+        )
+        return (own if blocked_by == "ceiling" else pool) >= needed
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -624,9 +658,11 @@ class Scheduler:
         payer = sequence.parent.payer
         return [s.parent.payer for s in self.running].count(payer)
 
-    def _available_blocks(self, sequence: Sequence) -> tuple[int, float]:
+    def _available_blocks(
+        self, sequence: Sequence, found: TreeMatch | None = None
+    ) -> tuple[int, float]:
         grant = sequence.parent.request.grant
-        return self.cache.available_blocks(grant.namespace, grant.quota)
+        return self.cache.available_blocks(grant.namespace, grant.quota, found)
 
     def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
         self.running.remove(sequence)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.api import Quota
+from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import BlockTable, Fact, PrefixCache
 from engine.cache.events import BlocksErased, Committed, Copied, Evicted, Matched
 from engine.cache.prefix_tree import Node, PrefixTree
@@ -319,6 +319,44 @@ def test_facts_report_new_blocks_and_their_lifetime() -> None:
     lived = [fact.lived_s for fact in told if isinstance(fact, Evicted)]
     assert new == [1, 0, 2]
     assert lived == [8.0]
+
+
+def test_rule_9_inside_its_floor_a_payer_waits_for_what_others_have_pinned() -> None:
+    """It loses what it would hold above its floor, and no more, however little others leave."""
+    cache, floor, own = make(), Quota(floor_blocks=6, ceiling_blocks=6), words(16)
+    first = cache.begin(US, own, 0.0, quota=floor)
+    compute(cache, first, own)
+    cache.release(first, own, 0.0)
+    held = cache.begin(THEM, words(48, 100), 0.0)
+    assert cache.grow(held, 48, 0.0)
+    table = cache.begin(US, words(12, 50), 1.0, quota=floor)
+    grew = cache.grow(table, 12, 1.0)
+    room = cache.available_blocks(US, floor)
+    found = cache.peek(US, [*own, 0], 1.0).cached_tokens
+    cache.release(held, words(48, 100), 1.0, keep=False)
+
+    assert (grew, room, found) == (False, (0, 6), 16)
+    assert cache.grow(table, 12, 1.0)
+    assert cache.peek(US, [*own, 0], 1.0).cached_tokens == 12
+    cache.check()
+
+
+def test_a_floor_that_was_raised_over_promises_of_others_holds_as_far_as_it_can() -> None:
+    """Its payer replaces its own blocks rather than wait for the end of promises."""
+    cache, own = make(), words(16)
+    lease = LeaseRequest(48, Retention("kept", promise_s=100.0))
+    kept = cache.begin(THEM, words(48, 100), 0.0, leases=(lease,))
+    compute(cache, kept, words(48, 100))
+    cache.release(kept, words(48, 100), 0.0)
+    first = cache.begin(US, own, 0.0)
+    compute(cache, first, own)
+    cache.release(first, own, 0.0)
+    raised = Quota(floor_blocks=6)
+    table = cache.begin(US, words(12, 50), 1.0, quota=raised)
+
+    assert cache.grow(table, 12, 1.0)
+    assert cache.peek(US, [*own, 0], 1.0).cached_tokens == 4
+    cache.check()
 
 
 def test_floors_of_others_reduce_the_longest_sequence() -> None:

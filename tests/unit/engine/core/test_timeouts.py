@@ -7,6 +7,11 @@ from engine.core.timeouts import STALLS_MAX, Timeouts
 from engine.scheduler.sequence import ActiveRequest
 
 
+def nobody(active: ActiveRequest) -> bool:
+    """No payer is inside its floor."""
+    return False
+
+
 def active_request(
     arrival: int = 0, priority: int = 0, deadline_s: float | None = None
 ) -> ActiveRequest:
@@ -57,12 +62,25 @@ def test_a_stall_fails_the_first_request() -> None:
     first, urgent = active_request(0), active_request(1, priority=1)
     timeouts = Timeouts()
 
-    ends = [timeouts.find_stalled([first, urgent]) for _ in range(STALLS_MAX)]
+    ends = [timeouts.find_stalled([first, urgent], nobody) for _ in range(STALLS_MAX)]
 
     assert ends[:-1] == [None] * (STALLS_MAX - 1)
     assert ends[-1] is not None
     assert (ends[-1].active, ends[-1].code) == (urgent, "kv_promised")
-    assert timeouts.find_stalled([first]) is None, "it is counted anew"
+    assert timeouts.find_stalled([first], nobody) is None, "it is counted anew"
+
+
+def test_a_payer_inside_its_floor_is_given_up_last() -> None:
+    """What it lacks is its own; another one holds it."""
+    ours, urgent, theirs = active_request(0), active_request(1, priority=1), active_request(2)
+    timeouts = Timeouts()
+    ends = [
+        timeouts.find_stalled([ours, urgent, theirs], lambda one: one is not theirs)
+        for _ in range(STALLS_MAX)
+    ]
+
+    assert ends[-1] is not None
+    assert ends[-1].active is theirs
 
 
 def test_progress_resets_the_stall_count() -> None:
@@ -70,7 +88,7 @@ def test_progress_resets_the_stall_count() -> None:
     one, timeouts = active_request(), Timeouts()
 
     for _ in range(2):
-        assert timeouts.find_stalled([one]) is None
+        assert timeouts.find_stalled([one], nobody) is None
         timeouts.record_progress()
-        assert timeouts.find_stalled([one]) is None
-        assert timeouts.find_stalled([]) is None
+        assert timeouts.find_stalled([one], nobody) is None
+        assert timeouts.find_stalled([], nobody) is None

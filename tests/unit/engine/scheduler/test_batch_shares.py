@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import Quota
+from engine.api import CacheGrant, LeaseRequest, Quota, Retention
 from engine.scheduler.sequence import Sequence
 from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
@@ -132,6 +132,27 @@ def test_a_payer_inside_its_floor_gets_blocks_that_others_pin() -> None:
     world.step()
 
     assert world.first_step_of("quiet") <= arrived + 1
+
+
+def test_promised_blocks_that_a_prompt_finds_need_no_room() -> None:
+    """A payer whose promises fill its ceiling would wait until nothing else runs."""
+    world = RecordedWorld(blocks=40)
+    world.promises = True
+    quota = Quota(floor_blocks=8, ceiling_blocks=8)
+    lease = LeaseRequest(24, Retention("kept", promise_s=1e6))
+    first = CacheGrant(b"quiet", quota, leases=(lease,))
+    world.ask("first", tokens(24), max_tokens=1, grant=first)
+    world.settle()
+    world.ask("long", tokens(4, 1), max_tokens=60)
+    for _ in range(3):
+        world.step()
+    arrived = len(world.rows)
+    grant = CacheGrant(b"quiet", quota)
+    world.ask("again", (*tokens(24), *tokens(3, 2)), max_tokens=2, grant=grant)
+    world.step()
+    world.step()
+
+    assert world.first_step_of("again") <= arrived + 1
 
 
 def test_all_namespaces_of_a_payer_have_one_share() -> None:
