@@ -21,7 +21,7 @@ import xxhash
 from msgspec import Struct
 
 from engine.kv.storage import KvStorage
-from engine.moves import Fidelity, Move, Moved, SlotFormat, SlotLayout
+from engine.moves import WHOLE, Fidelity, Move, Moved, SlotFormat, SlotLayout
 from kernels.reference_kv import UnpackableError
 
 Bytes = npt.NDArray[np.uint8]
@@ -99,8 +99,14 @@ class CpuTransferEngine:
         self._blocks: Bytes = storage.data.flatten(1).view(torch.uint8).numpy()
         self._memory = memory
         self._packers = packed = dict(packers or {})
+        own, self._groups = storage.format, storage.format.blocks_per_run
         self.formats: tuple[SlotFormat, ...] = (
-            SlotFormat("", storage.format.block_bytes, storage.format.fidelity),
+            SlotFormat("", own.block_bytes, own.fidelity),
+            *(
+                [SlotFormat(WHOLE, self._groups * own.block_bytes, own.fidelity)]
+                if self._groups > 1
+                else ()
+            ),
             *(SlotFormat(name, one.block_bytes, one.fidelity) for name, one in packed.items()),
         )
         for one in self.formats:
@@ -121,9 +127,9 @@ class CpuTransferEngine:
 
     def submit(self, moves: Sequence[Move]) -> None:
         """See `TransferEngine`. Moves that the queue has no room for have failed."""
-        size = self._blocks.shape[1]
         with self._turn:
             for move in moves:
+                size = self._bytes_of(move)
                 if self._is_closing or self._queue_bytes + size > self._queue_bytes_max:
                     self._outcomes.append(_Outcome(Moved(move.move_id, is_done=False), 0))
                     continue
@@ -163,7 +169,7 @@ class CpuTransferEngine:
                 move = self._wanted.popleft()
             moved = self._run(move)
             with self._turn:
-                self._outcomes.append(_Outcome(moved, self._blocks.shape[1]))
+                self._outcomes.append(_Outcome(moved, self._bytes_of(move)))
             with contextlib.suppress(Exception):
                 self._on_moved()
 
@@ -191,6 +197,9 @@ class CpuTransferEngine:
         slot = self._slot(move, packer)
         if packer is not None:
             packer.pack(move.block, slot)
+        elif move.beside:
+            for part, number in zip(self._parts(move, slot), self._group_blocks(move), strict=True):
+                np.copyto(part, self._block(number))
         else:
             np.copyto(slot, block)
         return xxhash.xxh3_128_digest(slot.data)
@@ -206,12 +215,34 @@ class CpuTransferEngine:
             )
         if packer is not None:
             packer.unpack(slot, move.block)
+        elif move.beside:
+            for part, number in zip(self._parts(move, slot), self._group_blocks(move), strict=True):
+                if number >= 0:
+                    np.copyto(self._block(number), part)
         else:
             np.copyto(block, slot)
         return move.check
 
+    def _group_blocks(self, move: Move) -> tuple[int, ...]:
+        """Return the blocks of a move in all KV groups; below 0 for one that it leaves alone."""
+        blocks = (move.block, *move.beside)
+        for number in blocks:
+            if number >= 0 or move.kind == "offload":
+                self._block(number)  # all are known before the first one is touched
+        return blocks
+
+    def _parts(self, move: Move, slot: Bytes) -> Bytes:
+        """Return a slot's bytes by KV group: [1 + beside, block_bytes]."""
+        if move.format != WHOLE or 1 + len(move.beside) != self._groups:
+            raise ValueError(f"{1 + len(move.beside)} blocks; expected {self._groups} as {WHOLE!r}")
+        parts: Bytes = slot.reshape(1 + len(move.beside), -1)
+        return parts
+
+    def _bytes_of(self, move: Move) -> int:
+        return int(self._blocks.shape[1]) * (1 + len(move.beside))
+
     def _slot(self, move: Move, packer: BlockPacker | None) -> Bytes:
-        size = self._blocks.shape[1] if packer is None else packer.block_bytes
+        size = self._bytes_of(move) if packer is None else packer.block_bytes
         return np.frombuffer(self._memory.view(move.slot, size), np.uint8)
 
     def _block(self, block: int) -> Bytes:
@@ -221,7 +252,7 @@ class CpuTransferEngine:
         return found
 
     def _packer(self, move: Move) -> BlockPacker | None:
-        if not move.format:
+        if not move.format or move.format == WHOLE:
             return None
         if move.format not in self._packers:
             known = ", ".join(sorted(self._packers)) or "none"

@@ -53,16 +53,17 @@ def build_levels(
     if not wanted.is_on:
         return None, ()
     slots = (wanted.host_mib or wanted.stage_mib) * 2**20 // kv_format.block_bytes
-    if kv_format.windows:
-        return _off(wanted, f"the model has windows of {kv_format.windows} tokens")
     if kv is None:
         return _off(wanted, "no transfer engine reaches this device's memory")
-    if slots < SLOTS_MIN:
+    slots_min = SLOTS_MIN * kv_format.blocks_per_run
+    if slots < slots_min:
         size = kv_format.block_bytes
-        return _off(wanted, f"{slots} slots of {size} bytes; expected at least {SLOTS_MIN}")
+        return _off(wanted, f"{slots} slots of {size} bytes; expected at least {slots_min}")
     packers: dict[str, BlockPacker] = {**packers_of(kv, compiled_kernels(), FORMATS)}
     sizes = [kv_format.block_bytes, *(one.block_bytes for one in packers.values())]
-    layout = layout_of(slots * stride_of(sizes[0]), sizes)
+    if (groups := kv_format.blocks_per_run) > 1:
+        sizes.insert(1, groups * kv_format.block_bytes)
+    layout = layout_of(slots * stride_of(sizes[0]), sizes, groups)
     kept: KeptMemory | None = None
     try:
         if host_fds is None:
@@ -92,8 +93,11 @@ def build_levels(
     return levels, ()
 
 
-def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:
-    """Return how memory is cut into slabs for copies of these sizes, the pool's own first."""
+def layout_of(memory_bytes: int, sizes: Sequence[int], groups: int = 1) -> SlotLayout:
+    """Return how memory is cut into slabs for copies of these sizes, the pool's own first.
+
+    `groups`: KV groups, whose blocks some copies have; a slab holds a number of such copies.
+    """
     strides = [stride_of(size) for size in sizes]
 
     def waste(blocks: int) -> float:
@@ -102,7 +106,9 @@ def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:
 
     most = min(SLAB_BLOCKS[-1], memory_bytes // strides[0] // SLABS_MIN)
     least = SLAB_BLOCKS[0] if most >= SLAB_BLOCKS[0] else SLAB_BLOCKS_MIN
-    blocks = min(range(least, max(most, least) + 1), key=waste)
+    sizes_of_slabs = range(least, max(most, least) + 1)
+    whole = [blocks for blocks in sizes_of_slabs if blocks % groups == 0] or [groups]
+    blocks = min(whole, key=waste)
     return SlotLayout(memory_bytes, blocks * strides[0], min(sizes))
 
 

@@ -118,7 +118,7 @@ def built(levels: LevelsConfig, *, windows: bool = False, kv: bool = True) -> tu
     groups = (KvGroup(0, (0,)), KvGroup(8, (1,))) if windows else ()
     form = KvFormat(1 if windows else 2, 1, 8, 16, torch.float32, groups=groups)
     storage = KvStorage(form, 4, torch.device("cpu")) if kv else None
-    cache = PrefixCache(blocks=4, block_size=16)
+    cache = PrefixCache(blocks=4, block_size=16, windows=form.windows)
     below, off = build_levels(cache, EngineConfig(levels=levels), form, storage)
     if below is not None:
         below.close()
@@ -145,19 +145,25 @@ def test_levels_are_built_where_they_are_asked_for() -> None:
     """Without a size there are none, and nothing is told of them."""
     assert built(LevelsConfig()) == (False, "")
     assert built(LevelsConfig(host_mib=1)) == (True, "")
+    assert built(LevelsConfig(host_mib=1), windows=True) == (True, "")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "says"), [({"windows": True}, "windows of (8,)"), ({"kv": False}, "transfer engine")]
-)
-def test_levels_that_cannot_be_had_are_off_with_a_reason(
-    wanted: dict[str, bool], says: str
-) -> None:
+def test_levels_that_cannot_be_had_are_off_with_a_reason() -> None:
     """The engine runs on without them."""
-    is_built, reason = built(LevelsConfig(host_mib=1), **wanted)
+    is_built, reason = built(LevelsConfig(host_mib=1), kv=False)
 
     assert not is_built
-    assert says in reason
+    assert "transfer engine" in reason
+
+
+@pytest.mark.parametrize("groups", [2, 3, 7, 18, 25])
+def test_slabs_hold_a_number_of_whole_copies(groups: int) -> None:
+    """Whatever the number of KV groups: both kinds of copies fill them."""
+    size = 64 * 40
+    layout = layout_of(400 * size, [size, groups * size], groups)
+
+    assert layout.slots_in(0, size) % groups == 0
+    assert layout.slots_in(0, groups * size) == layout.slots_in(0, size) // groups
 
 
 @pytest.mark.parametrize(
