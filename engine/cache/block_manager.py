@@ -20,7 +20,7 @@ from engine.cache.events import CacheStats, NamespaceUse
 from engine.cache.eviction_policy import EvictionPolicy
 from engine.cache.fair_share import FairShare
 from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
-from engine.cache.window_groups import WindowGroups
+from engine.cache.window_groups import HOLE, WindowGroups
 from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8
@@ -298,15 +298,15 @@ class BlockManager:
         now_s: float,
         beside: Sequence[int] = (),
     ) -> tuple[Node, int]:
-        """Add a pinned block, and those `beside` it in the window groups, to the tree. Return the
-        node and by how many blocks the tree has grown.
+        """Add a pinned block, and those `beside` it in the window groups, to the tree; a hole there
+        becomes a tombstone. Return the node and by how many blocks the tree has grown.
 
         A tail that `run` extends is replaced: the new node takes over its terms and leases.
         """
         node, shorter = account.tree.insert(parent, run, block)
         if shorter is not None and shorter.promised:
             parent.promised_children -= 1
-        added = 1 + len(beside)
+        added = 1 + len(beside) - list(beside).count(HOLE)
         lost: list[WindowBlock | None] = [None] * len(beside)
         if shorter is not None:  # may be the same block, left earlier by a fork of this sequence
             node.terms = shorter.terms
@@ -319,6 +319,8 @@ class BlockManager:
         if beside:
             node.beside = [None] * len(beside)
         for group, (window_block, before) in enumerate(zip(beside, lost, strict=True)):
+            if window_block == HOLE:
+                continue
             fresh = self.fill(account, node, group, window_block, now_s)
             if before is not None:
                 fresh.terms = before.terms

@@ -24,7 +24,8 @@ class BlockTable:
     `reserved`: promised blocks that are not computed yet. `kept_from`, `kept_to`: entries behind
     the match whose promises a level below keeps; `held_up`: how many of them, from `kept_from` on,
     get their promise back on the device. For window groups: `first`: by group, the first entry that
-    is no hole. `advanced`: the whole blocks up to which blocks were let go.
+    is no hole. `aside`: by group, entries that a load has made holes, from an index on, until it
+    has ended. `advanced`: the whole blocks up to which blocks were let go.
     `holes`: entries of `blocks` that are holes, behind the sinks.
     `marks`: positions still to be passed at which there is a reason to resume, ascending.
     `window_promises`: by group, the entries that the promises cover. `resumed`: window blocks whose
@@ -34,6 +35,7 @@ class BlockTable:
     __slots__ = (
         "account",
         "advanced",
+        "aside",
         "attention",
         "beside",
         "blocks",
@@ -74,6 +76,7 @@ class BlockTable:
         self.beside: tuple[list[int], ...] = tuple([] for _ in range(window_groups))
         self.first = [0] * window_groups
         self.advanced = 0
+        self.aside: tuple[tuple[int, list[int]], ...] = ()
         self.marks: list[int] = []
         self.window_promises: tuple[set[int], ...] = tuple(set() for _ in self.beside)
         self.resumed: list[WindowBlock] = []
@@ -97,7 +100,7 @@ class BlockTable:
         held = len(self.blocks) - self.holes
         for row, first in zip(self.beside, self.first, strict=True):
             held += len(row) - first
-        return held
+        return held + sum(len(blocks) for _, blocks in self.aside)
 
     @property
     def pinned(self) -> list[int]:

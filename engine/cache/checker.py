@@ -169,6 +169,9 @@ def _check_windows(table: BlockTable) -> list[int]:
         _expect(row.count(HOLE) == first, f"holes up to {first}", row.count(HOLE))
         held += row[first:]
         _expect(HOLE not in row[first:], f"a hole behind {first}", first)
+    for _, blocks in table.aside:
+        _expect(HOLE not in blocks, "a hole set aside", blocks)
+        held += blocks
     return held
 
 

@@ -7,7 +7,7 @@ callers pass `now_s`. One thread calls it. The numbered rules are in `engine/cac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.api import Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.accounts import NamespaceAccount, PayerAccount
@@ -33,6 +33,7 @@ from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.kept_below import FoundPromise, KeptBelow
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.leases import BlockTerms
+from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
 from engine.cache.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
@@ -74,6 +75,7 @@ class PrefixCache:
         self._windows = WindowManager(self._manager, self._leases)
         self._attention = AttentionWindows(self._manager, self._leases)
         self._has_windows = bool(self.windows.windows)
+        self.moves = MovedBlocks(self._manager, self._allocate)
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.facts = facts
         self._on_commit: Callable[[BlockTable, int], None] | None = None
@@ -417,54 +419,17 @@ class PrefixCache:
         self._manager.unpin_all(table.account, reversed(table.pinned))
         for row, first in zip(table.beside, table.first, strict=True):
             self._manager.unpin_all(table.account, row[first:])
+        for _, aside in table.aside:
+            self._manager.unpin_all(table.account, aside)
         self._leases.release_reservations(table, now_s)
         self._manager.tables.remove(table)
         self._manager.version += 1
         table.blocks, table.beside, table.first, table.resumed, table.holes = [], (), [], [], 0
+        table.aside = ()
         table.account.tables -= 1
         self._manager.forget_if_idle(table.account)
 
-    # -- moves between levels -----------------------------------------------------------------
-
-    def hold(self, account: NamespaceAccount, path: Sequence[Node], now_s: float) -> BlockTable:
-        """Pin a path from the root for moves that read it, until `unhold`. O(blocks)."""
-        self._manager.pin_all(account, path)
-        return self._hold_table(account, [node.block for node in path], now_s)
-
-    def hold_blocks(self, table: BlockTable, first: int, now_s: float) -> BlockTable:
-        """Pin the blocks of a table from entry `first` on for moves that fill them, until
-        `unhold`. The table may end before that. O(blocks).
-        """
-        blocks = table.blocks[first:]
-        for block in blocks:
-            self._manager.pin_again(block)
-        return self._hold_table(table.account, blocks, now_s)
-
-    def unhold(self, held: BlockTable) -> None:
-        """Let go what `hold` or `hold_blocks` has pinned, once. O(blocks)."""
-        if held not in self._manager.tables:
-            raise InvariantViolation("blocks were let go twice")
-        self.unhold_except(held, ())
-        self._manager.tables.remove(held)
-        held.account.tables -= 1
-        self._manager.forget_if_idle(held.account)
-
-    def unhold_except(self, held: BlockTable, kept: Collection[int]) -> None:
-        """Let go the blocks of a hold that are not in `kept`. O(blocks)."""
-        gone = [block for block in held.blocks if block not in kept]
-        held.blocks = [block for block in held.blocks if block in kept]
-        self._manager.moving -= Counter(gone)
-        self._manager.unpin_all(held.account, reversed(gone))
-        self._manager.version += 1
-
-    def _hold_table(self, account: NamespaceAccount, blocks: list[int], now_s: float) -> BlockTable:
-        held = BlockTable(account, now_s, write=False)
-        held.blocks = blocks
-        self._manager.moving.update(blocks)
-        account.tables += 1
-        self._manager.tables.add(held)
-        self._manager.version += 1
-        return held
+    # -- levels below -------------------------------------------------------------------------
 
     def account_of(self, node: Node) -> NamespaceAccount | None:
         """Return the account whose tree has this node; None once it has left. O(1)."""
@@ -474,14 +439,28 @@ class PrefixCache:
         """Return a payer's account, for reading only, or None. O(1)."""
         return self._manager.fair_share.get(payer)
 
-    def next_victims(self, blocks: int) -> Iterator[Node]:
+    def next_victims(self, blocks: int, *, at_ceilings: bool = False) -> Iterator[Node]:
         """Iterate over the leaves that may be evicted next, `blocks` of each payer at most: those
-        of the payer that gives first come first. Nothing may change meanwhile.
+        of the payer that gives first come first; and over the nodes whose window blocks may, where
+        a resume point needs them. `at_ceilings`: of payers near their ceiling alone. Nothing may
+        change meanwhile.
         """
-        for payer_account in self._manager.fair_share.givers():
+        share = self._manager.fair_share
+        for payer_account in share.near_ceilings() if at_ceilings else share.givers():
             for _, _, leaf in payer_account.eviction_order.entries(0, blocks):
                 if isinstance(leaf, Node):
                     yield leaf
+                elif leaf.parent is not None and leaf.resumed_at_s > -math.inf:
+                    yield leaf.parent
+
+    def whole_blocks(self, found: TreeMatch) -> TreeMatch:
+        """Return the deepest hit of a match that stands at the end of a whole block. O(windows)."""
+        match = found.whole_blocks()
+        if not self._has_windows:
+            return match
+        cut = self.windows.cut(match)
+        cut.changes = found.changes
+        return cut
 
     def lease_ends(self, namespace: Namespace, lease_id: str) -> list[Node]:
         """Return the last nodes that a lease covers in the tree. O(these)."""

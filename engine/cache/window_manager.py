@@ -62,6 +62,8 @@ class WindowManager:
         for group, row in enumerate(table.beside):
             assert node.beside is not None, "a model with window groups"
             block = node.beside[group]
+            if row[index] == HOLE:
+                continue  # it was loaded, and no query behind it reads this block
             if block is None:
                 self._manager.fill(table.account, node, group, row[index], now_s)
                 filled += 1

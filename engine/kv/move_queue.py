@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from engine.moves import Fidelity, Move, Moved, SlotFormat, SlotLayout
+from engine.moves import WHOLE, Fidelity, Move, Moved, SlotFormat, SlotLayout
 from kernels.reference_kv import UnpackableError
 
 Kind = Literal["offload", "load"]
@@ -24,8 +24,8 @@ class MoveQueue:
     """
 
     def __init__(self, move_bytes: int, bytes_max: int, *, is_by_kind: bool = False) -> None:
-        """`move_bytes`: what each move counts for; `bytes_max`: most bytes of moves whose outcome
-        was not polled. `is_by_kind`: offloads and loads have a line each, with a worker each.
+        """`move_bytes`: what a move counts for in each KV group that it copies; `bytes_max`: most
+        bytes of moves whose outcome was not polled. `is_by_kind`: offloads and loads have a line each, with a worker each.
         """
         self._move_bytes = move_bytes
         self._bytes_max = bytes_max
@@ -44,10 +44,11 @@ class MoveQueue:
         """Queue moves, in order. Those that there is no room for have failed. Never blocks."""
         with self._turn:
             for move in moves:
-                if self._is_closed or self._bytes + self._move_bytes > self._bytes_max:
+                size = self._bytes_of(move)
+                if self._is_closed or self._bytes + size > self._bytes_max:
                     self._outcomes.append((Moved(move.move_id, is_done=False), 0))
                     continue
-                self._bytes += self._move_bytes
+                self._bytes += size
                 self._waiting[move.kind].append(move)
                 for key in _keys(move):
                     self._users.setdefault(key, deque()).append(move)
@@ -78,7 +79,7 @@ class MoveQueue:
     def end(self, move: Move, moved: Moved) -> None:
         """Note the outcome of a move that was taken."""
         with self._turn:
-            self._outcomes.append((moved, self._move_bytes))
+            self._outcomes.append((moved, self._bytes_of(move)))
             for key in _keys(move):
                 users = self._users.get(key)
                 if users is not None:
@@ -94,19 +95,24 @@ class MoveQueue:
             self._is_closed = True
             for waiting in self._waiting.values():
                 for move in waiting:
-                    self._outcomes.append((Moved(move.move_id, is_done=False), self._move_bytes))
+                    failed = Moved(move.move_id, is_done=False)
+                    self._outcomes.append((failed, self._bytes_of(move)))
                 waiting.clear()
             self._users.clear()  # of moves under way, too: nothing follows them
             self._turn.notify_all()
+
+    def _bytes_of(self, move: Move) -> int:
+        return self._move_bytes * (1 + len(move.beside))
 
     def _may_begin(self, move: Move) -> bool:
         return all(self._users[key][0] is move for key in _keys(move))
 
 
-def _keys(move: Move) -> tuple[tuple[str, int], tuple[str, int]]:
-    """Return what a move uses: a slot and a block. Slots of two sizes that overlap are never in use
-    at once: their slab has one size."""
-    return ("slot", move.slot), ("block", move.block)
+def _keys(move: Move) -> list[tuple[str, int]]:
+    """Return what a move uses: a slot and its blocks. Slots of two sizes that overlap are never in
+    use at once: their slab has one size."""
+    blocks = [("block", block) for block in (move.block, *move.beside) if block >= 0]
+    return [("slot", move.slot), *blocks]
 
 
 class SlotMemory(Protocol):
@@ -154,14 +160,17 @@ def verify(move: Move, found: bytes) -> None:
 
 
 def formats_of(
-    own: SlotFormat, packers: Mapping[str, SizedPacker], layout: SlotLayout
+    own: SlotFormat, packers: Mapping[str, SizedPacker], layout: SlotLayout, groups: int = 1
 ) -> tuple[SlotFormat, ...]:
-    """Return the formats of a transfer engine's copies, the pool's own first.
+    """Return the formats of a transfer engine's copies, the pool's own first; with several KV
+    groups, then that of a block in each.
 
     Raises ValueError if the memory has no room for a copy of one of them.
     """
+    whole = SlotFormat(WHOLE, groups * own.slot_bytes, own.fidelity)
     found = (
         own,
+        *([whole] if groups > 1 else []),
         *(SlotFormat(name, one.block_bytes, one.fidelity) for name, one in packers.items()),
     )
     for one in found:

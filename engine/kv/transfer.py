@@ -27,7 +27,7 @@ from engine.kv.move_queue import (
     verify,
 )
 from engine.kv.storage import KvStorage
-from engine.moves import LOADS_MAX, Move, Moved, SlotFormat
+from engine.moves import LOADS_MAX, WHOLE, Move, Moved, SlotFormat
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -81,8 +81,10 @@ class CpuTransferEngine:
         self._blocks: Bytes = storage.data.flatten(1).view(torch.uint8).numpy()
         self._memory = memory
         self._packers = dict(packers or {})
-        own = SlotFormat("", storage.format.block_bytes, storage.format.fidelity)
-        self.formats = formats_of(own, self._packers, self.layout)
+        own, self._groups = storage.format, storage.format.blocks_per_run
+        self.formats = formats_of(
+            SlotFormat("", own.block_bytes, own.fidelity), self._packers, self.layout, self._groups
+        )
         self._clock = clock
         self._on_moved = on_moved
         self._on_error = on_error
@@ -131,6 +133,9 @@ class CpuTransferEngine:
         slot = self._slot(move, packer)
         if packer is not None:
             packer.pack(move.block, slot)
+        elif move.beside:
+            for part, number in zip(self._parts(move, slot), self._group_blocks(move), strict=True):
+                np.copyto(part, self._block(number))
         else:
             np.copyto(slot, block)
         return xxhash.xxh3_128_digest(slot.data)
@@ -144,12 +149,34 @@ class CpuTransferEngine:
             verify(move, xxhash.xxh3_128_digest(slot.data))
         if packer is not None:
             packer.unpack(slot, move.block)
+        elif move.beside:
+            for part, number in zip(self._parts(move, slot), self._group_blocks(move), strict=True):
+                if number >= 0:
+                    np.copyto(self._block(number), part)
         else:
             np.copyto(block, slot)
         return move.check
 
+    def _group_blocks(self, move: Move) -> tuple[int, ...]:
+        """Return the blocks of a move in all KV groups; below 0 for one that it leaves alone."""
+        blocks = (move.block, *move.beside)
+        for number in blocks:
+            if number >= 0 or move.kind == "offload":
+                self._block(number)  # all are known before the first one is touched
+        return blocks
+
+    def _parts(self, move: Move, slot: Bytes) -> Bytes:
+        """Return a slot's bytes by KV group: [1 + beside, block_bytes]."""
+        if move.format != WHOLE or 1 + len(move.beside) != self._groups:
+            raise ValueError(f"{1 + len(move.beside)} blocks; expected {self._groups} as {WHOLE!r}")
+        parts: Bytes = slot.reshape(1 + len(move.beside), -1)
+        return parts
+
+    def _bytes_of(self, move: Move) -> int:
+        return int(self._blocks.shape[1]) * (1 + len(move.beside))
+
     def _slot(self, move: Move, packer: BlockPacker | None) -> Bytes:
-        size = self._blocks.shape[1] if packer is None else packer.block_bytes
+        size = self._bytes_of(move) if packer is None else packer.block_bytes
         return np.frombuffer(self._memory.view(move.slot, size), np.uint8)
 
     def _block(self, block: int) -> Bytes:
@@ -159,7 +186,7 @@ class CpuTransferEngine:
         return found
 
     def _packer(self, move: Move) -> BlockPacker | None:
-        if not move.format:
+        if not move.format or move.format == WHOLE:
             return None
         if move.format not in self._packers:
             raise unknown_format(move.format, self._packers)

@@ -16,7 +16,7 @@ from engine.cache import PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
-from engine.levels.copy_formats import OWN, CopyFormats
+from engine.levels.copy_formats import CopyFormats
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.host.slot_pool import SlotPool
@@ -108,6 +108,13 @@ class CopyBook:
         self._place(copy, slot, check)
         if self.notes is not None:
             self.notes.given(copy)
+
+    def exchange(self, copy: Copy, slot: int, check: bytes) -> None:
+        """Let a copy have another held slot than its own, full of more of its run's bytes.
+        O(log copies).
+        """
+        self._take_back(copy)
+        self.give(copy, slot, check)
 
     def recover(self, copy: Copy, slot: int, check: bytes) -> None:
         """Let a copy have a claimed slot, in which an engine that has ended has left its bytes.
@@ -283,7 +290,7 @@ class CopyBook:
                 used.append(self.accounts.pool.format_of(copy.slot))
                 sizes[copy.namespace] += formats[used[-1]].slot_bytes
             for form in used:
-                if form != OWN and FIDELITIES.index(formats[form].fidelity) > allowed:
+                if not own.is_own(form) and FIDELITIES.index(formats[form].fidelity) > allowed:
                     raise InvariantViolation(
                         f"a copy of format {formats[form].name!r} in a namespace that allows"
                         f" {own.allowed(copy.namespace)}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine.api import FIDELITIES, Fidelity, Namespace
-from engine.moves import SlotFormat
+from engine.moves import WHOLE, SlotFormat
 
 OWN: Final = 0
 """The index of the pool's own format."""
@@ -27,6 +27,9 @@ class CopyFormats:
 
     def __init__(self, formats: Sequence[SlotFormat]) -> None:
         self.formats = tuple(formats)
+        names = [one.name for one in self.formats]
+        self.whole = names.index(WHOLE) if WHOLE in names else None
+        """The index of `WHOLE`, None for a model with one KV group."""
         self._allowed: dict[Namespace, Fidelity] = {}
         self._by_fidelity = {one: self._smallest(one) for one in FIDELITIES}
 
@@ -42,6 +45,10 @@ class CopyFormats:
     def of(self, namespace: Namespace) -> int:
         """Return the format that copies of a namespace are made in. O(1)."""
         return self._by_fidelity[self.allowed(namespace)]
+
+    def is_own(self, form: int) -> bool:
+        """Return whether a format has blocks as they are. O(1)."""
+        return form in (OWN, self.whole)
 
     def of_record(self, fidelity: Fidelity, slot_bytes: int) -> int | None:
         """Return the format of a record; None for one that this engine has not. O(formats)."""

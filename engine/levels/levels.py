@@ -42,6 +42,7 @@ from engine.levels.restarts.recall import PromiseRecall
 from engine.levels.restarts.recovery import AT_START, KeptSlots, Recovery
 from engine.levels.stored_prefixes import Copy
 from engine.levels.storing import Storing
+from engine.levels.window_copies import WindowCopies
 from engine.moves import (
     EraseStored,
     Fetched,
@@ -138,7 +139,8 @@ class Levels:
             config.verify_host,
             transfer.loads_max,
         )
-        self.offloading = Offloading(cache, self.book, self._next_id, self._copied)
+        self.windows = WindowCopies(cache, self.book)
+        self.offloading = Offloading(cache, self.book, self._next_id, self._copied, self.windows)
         self._lossy: dict[Namespace, Fidelity] = {}  # of what was loaded in this engine's life
         self._at_rest: dict[Namespace, AtRest] = {}  # where it is less than `remote`
         self._storing: Storing | None = None
@@ -154,7 +156,7 @@ class Levels:
             )
             self.offloading.is_storing = self._is_storing
         self._recall: PromiseRecall | None = None
-        if storage is not None and self.promises is not None:
+        if storage is not None and self.promises is not None and self.promises.is_keeping:
             self._recall = PromiseRecall(self.book, self.promises, storage, self._next_id)
             self._recall.begin()
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
@@ -215,7 +217,8 @@ class Levels:
         None where no copy is known. `compute_s(start, count)`: seconds to compute tokens.
         """
         path = self.book.prefixes.match(grant.namespace, tokens, now_s)
-        copies, size = path[whole:], self.cache.block_size
+        size, windows = self.cache.block_size, self.windows
+        copies = path[whole : whole + windows.standing(path[whole:], whole, len(path) - whole)]
         if not copies:
             return None
         top = copies[0]
@@ -232,6 +235,8 @@ class Levels:
             self.paces["remote"],
             [level_of(copy) == "remote" for copy in copies] if self.config.remote.url else (),
         )
+        stands = windows.standing(copies, whole, choice.blocks)
+        choice = LoadChoice(stands, choice.load_s, choice.compute_s)
         level = level_of(top)
         (self._counts.chosen if choice.blocks else self._counts.declined)[level] += 1
         return LoadPlan(whole, copies, choice)
@@ -522,7 +527,8 @@ class Levels:
         )
         notes.set_time(self._now_s)
         self.book.accounts.is_closed = not kept.is_alone()
-        keep = None if self.promises is None else self.promises.take_over
+        is_keeping = self.promises is not None and self.promises.is_keeping
+        keep = self.promises.take_over if self.promises is not None and is_keeping else None
         self._recovery = found = Recovery(kept.table, self.book, notes, keep)
         if not kept.is_new:
             self.book.remains.soil_free()
@@ -591,8 +597,12 @@ class Levels:
     def _promises_below(self) -> KeptPromises | None:
         """Return the promises of the lowest durable level; None where no level is durable."""
         storage, blocks = self._storage, self._disk_blocks
+        has_windows = bool(self.cache.windows.windows)
         if storage is not None:
             kept = KeptPromises(self.cache, self.book, "disk", self._next_id, storage.send)
+            kept.is_keeping = not has_windows
+        elif has_windows:
+            return None
         elif self.config.host_keeps_promises:
             accounts = self.book.accounts
             blocks = accounts.capacity_bytes // accounts.pool.formats[OWN].slot_bytes
@@ -601,7 +611,8 @@ class Levels:
             return None
         kept.copy_again = self._copy_again
         kept.store_again = self._store_again
-        self.cache.keep_promises_below(kept, blocks)
+        if kept.is_keeping:
+            self.cache.keep_promises_below(kept, blocks)
         return kept
 
     def _copy_again(self, node: Node) -> None:
@@ -741,7 +752,7 @@ class Levels:
         no such copy.
         """
         form = self.book.formats.of_record(run.fidelity, run.slot_bytes)
-        if form is None or form == OWN:
+        if form is None or self.book.formats.is_own(form):
             return form
         allowed = FIDELITIES.index(self.book.formats.allowed(namespace))
         return form if FIDELITIES.index(run.fidelity) <= allowed else None

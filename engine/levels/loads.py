@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from itertools import islice
+from itertools import count
 
 from engine.api import LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
@@ -41,19 +41,25 @@ class _State(Enum):
 
 class _Piece:
     """One run of a load: its copy, the level it comes from, its slot and the format of that, the
-    block it fills.
+    blocks it fills.
     """
 
-    __slots__ = ("block", "check", "copy", "form", "is_damaged", "level", "slot", "state")
+    __slots__ = ("beside", "block", "check", "copy", "form", "is_damaged", "level", "slot", "state")
 
     def __init__(
-        self, copy: Copy, level: LevelName, slot: int, form: int, block: int, check: bytes
+        self,
+        copy: Copy,
+        level: LevelName,
+        slot: int,
+        form: int,
+        blocks: tuple[int, tuple[int, ...]],
+        check: bytes,
     ) -> None:
         self.copy = copy
         self.level: LevelName = level
         self.slot = slot
         self.form = form
-        self.block = block
+        self.block, self.beside = blocks
         self.check = check
         self.is_damaged = False
         self.state = _State.READY if level == "host" else _State.FETCHING
@@ -190,7 +196,7 @@ class Loads:
         pieces = self._pieces(table, first, copies)
         if not pieces:
             return None
-        held = self._cache.hold_blocks(table, first, now_s)
+        held = self._cache.moves.hold_blocks(table, first, now_s)
         load = Load(table.namespace, first, held, pieces, choice, now_s)
         load.under_way = len(pieces)
         load.epoch = self._book.epochs[table.namespace]
@@ -208,12 +214,11 @@ class Loads:
                 self._book.hold(copy.slot)  # before a fetch takes it for itself
         payer, pieces = table.account.payer_account, list[_Piece]()
         pool = self._book.accounts.pool
-        for copy, block, is_here in zip(
-            copies, islice(table.blocks, first, None), on_host, strict=False
-        ):
+        for copy, index, is_here in zip(copies, count(first), on_host, strict=False):
             if is_here:
                 form, check = pool.format_of(copy.slot), self._check_of(copy)
-                pieces.append(_Piece(copy, "host", copy.slot, form, block, check))
+                blocks = self._targets(table, index, form)
+                pieces.append(_Piece(copy, "host", copy.slot, form, blocks, check))
                 continue
             form = copy.record_format
             slot: int | None = None
@@ -222,11 +227,18 @@ class Loads:
             if slot is None:
                 break
             level: LevelName = "remote" if copy.is_remote else "disk"
-            pieces.append(_Piece(copy, level, slot, form, block, b""))
+            blocks = self._targets(table, index, form)
+            pieces.append(_Piece(copy, level, slot, form, blocks, b""))
         for copy, is_here in zip(copies[len(pieces) :], on_host[len(pieces) :], strict=True):
             if is_here:
                 self._book.release(copy.slot)
         return pieces
+
+    def _targets(self, table: BlockTable, index: int, form: int) -> tuple[int, tuple[int, ...]]:
+        """Return the blocks that a copy of a format fills: group 0's, and those of the window
+        groups; a hole there is not filled."""
+        is_whole = form == self._book.formats.whole
+        return table.blocks[index], tuple(row[index] for row in table.beside if is_whole)
 
     def give_up(self, load: Load) -> None:
         """End the load of a released sequence; moves that have not begun do not begin."""
@@ -266,7 +278,8 @@ class Loads:
             piece.state = _State.MOVING
             self._moves[move_id] = (load, piece)
             name = self._book.formats.formats[piece.form].name
-            moves.append(Move(move_id, "load", piece.block, piece.slot, piece.check, name))
+            what = piece.slot, piece.check, name, piece.beside
+            moves.append(Move(move_id, "load", piece.block, *what))
         return moves
 
     def moved(self, outcome: Moved) -> bool:
@@ -323,7 +336,7 @@ class Loads:
                     ended.append(load)
             if load.is_ended and not load.under_way:
                 del self._loads[load]
-                self._cache.unhold(load.held)
+                self._cache.moves.unhold(load.held)
         return ended
 
     # -- internals ----------------------------------------------------------------------------
@@ -364,8 +377,9 @@ class Loads:
                 self._let_go(load, piece)
         # A block that no move fills any more may be committed: a hold on it alone would pin a block
         # of the tree below unpinned ones.
-        filling = {piece.block for piece in load.pieces if piece.state is _State.MOVING}
-        self._cache.unhold_except(load.held, filling)
+        moving = [piece for piece in load.pieces if piece.state is _State.MOVING]
+        filling = {block for piece in moving for block in (piece.block, *piece.beside)}
+        self._cache.moves.unhold_except(load.held, filling)
 
     def _piece_ended(self, load: Load, piece: _Piece, *, is_done: bool) -> None:
         piece.state = _State.DONE if is_done else _State.FAILED

@@ -17,10 +17,11 @@ from typing import Final
 
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.accounts import NamespaceAccount
-from engine.cache.prefix_tree import Node
+from engine.cache.prefix_tree import Node, WindowBlock
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN
 from engine.levels.stored_prefixes import Copy
+from engine.levels.window_copies import WindowCopies
 from engine.moves import Move, Moved
 
 MOVES_MAX: Final = 64
@@ -43,15 +44,14 @@ WAITING_MAX: Final = 4096
 
 
 class _Offload:
-    """The moves of one path. `nodes`: from the root on; `first`: the first one that is copied.
-    `is_cut`: a block could not be packed.
+    """The moves of one path. `nodes`: from the root on, to the last of the `wanted` ones that are
+    copied. `is_cut`: a block could not be packed.
     """
 
     __slots__ = (
         "account",
         "checks",
         "epoch",
-        "first",
         "held",
         "is_cut",
         "leases",
@@ -59,14 +59,19 @@ class _Offload:
         "nodes",
         "pinned",
         "slots",
+        "wanted",
     )
 
     def __init__(
-        self, account: NamespaceAccount, nodes: Sequence[Node], first: int, slots: list[int]
+        self,
+        account: NamespaceAccount,
+        nodes: Sequence[Node],
+        wanted: Sequence[Node],
+        slots: list[int],
     ) -> None:
         self.account = account
         self.nodes = nodes
-        self.first = first
+        self.wanted = wanted
         self.slots = slots
         self.checks: list[bytes | None] = [None] * len(slots)
         self.left = len(slots)
@@ -90,11 +95,13 @@ class Offloading:
         book: CopyBook,
         next_id: Callable[[], int],
         on_copied: Callable[[list[Copy]], None],
+        windows: WindowCopies,
     ) -> None:
         self._cache = cache
         self._book = book
         self._next_id = next_id
         self._on_copied = on_copied
+        self._windows = windows
         self._moves: dict[int, tuple[_Offload, int]] = {}
         self._busy: set[Node] = set()
         self._pinned = 0
@@ -151,9 +158,10 @@ class Offloading:
             if begun is None:  # it waits for moves under way, or for a slot
                 self._promised.append((node, leases))
                 break
-        if self._cache.free_blocks < self._clean_ahead and self._has_room(moves):
+        if self._has_room(moves):
             few = self._clean_ahead - self._cache.free_blocks
-            for victim in list(islice(self._cache.next_victims(VICTIMS_SEEN), few)):
+            victims = self._cache.next_victims(VICTIMS_SEEN, at_ceilings=few <= 0)
+            for victim in list(islice(victims, few if few > 0 else self._clean_ahead)):
                 if not self._has_room(moves):
                     break
                 self._clean(victim, moves, now_s)
@@ -174,7 +182,7 @@ class Offloading:
             offload.checks[index] = outcome.check
             self._failures = 0
         elif outcome.is_unpackable:
-            self._note_unpackable(offload.nodes[offload.first + index])
+            self._note_unpackable(offload.wanted[index])
             offload.is_cut = True
         else:
             self.failed += 1
@@ -196,7 +204,10 @@ class Offloading:
             if node.parent is None:
                 return
             node = node.parent
-        if node.run and node not in self._busy and self._book.of_node(node) is None:
+        if not node.run or node in self._busy:
+            return
+        copy = self._book.of_node(node)
+        if copy is None or self._windows.lacks(copy, node):
             self._begin(node, (), moves, now_s, pins=pins)
 
     def _begin(
@@ -217,55 +228,100 @@ class Offloading:
         if account is None:
             return False
         path = _path_to(node, self._cache.block_size)
-        first, parent = 0, self._book.prefixes.root(account.namespace)
+        first, parent, lacking = 0, self._book.prefixes.root(account.namespace), list[Node]()
         while first < len(path) and (copy := self._book.child(parent, path[first])) is not None:
+            if self._windows.lacks(copy, path[first]):
+                lacking.append(path[first])
             first, parent = first + 1, copy
         self._extend_leases(path, first, leases)
-        wanted = path[first : first + MOVES_MAX - len(self._moves)]
+        wanted = [*lacking, *path[first:]][: MOVES_MAX - len(self._moves)]
         if not wanted:
             return False
         if not self._busy.isdisjoint(wanted):
             return None
-        if pins and not is_promised and self._cache.spare_blocks < first + len(wanted):
-            return False  # its pins would take blocks that floors of others may claim
+        beside = self._window_blocks(path, wanted, leases, is_running=not pins)
         used_at_s = node.last_use_s if pins and not is_promised else None
-        slots = self._take_slots(account, parent, wanted, used_at_s)
+        if pins and not is_promised:
+            pinned = path.index(wanted[-1]) + 1 + sum(map(len, beside))
+            if self._cache.spare_blocks < pinned:
+                return False  # its pins would take blocks that floors of others may claim
+        slots = self._take_slots(account, parent, wanted, beside, used_at_s)
         if not slots:
             is_closed = self._book.accounts.is_closed
             may_come = bool(self._moves) or self.is_storing() or is_closed
             return None if is_promised and may_come else False
-        offload = _Offload(account, path[: first + len(slots)], first, slots)
+        copied = wanted[: len(slots)]
+        offload = _Offload(account, path[: path.index(copied[-1]) + 1], copied, slots)
         offload.leases, offload.epoch = leases, self._book.epochs[account.namespace]
-        offload.held = self._cache.hold(account, offload.nodes, now_s)
-        offload.pinned = len(offload.nodes) if pins else 0
+        self._submit(offload, beside, moves, now_s, pins=pins)
+        is_partial = len(slots) < len(path) - first + len(lacking)
+        if is_partial and is_promised and self._partial < PARTIAL_MAX:
+            self._partial += 1  # without an end to it, two would take each other's slots for ever
+            self._promised.append((node, leases))
+        return True
+
+    def _submit(
+        self,
+        offload: _Offload,
+        beside: Sequence[Sequence[WindowBlock]],
+        moves: list[Move],
+        now_s: float,
+        *,
+        pins: bool,
+    ) -> None:
+        """Hold what an offload reads, and add its moves. `beside`: the window blocks of each."""
+        some = [block for blocks in beside[: len(offload.slots)] for block in blocks]
+        offload.held = self._cache.moves.hold(offload.account, offload.nodes, now_s, some)
+        offload.pinned = len(offload.nodes) + len(some) if pins else 0
         self._pinned += offload.pinned
-        for index, (slot, one) in enumerate(zip(slots, wanted, strict=False)):
+        items = zip(offload.slots, offload.wanted, beside, strict=False)
+        for index, (slot, one, windows) in enumerate(items):
             move_id = self._next_id()
             self._moves[move_id] = (offload, index)
             self._busy.add(one)
             name = self._book.format_of(slot).name
-            moves.append(Move(move_id, "offload", one.block, slot, format=name))
-        if len(slots) < len(path) - first and is_promised and self._partial < PARTIAL_MAX:
-            self._partial += 1  # without an end to it, two would take each other's slots for ever
-            self._promised.append((node, leases))
-        return True
+            others = tuple(block.block for block in windows)
+            move = Move(move_id, "offload", one.block, slot, format=name, beside=others)
+            moves.append(move)
+
+    def _window_blocks(
+        self,
+        path: Sequence[Node],
+        wanted: Sequence[Node],
+        leases: tuple[tuple[str, int], ...],
+        *,
+        is_running: bool,
+    ) -> list[list[WindowBlock]]:
+        """Return the window blocks that go into the copy of each wanted node. `is_running`: the
+        path is that of a sequence, which would resume at its end.
+        """
+        if not self._windows.is_on:
+            return [[] for _ in wanted]
+        most = len(path) * self._cache.block_size
+        ends = [tokens for _, tokens in leases] + [most] * is_running
+        indices = {node: index for index, node in enumerate(path)}
+        return [self._windows.blocks_of(node, indices[node], ends) for node in wanted]
 
     def _take_slots(
         self,
         account: NamespaceAccount,
         parent: Copy,
         wanted: Sequence[Node],
+        beside: Sequence[Sequence[WindowBlock]],
         used_at_s: float | None,
     ) -> list[int]:
         """Return slots for the first of the wanted nodes. The copy that the new ones will hang on
-        is not dropped for them: it would be copied and dropped for ever.
+        is not dropped for them: it would be copied and dropped for ever. `beside`: the window
+        blocks that each takes with it.
         """
         kept, slots = parent.slot, list[int]()
         form, payer = self._book.formats.of(account.namespace), account.payer_account.payer
         if kept >= 0:
             self._book.hold(kept)
-        for node in wanted:
+        for node, windows in zip(wanted, beside, strict=True):
             own = OWN if node in self._unpackable else form
+            if windows and self._book.formats.whole is not None:
+                own = self._book.formats.whole
             slot = self._book.take_slot(payer, account.namespace, own, used_at_s=used_at_s)
             if slot is None:
                 break
@@ -291,47 +347,58 @@ class Offloading:
     def _finish(self, offload: _Offload) -> None:
         """Make copies of what has arrived, from the root on, up to the first failure."""
         book, namespace = self._book, offload.account.namespace
-        payer = offload.account.payer_account.payer
+        items = zip(offload.slots, offload.checks, strict=True)
+        arrived = dict(zip(offload.wanted, items, strict=True))
         made: list[Copy] = []
-        is_void = offload.epoch != book.epochs[namespace]
-        parent: Copy | None = None if is_void else self._parent_of(offload)
-        nodes = islice(offload.nodes, offload.first, None)
-        for node, slot, check in zip(nodes, offload.slots, offload.checks, strict=True):
-            self._busy.discard(node)
+        is_void, reached = offload.epoch != book.epochs[namespace], 0
+        parent: Copy | None = None if is_void else book.prefixes.root(namespace)
+        for node in offload.nodes:
             copy = None
-            if parent is not None and check is not None and node.parent is not None:
+            if parent is not None and node.parent is not None:
                 copy = book.child(parent, node)
-                if copy is None:
-                    copy = book.prefixes.add(parent, node.run, payer, node.last_use_s)
-                    book.link(copy, node)
-                if copy.slot < 0:
-                    book.hold(slot)
-                    book.give(copy, slot, check)
-                    if not copy.record_id:
-                        book.first_sync(copy, node)
-                    self.offloaded += 1
-                    made.append(copy)
+            if node in arrived:
+                slot, check = arrived[node]
+                self._busy.discard(node)
+                if parent is not None and check is not None and node.parent is not None:
+                    copy = copy or self._new_copy(parent, node, offload.account)
+                    if self._give(copy, node, slot, check):
+                        made.append(copy)
+                book.release(slot)
             parent = copy
-            book.release(slot)
-        if not is_void and made:
-            self._extend_leases(offload.nodes, offload.first + len(made), offload.leases)
+            reached += copy is not None
+        if made:
+            self._extend_leases(offload.nodes, reached, offload.leases)
         if offload.is_cut and offload.leases and not is_void:
             self._promised.append((offload.nodes[-1], offload.leases))
         assert offload.held is not None, "it is held since it began"
         self._pinned -= offload.pinned
-        self._cache.unhold(offload.held)
+        self._cache.moves.unhold(offload.held)
         if made:
             self._on_copied(made)
 
-    def _parent_of(self, offload: _Offload) -> Copy | None:
-        """Return the copy under which the first new one hangs; None if it was dropped."""
-        parent = self._book.prefixes.root(offload.account.namespace)
-        for node in islice(offload.nodes, offload.first):
-            copy = self._book.child(parent, node)
-            if copy is None:
-                return None
-            parent = copy
-        return parent
+    def _new_copy(self, parent: Copy, node: Node, account: NamespaceAccount) -> Copy:
+        payer = account.payer_account.payer
+        copy = self._book.prefixes.add(parent, node.run, payer, node.last_use_s)
+        self._book.link(copy, node)
+        return copy
+
+    def _give(self, copy: Copy, node: Node, slot: int, check: bytes) -> bool:
+        """Let a copy have the slot that an offload has filled, unless it has as good a one; return
+        whether it has got it."""
+        book = self._book
+        if copy.slot >= 0:
+            is_better = book.accounts.pool.format_of(slot) == book.formats.whole
+            if not is_better or self._windows.is_whole(copy):
+                return False
+            book.hold(slot)
+            book.exchange(copy, slot, check)
+        else:
+            book.hold(slot)
+            book.give(copy, slot, check)
+            if not copy.record_id:
+                book.first_sync(copy, node)
+        self.offloaded += 1
+        return True
 
 
 def _path_to(node: Node, run_tokens: int) -> list[Node]:

@@ -83,7 +83,8 @@ class Loading:
             return None
         grant, seconds = sequence.parent.request.grant, self._step_cost.seconds_of_slice
         tokens = sequence.findable_tokens(self._cache.block_size)
-        plan = self.levels.plan(grant, tokens, len(found.path), seconds, now_s)
+        whole = len(self._cache.whole_blocks(found).path)
+        plan = self.levels.plan(grant, tokens, whole, seconds, now_s)
         if plan is None:
             return None
         use = _use_of(sequence)
@@ -160,9 +161,16 @@ class Loading:
         size = self._cache.block_size
         if table.committed != plan.first or table.kv_tokens != plan.first * size:
             return None
-        if not self._cache.grow(table, (plan.first + len(plan.copies)) * size, now_s):
+        runs = plan.first + len(plan.copies)
+        if table.beside:
+            if not self._cache.moves.grow(table, runs, now_s):
+                return None
+        elif not self._cache.grow(table, runs * size, now_s):
             return None
-        return self.levels.begin(plan, table, self._launched, now_s)
+        load = self.levels.begin(plan, table, self._launched, now_s)
+        if load is None:
+            self._cache.moves.settle(table, plan.first, 0)
+        return load
 
     def _end_look(self, sequence_id: int, *, is_answered: bool) -> None:
         """Queue a sequence whose look has ended. Without an answer the disk may have all of it."""
@@ -180,6 +188,7 @@ class Loading:
         """Commit what a load has brought, as if it had been computed."""
         table, size = sequence.table, self._cache.block_size
         assert table is not None, "a sequence that is loaded has its blocks"
+        load.loaded = self._cache.moves.settle(table, load.first, load.loaded)
         if not load.loaded:
             return
         self._cache.commit(table, sequence.tokens, (load.first + load.loaded) * size, now_s)

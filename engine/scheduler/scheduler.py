@@ -422,7 +422,7 @@ class Scheduler:
             return "blocks"
         plan = None if self.loading is None else self.loading.plan(sequence, found, now_s)
         if plan is not None and found is not None:
-            found = found.whole_blocks()  # what is loaded comes in whole blocks
+            found = self.cache.whole_blocks(found)  # what is loaded comes in whole blocks
         sequence.table = self.cache.begin(
             grant.namespace,
             sequence.tokens,

@@ -69,14 +69,18 @@ def build_levels(
     if not wanted.is_on:
         return None, ()
     slots = (wanted.host_mib or wanted.stage_mib) * 2**20 // kv_format.block_bytes
-    if kv_format.windows:
-        return _off(wanted, f"the model has windows of {kv_format.windows} tokens")
-    if slots < SLOTS_MIN:
-        size = kv_format.block_bytes
-        return _off(wanted, f"{slots} slots of {size} bytes; expected at least {SLOTS_MIN}")
+    if kv_format.windows and kv.data.is_cuda:
+        windows = kv_format.windows
+        return _off(wanted, f"the model has windows of {windows} tokens; a GPU copies one KV group")
+    groups = kv_format.blocks_per_run
+    if slots < SLOTS_MIN * groups:
+        size, least = kv_format.block_bytes, SLOTS_MIN * groups
+        return _off(wanted, f"{slots} slots of {size} bytes; expected at least {least}")
     packed = [one for name in FORMATS if (one := _packed(name, kv_format)) is not None]
     sizes = [kv_format.block_bytes, *(one.block_bytes for one in packed)]
-    layout = layout_of(slots * stride_of(sizes[0]), sizes)
+    if groups > 1:
+        sizes.insert(1, groups * kv_format.block_bytes)
+    layout = layout_of(slots * stride_of(sizes[0]), sizes, groups)
     kept: KeptMemory | None = None
     try:
         if host_fds is None:
@@ -158,8 +162,11 @@ def _packed(name: PackedName, kv_format: KvFormat) -> PackedFormat | None:
         return None
 
 
-def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:
-    """Return how memory is cut into slabs for copies of these sizes, the pool's own first."""
+def layout_of(memory_bytes: int, sizes: Sequence[int], groups: int = 1) -> SlotLayout:
+    """Return how memory is cut into slabs for copies of these sizes, the pool's own first.
+
+    `groups`: KV groups, whose blocks some copies have; a slab holds a number of such copies.
+    """
     strides = [stride_of(size) for size in sizes]
 
     def waste(blocks: int) -> float:
@@ -168,7 +175,9 @@ def layout_of(memory_bytes: int, sizes: Sequence[int]) -> SlotLayout:
 
     most = min(SLAB_BLOCKS[-1], memory_bytes // strides[0] // SLABS_MIN)
     least = SLAB_BLOCKS[0] if most >= SLAB_BLOCKS[0] else SLAB_BLOCKS_MIN
-    blocks = min(range(least, max(most, least) + 1), key=waste)
+    sizes_of_slabs = range(least, max(most, least) + 1)
+    whole = [blocks for blocks in sizes_of_slabs if blocks % groups == 0] or [groups]
+    blocks = min(whole, key=waste)
     return SlotLayout(memory_bytes, blocks * strides[0], min(sizes))
 
 

@@ -20,7 +20,7 @@ MOST = 1_024
 """Records of a page, at about 60 us each."""
 
 
-class PromiseRecall:
+class RecallPages:
     """The recall of one store. Every method may raise apsw.Error."""
 
     def __init__(self, index: RecordIndex, rows: PromiseRows) -> None:

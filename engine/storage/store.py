@@ -54,7 +54,7 @@ from engine.storage.plans import (
 )
 from engine.storage.quotas import DiskBooks, DiskQuotas
 from engine.storage.reader import RecordReader
-from engine.storage.recalling import PromiseRecall
+from engine.storage.recalling import RecallPages
 from engine.storage.record import (
     NAME_BYTES_MAX,
     RecordHeader,
@@ -167,7 +167,7 @@ class DiskStore:
         """Take stock: places, sums, and rows whose place does not exist."""
         self._store_id = self._index.store_id
         self._promises = self._index.promise_rows()
-        self._recall = PromiseRecall(self._index, self._promises)
+        self._recall = RecallPages(self._index, self._promises)
         self._reader = RecordReader(
             self._slabs, self._view, self._store_id, self._place_bytes, self._uptime_s
         )
@@ -611,7 +611,7 @@ class DiskStore:
         return Renewed(command.call_id, tuple(gone))
 
     def recall(self, command: Recall) -> Recalled:
-        """Tell the next records that are promised. Cost: see `PromiseRecall.page`."""
+        """Tell the next records that are promised. Cost: see `RecallPages.page`."""
         return self._recall.page(command, self.clock.now_ms())
 
     def _note_use(self, record_id: RecordId, now_ms: int, hits: int) -> None:

@@ -4,18 +4,23 @@ back after pressure through a real server; none is broken and the books are righ
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import re
+import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 
+from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
+from tenancy.accounts.keys import create_admin_key
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.gateway.server_process import Server, run_server
 
@@ -41,16 +46,48 @@ VOCABULARY = ["apple", "river", "stone", "music", "table", "green", "seven", "qu
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    """Yield a server over the models on disk."""
+def data(tmp_path: Path) -> Path:
+    """Return a data folder over the models on disk."""
     models = (Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models").resolve()
     data = tmp_path / "data"
     data.mkdir(mode=0o700)
     (data / "models").symlink_to(models)
+    return data
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    """Return the settings of a small pool over a disk."""
     settings = tmp_path / "settings.toml"
     settings.write_text(SETTINGS)
+    return settings
+
+
+@pytest.fixture
+async def server(data: Path, settings: Path) -> AsyncIterator[Server]:
+    """Yield a server over the models on disk."""
     async with run_server(None, data, settings) as running:
         yield running
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process and all below it, at once."""
+    below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for child in below:
+        kill_all(int(child))
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def promised_blocks(server: Server, session: ClientSession, key: str) -> int:
+    """Return the blocks that the engine counts as promised below the device."""
+    urls = re.findall(r"http://[0-9.]+:[0-9]+", server.text)
+    admin = next(url for url in urls if not server.url.startswith(url))
+    headers = {"Authorization": f"Bearer {key}"}
+    async with session.get(f"{admin}/admin/v1/cache", headers=headers) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+        return sum(int(one["promised_below"]) for one in answer["namespaces"])
 
 
 async def ask(server: Server, session: ClientSession, seed: int, *, is_promised: bool) -> Any:
@@ -106,3 +143,36 @@ async def test_promises_of_three_pools_are_read_back(server: Server, tmp_path: P
         (stored,) = store.query("select sum(token_seconds) from storage_hours where class = '1h'")
     assert (broken[0], credits[0]) == (0, 0)
     assert held <= int(stored[0])  # each promised block once, wherever it is
+
+
+async def test_promises_go_on_after_every_process_was_killed(data: Path, settings: Path) -> None:
+    """The next engine charges what the disk promises before any request reads it, and then reads
+    all of it back; what was promised by then is promised once."""
+    with closing(SqliteStore(data / "trunkline.db")) as store:
+        key = create_admin_key(store, wall_ms)
+    async with run_server(None, data, settings) as first, ClientSession() as session:
+        written = [await ask(first, session, seed, is_promised=True) for seed in range(6)]
+        before = 0
+        async with asyncio.timeout(30):
+            while before < 6 * 18:  # whole blocks, which the disk has confirmed
+                await asyncio.sleep(0.1)
+                before = await promised_blocks(first, session, key)
+        await asyncio.sleep(1.5)  # the gateway's books are written each second
+        assert first.process.pid is not None
+        kill_all(first.process.pid)
+        await first.process.wait()
+    async with run_server(None, data, settings) as second, ClientSession() as session:
+        found = 0
+        async with asyncio.timeout(10):
+            while found < before:
+                await asyncio.sleep(0.05)
+                found = await promised_blocks(second, session, key)
+        back = [await ask(second, session, seed, is_promised=True) for seed in range(6)]
+        await asyncio.sleep(1.0)
+        after = await promised_blocks(second, session, key)
+
+    assert found == after == before
+    tokens = [usage["cache_creation_input_tokens"] for usage, _ in written[:1]]
+    assert [usage["cache_read_input_tokens"] for usage, _ in back[:1]] == tokens
+    assert all(int(parts["disk"]) >= 18 * 16 for _, parts in back)
+    assert all(usage["cache_creation_input_tokens"] == 0 for usage, _ in back)

@@ -37,6 +37,7 @@ class LevelsMachine(EngineMachine):
     formats: Sequence[SlotFormat] = (PLAIN,)
     unpackable = 0.0
     is_kept = False
+    slots = SLOTS
 
     def levels_below(self) -> MakeLevels | None:
         """Return a host level that is smaller than the device and a disk, both faulty."""
@@ -49,7 +50,7 @@ class LevelsMachine(EngineMachine):
 
         def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
             self.memory = FakeTransferEngine(
-                runner, SLOTS, self.chance, self.weather, self.formats, self.unpackable
+                runner, self.slots, self.chance, self.weather, self.formats, self.unpackable
             )
             before, self.disk = self.disk, None
             if self.has_disk:
@@ -133,10 +134,13 @@ class LevelsMachine(EngineMachine):
             path = tuple(token for one in copy.path() for token in one.run)
             if copy.slot >= 0:
                 content = self.memory.contents[copy.slot]
-                expect(content == prefix_slots(copy.namespace, path, len(copy.run)), "a slot", path)
+                groups = len(content) // len(copy.run)
+                slots = prefix_slots(copy.namespace, path, len(copy.run), groups)
+                expect(content == slots, "a slot", path)
         for record_id, record in () if self.disk is None else self.disk.records.items():
             path = self.disk.path(record_id) if self.disk else ()
-            slots = prefix_slots(record.namespace, path, len(record.tokens))
+            groups = len(record.content) // len(record.tokens)
+            slots = prefix_slots(record.namespace, path, len(record.tokens), groups)
             expect(record.content == slots, "a record", path)
 
     def teardown(self) -> None:
@@ -198,13 +202,17 @@ class KeptHostMachine(KeptMachine):
     has_disk = False
 
 
-def prefix_slots(namespace: bytes, path: tuple[int, ...], last: int) -> tuple[object, ...]:
-    """Return what the slots of the last `last` tokens of a path hold."""
-    tag, slots = 0, []
+def prefix_slots(
+    namespace: bytes, path: tuple[int, ...], last: int, groups: int = 1
+) -> tuple[object, ...]:
+    """Return what the slots of the last `last` tokens of a path hold, one KV group after the
+    other.
+    """
+    tag, tags = 0, list[int]()
     for token in path:
         tag = tag_after(tag, token)
-        slots.append((namespace, 0, tag))
-    return tuple(slots[-last:])
+        tags.append(tag)
+    return tuple((namespace, group, tag) for group in range(groups) for tag in tags[-last:])
 
 
 TestLevelsMachine = LevelsMachine.TestCase

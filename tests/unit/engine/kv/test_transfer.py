@@ -7,11 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 
 from engine.kv.device_transfer import DeviceTransferEngine
+from engine.kv.format import KvFormat, KvGroup
+from engine.kv.storage import KvStorage
 from engine.kv.transfer import CpuTransferEngine
-from engine.moves import Move, Moved, SlotFormat, TransferEngine
+from engine.moves import WHOLE, Move, Moved, SlotFormat, SlotLayout, TransferEngine
+from engine.storage.arena import HostArena
 from tests.unit.engine.kv.fake_device import FakeDevice
 from tests.unit.engine.kv.transfer_rig import (
     BLOCKS,
@@ -57,6 +61,40 @@ def test_a_block_comes_back_as_it_left(rig: Rig) -> None:
 
     assert [moved.is_done for moved in (*out, *back)] == [True, True]
     assert rig.block(5) == rig.block(2) == before
+
+
+def test_blocks_of_all_groups_come_back_as_they_left() -> None:
+    """Side by side in one slot; a load leaves alone those that it is not to fill."""
+    groups = (KvGroup(0, (0,)), KvGroup(8, (1,)), KvGroup(8, (2,)))
+    form = KvFormat(1, 1, 8, 16, torch.float32, groups=groups)
+    kv = KvStorage(form, BLOCKS, torch.device("cpu"))
+    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
+    arena = HostArena.create(SlotLayout.uniform(SLOTS, 3 * form.block_bytes))
+    ended = threading.Semaphore(0)
+    engine = CpuTransferEngine(kv, arena, on_moved=ended.release)
+    before = [kv.data[block].clone() for block in range(BLOCKS)]
+
+    def run(move: Move) -> Moved:
+        engine.submit([move])
+        assert ended.acquire(timeout=WAIT_S)
+        return engine.poll()[0]
+
+    out = run(Move(1, "offload", 0, 1, format=WHOLE, beside=(1, 2)))
+    back = run(Move(2, "load", 3, 1, out.check, WHOLE, (-1, 5)))
+    wrong = [
+        run(Move(3, "offload", 0, 1, format=WHOLE, beside=(1,))),
+        run(Move(4, "offload", 0, 1, format=WHOLE, beside=(1, -1))),
+        run(Move(5, "load", 3, 1, format=WHOLE, beside=(4, BLOCKS))),
+    ]
+    engine.close()
+    arena.close()
+
+    assert engine.formats[1] == SlotFormat(WHOLE, 3 * form.block_bytes)
+    assert out.is_done
+    assert back.is_done
+    expected = [*before[:3], before[0], before[4], before[2]]
+    assert all(torch.equal(kv.data[block], expected[block]) for block in range(BLOCKS))
+    assert [one.is_done for one in wrong] == [False] * 3
 
 
 def test_the_digest_is_that_of_the_whole_slot(rig: Rig) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -120,7 +122,7 @@ def built(levels: LevelsConfig, *, windows: bool = False) -> tuple[bool, str]:
     groups = (KvGroup(0, (0,)), KvGroup(8, (1,))) if windows else ()
     form = KvFormat(1 if windows else 2, 1, 8, 16, torch.float32, groups=groups)
     storage = KvStorage(form, 4, torch.device("cpu"))
-    cache = PrefixCache(blocks=4, block_size=16)
+    cache = PrefixCache(blocks=4, block_size=16, windows=form.windows)
     below, off = build_levels(cache, EngineConfig(levels=levels), storage)
     if below is not None:
         below.close()
@@ -147,14 +149,20 @@ def test_levels_are_built_where_they_are_asked_for() -> None:
     """Without a size there are none, and nothing is told of them."""
     assert built(LevelsConfig()) == (False, "")
     assert built(LevelsConfig(host_mib=1)) == (True, "")
+    assert built(LevelsConfig(host_mib=1), windows=True) == (True, "")
 
 
 def test_levels_that_cannot_be_had_are_off_with_a_reason() -> None:
     """The engine runs on without them."""
-    is_built, reason = built(LevelsConfig(host_mib=1), windows=True)
+    groups = (KvGroup(0, (0,)), KvGroup(8, (1,)))
+    form = KvFormat(1, 1, 8, 16, torch.float32, groups=groups)
+    on_gpu = cast("KvStorage", SimpleNamespace(format=form, data=SimpleNamespace(is_cuda=True)))
+    cache = PrefixCache(blocks=4, block_size=16, windows=form.windows)
 
-    assert not is_built
-    assert "windows of (8,)" in reason
+    below, off = build_levels(cache, EngineConfig(levels=LevelsConfig(host_mib=1)), on_gpu)
+
+    assert below is None
+    assert "a GPU copies one KV group" in off[0].reason
 
 
 def test_failed_moves_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,6 +183,16 @@ def test_failed_moves_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) 
         "kv_move_failed: load of block 7, slot 3: the device is lost; 3 such moves",
         "kv_memory_not_pinned: 64 MiB of host memory: out of memory",
     ]
+
+
+@pytest.mark.parametrize("groups", [2, 3, 7, 18, 25])
+def test_slabs_hold_a_number_of_whole_copies(groups: int) -> None:
+    """Whatever the number of KV groups: both kinds of copies fill them."""
+    size = 64 * 40
+    layout = layout_of(400 * size, [size, groups * size], groups)
+
+    assert layout.slots_in(0, size) % groups == 0
+    assert layout.slots_in(0, groups * size) == layout.slots_in(0, size) // groups
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""Blocks that moves between levels read or fill: their pins, and a table's room for a load.
+
+A load of a model with window groups brings the blocks of group 0 for each run, and in a window
+group those that the first query behind it reads: what lies before becomes holes, as behind any
+window (rule 15). What the table had there is set aside until the load has ended, so that one that
+fails leaves the table as it was. `PrefixCache.moves` is the only object of this class.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from engine.cache.accounts import NamespaceAccount
+from engine.cache.block_manager import BlockManager
+from engine.cache.block_table import BlockTable
+from engine.cache.prefix_tree import Node, WindowBlock
+from engine.cache.window_groups import HOLE
+from engine.errors import InvariantViolation
+
+Allocate = Callable[[NamespaceAccount, int, float], list[int] | None]
+
+
+class MovedBlocks:
+    """The pins of moves. `allocate`: `PrefixCache`'s."""
+
+    def __init__(self, manager: BlockManager, allocate: Allocate) -> None:
+        self._manager = manager
+        self._allocate = allocate
+        self._groups = manager.windows
+
+    # -- pins ---------------------------------------------------------------------------------
+
+    def hold(
+        self,
+        account: NamespaceAccount,
+        path: Sequence[Node],
+        now_s: float,
+        beside: Iterable[WindowBlock] = (),
+    ) -> BlockTable:
+        """Pin a path from the root, and window blocks of it, for moves that read them, until
+        `unhold`. O(blocks)."""
+        self._manager.pin_all(account, path)
+        blocks = [node.block for node in path]
+        for block in beside:
+            self._manager.pin(block)
+            blocks.append(block.block)
+        return self._hold_table(account, blocks, now_s)
+
+    def hold_blocks(self, table: BlockTable, first: int, now_s: float) -> BlockTable:
+        """Pin the blocks of a table from entry `first` on for moves that fill them, until
+        `unhold`. The table may end before that. O(blocks).
+        """
+        blocks = table.blocks[first:]
+        for row, start in zip(table.beside, table.first, strict=True):
+            blocks += row[max(first, start) :]
+        for block in blocks:
+            self._manager.pin_again(block)
+        return self._hold_table(table.account, blocks, now_s)
+
+    def unhold(self, held: BlockTable) -> None:
+        """Let go what `hold` or `hold_blocks` has pinned, once. O(blocks)."""
+        if held not in self._manager.tables:
+            raise InvariantViolation("blocks were let go twice")
+        self.unhold_except(held, ())
+        self._manager.tables.remove(held)
+        held.account.tables -= 1
+        self._manager.forget_if_idle(held.account)
+
+    def unhold_except(self, held: BlockTable, kept: Collection[int]) -> None:
+        """Let go the blocks of a hold that are not in `kept`. O(blocks)."""
+        gone = [block for block in held.blocks if block not in kept]
+        held.blocks = [block for block in held.blocks if block in kept]
+        self._manager.moving -= Counter(gone)
+        self._manager.unpin_all(held.account, reversed(gone))
+        self._manager.version += 1
+
+    def _hold_table(self, account: NamespaceAccount, blocks: list[int], now_s: float) -> BlockTable:
+        held = BlockTable(account, now_s, write=False)
+        held.blocks = blocks
+        self._manager.moving.update(blocks)
+        account.tables += 1
+        self._manager.tables.add(held)
+        self._manager.version += 1
+        return held
+
+    # -- loads --------------------------------------------------------------------------------
+
+    def grow(self, table: BlockTable, runs: int, now_s: float) -> bool:
+        """Let a table of whole blocks, all in place, hold `runs` runs, for a load that fills the
+        new ones; return whether there was room. O(runs).
+
+        In a window group the entries before what a query at the end of the load reads become holes.
+        """
+        whole, tokens = len(table.blocks), runs * self._groups.block_size
+        keeps = [
+            max(first, self._groups.first_read(group, tokens))
+            for group, first in enumerate(table.first)
+        ]
+        counts = [runs - whole, *(runs - max(whole, keep) for keep in keeps)]
+        new = self._allocate(table.account, sum(counts), now_s)
+        if new is None:
+            return False
+        table.blocks += [new.pop() for _ in range(counts[0])]
+        aside: list[tuple[int, list[int]]] = []
+        for row, first, keep, count in zip(
+            table.beside, table.first, keeps, counts[1:], strict=True
+        ):
+            aside.append((first, row[first:keep]))
+            row[first:keep] = [HOLE] * (min(keep, whole) - first)
+            row += [HOLE] * (keep - whole)
+            row += [new.pop() for _ in range(count)]
+        table.aside, table.first = tuple(aside), keeps
+        table.version += 1
+        return True
+
+    def settle(self, table: BlockTable, whole: int, loaded: int) -> int:
+        """End a load of a table that had `whole` runs before: return how many of the `loaded` ones
+        it may keep. All of them, or none where a window group lacks what a query behind them reads:
+        the table is then what it was. Without window groups it keeps them all. O(runs).
+        """
+        tokens = (whole + loaded) * self._groups.block_size
+        if loaded and all(
+            self._groups.first_read(group, tokens) >= first
+            for group, first in enumerate(table.first)
+        ):
+            for _, blocks in table.aside:
+                self._manager.unpin_all(table.account, reversed(blocks))
+            table.aside = ()
+            return loaded
+        if not table.beside:
+            return loaded
+        for row, first, (before, blocks) in zip(
+            table.beside, table.first, table.aside, strict=True
+        ):
+            self._manager.unpin_all(table.account, reversed(row[max(first, whole) :]))
+            row[:] = [HOLE] * before + blocks + row[first:whole]
+        self._manager.unpin_all(table.account, reversed(table.blocks[whole:]))
+        del table.blocks[whole:]
+        table.first = [before for before, _ in table.aside]
+        table.aside = ()
+        table.version += 1
+        return 0

@@ -1,0 +1,75 @@
+"""Copies for models with window groups: which have the blocks of all groups, and where loads stand.
+
+A run's copy has group 0's block alone, or, in the format `WHOLE`, the blocks of all groups. A query
+reads no further back than a window in a window group, so a load brings it where the runs of the
+last windows are whole. Without window groups every copy is enough, and nothing is asked of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from engine.cache import PrefixCache
+from engine.cache.prefix_tree import Node, WindowBlock
+from engine.levels.copies import CopyBook
+from engine.levels.stored_prefixes import Copy
+
+
+class WindowCopies:
+    """The geometry of window groups over the copies of one book."""
+
+    def __init__(self, cache: PrefixCache, book: CopyBook) -> None:
+        self._groups = cache.windows
+        self._book = book
+        self.is_on = bool(self._groups.windows) and book.formats.whole is not None
+
+    def standing(self, copies: Sequence[Copy], first: int, count: int) -> int:
+        """Return how many of the first `count` copies a load may bring behind `first` runs that the
+        device has: as many as end where the last windows are whole. O(copies).
+        """
+        while self.is_on and count > 0:
+            reads = self._first_read((first + count) * self._groups.block_size)
+            behind = range(count - 1, max(0, reads - first) - 1, -1)
+            gap = next((index for index in behind if not self.is_whole(copies[index])), None)
+            if gap is None:
+                break
+            count = gap
+        return count
+
+    def is_whole(self, copy: Copy) -> bool:
+        """Return whether a copy has the blocks of all groups. O(1)."""
+        form = copy.record_format
+        if copy.slot >= 0:
+            form = self._book.accounts.pool.format_of(copy.slot)
+        return form == self._book.formats.whole
+
+    def blocks_of(self, node: Node, index: int, ends: Sequence[int]) -> list[WindowBlock]:
+        """Return the window blocks that go into the copy of a node, run `index` of its path: all,
+        where resuming at one of `ends`, in tokens, or at a resume point of the tree needs them and
+        all are there; else none. O(groups, ends).
+        """
+        beside = [] if node.beside is None or not self.is_on else node.beside
+        blocks = [block for block in beside if block is not None]
+        if not blocks or len(blocks) < len(beside):
+            return []
+        size = self._groups.block_size
+        if any(block.resumed_at_s > -math.inf for block in blocks):
+            return blocks
+        is_read = any(self._first_read(end) <= index < -(-end // size) for end in ends)
+        return blocks if is_read else []
+
+    def lacks(self, copy: Copy, node: Node) -> bool:
+        """Return whether a copy of group 0 in host memory is to be exchanged for a whole one: a
+        resume point has come to its node since. O(groups)."""
+        return (
+            self.is_on
+            and copy.slot >= 0
+            and not self.is_whole(copy)
+            and bool(self.blocks_of(node, 0, ()))
+        )
+
+    def _first_read(self, tokens: int) -> int:
+        """Return the first run that a query behind `tokens` reads in any window group."""
+        groups = range(len(self._groups.windows))
+        return min(self._groups.first_read(group, tokens) for group in groups)

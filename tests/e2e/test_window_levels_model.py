@@ -1,0 +1,181 @@
+"""Models with window groups over levels: the same tokens computed, loaded from host memory and from
+disk, by a tiny model and by Gemma 3 270M where it is on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from engine.api import (
+    CacheGrant,
+    Finished,
+    LeaseRequest,
+    Request,
+    Retention,
+    Sampling,
+    Started,
+    Tokens,
+)
+from engine.cache import PrefixCache
+from engine.config import EngineConfig, LevelsConfig
+from engine.core.core import Core
+from engine.errors import ModelError
+from engine.kv.format import deal_groups
+from engine.model_store import ModelCard, prepare, resolve
+from engine.runner.cpu_runner import build_runner
+from engine.server.levels_below import build_levels
+from tests.models import prepared, tiny_config
+
+pytestmark = [pytest.mark.slow]
+
+WAIT_S = 60.0
+HOUR = Retention("hour", 3600, 7200)
+
+
+def tiny(folder: Path) -> ModelCard:
+    """Return a tiny model of which each fourth layer has no window."""
+    plain = tiny_config(layers=4, context=512, head_dim=32)
+    made = prepared(folder, plain)
+    layers = tuple(replace(layer, window=24) for layer in plain.layers[:3])
+    return replace(made, config=replace(plain, layers=(*layers, plain.layers[3])))
+
+
+def gemma() -> ModelCard:
+    """Return Gemma 3 270M, or skip the test."""
+    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
+    try:
+        return prepare("gemma-3-270m", resolve("gemma-3-270m", models), models)
+    except ModelError as error:
+        pytest.skip(error.message)
+
+
+class LeveledEngine:
+    """A core over the CPU's runner with host memory below, and a disk where there is a folder."""
+
+    def __init__(
+        self, card: ModelCard, tokens: int, *, folder: Path | None = None, runs: int = 0
+    ) -> None:
+        """`runs`: how many runs of a prompt the pool has room for."""
+        wanted = LevelsConfig(
+            host_mib=64,
+            disk_gib=0.0 if folder is None else 1.0,
+            dir=str(folder or ""),
+            slab_mib=16,
+            host_tokens_min=16,
+            disk_tokens_min=16,
+            look_ms=1_000,
+        )
+        config = EngineConfig(dtype="fp32", kv_dtype="fp32", sequences_max=4, levels=wanted)
+        layers = [layer.window for layer in card.config.layers]
+        blocks = len(deal_groups(layers)) * (runs or tokens // 16 + 4)
+        built = build_runner(card, replace(config, kv_blocks=blocks, context_tokens_max=tokens))
+        self.cache = PrefixCache(
+            blocks=blocks, block_size=16, context_tokens=tokens, windows=built.kv_format.windows
+        )
+        now_s = time.monotonic()
+        levels, off = build_levels(self.cache, config, built.kv_format, built.kv, now_s=now_s)
+        assert levels is not None, off
+        assert built.kv_format.windows
+        self.levels = levels
+        self.core = Core(
+            self.cache,
+            built.runner,
+            config,
+            time.monotonic,
+            vocab_size=card.config.vocab,
+            context_tokens=tokens,
+            levels=levels,
+        )
+
+    def ask(
+        self, tokens: tuple[int, ...], *, is_promised: bool = False
+    ) -> tuple[list[int], int, dict[str, int]]:
+        """Return the answer of eight tokens, the cached tokens, and those that were loaded."""
+        leases = (LeaseRequest(len(tokens), HOUR, "lease"),) if is_promised else ()
+        grant = CacheGrant(b"n", leases=leases)
+        self.core.submit(Request("r", tokens, 8, grant, Sampling(temperature=0)))
+        out, cached, loaded = list[int](), 0, dict[str, int]()
+        until_s = time.monotonic() + WAIT_S
+        while time.monotonic() < until_s:
+            for event in self.core.step():
+                if isinstance(event, Started):
+                    cached, loaded = event.cached_tokens, dict(event.loaded_tokens)
+                elif isinstance(event, Tokens):
+                    out += [token.token_id for token in event.tokens]
+                elif isinstance(event, Finished):
+                    assert event.ending == "done", event
+                    return out, cached, loaded
+            if self.core.is_waiting_for_levels:
+                time.sleep(0.0005)
+        raise TimeoutError("no answer")
+
+    def cached(self, tokens: tuple[int, ...]) -> int:
+        """Return how many of these tokens the device has."""
+        return self.cache.peek(b"n", tokens, time.monotonic()).cached_tokens
+
+    def rest(self, records: int = 0) -> None:
+        """Let moves end, and the disk have so many records."""
+        until_s = time.monotonic() + WAIT_S
+        while time.monotonic() < until_s:
+            self.core.step()
+            stored = self.core.stats().levels[-1].blocks if records else 0
+            if not self.levels.is_busy and stored >= records:
+                return
+            time.sleep(0.002)
+        raise TimeoutError(f"{self.core.stats().levels}; expected {records} records")
+
+
+def check_levels(card: ModelCard, tokens: int, vocabulary: int, folder: Path) -> None:
+    """Check that a prompt has one answer: computed, loaded from host memory, loaded from disk."""
+    chance = random.Random(1)
+    prompt = tuple(chance.randrange(3, vocabulary) for _ in range(tokens - 11))
+    first = LeveledEngine(card, tokens, runs=2 * tokens // 16)
+    computed, cached, _ = first.ask(prompt)
+    assert cached == 0
+    for _ in range(64):  # a few runs at a time, so that what is evicted next is copied before
+        first.rest()
+        if not first.cached(prompt):
+            break
+        first.ask(tuple(chance.randrange(3, vocabulary) for _ in range(tokens // 8)))
+    from_host, cached, loaded = first.ask(prompt)
+    first.core.close()
+    assert loaded == {"host": cached}, "the device has evicted it"
+    assert cached >= len(prompt) - 32
+    assert from_host == computed
+
+    second = LeveledEngine(card, tokens, folder=folder, runs=2 * tokens // 16)
+    assert second.ask(prompt, is_promised=True)[0] == computed
+    second.rest(len(prompt) // 16)
+    second.core.close()
+    third = LeveledEngine(card, tokens, folder=folder)
+    third.rest(len(prompt) // 16)
+    from_disk, cached, loaded = third.ask(prompt)
+    third.core.close()
+    assert loaded == {"disk": cached}
+    assert cached >= len(prompt) - 32
+    assert from_disk == computed
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder for a disk."""
+    folder = tmp_path / "levels"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def test_a_tiny_model_answers_the_same_from_each_level(tmp_path: Path, folder: Path) -> None:
+    """In fp32, token by token; the prompt is many windows long."""
+    check_levels(tiny(tmp_path / "model"), 256, 60, folder)
+
+
+@pytest.mark.model
+def test_gemma_answers_the_same_from_each_level(folder: Path) -> None:
+    """A prompt beyond its window of 512 tokens."""
+    check_levels(gemma(), 912, 200_000, folder)
