@@ -248,14 +248,22 @@ class Levels:
             self._judge(load, now_s)
         return ended
 
-    def committed_load(self, load: Load, table: BlockTable) -> None:
-        """Note that what a load has brought is in the device's tree: it is clean there."""
+    def take_parts(self) -> list[Load]:
+        """Return the loads under way of which more is in place; see `Loads.take_parts`."""
+        return self.loads.take_parts()
+
+    def committed_load(self, load: Load, table: BlockTable, since: int) -> None:
+        """Note that what a load has brought, but for its first `since` runs, is in the device's
+        tree: it is clean there.
+        """
         node, nodes = table.node, list[Node]()
-        while node.run and node.parent is not None:
+        for _ in range(table.committed - load.first - since):
+            if not node.run or node.parent is None:
+                break
             nodes.append(node)
             node = node.parent
         nodes.reverse()
-        for node, copy in zip(nodes[load.first :], load.copies, strict=False):
+        for node, copy in zip(nodes, load.copies_from(since), strict=False):
             if copy.parent is not None and copy.run == node.run:
                 self.book.link(copy, node)
                 self.book.sync(copy, node)

@@ -382,7 +382,9 @@ class Scheduler:
             ):
                 return blocked_by
             found = self._find_prefix(sequence, now_s)
-        plan = None if self.loading is None else self.loading.plan(sequence, found, now_s)
+        plan = None
+        if self.loading is not None:
+            plan = self.loading.plan(sequence, found, self.running, now_s)
         if plan is not None and found is not None:
             found = found.whole_blocks()  # what is loaded comes in whole blocks
         sequence.table = self.cache.begin(

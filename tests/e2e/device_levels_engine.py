@@ -89,7 +89,9 @@ def run() -> None:
             ask(core, "device", fidelity)
     wait_for_disk(core, len(FIDELITIES) * (PROMPT_TOKENS // 16))
     for number in range(PUSHES):
-        answer(core, f"push{number}", prompt(number + 100), CacheGrant(b"push", PAYER, at_rest=False))
+        answer(
+            core, f"push{number}", prompt(number + 100), CacheGrant(b"push", PAYER, at_rest=False)
+        )
         settle(core)
     for fidelity in FIDELITIES:
         ask(core, "host", fidelity)
