@@ -32,7 +32,7 @@ from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN, laxest
 from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.level_counts import LevelCounts
-from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
+from engine.levels.load_choice import LevelPace, LoadChoice, choose_load, first_rates
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.promises import RENEWED_PART, KeptPromises
@@ -118,9 +118,10 @@ class Levels:
         self._close_memory = close_memory
         self._last_id = 0
         sizes = [one.slot_bytes for one in transfer.formats]
+        host_rate, disk_rate = first_rates(transfer.bytes_per_s)
         self.paces: dict[LevelName, LevelPace] = {
-            "host": LevelPace("host", sizes, bytes_per_s=transfer.bytes_per_s),
-            "disk": LevelPace("disk", sizes, config.io_threads),
+            "host": LevelPace("host", sizes, bytes_per_s=host_rate),
+            "disk": LevelPace("disk", sizes, config.io_threads, disk_rate),
             "remote": LevelPace("remote", sizes),
         }
         self.loads = Loads(

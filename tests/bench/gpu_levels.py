@@ -51,7 +51,7 @@ WAIT_S = 20.0
 PAYER = Quota(payer=b"one")
 """Of all: a payer's blocks are evicted for its own first."""
 SETUPS = ("with levels", "without", "in a pool with room")
-REPEATS = 4
+REPEATS = 3
 ROUNDS = 3
 
 
