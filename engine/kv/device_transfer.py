@@ -218,7 +218,7 @@ class DeviceTransferEngine:
         return self._pinned.pinned_bytes
 
     @property
-    def unpinnable_bytes(self) -> int:
+    def unusable_bytes(self) -> int:
         """Return the bytes of host memory that could not be pinned: every move there fails."""
         return self._pinned.failed_bytes
 

@@ -444,7 +444,8 @@ class Levels:
         any. O(payers)."""
         counts, kept = self._counts, self.promises
         promised = kept.kept_by_payer if kept is not None and kept.level == "host" else Counter()
-        host = counts.of_host(self.book, self.offloading, promised, self._recovery)
+        unusable = self._transfer.unusable_bytes
+        host = counts.of_host(self.book, self.offloading, promised, self._recovery, unusable)
         if self._storing is None:
             return (host,)
         disk = counts.of_disk(self._disk, self._storing, len(self._erasures))

@@ -176,7 +176,7 @@ class Bench:
             pipeline_depth=2,
             levels=self.levels,
         )
-        self.copy_rate = like.copy_rate if like is not None else copy_rate()
+        self.copy_rate: float = like.copy_rate if like is not None else copy_rate()
         FrozenHeap().settle()  # as the engine's process does
 
     def run(
