@@ -604,19 +604,19 @@ class FidelityBytes(Struct, frozen=True):
 class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     """One level below the device. Totals count blocks unless they say otherwise, and never fall.
 
-    `state`: `open`, `full` (it takes nothing new) or `off`; `reason` says why it is not open.
-    `offloaded_total`: device -> host; `loaded_total`: to the device, from this level;
-    `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves that failed;
-    `damaged_total`: copies whose bytes were not those that were written. `dropped_total`: copies
-    given up for room; `expired_total`: at their limit. `regret_s_total`: time lost by loads that
-    took longer than computing would have. `bytes_per_s`: the measured rate at which it is read.
-    `written_bytes_today`: wear of a disk. `chosen_total`, `declined_total`: prompts with a prefix
-    on this level for which loading was chosen, or computing, since it was faster.
-    `pending_erasures`: erasures that the level has not confirmed. `recovered_total`: copies in host
-    memory that were taken over from the engine before; of those that were not, `torn_total` were
-    being written when it died, `orphaned_total` hung on a copy that is gone, `lapsed_total` had
-    reached their limit. `unnoted_total`: copies that the next engine will not find. `payers`: bytes
-    by payer. `copies`: by fidelity, those that there are.
+    `state`: `open`, `full` (it takes nothing new) or `off`; `reason` says why it is not open, or
+    what of it is not used. `offloaded_total`: device -> host; `loaded_total`: to the device, from
+    this level; `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves
+    that failed; `damaged_total`: copies whose bytes were not those that were written.
+    `dropped_total`: copies given up for room; `expired_total`: at their limit. `regret_s_total`:
+    time lost by loads that took longer than computing would have. `bytes_per_s`: the measured rate
+    at which it is read. `written_bytes_today`: wear of a disk. `chosen_total`, `declined_total`:
+    prompts with a prefix on this level for which loading was chosen, or computing, since it was
+    faster. `pending_erasures`: erasures that the level has not confirmed. `recovered_total`: copies
+    in host memory that were taken over from the engine before; of those that were not, `torn_total`
+    were being written when it died, `orphaned_total` hung on a copy that is gone, `lapsed_total`
+    had reached their limit. `unnoted_total`: copies that the next engine will not find. `payers`:
+    bytes by payer. `copies`: by fidelity, those that there are.
     """
 
     name: LevelName

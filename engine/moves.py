@@ -149,6 +149,10 @@ class TransferEngine(Protocol):
     loads_max: int
     """Most loads of one block that are under way at a time: what is urgent waits behind them."""
 
+    @property
+    def unusable_bytes(self) -> int:
+        """Return the bytes of host memory to which nothing can be copied: moves there fail."""
+
     layout: SlotLayout
     """Host memory."""
     formats: tuple[SlotFormat, ...]

@@ -98,6 +98,7 @@ class FakeTransferEngine:
 
     bytes_per_s = 4e9
     loads_max = LOADS_MAX
+    unusable_bytes = 0
 
     def __init__(
         self,

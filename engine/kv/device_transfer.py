@@ -14,11 +14,12 @@ counts.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -43,19 +44,24 @@ from engine.moves import Move, Moved, SlotFormat
 from kernels.reference_kv import UnpackableError
 
 KINDS: tuple[Kind, ...] = ("offload", "load")
-BATCH_BYTES = 16 * 2**20
-"""Bytes of blocks that one event ends: a third of a millisecond of copies."""
-BATCHES = 4
-"""Batches in flight in a direction: what is urgent waits behind 64 MiB at most."""
-QUEUE_BYTES_MAX = 1024 * 2**20
+BATCH_BYTES = 32 * 2**20
+"""Most bytes of blocks that one event ends: two thirds of a millisecond of copies."""
+BATCHES = 6
+"""Batches in flight in a direction: 4 ms of copies. While the engine's thread plans a step, for two
+milliseconds and more, this thread may not get the interpreter: with 64 MiB in flight a direction
+ran at 10 GB/s beside decoding steps."""
+QUEUE_BYTES_MAX = 4 * 2**30
 """Most bytes of blocks in moves without an outcome; what is submitted beyond it fails at once."""
-HELPERS = 6
-"""Threads that digest and touch pages. One digests 10 to 28 GB/s, a direction copies 50."""
+HELPERS = 8
+"""Threads that digest and touch pages. One digests 10 to 28 GB/s, a direction copies 50. No more
+than half of the processors, and two."""
+DIGESTED = 2
+"""Slots that a thread digests at a time: to hand one over takes a good part of digesting it."""
 FIRST_BYTES_PER_S = 25e9
 """The rate of loads until it is measured: half of what a PCIe 5 bus has."""
-LOADS_MAX = 512
-"""Most loads of a block under way, and no more than half of the queue's bytes: what a step's time
-copies, about, since the turn of each step asks for more."""
+LOADS_MAX = 1024
+"""Most loads of a block under way, and no more than half of the queue's bytes, 40 ms of copies: the
+turn of each step asks for more, and a step with prompts takes longer than that."""
 
 
 class PinnableMemory(SlotMemory, Protocol):
@@ -77,14 +83,25 @@ class _Ready(Struct, frozen=True, eq=False):
     parts: list[tuple[int, int]]
 
 
-class _Batch(Struct):
-    """Moves of one format whose copies one mark ends. `area`: their part of the staging memory."""
+class _Batch:
+    """Moves of one format whose copies one mark ends. `digests`: of slots that are to be loaded
+    and verified, `DIGESTED` at a time. `area`: the batch's part of the staging memory.
+    """
 
-    ready: list[_Ready]
-    format: str
-    area: int
-    began_s: float
-    mark: CopyMark | None = None
+    __slots__ = ("area", "began_s", "digests", "format", "mark", "ready")
+
+    def __init__(self, ready: list[_Ready], digests: list[Future[list[bytes]]]) -> None:
+        self.ready = ready
+        self.digests = digests
+        self.format = ready[0].move.format
+        self.area = 0
+        self.began_s = 0.0
+        self.mark: CopyMark | None = None
+
+    @property
+    def is_digested(self) -> bool:
+        """Return whether it can be verified without a wait."""
+        return all(digest.done() for digest in self.digests)
 
 
 class _Staging:
@@ -94,10 +111,11 @@ class _Staging:
     outcomes of packing them.
     """
 
-    def __init__(self, device: torch.device, batch_blocks: int, block_bytes: int) -> None:
+    def __init__(self, device: torch.device, batch_blocks: int, packed_bytes: int) -> None:
+        """`packed_bytes`: most bytes of a packed block."""
         self._device = device
         self._shape = (BATCHES, batch_blocks)
-        self._area_bytes = batch_blocks * block_bytes
+        self._area_bytes = batch_blocks * packed_bytes
         self._is_made = False
 
     def begin(self, area: int, moves: Sequence[Move], size: int) -> tuple[torch.Tensor, ...]:
@@ -177,7 +195,8 @@ class DeviceTransferEngine:
         self._on_error = on_error
         self._torch_device = device.torch_device
         self._queue = MoveQueue(form.block_bytes, queue_bytes_max, is_by_kind=True)
-        self._helpers = ThreadPoolExecutor(HELPERS, thread_name_prefix="kv-digest")
+        helpers = max(2, min(HELPERS, (os.cpu_count() or 1) // 2))
+        self._helpers = ThreadPoolExecutor(helpers, thread_name_prefix="kv-digest")
         memory.keep_pages()
         self._pinned = PinnedMemory(
             device,
@@ -202,7 +221,7 @@ class DeviceTransferEngine:
         return self._pinned.pinned_bytes
 
     @property
-    def unpinnable_bytes(self) -> int:
+    def unusable_bytes(self) -> int:
         """Return the bytes of host memory that could not be pinned: every move there fails."""
         return self._pinned.failed_bytes
 
@@ -230,27 +249,36 @@ class DeviceTransferEngine:
     # -- a direction's thread -----------------------------------------------------------------
 
     def _work(self, kind: Kind, stream: CopyStream) -> None:
-        """Launch batches and end them, oldest first, until the engine is closed."""
-        in_flight: deque[_Batch] = deque()
-        staging = _Staging(self._torch_device, self._batch_blocks, self._block_bytes)
-        area, ended_s = 0, 0.0
+        """Prepare batches, launch and end them, oldest first, until the engine is closed."""
+        prepared, in_flight = deque[_Batch](), deque[_Batch]()
+        largest = max((packer.block_bytes for packer in self._packers.values()), default=0)
+        staging = _Staging(self._torch_device, self._batch_blocks, largest)
+        launched, ended_s = 0, 0.0
         move: Move | None = None
         while True:
-            if move is None and len(in_flight) < BATCHES:
-                move = self._queue.take(kind, is_waiting=not in_flight)
-                if move is None and not in_flight:
+            is_idle = not (prepared or in_flight)
+            may_launch = bool(prepared) and len(in_flight) < BATCHES
+            if not (may_launch and prepared[0].is_digested) and len(prepared) < BATCHES:
+                move = move or self._queue.take(kind, is_waiting=is_idle)
+                if move is not None:
+                    batch, move = self._prepare_batch(kind, move)
+                    if batch is not None:
+                        prepared.append(batch)
+                    continue
+                if is_idle:
                     return
-            if move is None or len(in_flight) == BATCHES:
+            if may_launch and (prepared[0].is_digested or not in_flight):
+                batch = prepared.popleft()
+                batch.area = launched % BATCHES
+                if self._begin(batch, stream, staging):
+                    in_flight.append(batch)
+                    launched += 1
+            elif in_flight:
                 ended_s = self._end(in_flight.popleft(), ended_s, staging)
-                continue
-            ready, move = self._prepare_batch(kind, move)
-            if ready and (batch := self._begin(ready, area, stream, staging)) is not None:
-                in_flight.append(batch)
-                area = (area + 1) % BATCHES
 
-    def _prepare_batch(self, kind: Kind, move: Move | None) -> tuple[list[_Ready], Move | None]:
-        """Return moves of one format that can be made, from `move` on, and one that was taken and
-        is of another. Those that cannot be made have failed.
+    def _prepare_batch(self, kind: Kind, move: Move | None) -> tuple[_Batch | None, Move | None]:
+        """Return a batch of moves of one format, from `move` on, and one that was taken and is of
+        another. Those that cannot be made have failed.
         """
         name = "" if move is None else move.format
         found: list[_Ready] = []
@@ -261,34 +289,43 @@ class DeviceTransferEngine:
                 self._fail_one(move, error, 0.0)
             is_full = len(found) == self._batch_blocks
             move = None if is_full else self._queue.take(kind, is_waiting=False)
-        return self._verified(found), move
+        if not found:
+            return None, move
+        slots = [one.slot for one in found if kind == "load" and one.move.check]
+        digests = [
+            self._helpers.submit(_digests, slots[start : start + DIGESTED])
+            for start in range(0, len(slots), DIGESTED)
+        ]
+        return _Batch(found, digests), move
 
-    def _verified(self, ready: list[_Ready]) -> list[_Ready]:
-        """Return the moves but for loads of damaged slots, which have failed."""
-        checked = [one for one in ready if one.move.kind == "load" and one.move.check]
-        if not checked:
-            return ready
+    def _verify(self, batch: _Batch) -> None:
+        """Wait for the digests of a batch, and leave out the loads of damaged slots, which have
+        failed."""
+        checked = [one for one in batch.ready if one.move.check]
         damaged: set[int] = set()
-        digests = self._helpers.map(xxhash.xxh3_128_digest, [one.slot for one in checked])
-        for one, digest in zip(checked, digests, strict=True):
+        found = [digest for future in batch.digests for digest in future.result()]
+        for one, digest in zip(checked, found, strict=True):
             try:
                 verify(one.move, digest)
             except DamagedSlotError as error:
                 damaged.add(one.move.move_id)
                 self._fail_one(one.move, error, 0.0)
-        return [one for one in ready if one.move.move_id not in damaged]
+        batch.ready = [one for one in batch.ready if one.move.move_id not in damaged]
 
-    def _begin(
-        self, ready: list[_Ready], area: int, stream: CopyStream, staging: _Staging
-    ) -> _Batch | None:
-        """Launch the copies of a batch; return it, None if they could not be launched."""
-        batch = _Batch(ready, ready[0].move.format, area, self._clock())
+    def _begin(self, batch: _Batch, stream: CopyStream, staging: _Staging) -> bool:
+        """Launch the copies of a batch; return whether any is under way."""
+        batch.began_s = self._clock()
         try:
+            if batch.digests:
+                self._verify(batch)
+            if not batch.ready:
+                return False
+            batch.began_s = self._clock()
             batch.mark = stream.launch(lambda: self._copy(batch, stream, staging))
         except Exception as error:
             self._fail(batch, error, self._clock() - batch.began_s)
-            return None
-        return batch
+            return False
+        return True
 
     def _prepare(self, move: Move) -> _Ready:
         """Return a move with its slot, pinned. Raises what makes it fail."""
@@ -346,26 +383,30 @@ class DeviceTransferEngine:
         share_s = (now_s - max(batch.began_s, ended_s)) / len(batch.ready)
         is_packing = bool(batch.format) and batch.ready[0].move.kind == "offload"
         outcomes = staging.outcomes(batch.area) if is_packing else ()
+        offloaded: list[_Ready] = []
         for index, one in enumerate(batch.ready):
             if outcomes and outcomes[index] != PACKED:
                 what = f"block {one.move.block} has values that {batch.format} cannot hold"
                 self._fail_one(one.move, UnpackableError(what), share_s)
             elif one.move.kind == "offload":
-                self._helpers.submit(self._digest, one, share_s)
+                offloaded.append(one)
             else:
                 self._done(one.move, one.move.check, share_s)
+        for start in range(0, len(offloaded), DIGESTED):
+            self._helpers.submit(self._digest, offloaded[start : start + DIGESTED], share_s)
         return now_s
 
     # -- outcomes -----------------------------------------------------------------------------
 
-    def _digest(self, one: _Ready, seconds: float) -> None:
-        """End an offload. Its slot's bytes were written by the device alone."""
-        try:
-            check = xxhash.xxh3_128_digest(one.slot)
-        except Exception as error:
-            self._fail_one(one.move, error, seconds)
-            return
-        self._done(one.move, check, seconds)
+    def _digest(self, ready: Sequence[_Ready], seconds: float) -> None:
+        """End offloads. Their slots' bytes were written by the device alone."""
+        for one in ready:
+            try:
+                check = xxhash.xxh3_128_digest(one.slot)
+            except Exception as error:
+                self._fail_one(one.move, error, seconds)
+                continue
+            self._done(one.move, check, seconds)
 
     def _done(self, move: Move, check: bytes, seconds: float) -> None:
         self._note(move, Moved(move.move_id, is_done=True, check=check, seconds=seconds))
@@ -383,3 +424,7 @@ class DeviceTransferEngine:
         self._queue.end(move, moved)
         with contextlib.suppress(Exception):
             self._on_moved()
+
+
+def _digests(slots: Sequence[memoryview]) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(slot) for slot in slots]

@@ -25,7 +25,8 @@ class MoveQueue:
 
     def __init__(self, move_bytes: int, bytes_max: int, *, is_by_kind: bool = False) -> None:
         """`move_bytes`: what a move counts for in each KV group that it copies; `bytes_max`: most
-        bytes of moves whose outcome was not polled. `is_by_kind`: offloads and loads have a line each, with a worker each.
+        bytes of moves whose outcome was not polled. `is_by_kind`: offloads and loads have a line
+        each, with a worker each.
         """
         self._move_bytes = move_bytes
         self._bytes_max = bytes_max

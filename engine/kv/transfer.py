@@ -57,6 +57,7 @@ class CpuTransferEngine:
 
     bytes_per_s = FIRST_BYTES_PER_S
     loads_max = LOADS_MAX
+    unusable_bytes = 0
 
     def __init__(
         self,

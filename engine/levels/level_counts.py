@@ -34,16 +34,19 @@ class LevelCounts:
         offloading: Offloading,
         promised: Counter[Payer],
         recovery: Recovery | None,
+        unusable_bytes: int,
     ) -> LevelStats:
         """Return the statistics of host memory. `promised`: blocks whose promises it keeps, by
-        payer; `recovery`: where it outlives the engine. O(payers)."""
+        payer; `recovery`: where it outlives the engine; `unusable_bytes`: no room, though it is
+        there. O(payers)."""
         pool, notes, loads = book.accounts.pool, book.notes, self._loads
         size, pace = pool.formats[OWN].slot_bytes, self._paces["host"]
         dropped = Counter[DropReason]() if recovery is None else recovery.dropped
         return LevelStats(
             name="host",
             state="open",
-            capacity_bytes=book.accounts.capacity_bytes,
+            reason=f"{unusable_bytes:,} bytes of it could not be pinned" if unusable_bytes else "",
+            capacity_bytes=max(0, book.accounts.capacity_bytes - unusable_bytes),
             used_bytes=pool.used_bytes,
             promised_bytes=promised.total() * size,
             blocks=pool.used,

@@ -34,7 +34,7 @@ from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN, laxest
 from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.level_counts import LevelCounts
-from engine.levels.load_choice import LevelPace, LoadChoice, choose_load
+from engine.levels.load_choice import LevelPace, LoadChoice, choose_load, first_rates
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.promises import RENEWED_PART, KeptPromises
@@ -125,9 +125,10 @@ class Levels:
         self._close_memory = close_memory
         self._last_id = 0
         sizes = [one.slot_bytes for one in transfer.formats]
+        host_rate, disk_rate = first_rates(transfer.bytes_per_s)
         self.paces: dict[LevelName, LevelPace] = {
-            "host": LevelPace("host", sizes, bytes_per_s=transfer.bytes_per_s),
-            "disk": LevelPace("disk", sizes, config.io_threads),
+            "host": LevelPace("host", sizes, bytes_per_s=host_rate),
+            "disk": LevelPace("disk", sizes, config.io_threads, disk_rate),
             "remote": LevelPace("remote", sizes),
         }
         self.loads = Loads(
@@ -264,14 +265,22 @@ class Levels:
             self._judge(load, now_s)
         return ended
 
-    def committed_load(self, load: Load, table: BlockTable) -> None:
-        """Note that what a load has brought is in the device's tree: it is clean there."""
+    def take_parts(self) -> list[Load]:
+        """Return the loads under way of which more is in place; see `Loads.take_parts`."""
+        return self.loads.take_parts()
+
+    def committed_load(self, load: Load, table: BlockTable, since: int) -> None:
+        """Note that what a load has brought, but for its first `since` runs, is in the device's
+        tree: it is clean there.
+        """
         node, nodes = table.node, list[Node]()
-        while node.run and node.parent is not None:
+        for _ in range(table.committed - load.first - since):
+            if not node.run or node.parent is None:
+                break
             nodes.append(node)
             node = node.parent
         nodes.reverse()
-        for node, copy in zip(nodes[load.first :], load.copies, strict=False):
+        for node, copy in zip(nodes, load.copies_from(since), strict=False):
             if copy.parent is not None and copy.run == node.run:
                 self.book.link(copy, node)
                 self.book.sync(copy, node)
@@ -485,7 +494,8 @@ class Levels:
         any. O(payers)."""
         counts, kept = self._counts, self.promises
         promised = kept.kept_by_payer if kept is not None and kept.level == "host" else Counter()
-        host = counts.of_host(self.book, self.offloading, promised, self._recovery)
+        unusable = self._transfer.unusable_bytes
+        host = counts.of_host(self.book, self.offloading, promised, self._recovery, unusable)
         if self._storing is None:
             return (host,)
         disk = counts.of_disk(self._disk, self._storing, len(self._erasures))

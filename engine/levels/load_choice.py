@@ -30,8 +30,9 @@ TRIAL_S: Final = 1.0
 TRIALS_WON: Final = 3
 """Trials in a row that must win before the level serves as before."""
 FIRST_BYTES_PER_S: Final[dict[LevelName, float]] = {"host": 4e9, "disk": 0.5e9, "remote": 0.1e9}
-"""Rates until they are measured. That of host memory is the transfer engine's, where it says so: a
-load that is never tried is never measured."""
+"""Rates until they are measured, where nothing better is known: see `first_rates`."""
+DISK_PART: Final = 4
+"""A disk is expected to have this part of the transfer engine's rate until it is measured."""
 FIXED_S: Final = 0.001
 """Seconds that any load takes: it is noticed between two steps."""
 
@@ -101,6 +102,15 @@ class LevelPace:
         self._won_s.append(compute_s - took_s)
         if len(self._won_s) == JUDGED_LOADS and sum(self._won_s) < 0:
             self._paused_until_s, self._trials_won = now_s + PAUSE_S, 0
+
+
+def first_rates(transfer_bytes_per_s: float) -> tuple[float, float]:
+    """Return the rates of host memory and disk to expect beside a transfer engine of this rate.
+
+    They are what a good machine has: a load that is never tried is never measured, and what
+    computes fast would compute for ever. A first load that loses time is counted as such.
+    """
+    return transfer_bytes_per_s, transfer_bytes_per_s / DISK_PART
 
 
 class LoadChoice(NamedTuple):

@@ -22,9 +22,14 @@ from engine.moves import Fetch, Fetched, LevelName, Move, Moved, Storage
 
 FETCH_RECORDS_MAX = 32
 """Records that one fetch asks for."""
+PART = 64
+"""Runs in a row that are handed over while as many more of their load are under way."""
 DEADLINE_S_MIN = 0.25
 DEADLINE_FACTOR = 4.0
 """A load is given up after this many times its predicted time, and not before the least."""
+TURNS_MIN = 8
+"""Turns that a load has at least: with long prompts beside it a turn takes a step's time, and its
+blocks wait for the steps in flight before it begins."""
 
 
 FARTHEST: tuple[LevelName, ...] = ("remote", "disk")
@@ -69,8 +74,10 @@ class Load:
     """The load of one sequence.
 
     `first`: the index of its first run. `loaded`: the runs that are in place, counted from the
-    first one, once it `is_ended`; `miss`: why not all are. `after_step`: it fills blocks only when
-    this step has been collected, since a step in flight may still write to their former owner.
+    first one, once it `is_ended`; `miss`: why not all are. `placed`: those that were handed over
+    before its end. `ready`: its pieces whose slots are full, and which no move copies yet.
+    `after_step`: it fills blocks only when this step has been collected, since a step in flight may
+    still write to their former owner. `turns`: those since its beginning.
     """
 
     __slots__ = (
@@ -87,6 +94,9 @@ class Load:
         "namespace",
         "payer",
         "pieces",
+        "placed",
+        "ready",
+        "turns",
         "under_way",
     )
 
@@ -112,6 +122,9 @@ class Load:
         self.is_ended = False
         self.loaded = 0
         self.miss: LoadMiss = ""
+        self.placed = 0
+        self.ready = deque(piece for piece in pieces if piece.state is _State.READY)
+        self.turns = 0
         self.under_way = 0
 
     @property
@@ -131,6 +144,15 @@ class Load:
         return {piece.form for piece in self.pieces[: self.loaded]}
 
     @property
+    def is_whole_or_nothing(self) -> bool:
+        """Return whether a part of it is of no use: window groups have what its end reads alone."""
+        return bool(self.pieces[-1].beside)
+
+    def copies_from(self, since: int) -> list[Copy]:
+        """Return the copies of its runs from `since` on."""
+        return [piece.copy for piece in self.pieces[since:]]
+
+    @property
     def copies(self) -> list[Copy]:
         """Return the copies of the runs it brought."""
         return [piece.copy for piece in self.pieces[: self.loaded]]
@@ -139,8 +161,8 @@ class Load:
 class Loads:
     """All loads whose moves have not ended.
 
-    `loaded_blocks`: totals by level. `failed`: pieces that failed, by level; `damaged`: those of
-    them whose bytes were not those that were written.
+    `part`: runs that are handed over at a time. `loaded_blocks`: totals by level. `failed`: pieces
+    that failed, by level; `damaged`: those of them whose bytes were not those that were written.
     """
 
     def __init__(
@@ -161,8 +183,10 @@ class Loads:
         self._next_id = next_id
         self._verify_host = verify_host
         self._moves_max = moves_max
+        self.part = PART
         self._loads: dict[Load, None] = {}
         self._moves: dict[int, tuple[Load, _Piece]] = {}
+        self._moving = Counter[Payer]()
         self._fetches: dict[tuple[int, int], tuple[Load, _Piece]] = {}
         self._ended: list[Load] = []
         self._moved_from_host = 0
@@ -254,26 +278,24 @@ class Loads:
 
     def next_moves(self, collected_step: int) -> list[Move]:
         """Return the moves to submit now: those of the payer with fewest under way first, and of
-        its loads the oldest, so that no payer waits for the loads of another. O(pieces of loads).
+        its loads the oldest, so that no payer waits for the loads of another. O(loads, these).
         """
         moves: list[Move] = []
         if not self._loads or len(self._moves) >= self._moves_max:
             return moves
-        ready: dict[Payer, deque[tuple[Load, _Piece]]] = {}
+        ready: dict[Payer, deque[Load]] = {}
         for load in self._loads:
-            if not load.is_ended and load.after_step <= collected_step:
-                for piece in load.pieces:
-                    if piece.state is _State.READY:
-                        ready.setdefault(load.payer, deque()).append((load, piece))
-        if not ready:
-            return moves
-        under_way = Counter(load.payer for load, _ in self._moves.values())
+            if load.ready and not load.is_ended and load.after_step <= collected_step:
+                ready.setdefault(load.payer, deque()).append(load)
         while ready and len(self._moves) < self._moves_max:
-            payer = min(ready, key=under_way.__getitem__)
-            load, piece = ready[payer].popleft()
-            if not ready[payer]:
-                del ready[payer]
-            under_way[payer] += 1
+            payer = min(ready, key=self._moving.__getitem__)
+            load = ready[payer][0]
+            piece = load.ready.popleft()
+            if not load.ready:
+                ready[payer].popleft()
+                if not ready[payer]:
+                    del ready[payer]
+            self._moving[payer] += 1
             move_id = self._next_id()
             piece.state = _State.MOVING
             self._moves[move_id] = (load, piece)
@@ -288,6 +310,9 @@ class Loads:
         if found is None:
             return False
         load, piece = found
+        self._moving[load.payer] -= 1
+        if not self._moving[load.payer]:
+            del self._moving[load.payer]
         if outcome.is_done:
             self._paces["host"].record_block(outcome.seconds, piece.form)
             if piece.check and piece.check == piece.copy.check:
@@ -318,6 +343,24 @@ class Loads:
             self._let_go(load, piece)
         else:
             piece.state = _State.READY
+            load.ready.append(piece)
+
+    def take_parts(self) -> list[Load]:
+        """Return the loads under way of which `part` more runs are in place; `placed` counts these.
+        What is done of a long load is committed while the rest is copied. O(pieces of loads).
+        """
+        found = []
+        for load in self._loads:
+            left = len(load.pieces) - load.placed
+            if load.is_ended or left < 2 * self.part or load.is_whole_or_nothing:
+                continue
+            done = self._done(load)
+            if done - load.placed >= self.part:
+                load.placed = done
+                missing = {piece.block for piece in load.pieces[done:]}
+                self._cache.moves.unhold_except(load.held, missing)
+                found.append(load)
+        return found
 
     def take_ended(self, now_s: float) -> list[Load]:
         """Return the loads that have ended since the last call, by success, failure or deadline;
@@ -327,8 +370,10 @@ class Loads:
         for load in list(self._loads):
             if not load.is_ended:
                 done = self._done(load)
+                load.turns += 1
+                is_late = now_s >= load.deadline_at_s and load.turns > TURNS_MIN
                 is_cut = done < len(load.pieces) and load.pieces[done].state is _State.FAILED
-                if done == len(load.pieces) or is_cut or now_s >= load.deadline_at_s:
+                if done == len(load.pieces) or is_cut or is_late:
                     if done < len(load.pieces):
                         load.miss = "damaged" if load.pieces[done].is_damaged else "level_failed"
                         self.failed[load.pieces[done].level] += not is_cut
@@ -361,14 +406,15 @@ class Loads:
             self._storage.send(Fetch(call_id, load.namespace, records, slots, size))
 
     def _done(self, load: Load) -> int:
-        """Return how many leading pieces are done."""
-        for index, piece in enumerate(load.pieces):
-            if piece.state is not _State.DONE:
+        """Return how many leading pieces are done. O(those that were not handed over)."""
+        for index in range(load.placed, len(load.pieces)):
+            if load.pieces[index].state is not _State.DONE:
                 return index
         return len(load.pieces)
 
     def _end(self, load: Load, loaded: int) -> None:
         load.is_ended, load.loaded = True, loaded
+        load.ready.clear()
         for piece in load.pieces[:loaded]:
             self.loaded_blocks[piece.level] += 1
         for piece in load.pieces:

@@ -19,6 +19,9 @@ from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step_cost import StepCost
 
+PROMPT_MIN = 16
+"""Tokens that are not computed, from which on they are a prompt's."""
+
 
 class Loading:
     """The sequences that wait for a look, and those that are being loaded.
@@ -75,16 +78,31 @@ class Loading:
 
     # -- loads --------------------------------------------------------------------------------
 
-    def plan(self, sequence: Sequence, found: TreeMatch | None, now_s: float) -> LoadPlan | None:
+    def plan(
+        self, sequence: Sequence, found: TreeMatch | None, running: RunningSet, now_s: float
+    ) -> LoadPlan | None:
         """Return what to load for a waiting sequence behind what the device has; None if nothing
         is known, or worth it.
+
+        A load waits for those begun before it, and so does computing: for the prompts of the same
+        payer that are not computed yet, or are in steps in flight. Those of other payers do not
+        count, so that what is found does not tell of them.
         """
         if found is None:
             return None
         grant, seconds = sequence.parent.request.grant, self._step_cost.seconds_of_slice
-        tokens = sequence.findable_tokens(self._cache.block_size)
-        whole = len(self._cache.whole_blocks(found).path)
-        plan = self.levels.plan(grant, tokens, whole, seconds, now_s)
+        before_s = 0.0
+        for other in running:
+            if other.table is not None and other.parent.payer == sequence.parent.payer:
+                left = 0 if other.is_halted else other.length - other.table.kv_tokens
+                before_s += seconds(other.table.kv_tokens, left) if left >= PROMPT_MIN else 0.0
+        plan = self.levels.plan(
+            grant,
+            sequence.findable_tokens(self._cache.block_size),
+            len(self._cache.whole_blocks(found).path),
+            lambda start, count: before_s + seconds(start, count),
+            now_s,
+        )
         if plan is None:
             return None
         use = _use_of(sequence)
@@ -134,6 +152,10 @@ class Loading:
                 self.looking[sequence_id] = (sequence, until_s)
             elif now_s >= until_s:
                 self._end_look(sequence_id, is_answered=False)
+        parts = {load: load.placed for load in self._loading}
+        for load in self.levels.take_parts():
+            if load in self._loading:
+                self._commit(self._loading[load], load, load.placed, parts[load], now_s)
         ended = []
         for load in self.levels.take_ended(now_s):
             if load not in self._loading:
@@ -146,7 +168,12 @@ class Loading:
             elif load.loaded < len(load.pieces):  # an erasure has ended it
                 use.forget()
             self._release(loaded)
-            self._commit(loaded, load, now_s)
+            if loaded.table is not None:
+                load.loaded = self._cache.moves.settle(loaded.table, load.first, load.loaded)
+            if load.loaded:
+                self._commit(loaded, load, load.loaded, load.placed, now_s)
+                if loaded.parent.started_at_s is None:
+                    loaded.parent.loaded_tokens = load.tokens_by_level(self._cache.block_size)
             ended.append(loaded)
         return ended
 
@@ -184,19 +211,15 @@ class Loading:
             use.miss("level_failed")
         self._queue.add(sequence)
 
-    def _commit(self, sequence: Sequence, load: Load, now_s: float) -> None:
-        """Commit what a load has brought, as if it had been computed."""
+    def _commit(self, sequence: Sequence, load: Load, runs: int, since: int, now_s: float) -> None:
+        """Commit the first `runs` that a load has brought, as if they had been computed; `since` of
+        them were committed before.
+        """
         table, size = sequence.table, self._cache.block_size
         assert table is not None, "a sequence that is loaded has its blocks"
-        load.loaded = self._cache.moves.settle(table, load.first, load.loaded)
-        if not load.loaded:
-            return
-        self._cache.commit(table, sequence.tokens, (load.first + load.loaded) * size, now_s)
+        self._cache.commit(table, sequence.tokens, (load.first + runs) * size, now_s)
         sequence.computed = table.kv_tokens
-        self.levels.committed_load(load, table)
-        active = sequence.parent
-        if active.started_at_s is None:
-            active.loaded_tokens = load.tokens_by_level(size)
+        self.levels.committed_load(load, table, since)
 
 
 def _use_of(sequence: Sequence) -> LevelUse:

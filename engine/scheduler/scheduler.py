@@ -420,7 +420,9 @@ class Scheduler:
             found = self._find_prefix(sequence, now_s)
         if not self.running and self._waits_for_moves(sequence, found, needed, now_s):
             return "blocks"
-        plan = None if self.loading is None else self.loading.plan(sequence, found, now_s)
+        plan = None
+        if self.loading is not None:
+            plan = self.loading.plan(sequence, found, self.running, now_s)
         if plan is not None and found is not None:
             found = self.cache.whole_blocks(found)  # what is loaded comes in whole blocks
         sequence.table = self.cache.begin(

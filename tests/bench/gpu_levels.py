@@ -18,7 +18,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,9 @@ HOUR = Retention("hour", promise_s=3600.0, limit_s=7200.0)
 WAIT_S = 20.0
 PAYER = Quota(payer=b"one")
 """Of all: a payer's blocks are evicted for its own first."""
-REPEATS = 4
+SETUPS = ("with levels", "without", "in a pool with room")
+REPEATS = 3
+ROUNDS = 3
 
 
 class LevelsBench(Bench):
@@ -70,8 +73,12 @@ class LevelsBench(Bench):
         loaded: dict[str, int] = {}
         cached = 0
         misses: list[str] = []
+        turns: list[float] = []
         while self.core.has_work():
-            for event in self.core.step():
+            turn_s = time.perf_counter()
+            events = self.core.step()
+            turns.append(time.perf_counter() - turn_s)
+            for event in events:
                 if isinstance(event, Tokens) and event.request_id not in begun:
                     begun.add(event.request_id)
                     first_s.append(time.perf_counter() - began_s)
@@ -91,6 +98,9 @@ class LevelsBench(Bench):
             "cached": cached,
             "loaded": loaded,
             "misses": sorted(set(misses)),
+            "turns": len(turns),
+            "turns_ms": round(sum(turns) * 1e3, 1),
+            "longest_ms": [round(one * 1e3, 1) for one in sorted(turns)[-3:]],
         }
 
     def settle(self) -> None:
@@ -141,6 +151,9 @@ def measure_first_tokens(
         "first_ms": [one["first_ms"] for one in again],
         "loaded": again[-1]["loaded"],
         "misses": again[-1]["misses"],
+        "turns": again[-1]["turns"],
+        "turns_ms": again[-1]["turns_ms"],
+        "longest_ms": again[-1]["longest_ms"],
         "gb_s": [round(level.bytes_per_s / 1e9, 1) for level in host],
     }
 
@@ -185,8 +198,10 @@ def measure_disk(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
     bench.close()
 
 
-def measure_return(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
-    """Let conversations come back in turn."""
+def measure_return(
+    like: Bench, folder: Path, wanted: Sequence[str] = SETUPS
+) -> Iterator[dict[str, Any]]:
+    """Let conversations come back in turn, in the wanted setups."""
     conversations = prompts_of(64, 64, 4096)
     small = POOL_BYTES // (like.token_bytes * BLOCK)
     large = 64 * (4096 // BLOCK + 2) + 512
@@ -197,9 +212,11 @@ def measure_return(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
     }
     grant = CacheGrant(b"conversations")
     for name, (blocks, config) in setups.items():
+        if name not in wanted:
+            continue
         bench = LevelsBench(like.config, blocks, config, like=like)
         rounds = []
-        for _ in range(4):  # the first one computes all of them
+        for _ in range(ROUNDS):  # the first one computes all of them
             found = [bench.ask(conversations[i : i + 16], grant, 16) for i in range(0, 64, 16)]
             bench.settle()
             rounds.append(found)
@@ -256,7 +273,7 @@ def measure_none(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
         bench.close()
 
 
-PARTS = {
+PARTS: dict[str, Callable[[Bench, Path], Iterator[dict[str, Any]]]] = {
     "host": measure_host,
     "packed": measure_packed,
     "return": measure_return,
@@ -272,6 +289,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--dir", type=Path, default=None, help="the disk to measure")
+    parser.add_argument("--setups", default=",".join(SETUPS), help="of the part `return`")
     options = parser.parse_args()
     shape = msgspec.structs.replace(
         LLAMA_8B, layers=(Layer(),) * options.layers, context=CONTEXT_TOKENS
@@ -279,10 +297,11 @@ def main() -> None:
     like = Bench(shape, 64)
     print_line(f"{torch.cuda.get_device_name()}, copy {like.copy_rate / 1e9:.0f} GB/s")
     results = []
+    parts = PARTS | {"return": partial(measure_return, wanted=options.setups.split(","))}
     for name in options.only.split(","):
         began_s = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-            for found in PARTS[name](like, Path(folder)):
+            for found in parts[name](like, Path(folder)):
                 results.append(found)
                 print_line(json.dumps(found))
         print_line(f"{name}: {time.perf_counter() - began_s:.0f} s")

@@ -38,7 +38,7 @@ from tests.bench.gpu_workloads import LLAMA_8B, WORKLOADS, Bench, print_line
 BLOCKS = 2048
 BATCHES = (1, 4, 16, 64, 256, 512)
 REPEATS = 5
-FULL_BLOCKS = 128
+FULL_BLOCKS = 256
 """Moves of a direction under way while both directions are kept full."""
 PAUSE_S = 0.001
 

@@ -90,6 +90,7 @@ class BlockMemory:
     formats: tuple[SlotFormat, ...] = (SlotFormat("", BLOCK_TOKENS),)
     bytes_per_s = 4e9
     loads_max = LOADS_MAX
+    unusable_bytes = 0
 
     def __init__(self, slots: int, device: list[int], block_s: float) -> None:
         self.layout = SlotLayout.uniform(slots, BLOCK_TOKENS)
@@ -278,7 +279,7 @@ class Replay:
             for level, count in load.tokens_by_level(1):
                 setattr(self.counts, level, getattr(self.counts, level) + count)
             self._cache.commit(table, tokens, load.first + load.loaded, self._now_s)
-            self._levels.committed_load(load, table)
+            self._levels.committed_load(load, table, 0)
 
     def _check(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Raise AssertionError unless each block holds its own prefix."""

@@ -58,6 +58,7 @@ class LevelsMachine(EngineMachine):
                 self.disk.take_over(before)
             if not self.is_kept:
                 self.levels = Levels(cache, CONFIG, self.memory, self.disk)
+                self.levels.loads.part = 1
                 return self.levels
             kept = self.kept = self.kept or FakeKeptSlots(
                 self.memory.layout.slots, lambda: self.now_s() + 5_000.0
@@ -73,6 +74,7 @@ class LevelsMachine(EngineMachine):
                 kept=kept,
                 now_s=self.now_s(),
             )
+            self.levels.loads.part = 1
             return self.levels
 
         return make

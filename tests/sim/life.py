@@ -211,7 +211,9 @@ class LeveledLife(Life):
                     memory, chance, self.weather, lambda: self.world.clock(), records_max
                 )
                 self.disk.take_over(before)
-            return Levels(cache, config, memory, self.disk)
+            levels = Levels(cache, config, memory, self.disk)
+            levels.loads.part = 1
+            return levels
 
         return make
 

@@ -177,7 +177,7 @@ def test_memory_that_cannot_be_pinned_is_not_used() -> None:
     again = rig.run(Move(2, "offload", 0, 0))
     good = rig.run(Move(3, "offload", 0, 2))
     engine = device_engine(rig)
-    sizes = engine.unpinnable_bytes, engine.pinned_bytes
+    sizes = engine.unusable_bytes, engine.pinned_bytes
     finish(rig)
 
     assert [moved.is_done for moved in (*bad, *again, *good)] == [False, False, True]

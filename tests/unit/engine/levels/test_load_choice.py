@@ -13,6 +13,7 @@ from engine.levels.load_choice import (
     LevelPace,
     LoadChoice,
     choose_load,
+    first_rates,
 )
 from engine.moves import LevelName
 
@@ -174,3 +175,27 @@ def test_a_remote_store_that_loses_is_left_alone() -> None:
 
     assert far(32, pace, on_host=4, now_s=1.0).blocks == 4
     assert far(32, pace, on_host=4, now_s=PAUSE_S).blocks == 32
+
+
+def test_what_computes_fast_tries_a_disk_that_was_never_measured() -> None:
+    """On a GPU a token is computed in 26 us. With the rate of a slow disk nothing would be loaded,
+    and nothing measured; once it is, a slow disk is left alone.
+    """
+    token_bytes, block = 131_072, 16 * 131_072
+    host_rate, disk_rate = first_rates(25e9)
+    host = LevelPace("host", [block], bytes_per_s=host_rate)
+    disk = LevelPace("disk", [block], 4, disk_rate)
+
+    def choose() -> int:
+        on_host = [False] * 512
+        return choose_load(
+            on_host, host, disk, lambda n: n * 16 * 25.7e-6, lambda level: 16, 0.0
+        ).blocks
+
+    first = choose()
+    for _ in range(512):
+        disk.record_block(4 * block / 0.5e9)
+
+    assert first == 512
+    assert choose() == 0
+    assert LevelPace("disk", [block], 4).block_s[0] / 16 > 25.7e-6 > token_bytes / disk_rate

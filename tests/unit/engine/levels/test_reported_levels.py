@@ -54,3 +54,15 @@ def test_statistics_tell_owners_and_choices() -> None:
     assert (disk.chosen_total, disk.pending_erasures) == (0, 0)
     world.core.erase(Erase(1, b"n"))
     assert world.core.stats().levels[1].pending_erasures == 1
+
+
+def test_memory_that_a_device_does_not_reach_is_no_room() -> None:
+    """It is told, with how much it is; the level stays open."""
+    world = LeveledWorld(disk=False)
+    before = world.core.stats().levels[0]
+    world.memory.unusable_bytes = 4_096
+    after = world.core.stats().levels[0]
+
+    assert (before.state, before.reason) == ("open", "")
+    assert (after.state, after.reason) == ("open", "4,096 bytes of it could not be pinned")
+    assert after.capacity_bytes == before.capacity_bytes - 4_096
