@@ -80,7 +80,8 @@ class CpuAttention:
         if plan.rows[-1].attention is not None:  # rows under windows come last
             pieces = self._pieces(plan)
         for index, found in pieces.items():
-            tables[index] = [block for piece in found for block in piece.blocks]
+            row = plan.rows[index]
+            tables[index] = [block for piece in found for block in piece.blocks(row)]
             for piece in found:
                 first, end = starts[index] + piece.first, starts[index] + piece.end
                 own_keys[first:end] = torch.arange(piece.at, piece.at + end - first)
@@ -121,7 +122,7 @@ class CpuAttention:
                 for piece in pieces.get(index, ()):
                     count = piece.end - piece.first
                     self._prompt(first + piece.first, count, piece.at, table, bundles, segments)
-                    table += len(piece.blocks)
+                    table += piece.sinks + piece.end_block - piece.begin_block
                 index += 1
                 continue
             end = index + 1

@@ -165,10 +165,11 @@ class TorchAttention:
         assert not layout.window, "layers with windows of their own compute no attention windows"
         for piece in pieces_of(row, attention, self.block_size):
             if piece.end - piece.first == 1:
-                decoding.append((first + piece.first, piece.blocks, piece.at + 1))
+                decoding.append((first + piece.first, piece.blocks(row), piece.at + 1))
                 continue
             begin, end = first + piece.first, first + piece.end
-            layout.prompts.append(_Prompt(begin, end, piece.at, 0, self._tensor(piece.blocks)))
+            blocks = self._tensor(piece.blocks(row))
+            layout.prompts.append(_Prompt(begin, end, piece.at, 0, blocks))
 
     def _tensor(self, blocks: object) -> torch.Tensor:
         return torch.as_tensor(blocks, dtype=torch.int64).to(self.device)

@@ -113,9 +113,8 @@ def test_every_key_that_a_row_reads_is_in_one_tile(seed: int, group: int) -> Non
             continue
         table = list(range((start + count) // size + 1))
         for piece in pieces_of(Row(0, start, count, table, 0, None), window, size):
-            first, skipped = start + piece.first, start + piece.first - piece.at
-            both = (window.sinks * size + skipped, window.sinks * size) if skipped else (0, 0)
-            found.append((piece.end - piece.first, first, 0, *both))
+            both = piece.begin_block * size, piece.sinks * size
+            found.append((piece.end - piece.first, start + piece.first, 0, *both))
     slices = Slices(*(np.ascontiguousarray(c) for c in np.array(found, np.int32).T))
     planner = WorkPlanner(2, group, size, 132)
 
@@ -143,7 +142,7 @@ def test_rows_under_windows_take_the_tiles_of_every_step() -> None:
     """A decoding row is two small tiles and a merge, for which graphs are captured anyway."""
     row = Row(0, 200, 1, list(range(13)), 0, None, attention=BlockWindow(1, 2))
     (piece,) = pieces_of(row, BlockWindow(1, 2), 16)
-    assert (piece.blocks, piece.at) == ([0, 10, 11, 12], 56)
+    assert (piece.blocks(row), piece.at) == ([0, 10, 11, 12], 56)
     column = [np.array([value], np.int32) for value in (1, 200, 0, 160, 16)]
     plan = WorkPlanner(2, 4, 16, 132).plan(Slices(*column), np.zeros((0, 4), np.int32))
 
