@@ -139,9 +139,11 @@ class GpuAttention:
             return self.plan
         flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in groups]
         shared = np.array(flat, np.int32).reshape(-1, 4)
-        slices = slices or Slices(rows, starts, (seats * self.stride).astype(np.int32))
+        whole = Slices(rows, starts, (seats * self.stride).astype(np.int32))
         plans = {
-            window: self.planner.plan(slices, shared, padded_rows, window)
+            window: self.planner.plan(
+                whole if slices is None or window else slices, shared, padded_rows, window
+            )
             for window in self.windows
         }
         self._take_memory(plans, padded_rows, may_grow=bool(windowed))

@@ -222,5 +222,5 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
         device.type,
         pipeline_depth=1,
         kv=memory,
-        attention_lacks=lacks_attention_windows(card.config),
+        attention_lacks=lacks_attention_windows(card.config, kv),
     )

@@ -14,6 +14,7 @@ import kernels.gpu.tree_attention
 from engine.api import AttentionWindow, Request, Sampling
 from engine.attention.row_pieces import pieces_of
 from engine.config import EngineConfig
+from engine.model_store import Architecture
 from engine.plan import BlockWindow, Row
 from kernels.gpu.work_list import Slices, WorkPlanner
 from tests.unit.engine.runner.masked_model import masked_logprobs
@@ -21,6 +22,7 @@ from tests.unit.engine.runner.test_gpu_runner import (
     CONTEXT,
     DEVICE,
     ERROR_MAX,
+    FAMILIES,
     Engine,
     request,
     tokens_of,
@@ -40,8 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """Lanes without a row compute with old memory, which makes the interpreter's numpy warn."""
 
 
-def engine_of(depth: int, blocks: int) -> Engine:
-    engine = Engine(depth, blocks=blocks)  # step tokens 64, slices of 40
+def engine_of(depth: int, blocks: int, config: Architecture | None = None) -> Engine:
+    engine = Engine(depth, blocks=blocks, config=config)  # step tokens 64, slices of 40
     allowed = EngineConfig(
         step_tokens_max=64, prefill_chunk_tokens_max=40, sequences_max=6,
         attention_policies=("window",),
@@ -84,6 +86,22 @@ def test_rows_read_their_sinks_and_their_window(depth: int) -> None:
     for one in (*asked, *again):
         check_logprobs(engine, one)
     assert engine.finished["w again"].usage.cached_tokens == 64
+
+
+@pytest.mark.slow
+def test_layers_with_windows_of_their_own_keep_them() -> None:
+    """As Gemma 3 has them: the request's window is that of the layers that read everything."""
+    engine = engine_of(2, 120, FAMILIES["gemma3"])
+    sampling = Sampling(temperature=0, logprobs=0)
+    shared = tokens_of(1, 50)
+    asked = [
+        replace(request("w", shared + tokens_of(2, 29), sampling, count=4), attention=WINDOW),
+        request("p", shared + tokens_of(5, 9), sampling),
+    ]
+    engine.run(*asked)
+
+    for one in asked:
+        check_logprobs(engine, one)
 
 
 @pytest.mark.slow
