@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from engine.attention.batch import Batch
 from engine.attention.interface import AttentionSpec
 from engine.attention.row_pieces import RowPiece, pieces_of
-from engine.plan import StepPlan
+from engine.plan import Row, StepPlan
 
 TILE = 64
 """Keys of a tile; shared runs are rounded down to a multiple."""
@@ -76,11 +76,13 @@ class CpuAttention:
         """Lay out a step. O(blocks of its rows + rows * groups above them)."""
         starts = [0, *batch.row_ends]
         tables: list[Sequence[int]] = [row.block_ids for row in plan.rows]
-        own_keys, pieces = batch.positions.int(), Pieces()
+        positions, pieces = batch.positions.int(), Pieces()
+        own_keys = positions
         if plan.rows[-1].attention is not None:  # rows under windows come last
-            pieces = self._pieces(plan)
+            pieces, own_keys = self._pieces(plan), positions.clone()
         for index, found in pieces.items():
-            tables[index] = [block for piece in found for block in piece.blocks]
+            row = plan.rows[index]
+            tables[index] = [block for piece in found for block in piece.blocks(row)]
             for piece in found:
                 first, end = starts[index] + piece.first, starts[index] + piece.end
                 own_keys[first:end] = torch.arange(piece.at, piece.at + end - first)
@@ -88,13 +90,14 @@ class CpuAttention:
         cut = self._cut(plan, starts, offsets, pieces)
         places = [CpuPlace(_joined(tables), batch.slots, *cut, own_keys)]
         if batch.beside:
-            assert not pieces, "layers with windows of their own compute no attention windows"
             # In a window group each row reads by its own table: another's may have holes where
-            # the row still sees keys.
-            bundles, segments = self._cut(replace(plan, groups=()), starts, offsets, pieces)
+            # the row still sees keys. A request's window is none of these layers'.
+            offsets = np.cumsum([0, *(len(row.block_ids) for row in plan.rows)]).tolist()
+            alike = {index: _whole(plan.rows[index], found) for index, found in pieces.items()}
+            bundles, segments = self._cut(replace(plan, groups=()), starts, offsets, alike)
             for group, slots in enumerate(batch.beside):
                 tables = [row.beside[group] for row in plan.rows]
-                places.append(CpuPlace(_joined(tables), slots, bundles, segments, own_keys))
+                places.append(CpuPlace(_joined(tables), slots, bundles, segments, positions))
         self.work = CpuWork(batch, tuple(places))
 
     def _pieces(self, plan: StepPlan) -> Pieces:
@@ -121,7 +124,7 @@ class CpuAttention:
                 for piece in pieces.get(index, ()):
                     count = piece.end - piece.first
                     self._prompt(first + piece.first, count, piece.at, table, bundles, segments)
-                    table += len(piece.blocks)
+                    table += piece.sinks + piece.end_block - piece.begin_block
                 index += 1
                 continue
             end = index + 1
@@ -173,6 +176,15 @@ class CpuAttention:
             tiles = own // TILE + 1
             at, begin = token + index - first, covered[index - first]
             segments.append((at, at + 1, begin, tiles, offsets[index]))
+
+
+def _whole(row: Row, pieces: list[RowPiece]) -> list[RowPiece]:
+    """Return pieces with the same tokens that read the row's whole table: all places of a step have
+    the same number of bundles."""
+    return [
+        replace(piece, at=row.start + piece.first, sinks=0, begin_block=0, end_block=0)
+        for piece in pieces
+    ]
 
 
 def _joined(tables: Sequence[Sequence[int]]) -> Ints:

@@ -139,12 +139,14 @@ class GpuAttention:
             return self.plan
         flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in groups]
         shared = np.array(flat, np.int32).reshape(-1, 4)
-        slices = slices or Slices(rows, starts, (seats * self.stride).astype(np.int32))
+        whole = Slices(rows, starts, (seats * self.stride).astype(np.int32))
         plans = {
-            window: self.planner.plan(slices, shared, padded_rows, window)
+            window: self.planner.plan(
+                whole if slices is None or window else slices, shared, padded_rows, window
+            )
             for window in self.windows
         }
-        self._take_memory(plans, padded_rows)
+        self._take_memory(plans, padded_rows, may_grow=bool(windowed))
         for window, plan in plans.items():
             self._works[window].load(plan)
         self.plan = plans[self.windows[0]]
@@ -160,23 +162,24 @@ class GpuAttention:
             if row.attention is None:
                 found.append((row.count, row.start, offset, 0, 0))
                 continue
-            sinks = row.attention.sinks * size
             for piece in pieces_of(row, row.attention, size):
-                start = row.start + piece.first
-                skipped = start - piece.at
-                both = (sinks + skipped, sinks) if skipped else (0, 0)
-                found.append((piece.end - piece.first, start, offset, *both))
+                both = piece.begin_block * size, piece.sinks * size
+                found.append((piece.end - piece.first, row.start + piece.first, offset, *both))
         columns = np.array(found, np.int32).T
         return Slices(*(np.ascontiguousarray(column) for column in columns))
 
-    def _take_memory(self, plans: dict[int, HostPlan], rows: int) -> None:
+    def _take_memory(
+        self, plans: dict[int, HostPlan], rows: int, *, may_grow: bool = False
+    ) -> None:
         """Choose the step's lists and scratch. Spans always fit those made at the start; chunks,
-        whose cuts do not depend on the room, get memory of their own where they do not."""
+        whose cuts do not depend on the room, get memory of their own where they do not. So do
+        steps of attention windows that leave room for one part (`may_grow`): each row has two."""
         self._works, self.scratch = dict(self._lists), self.parts
         spec, device = self.spec, self.kv.device
         most = max(plan.parts_max for plan in plans.values())
         if most > 1 and most * rows > self.part_rows:
-            assert self.planner.chunk_keys, "spans are cut to fit the memory; only chunks are not"
+            is_cut_to_fit = not (self.planner.chunk_keys or may_grow)
+            assert not is_cut_to_fit, "spans are cut to fit the memory; only chunks are not"
             self.scratch = PartialOutputs(most, rows, spec.heads, spec.head_dim, device)
         for window, plan in plans.items():
             known = self._lists[window]

@@ -14,6 +14,7 @@ import torch
 from msgspec import Struct
 
 from engine.attention.batch import Batch
+from engine.kv.format import KvFormat
 from engine.model_store import Architecture
 from engine.plan import StepPlan
 
@@ -73,11 +74,15 @@ def attention_spec(config: Architecture) -> AttentionSpec:
     )
 
 
-def lacks_attention_windows(config: Architecture) -> str:
-    """Return why no backend computes attention windows for a model, or "" where they do: what a
-    layer with a window of its own reads may lie behind that of the request."""
-    if any(layer.window for layer in config.layers):
-        return "layers of the model have sliding windows of their own"
+def lacks_attention_windows(config: Architecture, form: KvFormat) -> str:
+    """Return why no backend computes attention windows for a model, or "" where they do.
+
+    Layers with sliding windows of their own keep these, in KV groups of their own. Where they share
+    group 0's blocks, what they read may have been let go.
+    """
+    pairs = zip(config.layers, form.group_of_layer, strict=True)
+    if any(layer.window and group == 0 for layer, group in pairs):
+        return "layers with sliding windows share the blocks of layers without"
     return ""
 
 

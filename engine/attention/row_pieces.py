@@ -16,30 +16,38 @@ from engine.plan import BlockWindow, Row
 
 
 class RowPiece(Struct, frozen=True, gc=False):
-    """Tokens [first, end) of a row, counted from its beginning, which read `blocks` in this order.
+    """Tokens [first, end) of a row, counted from its beginning, which read the first `sinks` blocks
+    of its table and those from `begin_block` to `end_block`, in this order.
 
-    `at`: which of the keys of `blocks` is the first token's own; each further token sees one more.
+    `at`: which of the keys of these blocks is the first token's own; each further token sees one
+    more. Where a piece reads all blocks, `sinks` and `begin_block` are 0.
     """
 
     first: int
     end: int
     at: int
-    blocks: list[int]
+    sinks: int
+    begin_block: int
+    end_block: int
+
+    def blocks(self, row: Row) -> list[int]:
+        """Return the blocks that the piece reads. O(these)."""
+        ids = row.block_ids
+        return [*ids[: self.sinks], *ids[self.begin_block : self.end_block]]
 
 
 def pieces_of(row: Row, window: BlockWindow, block_size: int) -> Iterator[RowPiece]:
-    """Yield the pieces of a row that has a window, in order. O(blocks that they read)."""
-    ids, sinks = row.block_ids, window.sinks
+    """Yield the pieces of a row that has a window, in order. O(pieces)."""
     shared_tokens = window.shared_blocks * block_size
     position, end = row.start, row.start + row.count
     while position < end:
-        if position < shared_tokens:
-            upto = min(end, shared_tokens)
-            blocks, skipped = list(ids[: -(-upto // block_size)]), 0
-        else:
+        sinks = begin = 0
+        upto = min(end, shared_tokens)
+        if position >= shared_tokens:
             block = position // block_size
-            upto, first = min(end, (block + 1) * block_size), window.first_read(block)
-            blocks, skipped = [*ids[:sinks], *ids[first : block + 1]], first - sinks
-        at = position - skipped * block_size
-        yield RowPiece(position - row.start, upto - row.start, at, blocks)
+            upto, sinks = min(end, (block + 1) * block_size), window.sinks
+            begin = window.first_read(block)
+        at = position - (begin - sinks) * block_size
+        first, last = position - row.start, upto - row.start
+        yield RowPiece(first, last, at, sinks, begin, -(-upto // block_size))
         position = upto

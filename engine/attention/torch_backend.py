@@ -4,7 +4,7 @@ The rows of a group are one matrix product against the keys of their shared run 
 level of the prefix tree; a row's parts are merged by their log-sum-exps. A row's own keys are read
 per row for prompts, and in one padded batch for decoding rows. A layer with a window reads the
 blocks that overlap it, row by row; a row under an attention window is laid out by the blocks that
-it reads. The backend computes every kind of attention that an
+it reads, for layers without a window. The backend computes every kind of attention that an
 `Architecture` describes; runners use it where the C or GPU kernels do not fit the model.
 """
 
@@ -133,7 +133,7 @@ class TorchAttention:
             )
         decoding: list[tuple[int, list[int], int]] = []
         for index, row in enumerate(plan.rows):
-            if row.attention is not None:
+            if row.attention is not None and not window:
                 self._lay_out_pieces(layout, row, row.attention, starts[index], decoding)
                 continue
             from_block = covered[index]
@@ -162,13 +162,13 @@ class TorchAttention:
         decoding: list[tuple[int, list[int], int]],
     ) -> None:
         """Add a row under an attention window, whose first token is `first` of the step."""
-        assert not layout.window, "layers with windows of their own compute no attention windows"
         for piece in pieces_of(row, attention, self.block_size):
             if piece.end - piece.first == 1:
-                decoding.append((first + piece.first, piece.blocks, piece.at + 1))
+                decoding.append((first + piece.first, piece.blocks(row), piece.at + 1))
                 continue
             begin, end = first + piece.first, first + piece.end
-            layout.prompts.append(_Prompt(begin, end, piece.at, 0, self._tensor(piece.blocks)))
+            blocks = self._tensor(piece.blocks(row))
+            layout.prompts.append(_Prompt(begin, end, piece.at, 0, blocks))
 
     def _tensor(self, blocks: object) -> torch.Tensor:
         return torch.as_tensor(blocks, dtype=torch.int64).to(self.device)

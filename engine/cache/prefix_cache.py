@@ -117,14 +117,11 @@ class PrefixCache:
         O(blocks matched), and as `max_sequence_tokens` with window groups.
         """
         needed, matched = self._blocks_for(tokens), 0 if found is None else len(found.path)
-        if attention is not None:
+        if self._has_windows or attention is not None:
             most = self._manager.max_sequence_blocks(namespace, quota)
-            least, step_blocks = attention.blocks_of(needed), self._blocks_for(step_tokens)
-            needed = min(attention.blocks_of(needed, step_blocks), max(most, least))
+            needed = self.windows.blocks_of(tokens, step_tokens, attention)
+            needed = min(needed, max(most, self.windows.blocks_of(tokens, 1, attention)))
         if self._has_windows:
-            most = self._manager.max_sequence_blocks(namespace, quota)
-            needed = self.windows.blocks_of(tokens, step_tokens)
-            needed = min(needed, max(most, self.windows.blocks_of(tokens)))
             matched += 0 if found is None else len(self._windows.read_blocks(found))
         if found is None:
             return needed

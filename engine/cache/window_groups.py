@@ -13,6 +13,7 @@ from typing import Final
 
 from engine.api import most_runs
 from engine.cache.prefix_tree import Node, TreeMatch
+from engine.plan import BlockWindow
 
 HOLE: Final = -1
 """The entry of a block table whose block the sequence has let go. It is never read."""
@@ -74,9 +75,14 @@ class WindowGroups:
         hit.matched_tokens = found.matched_tokens
         return hit
 
-    def blocks_of(self, tokens: int, step_tokens: int = 1) -> int:
+    def blocks_of(
+        self, tokens: int, step_tokens: int = 1, attention: BlockWindow | None = None
+    ) -> int:
         """Return the most blocks that a sequence of `tokens` holds while its tokens are computed
-        `step_tokens` at a time. O(groups).
+        `step_tokens` at a time, under its `attention` window if it has one. O(groups).
         """
         runs, size = -(-tokens // self.block_size), self.block_size
-        return runs + sum(min(runs, most_runs(w, size, step_tokens)) for w in self.windows)
+        whole = runs
+        if attention is not None:
+            whole = attention.blocks_of(runs, -(-step_tokens // size))
+        return whole + sum(min(runs, most_runs(w, size, step_tokens)) for w in self.windows)

@@ -73,6 +73,13 @@ def _check_attention(core: CheckContext, request: Request, asked: AttentionWindo
             f"An attention window of {asked.tokens} tokens and {asked.sink_tokens} sinks: expected"
             f" multiples of the block of {size} tokens.",
         )
+    own = max(core.cache.windows.windows, default=0)
+    if asked.tokens + 1 < own:
+        raise RequestRefused(
+            "attention_invalid",
+            f"An attention window of {asked.tokens} tokens: expected at least {own - 1}, what the"
+            " model's own sliding windows read.",
+        )
     shared, prompt = asked.shared_tokens(size), len(request.tokens)
     if request.prompt_logprobs is not None and prompt > shared:
         raise RequestRefused(

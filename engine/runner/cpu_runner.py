@@ -220,5 +220,5 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
         context,
         device.type,
         pipeline_depth=1,
-        attention_lacks=lacks_attention_windows(card.config),
+        attention_lacks=lacks_attention_windows(card.config, kv),
     )

@@ -72,7 +72,7 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
             runner.warm_up(limits)
     return LoadedModel(
         runner, kv, blocks, context, device="cuda", pipeline_depth=2,
-        attention_lacks=lacks_attention_windows(card.config),
+        attention_lacks=lacks_attention_windows(card.config, kv.format),
     )  # fmt: skip
 
 

@@ -533,10 +533,10 @@ class Scheduler:
         held = 0 if sequence.table is None else sequence.table.held_blocks
         copied = 1 if request.samples > 1 else 0
         own = -(-total // self.cache.block_size) - len(request.tokens) // self.cache.block_size
-        needed, attention = windows.blocks_of(total), sequence.parent.attention
+        attention = sequence.parent.attention
+        needed = windows.blocks_of(total, 1, attention)
         if attention is not None:
-            needed = attention.blocks_of(needed)
-            own = min(own, needed)
+            own = min(own, attention.blocks_of(own))
         more = (sequence.batch_slots - 1) * own
         return max(0, needed - held) + (copied + more) * windows.groups
 

@@ -73,6 +73,13 @@ def check_attention(
             " leave the header out, or use another model."
         )
         raise Refusal(Kind.BAD, "attention_not_available", message, param=ATTENTION_HEADER)
+    own = max(info.kv_windows, default=0)
+    if asked.tokens + 1 < own:
+        message = (
+            f"{ATTENTION_HEADER}: a window of {asked.tokens} tokens; expected at least {own - 1}:"
+            f" {model!r} has sliding windows of its own."
+        )
+        raise Refusal(Kind.BAD, "invalid_value", message, param=ATTENTION_HEADER)
     shared = asked.shared_tokens(info.block_size)
     if prompt_logprobs is not None and prompt_tokens > shared:
         message = (

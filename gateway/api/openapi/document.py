@@ -148,7 +148,11 @@ def _operation(one: Operation, schemas: _Schemas) -> dict[str, Any]:
         "operationId": _operation_id(one),
         "summary": one.summary,
         "tags": [one.family if not one.path.startswith("/admin") else "admin"],
-        "parameters": [*_path_parameters(one.path), *map(_query_parameter, one.query)],
+        "parameters": [
+            *_path_parameters(one.path),
+            *map(_query_parameter, one.query),
+            *map(_header_parameter, one.headers),
+        ],
         "responses": {str(one.status): success, "4XX": error, "5XX": error},
         "security": _security(one),
     }
@@ -175,6 +179,10 @@ def _path_parameters(path: str) -> list[dict[str, Any]]:
 
 def _query_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
+
+
+def _header_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": False, "schema": {"type": "string"}}
 
 
 def _security(one: Operation) -> list[dict[str, list[str]]]:

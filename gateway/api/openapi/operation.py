@@ -20,7 +20,7 @@ class Operation(Struct, frozen=True):
 
     `body` and `answer`: the structs of the request and of a success; None for no request body, and
     for an answer that has no struct. `query`: the names of its parameters. `content`: the content
-    types of a success.
+    types of a success. `headers`: those that it may have beside every request's.
     """
 
     method: str
@@ -33,3 +33,4 @@ class Operation(Struct, frozen=True):
     status: int = 200
     family: Family = "api"
     content: tuple[str, ...] = (JSON,)
+    headers: tuple[str, ...] = ()

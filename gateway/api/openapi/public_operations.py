@@ -8,6 +8,7 @@ from gateway.api.openapi import answers
 from gateway.api.openapi.history_answers import TenantStateAnswer
 from gateway.api.openapi.operation import JSON, SSE, Family, Operation
 from gateway.api.quote import QuoteBody
+from gateway.caching.attention import ATTENTION_HEADER
 from gateway.dialects.anthropic import wire as anthropic
 from gateway.dialects.gemini import wire as gemini
 from gateway.dialects.openai import conversations
@@ -15,11 +16,14 @@ from gateway.dialects.openai.chat import ChatBody
 from gateway.dialects.openai.completions import CompletionBody
 from gateway.dialects.openai.embeddings import EmbeddingBody
 from gateway.dialects.openai.responses import ResponsesBody
+from gateway.levels.fidelity import FIDELITY_HEADER
 
 BOTH = (JSON, SSE)
 """The content types of an answer, whole or streamed."""
 V1 = ("/v1", "")
 """OpenAI's paths exist with and without /v1."""
+HEADERS = (FIDELITY_HEADER, ATTENTION_HEADER)
+"""What a request that generates, and its quote, may say of its KV."""
 GEMINI = "/{version:v1|v1beta}"
 PAGE = ("pageSize", "page_size", "pageToken", "page_token")
 
@@ -78,8 +82,9 @@ def _anthropic() -> Iterator[Operation]:
 def _gemini() -> Iterator[Operation]:
     path, text = GEMINI + "/models/{target:.+}", "Answer (`MODEL:generateContent` and its streams)."
     yield Operation(
-        "POST", path, "inference", text, gemini.GenerateBody, None, ("alt",), 200, "gemini", BOTH
-    )
+        "POST", path, "inference", text, gemini.GenerateBody, None, ("alt",), 200, "gemini", BOTH,
+        HEADERS,
+    )  # fmt: skip
     many, one = GEMINI + "/cachedContents", GEMINI + "/cachedContents/{name}"
     yield _post(many, "Compute and keep a prefix.", gemini.CachedBody, "gemini")
     yield _ask("GET", many, "List cached contents.", "gemini", PAGE)
@@ -119,7 +124,7 @@ def _own() -> tuple[Operation, ...]:
         Operation("GET", "/v1/findings", "usage", why, None, answers.FindingList, found),
         Operation("GET", path, "cache", "Show the workspace's cache.", None, cached),
         Operation("DELETE", path, "cache", "Erase the workspace's cache.", None, receipt, lease),
-        Operation("POST", f"{path}/quote", "inference", price, QuoteBody, quote),
+        Operation("POST", f"{path}/quote", "inference", price, QuoteBody, quote, headers=HEADERS),
     )
 
 
@@ -137,7 +142,10 @@ def open_operations() -> tuple[Operation, ...]:
 def _post(
     path: str, text: str, body: type, family: Family, content: tuple[str, ...] = (JSON,)
 ) -> Operation:
-    return Operation("POST", path, "inference", text, body, family=family, content=content)
+    headers = HEADERS if content == BOTH else ()
+    return Operation(
+        "POST", path, "inference", text, body, family=family, content=content, headers=headers
+    )
 
 
 def _ask(

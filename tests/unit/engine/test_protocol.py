@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import (
     PROTOCOL_VERSION,
+    AttentionWindow,
     CacheGrant,
     CacheNews,
     Cancel,
@@ -57,6 +58,7 @@ COMMANDS: list[Upward] = [
     Hello(PROTOCOL_VERSION, "/models/m", {"heartbeat_s": 0.5}),
     Submit(Request("a", (1, 2, 3), 4, CacheGrant(b"n\x00"))),
     Submit(Request("b", (1,), 4, CacheGrant(b"n"), grammar=Grammar("regex", "[äö]*"))),
+    Submit(Request("c", (1,), 4, CacheGrant(b"n"), attention=AttentionWindow(4096, 64))),
     Cancel("a"),
     EndSample("a", 0, 2),
     Peek(7, b"n", (1, 2)),

@@ -25,11 +25,12 @@ class MaskedAttention:
         self.config, self.spec = config, attention_spec(config)
         self._tables = rope_tables(config, tokens)
         at = torch.arange(tokens)
-        self.hidden = at[None, :] > at[:, None]
+        self._behind = at[:, None] - at[None, :]
+        self._hidden = self._behind < 0
         if asked is not None:
             before = at // block_size * block_size - asked.tokens
             is_between = (at[None, :] >= asked.sink_tokens) & (at[None, :] < before[:, None])
-            self.hidden |= is_between
+            self._hidden |= is_between
 
     def attend(
         self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None = None
@@ -44,7 +45,10 @@ class MaskedAttention:
         v = parts[:, spec.heads + spec.kv_heads :]
         k, v = (x.repeat_interleave(spec.group_size, 1).transpose(0, 1) for x in (k, v))
         scores = q.transpose(0, 1) @ k.mT * spec.scale
-        weights = scores.masked_fill(self.hidden, -torch.inf).softmax(-1)
+        hidden, window = self._hidden, self.config.layers[layer].window
+        if window:  # the layer's own, whatever the request asks for
+            hidden = (self._behind < 0) | (self._behind >= window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return (weights @ v).transpose(0, 1).reshape(tokens, spec.output_width)
 
 

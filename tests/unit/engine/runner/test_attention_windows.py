@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,8 @@ from engine.attention.interface import lacks_attention_windows
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
-from engine.model_store import ModelCard
+from engine.kv.format import kv_format
+from engine.model_store import Architecture, ModelCard
 from engine.models.cpu_llama import Kernels, load_kernels
 from engine.runner.cpu_runner import CpuRunner
 from engine.weights import load_weights
@@ -37,7 +37,7 @@ from tests.fakes import FakeClock
 from tests.models import prepared, tiny_config
 from tests.unit.engine.runner.masked_model import masked_logprobs
 
-BLOCK, CONTEXT = 16, 512
+BLOCK, CONTEXT, OWN_WINDOW = 16, 512, 24
 TOLERANCE = 2e-4
 SLICES = EngineConfig(
     dtype="fp32", kv_dtype="fp32", sequences_max=8, step_tokens_max=96, prefill_chunk_tokens_max=37,
@@ -51,6 +51,15 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
     torch.set_num_threads(1)
     shape = tiny_config(layers=2, context=CONTEXT, head_dim=32)
     return prepared(tmp_path_factory.mktemp("model"), shape)
+
+
+@pytest.fixture(scope="module")
+def sliding(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    """Return a model of which each fourth layer has no sliding window of its own."""
+    shape = tiny_config(layers=4, context=CONTEXT, head_dim=32)
+    made = prepared(tmp_path_factory.mktemp("sliding"), shape)
+    layers = tuple(replace(layer, window=OWN_WINDOW) for layer in shape.layers[:3])
+    return replace(made, config=replace(shape, layers=(*layers, shape.layers[3])))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,8 @@ class Engine:
         self, card: ModelCard, blocks: int, kernels: Kernels | None, config: EngineConfig = SLICES
     ) -> None:
         self.runner = CpuRunner(card, config, blocks=blocks, context=CONTEXT, kernels=kernels)
-        self.cache = PrefixCache(blocks=blocks, block_size=BLOCK)
+        windows = self.runner.kv.format.windows
+        self.cache = PrefixCache(blocks=blocks, block_size=BLOCK, windows=windows)
         self.core = Core(
             self.cache,
             self.runner,
@@ -249,10 +259,42 @@ def test_a_long_sequence_holds_its_window_alone(
     assert far_from_reference(card, engine, [asked]) < TOLERANCE
 
 
-def test_models_with_windows_of_their_own_are_told(tmp_path: Path) -> None:
-    """A layer's own window may end behind the request's, in blocks that were let go."""
-    plain = tiny_config()
-    layers = (replace(plain.layers[0], window=32), *plain.layers[1:])
+@pytest.mark.parametrize("path", ["torch", "c"])
+@pytest.mark.parametrize(("seed", "blocks"), [(0, 600), (1, 120)])
+def test_layers_with_windows_of_their_own_keep_them(
+    sliding: ModelCard, seed: int, blocks: int, path: str, request: pytest.FixtureRequest
+) -> None:
+    """The request's window is that of the layers that read everything; the blocks of the others
+    are let go by their own."""
+    in_c = request.getfixturevalue("kernels") if path == "c" else None
+    asked = requests(seed)
+    engine = Engine(sliding, blocks, in_c)
+    engine.run(asked, seed)
 
-    assert lacks_attention_windows(plain) == ""
-    assert "windows of their own" in lacks_attention_windows(replace(plain, layers=layers))
+    assert engine.runner.kv.format.windows == (OWN_WINDOW,) * 3
+    assert engine.endings == ["done"] * len(asked)
+    assert far_from_reference(sliding, engine, asked) < TOLERANCE
+
+
+def test_windows_that_share_blocks_with_other_layers_are_told(
+    card: ModelCard, sliding: ModelCard
+) -> None:
+    """Where groups do not pay, windows are masks over group 0, whose blocks are let go."""
+    masked = replace(sliding.config, layers=sliding.config.layers[2:])
+
+    def lacks(config: Architecture, *, has_groups: bool) -> str:
+        form = kv_format(config, torch.float32, BLOCK, has_groups=has_groups)
+        return lacks_attention_windows(config, form)
+
+    assert lacks(card.config, has_groups=True) == ""
+    assert lacks(sliding.config, has_groups=True) == ""
+    assert "share the blocks" in lacks(masked, has_groups=False)
+
+
+def test_a_window_narrower_than_the_models_own_is_refused(sliding: ModelCard) -> None:
+    """Its blocks would be let go before those of the window groups beside them."""
+    engine = Engine(sliding, 100, None)
+    grant, narrow = CacheGrant(b"n"), AttentionWindow(16, 0)
+    engine.run([Request("narrow", (3, 4, 5), 1, grant, attention=narrow)], 0)
+
+    assert engine.endings == ["refusedattention_invalid"]

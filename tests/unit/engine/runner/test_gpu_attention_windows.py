@@ -14,6 +14,7 @@ import kernels.gpu.tree_attention
 from engine.api import AttentionWindow, Request, Sampling
 from engine.attention.row_pieces import pieces_of
 from engine.config import EngineConfig
+from engine.model_store import Architecture
 from engine.plan import BlockWindow, Row
 from kernels.gpu.work_list import Slices, WorkPlanner
 from tests.unit.engine.runner.masked_model import masked_logprobs
@@ -21,6 +22,7 @@ from tests.unit.engine.runner.test_gpu_runner import (
     CONTEXT,
     DEVICE,
     ERROR_MAX,
+    FAMILIES,
     Engine,
     request,
     tokens_of,
@@ -40,8 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """Lanes without a row compute with old memory, which makes the interpreter's numpy warn."""
 
 
-def engine_of(depth: int, blocks: int) -> Engine:
-    engine = Engine(depth, blocks=blocks)  # step tokens 64, slices of 40
+def engine_of(depth: int, blocks: int, config: Architecture | None = None) -> Engine:
+    engine = Engine(depth, blocks=blocks, config=config)  # step tokens 64, slices of 40
     allowed = EngineConfig(
         step_tokens_max=64, prefill_chunk_tokens_max=40, sequences_max=6,
         attention_policies=("window",),
@@ -87,6 +89,22 @@ def test_rows_read_their_sinks_and_their_window(depth: int) -> None:
 
 
 @pytest.mark.slow
+def test_layers_with_windows_of_their_own_keep_them() -> None:
+    """As Gemma 3 has them: the request's window is that of the layers that read everything."""
+    engine = engine_of(2, 120, FAMILIES["gemma3"])
+    sampling = Sampling(temperature=0, logprobs=0)
+    shared = tokens_of(1, 50)
+    asked = [
+        replace(request("w", shared + tokens_of(2, 29), sampling, count=4), attention=WINDOW),
+        request("p", shared + tokens_of(5, 9), sampling),
+    ]
+    engine.run(*asked)
+
+    for one in asked:
+        check_logprobs(engine, one)
+
+
+@pytest.mark.slow
 def test_a_pool_smaller_than_the_sequence_is_enough() -> None:
     """Blocks behind the window go to the sequence's own end while its table still names them."""
     engine = engine_of(2, blocks=12)
@@ -113,9 +131,8 @@ def test_every_key_that_a_row_reads_is_in_one_tile(seed: int, group: int) -> Non
             continue
         table = list(range((start + count) // size + 1))
         for piece in pieces_of(Row(0, start, count, table, 0, None), window, size):
-            first, skipped = start + piece.first, start + piece.first - piece.at
-            both = (window.sinks * size + skipped, window.sinks * size) if skipped else (0, 0)
-            found.append((piece.end - piece.first, first, 0, *both))
+            both = piece.begin_block * size, piece.sinks * size
+            found.append((piece.end - piece.first, start + piece.first, 0, *both))
     slices = Slices(*(np.ascontiguousarray(c) for c in np.array(found, np.int32).T))
     planner = WorkPlanner(2, group, size, 132)
 
@@ -143,7 +160,7 @@ def test_rows_under_windows_take_the_tiles_of_every_step() -> None:
     """A decoding row is two small tiles and a merge, for which graphs are captured anyway."""
     row = Row(0, 200, 1, list(range(13)), 0, None, attention=BlockWindow(1, 2))
     (piece,) = pieces_of(row, BlockWindow(1, 2), 16)
-    assert (piece.blocks, piece.at) == ([0, 10, 11, 12], 56)
+    assert (piece.blocks(row), piece.at) == ([0, 10, 11, 12], 56)
     column = [np.array([value], np.int32) for value in (1, 200, 0, 160, 16)]
     plan = WorkPlanner(2, 4, 16, 132).plan(Slices(*column), np.zeros((0, 4), np.int32))
 

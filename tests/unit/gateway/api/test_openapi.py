@@ -74,6 +74,23 @@ def test_every_operation_is_in_the_document(listener: ListenerName) -> None:
         assert ("requestBody" in found) is (one.body is not None)
 
 
+def test_requests_that_generate_declare_their_headers() -> None:
+    """Those by which a request says how its KV may be kept and read; others have none."""
+    declared = {
+        (path, method): sorted(
+            one["name"] for one in operation["parameters"] if one["in"] == "header"
+        )
+        for path, operations in document("public")["paths"].items()
+        for method, operation in operations.items()
+    }
+    both = ["X-Trunkline-Attention", "X-Trunkline-Fidelity"]
+
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/cache/quote"):
+        assert declared[path, "post"] == both
+    assert declared["/v1/messages/count_tokens", "post"] == []
+    assert declared["/v1/usage", "get"] == []
+
+
 async def test_query_parameters_are_those_that_handlers_take(gateway: GatewayFixture) -> None:
     """A handler that knows its parameters names them when it refuses another one."""
     admin = AdminClient(gateway)

@@ -205,6 +205,16 @@ async def test_what_the_engine_may_not_or_cannot_is_refused_in_each_dialect(
     await gateway.check_quiet()
 
 
+async def test_a_window_narrower_than_the_models_own_is_refused(gateway: GatewayFixture) -> None:
+    """With the least that would be right."""
+    assert gateway.engine.info is not None
+    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, kv_windows=(128,))
+    status, answer, _ = await gateway.ask(CHAT, gateway.chat(), headers=WINDOW)
+
+    assert (status, answer["error"]["code"]) == (400, "invalid_value")
+    assert "expected at least 127" in answer["error"]["message"]
+
+
 async def test_logprobs_of_a_cut_prompt_are_refused(gateway: GatewayFixture) -> None:
     """They would not be the model's."""
     body = {
