@@ -180,6 +180,17 @@ INLINE void multiply(const int rows, const int vecs, const int kind, vf *acc, co
 #endif
             continue;
         }
+        if (rows == 1 && kind == PAIRS) {
+            /* Both halves of a vector at once: with all vectors loaded first, eight of them and
+             * their sums are more than AVX2's registers. */
+#pragma GCC unroll 16
+            for (int v = 0; v < vecs; v++) {
+                const vu w = (vu)load(b[v] + p * stride);
+                acc[v] += (vf)(w << 16) * a[2 * p];
+                acc[v] += (vf)(w & high) * a[2 * p + 1];
+            }
+            continue;
+        }
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             vf w[8];
