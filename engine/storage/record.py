@@ -59,11 +59,6 @@ def pack_run(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
-def unpack_run(run: bytes) -> tuple[int, ...]:
-    """Return the token ids of a packed run."""
-    return struct.unpack(f"<{len(run) // 4}I", run)
-
-
 def encode_header(header: RecordHeader) -> bytes:
     """Return the header's 4,096 bytes. Raises ValueError for a name that is too long."""
     names = (header.namespace, header.payer)
