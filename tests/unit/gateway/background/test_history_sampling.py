@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.background import history_sampling
 from gateway.background.history_sampling import HistorySampling, flush_requests
@@ -157,18 +158,16 @@ async def test_money_metrics_have_charges_and_budgets(gateway: GatewayFixture) -
 async def test_tells_once_that_tenants_share_a_label(
     unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway = unopened_gateway
-    await gateway.open()
-    context = gateway.gateway.context
-    context.telemetry = type(context.telemetry)(0)
     monkeypatch.setattr(history_sampling, "POLL_INTERVAL_S", 0.001)
-    sampling = HistorySampling(context, "")
-    context.telemetry.tenant_label("ada")
-    sampling.start()
+    gateway = unopened_gateway
+    gateway.config = replace(
+        gateway.config, tenancy=replace(gateway.config.tenancy, tenants_as_labels_max=0)
+    )
+    await gateway.open()
+    gateway.gateway.context.telemetry.tenant_label("ada")
     await gateway.until(
         lambda: any(line["event"] == "tenant_labels_used_up" for line in gateway.lines)
     )
-    await sampling.close()
     await gateway.close()
 
     assert [line["event"] for line in gateway.lines].count("tenant_labels_used_up") == 1
