@@ -36,6 +36,7 @@ from gateway.structured_output.output_check import satisfies
 from gateway.structured_output.patterns import is_supported, translate_pattern, translate_schema
 from gateway.structured_output.tool_call_parser import ToolCallParser
 from gateway.structured_output.tool_styles import HERMES, LLAMA3, MISTRAL, ToolStyle
+from tests.examples import examples
 from tests.models import prepared
 
 FLOOR_S = 0.002
@@ -100,7 +101,7 @@ def test_patterns(piece: str) -> None:
     assert growth(lambda text: is_supported(text), repeated(piece)) < GROWTH_MAX
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.text(st.sampled_from("[]\\{},(?<=!>*+1a^-&k"), min_size=1, max_size=5))
 def test_patterns_of_any_piece(piece: str) -> None:
     assert growth(lambda text: translate_pattern(text), repeated(piece)) < GROWTH_MAX
