@@ -69,9 +69,9 @@ test: setup            ## everything that needs no GPU and is not marked slow
 	$(BIN)/trunkline pull --quiet
 	$(PYTEST) -m "not slow"
 
-slow: setup            ## the tests that make test leaves out; make attacks has those of tests/attacks
+slow: setup            ## the tests that make test leaves out, and properties with all their examples; make attacks has those of tests/attacks
 	$(BIN)/trunkline pull --quiet
-	$(PYTEST) -m slow --ignore=tests/attacks
+	HYPOTHESIS_PROFILE=full $(PYTEST) -m "slow or hypothesis" --ignore=tests/attacks
 
 sim: setup             ## seeded simulation; make sim SEED=7
 	$(BIN)/python -m pytest -m sim $(if $(SEED),--sim-seed $(SEED)) -s

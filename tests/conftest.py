@@ -1,13 +1,17 @@
-"""What every test may rely on: hypothesis profiles, `--sim-seed`, and markers that skip by reason.
+"""What every test may rely on: hypothesis profiles, `--sim-seed`, markers that skip by reason, and
+temporary files in memory.
 
-Profiles: `dev` (quick, the default), `ci` (the same examples each time; the default where CI is
-set), `deep` (for a night). HYPOTHESIS_PROFILE names one.
+Profiles: `quick` (the default), `full` (four times the examples, the same each time: `make slow`),
+`deep` (for a night). HYPOTHESIS_PROFILE names one. Where CI is set, `quick` tries the same examples
+each time, too.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.examples import FULL
 from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
 
 if not torch.cuda.is_available():
@@ -23,27 +28,47 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # unset, Triton warns, and warnings are errors
 
+IN_MEMORY = Path("/dev/shm")
+IN_MEMORY_BYTES_MIN = 4 << 30
+"""Free room with which temporary files are put there. A container often has 64 MiB."""
+
+if (
+    "TMPDIR" not in os.environ
+    and os.access(IN_MEMORY, os.W_OK)
+    and shutil.disk_usage(IN_MEMORY).free >= IN_MEMORY_BYTES_MIN
+):
+    # Every change of a store waits for its disk: 5 ms each, thousands of times. What a test starts
+    # inherits it; `tempfile` has read it once already, for pytest.
+    os.environ["TMPDIR"] = str(IN_MEMORY)
+    tempfile.tempdir = None
+
 TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("e2e", "crash")
 """Folders of tests whose name is a marker of every test in them."""
 
 SLOW_HOST = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-QUICK_PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
 NOON_NS = 1_781_524_800 * 10**9
 """Of the 15th of June 2026."""
 
-settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=SLOW_HOST)
 settings.register_profile(
-    "ci",
-    max_examples=40,
+    "quick",
+    max_examples=FULL // 4,
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=SLOW_HOST,
+)
+settings.register_profile(
+    "full",
+    max_examples=FULL,
     deadline=None,
     derandomize=True,
     print_blob=True,
-    phases=QUICK_PHASES,
+    phases=PHASES,
     suppress_health_check=SLOW_HOST,
 )
 settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=SLOW_HOST)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +98,13 @@ def pytest_collection_finish() -> None:
     """Leave modules and tests, which stay, out of the collections below: 10 ms each, not 300."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Compute with one thread: beside other workers, threads that wait for one another are slower.
+    A runner that a test builds may have set another number."""
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(trylast=True)

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.models import CHAT_TEMPLATE, MERGES, SPECIALS, TOKENS, tokenizer_document
+from tests.models import CHAT_TEMPLATE
+from tests.tiny_tokenizer import MERGES, SPECIALS, TOKENS, tokenizer_document
 
 VOCAB = len(TOKENS) + -len(TOKENS) % 32
 BASE: dict[str, Any] = {

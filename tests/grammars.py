@@ -24,7 +24,7 @@ from engine.grammar.grammar import (
     compile_grammar,
 )
 from tests.fakes import next_token, tag_after
-from tests.models import TOKENS
+from tests.tiny_tokenizer import TOKENS
 
 END: Final = 2
 LETTERS: Final = ("a", "b")

@@ -9,7 +9,8 @@ import msgspec
 
 from engine.model_store import ModelCard, prepare
 from gateway.structured_output.thinking import HARMONY_MARKERS
-from tests.models import TOKENS, tiny_config, write_folder
+from tests.models import tiny_config, write_folder
+from tests.tiny_tokenizer import TOKENS
 from tests.unit.gateway.prompt.chat_templates import HARMONY, THINKING
 
 TAGS = ("<think>", "</think>")

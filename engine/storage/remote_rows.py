@@ -53,7 +53,6 @@ class RemoteSums(NamedTuple):
     records: int
     used_bytes: int
     tombstones: int
-    oldest_ms: int
 
 
 class RemoteRows:
@@ -113,10 +112,6 @@ class RemoteRows:
             record_id,
         )
 
-    def with_objects(self, record_ids: Iterable[RecordId]) -> set[RecordId]:
-        """Return those of the records that have an object."""
-        return {one for one in record_ids if self.name_of(one)}
-
     def promised_without(self, now_ms: int, limit: int) -> list[RecordId]:
         """Return promised records on disk that have no object yet and may have one. O(promised)."""
         return [
@@ -144,10 +139,6 @@ class RemoteRows:
                 limit,
             )
         ]
-
-    def by_payer(self) -> list[tuple[int, int]]:
-        """Return the bytes of objects by payer. O(objects)."""
-        return self._all("select payer_id, sum(bytes) from objects group by payer_id")
 
     # -- tombstones -----------------------------------------------------------------------------
 
@@ -178,10 +169,8 @@ class RemoteRows:
     def sums(self) -> RemoteSums:
         """Add up. O(objects)."""
         (records, size) = self._all("select count(*), coalesce(sum(bytes), 0) from objects")[0]
-        (waiting, oldest) = self._all(
-            "select count(*), coalesce(min(nullif(since_ms, 0)), 0) from tombstones"
-        )[0]
-        return RemoteSums(records, size, waiting, oldest)
+        ((waiting,),) = self._all("select count(*) from tombstones")
+        return RemoteSums(records, size, waiting)
 
 
 def object_name(store_name: str, record_id: RecordId, scope_id: int) -> str:

@@ -200,6 +200,9 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
     if submitted_s is not None:
         submitted_s -= began_s
         first_s = None if state.first_token_s is None else submitted_s + state.first_token_s
+        if first_s is not None and settled_s is not None:
+            # The engine counts from its receipt, which is before this process knows of it.
+            first_s = min(first_s, settled_s - began_s)
     tenant_id = key_id = 0
     if identity is not None:
         tenant_id, key_id = identity.tenant.tenant_id, identity.key_id

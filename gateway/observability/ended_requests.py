@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -20,6 +19,7 @@ from gateway.observability.metrics import Metrics, cache_outcome
 from tenancy.history.request_records import RequestRecord, received_ms
 from tenancy.history.samples import ALL_TENANTS, MINUTE_MS, Sample, SampleDetails, add_details
 from tenancy.reuse.miss_ratio_curve import bucket_of
+from tenancy.reuse.prefix_statistics import SegmentEnd
 from tenancy.types import WallClock
 
 QUEUE_MAX = 65_536
@@ -33,16 +33,6 @@ REFUSED_PER_WRITE_MAX, REFUSED_PER_TENANT_MAX = 1_000, 100
 SEGMENTS_EACH_END = 8
 """Parts of a prompt that a record names, from its beginning and from its end."""
 HOUR_MS = 60 * MINUTE_MS
-
-
-class PromptSegment(Protocol):
-    """A part of a prompt: its path in the request, and the token at which it ends."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def tokens(self) -> int: ...
 
 
 class MinuteCounts:
@@ -94,7 +84,7 @@ class EndedRequests:
         """Begun and ended writes of samples: odd while counts move to the database."""
         self._wall = wall
         self._telemetry = telemetry
-        self._queue: deque[tuple[RequestRecord, Sequence[PromptSegment]]] = deque(maxlen=QUEUE_MAX)
+        self._queue: deque[tuple[RequestRecord, Sequence[SegmentEnd]]] = deque(maxlen=QUEUE_MAX)
         self.add = self._queue.append
         self._minute_ms = wall() // MINUTE_MS * MINUTE_MS
         self._running = _new_minute()
@@ -191,7 +181,7 @@ class EndedRequests:
         """Return the minutes that the database lacks; the running one is last."""
         return [*self._ended, (self._minute_ms, self._running)]
 
-    def _keep(self, record: RequestRecord, segments: Sequence[PromptSegment]) -> None:
+    def _keep(self, record: RequestRecord, segments: Sequence[SegmentEnd]) -> None:
         """Keep the record for the next write, unless that has enough of its kind."""
         if record.ending != "refused":
             if len(self._records) < RECORDS_PER_WRITE_MAX:
@@ -214,7 +204,7 @@ class EndedRequests:
             self._telemetry.time_per_output_token_s.add(max(0.0, each_s))
 
 
-def _ends_of(segments: Sequence[PromptSegment]) -> list[PromptSegment]:
+def _ends_of(segments: Sequence[SegmentEnd]) -> list[SegmentEnd]:
     """Return the first and the last segments of many."""
     last = max(SEGMENTS_EACH_END, len(segments) - SEGMENTS_EACH_END)
     return [*segments[:SEGMENTS_EACH_END], *segments[last:]]

@@ -45,10 +45,6 @@ class Counts(Struct, frozen=True):
         )
 
 
-NO_COUNTS = Counts(0, 0, 0)
-"""All counts zero."""
-
-
 class Epoch(Struct, frozen=True):
     """An engine epoch with its three counts."""
 

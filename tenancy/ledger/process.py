@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import chain
@@ -31,7 +30,7 @@ from tenancy.ledger.protocol import (
 from tenancy.ledger.transactions import Item
 from tenancy.ledger.writer import BATCH_MAX, Answers, LedgerWriter
 from tenancy.storage.backends import open_store
-from tenancy.types import WallClock
+from tenancy.types import WallClock, wall_ms
 
 CLAIM_TIMEOUT_S = 5.0
 """Seconds that a new writer waits for the process of a killed gateway to finish."""
@@ -93,13 +92,9 @@ def _batch_result(answers: Answers) -> BatchResult:
     return BatchResult(len(answers), refused)
 
 
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
 def main() -> int:
     """Serve the gateway that started this process."""
-    return run("ledger", lambda wire: serve(wire, os.environ, _wall_ms))
+    return run("ledger", lambda wire: serve(wire, os.environ, wall_ms))
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def main(count: int) -> None:
         for has_money in (False, True):
             latencies(SqliteStore(Path(folder) / f"{has_money}.db"), has_money=has_money)
     if BINARIES is not None:
-        server = Server(is_in_memory=False)
+        server = Server()
         for has_money in (False, True):
             store = PostgresStore(server.address(server.database()), is_ready=True)
             latencies(store, has_money=has_money)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 
 from tenancy.storage.atomic_files import PART_SUFFIX
 from tests.crash.ledger_checks import check_ledger
+from tests.crash.tracing import needs_strace
 
 ROOT = Path(__file__).parents[2]
 CHILD = [sys.executable, "-m", "tests.crash.ledger_child"]
@@ -61,15 +61,7 @@ def test_detects_an_entry_confirmed_too_early(tmp_path: Path) -> None:
         check_ledger(path, confirmed)
 
 
-def strace_works() -> bool:
-    strace = shutil.which("strace")
-    if strace is None:
-        return False
-    probe = subprocess.run([strace, "-qq", "true"], capture_output=True, check=False, timeout=20)
-    return probe.returncode == 0
-
-
-@pytest.mark.skipif(not strace_works(), reason="strace is not here or may not trace")
+@needs_strace
 @pytest.mark.parametrize("calls", MORE_CALLS)
 @pytest.mark.parametrize("is_new", [True, False], ids=["new file", "file with entries"])
 def test_kill_at_each_system_call_loses_nothing(tmp_path: Path, is_new: bool, calls: str) -> None:
@@ -106,7 +98,7 @@ def test_kill_at_each_system_call_loses_nothing(tmp_path: Path, is_new: bool, ca
     assert points > 5
 
 
-@pytest.mark.skipif(not strace_works(), reason="strace is not here or may not trace")
+@needs_strace
 def test_failed_sync_confirms_nothing(tmp_path: Path) -> None:
     """The callers get an error, and entries confirmed before are stored."""
     path, refused = tmp_path / "test.db", 0

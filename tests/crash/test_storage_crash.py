@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.storage_checks import Stores, check_contents, check_structure, read_said
+from tests.crash.tracing import needs_strace
 
 ROOT = Path(__file__).parents[2]
 CHILD = [sys.executable, "-m", "tests.crash.storage_child"]
@@ -86,15 +86,7 @@ def check_both(folder: Path, stored: Stores, erased: set[bytes]) -> None:
     check_contents(folder, stored, erased)
 
 
-def strace_works() -> bool:
-    strace = shutil.which("strace")
-    if strace is None:
-        return False
-    probe = subprocess.run([strace, "-qq", "true"], capture_output=True, check=False, timeout=20)
-    return probe.returncode == 0
-
-
-@pytest.mark.skipif(not strace_works(), reason="strace is not here or may not trace")
+@needs_strace
 @pytest.mark.parametrize("calls", ["pwritev,pwrite64,fdatasync", "fallocate,ftruncate,unlink"])
 def test_kill_at_each_system_call_loses_nothing(tmp_path: Path, calls: str) -> None:
     """A new store killed at its first such call, at a later one, and so on."""

@@ -1,17 +1,47 @@
-"""Fixtures: a gateway over a fake runner, and the default model with a core over it."""
+"""Fixtures: a gateway over a fake runner, a client of it, a browser, and the default model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 from engine.core.core import Core
 from engine.model_store import ModelCard
+from tests.e2e.browser import open_browser
 from tests.e2e.real_core import real_card, real_core
-from tests.unit.gateway.gateway_fixture import card, gateway, unopened_gateway
+from tests.unit.gateway.gateway_fixture import (
+    GatewayFixture,
+    card,
+    gateway,
+    room_for_tools,
+    room_for_turns,
+    unopened_gateway,
+)
+from tests.unit.gateway.server_process import Server, run_server
 
-__all__ = ["card", "gateway", "unopened_gateway"]
+__all__ = ["card", "gateway", "room_for_tools", "room_for_turns", "unopened_gateway"]
+
+
+@pytest.fixture
+async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
+    """Yield OpenAI's SDK as ada uses it; tests of other SDKs override it."""
+    async with AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Yield a browser with an empty profile."""
+    driver = open_browser(tmp_path_factory.mktemp("profile"))
+    yield driver
+    driver.quit()
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +55,16 @@ def default_core(default_card: ModelCard) -> Iterator[Core]:
     """Yield a core with the grammar compiler's threads and processes."""
     with real_core(default_card) as core:
         yield core
+
+
+@pytest.fixture
+async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
+    """Yield a server over the models on disk, with the test file's SETTINGS."""
+    models = (Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models").resolve()
+    data = tmp_path / "data"
+    data.mkdir(mode=0o700)
+    (data / "models").symlink_to(models)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(request.module.SETTINGS)
+    async with run_server(None, data, settings) as running:
+        yield running

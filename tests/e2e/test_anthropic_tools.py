@@ -15,6 +15,8 @@ from anthropic.types import Message
 
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
+pytestmark = pytest.mark.usefixtures("room_for_tools")
+
 WEATHER: Any = {
     "name": "weather",
     "description": "Of a city",
@@ -32,13 +34,6 @@ CITY: Any = {
     "additionalProperties": False,
 }
 HELLO: Any = {"role": "user", "content": "hello"}
-
-
-@pytest.fixture
-def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """Configure room for tools, and constrained decoding."""
-    unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
-    return unopened_gateway
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from gateway.config import AdminConfig
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_admin_key
 from tenancy.accounts.tenants import create_tenant
-from tests.e2e.browser import CHROMIUM, DRIVER, Page, open_browser
+from tests.e2e.browser import CHROMIUM, DRIVER, Page
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
 from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
@@ -41,13 +40,6 @@ WORDS = {
     "engine": "steps per second",
 }
 """Text of each page after requests of two tenants."""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    driver = open_browser(tmp_path_factory.mktemp("profile"))
-    yield driver
-    driver.quit()
 
 
 async def used(gateway: GatewayFixture) -> AdminClient:

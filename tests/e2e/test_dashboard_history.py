@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from selenium.webdriver.common.by import By
 
 from gateway.background.webhooks import WebhookEndpoint
 from tenancy.types import DAY_MS
-from tests.e2e.browser import CHROMIUM, DRIVER, Page, open_browser
+from tests.e2e.browser import CHROMIUM, DRIVER, Page
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -23,13 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
 SYSTEM = "You are the assistant of a shop that sells lamps, tables and chairs. " * 4
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    driver = open_browser(tmp_path_factory.mktemp("profile"))
-    yield driver
-    driver.quit()
 
 
 async def ask(gateway: GatewayFixture, system: str, question: str) -> int:

@@ -19,6 +19,7 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 # The SDK's HTTP client warns of its inheritance and closes its sockets late.
 pytestmark = [
+    pytest.mark.usefixtures("room_for_tools"),
     pytest.mark.filterwarnings("ignore:Inheritance class:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
@@ -49,13 +50,6 @@ class Point(BaseModel):
     x: Literal["1", "2"]
     label: Colour
     note: Literal["a"] | None
-
-
-@pytest.fixture
-def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """Configure room for tools, and constrained decoding."""
-    unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
-    return unopened_gateway
 
 
 @pytest.fixture

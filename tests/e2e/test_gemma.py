@@ -43,15 +43,6 @@ PERPLEXITY = 1.354
 about 10^7, with the theta of full layers in window layers 3.4."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Use one thread: on a busy machine, threads that wait for one another are slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def card() -> ModelCard:
     models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"

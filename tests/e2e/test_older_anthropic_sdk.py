@@ -13,6 +13,8 @@ from tests.e2e.older_sdks import VERSIONS, run_script
 from tests.models import prepared
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("version", VERSIONS["anthropic"])
 async def test_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:

@@ -6,7 +6,6 @@ is a fake that generates the text that a test sets.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -14,6 +13,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+pytestmark = pytest.mark.usefixtures("room_for_turns")
 
 MORE: Any = {"ignore_eos": True, "seed": 7}
 SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
@@ -25,21 +26,6 @@ CLOCK: Any = {
     "strict": False,
 }
 CALLS = 'One moment.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
-
-
-@pytest.fixture
-def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """Configure a context length with room for tools."""
-    unopened_gateway.context_tokens = 2_048
-    return unopened_gateway
-
-
-@pytest.fixture
-async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0, timeout=60
-    ) as client:
-        yield client
 
 
 async def test_stream_helper_and_create_return_equal_answers(

@@ -7,7 +7,6 @@ runner is the product's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MORE = {"ignore_eos": True}
 """The fake model draws end tokens as often as other tokens, and these tests need long answers."""
-
-
-@pytest.fixture
-async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0, timeout=60
-    ) as client:
-        yield client
 
 
 def question(text: str = "hello") -> list[Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import openai
@@ -16,6 +15,8 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+pytestmark = pytest.mark.usefixtures("room_for_tools")
 
 WEATHER: Any = {
     "type": "function",
@@ -39,21 +40,6 @@ class Point(BaseModel):
 
     x: Literal[1, 2, 3]
     label: Literal["a", "b"]
-
-
-@pytest.fixture
-def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """Configure room for tools, and constrained decoding."""
-    unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
-    return unopened_gateway
-
-
-@pytest.fixture
-async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0, timeout=60
-    ) as client:
-        yield client
 
 
 async def test_calls_are_equal_in_completion_and_stream(

@@ -48,15 +48,6 @@ QUESTIONS = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Use one thread: on a busy machine, threads that wait for one another are slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def card() -> ModelCard:
     return real_card()

@@ -79,7 +79,7 @@ class LeveledEngine:
             blocks=blocks, block_size=16, context_tokens=tokens, windows=built.kv_format.windows
         )
         now_s = time.monotonic()
-        levels, off = build_levels(self.cache, config, built.kv_format, built.kv, now_s=now_s)
+        levels, off = build_levels(self.cache, config, built.kv, now_s=now_s)
         assert levels is not None, off
         assert built.kv_format.windows
         self.levels = levels

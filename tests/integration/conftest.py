@@ -6,7 +6,16 @@ from tests.unit.gateway.gateway_fixture import (
     card,
     fail_on_blocking_calls,
     gateway,
+    room_for_tools,
+    room_for_turns,
     unopened_gateway,
 )
 
-__all__ = ["card", "fail_on_blocking_calls", "gateway", "unopened_gateway"]
+__all__ = [
+    "card",
+    "fail_on_blocking_calls",
+    "gateway",
+    "room_for_tools",
+    "room_for_turns",
+    "unopened_gateway",
+]

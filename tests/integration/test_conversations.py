@@ -15,18 +15,13 @@ from tenancy.errors import LedgerUnavailable
 from tests.published_schema import violations
 from tests.unit.gateway.gateway_fixture import GatewayFixture, parse_events
 
+pytestmark = pytest.mark.usefixtures("room_for_turns")
+
 PATH = "/v1/conversations"
 LONG = "The trunk is shared, the branches are one's own, and every leaf knows it. " * 4
 HI = {"type": "message", "role": "user", "content": "Hello"}
 CALL = {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "a", "output": "noon"}
-
-
-@pytest.fixture
-def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """Configure a context length with room for several turns."""
-    unopened_gateway.context_tokens = 2_048
-    return unopened_gateway
 
 
 async def ask(

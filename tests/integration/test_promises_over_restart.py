@@ -21,8 +21,8 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Row, Store
 from tenancy.storage.postgres import PostgresStore
-from tenancy.storage.sqlite import SqliteStore
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 TEXT = "A handbook of many words that is read again and again. " * 5
 CARD = RateCard(
@@ -45,7 +45,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
             yield store
         server.drop(name)
     else:
-        with closing(SqliteStore(tmp_path / "t.db")) as store:
+        with closing(new_sqlite(tmp_path / "t.db")) as store:
             yield store
 
 

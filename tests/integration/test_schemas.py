@@ -9,6 +9,8 @@ import pytest
 
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
+pytestmark = pytest.mark.usefixtures("room_for_tools")
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GEMINI = "/v1beta/models/{model}:generateContent"
 USER: Any = [{"role": "user", "content": "hello"}]
@@ -21,13 +23,6 @@ TWICE: Any = {
 }
 SAID = '{"a": [1, 1]}'
 CALLED = f'<tool_call>\n{{"name": "f", "arguments": {SAID}}}\n</tool_call>'
-
-
-@pytest.fixture
-def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """A gateway with room for tools, whose answers are checked against schemas."""
-    unopened_gateway.context_tokens, unopened_gateway.takes_grammars = 2_048, True
-    return unopened_gateway
 
 
 def chat(**more: object) -> tuple[str, dict[str, Any]]:

@@ -20,6 +20,7 @@ from tenancy.accounts.keys import create_key
 from tenancy.accounts.shared_scopes import ScopeTerms, find_scope, remove_scope, set_scope
 from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.types import CachePolicy, Identity, SharedScope, Tenant
+from tests.examples import examples
 from tests.strategies import tokens
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -103,7 +104,7 @@ def lived(life: list[tuple[int, tuple[int, ...]]], sharing: bool, alone: int | N
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), tokens.map(lambda words: words[:10])), max_size=20))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_scope_does_not_change_other_tenants_counts(
     life: list[tuple[int, tuple[int, ...]]],
 ) -> None:
@@ -115,7 +116,7 @@ def test_scope_does_not_change_other_tenants_counts(
 
 
 @given(owner=st.integers(1, 99), number=st.integers(1, 99), partition=st.text(max_size=8))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_scope_namespace_differs_from_workspaces(owner: int, number: int, partition: str) -> None:
     """It is separate from all of its owner's workspaces, and a partition only narrows it."""
     scope = SharedScope(number, "ours", owner, CachePolicy())

@@ -15,6 +15,8 @@ from tenancy.accounts.keys import create_key
 from tenancy.errors import LedgerUnavailable, StoreError
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture, parse_events
 
+pytestmark = pytest.mark.usefixtures("room_for_turns")
+
 PATH = "/v1/responses"
 LONG = "The trunk is shared, the branches are one's own, and every leaf knows it. " * 4
 CLOCK: dict[str, Any] = {
@@ -23,13 +25,6 @@ CLOCK: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
 }
 CALLS = 'One moment.\n<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
-
-
-@pytest.fixture
-def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
-    """Configure a context length with room for several turns."""
-    unopened_gateway.context_tokens = 2_048
-    return unopened_gateway
 
 
 async def create(

@@ -26,6 +26,7 @@ from engine.levels.levels import Levels
 from engine.moves import ROOT, SetStoredQuotas
 from engine.storage.quotas import DiskQuotas
 from tests.checkers import World
+from tests.examples import examples
 from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 from tests.property.test_isolation import ATTACKER, VICTIM, Act, lives
@@ -119,7 +120,7 @@ evicted a block of its own."""
 
 @example(PINNED_AWAY, 16, False)
 @given(lives, st.sampled_from([12, 16, 32]), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_an_attacker_changes_no_hit_on_any_level(
     life: list[Act], slots: int, has_disk: bool
 ) -> None:
@@ -230,7 +231,7 @@ def found_on_disk(
 
 
 @given(ON_DISK)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_an_attacker_changes_no_hit_on_the_disk(
     stores: list[tuple[bytes, tuple[int, ...], float]],
 ) -> None:

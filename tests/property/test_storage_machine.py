@@ -31,6 +31,7 @@ from engine.storage.place_holds import PlaceHolds
 from engine.storage.remote.copies import RemoteCopies
 from engine.storage.remote_rows import RemoteRows
 from engine.storage.sealing.master_key import MasterKey
+from tests.examples import examples
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig
@@ -293,7 +294,7 @@ class FarStorageMachine(StorageMachine):
 
 
 TestFarStorageMachine = FarStorageMachine.TestCase
-TestFarStorageMachine.settings = settings(max_examples=40, stateful_step_count=30)
+TestFarStorageMachine.settings = settings(max_examples=examples(40), stateful_step_count=30)
 
 
 def tombstones_are_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 OWN = frozenset(("gateway", "engine", "kernels", "tenancy", "tests"))
 
 IMPORTERS = ("import_module", "importorskip", "find_spec", "__import__")
+ACCESSORS = ("getattr", "setattr")
 
 
 def is_private(name: str) -> bool:
@@ -29,7 +30,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORTERS):
+        elif isinstance(node, ast.Call) and _last_name(node.func) in IMPORTERS:
             names = [str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)]
         for name in names:
             root, *rest = name.split(".")
@@ -60,7 +61,7 @@ def defined_privates(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = [node.name]
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names = [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
+            names = [node.attr] if getattr(node.value, "id", "") in ("self", "cls") else []
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names = [node.id]
         else:
@@ -76,10 +77,15 @@ def reached_into(tree: ast.Module) -> Iterator[str]:
             is_own = ast.unparse(node.value) in ("self", "cls", "super()")
             if not is_own and ast.unparse(node) != "os._exit":
                 yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr")):
+        elif isinstance(node, ast.Call) and _last_name(node.func) in ACCESSORS:
             for one in node.args[:2]:
                 if isinstance(one, ast.Constant) and isinstance(one.value, str):
                     yield from filter(is_private, one.value.split("."))
+
+
+def _last_name(function: ast.expr) -> str:
+    """The last name of what is called: `b` of `a.b(…)`."""
+    return getattr(function, "attr", "") or getattr(function, "id", "")
 
 
 def _origins(tree: ast.Module) -> dict[str, tuple[str, str]]:

@@ -37,7 +37,6 @@ from gateway.dialects.openai import chat_prompt as chat
 from gateway.dialects.openai.reasoning import thinking_of
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
-from gateway.errors import Refusal
 
 FUNCTIONS = "functions are not supported; expected tools, which replace them."
 REFUSED_FIELDS = {
@@ -133,15 +132,10 @@ class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
     cache_control: cache.CompatCacheControl | None = None
 
 
-class ChatDialect:
+class ChatDialect(wire.SharedParts):
     """The dialect of `/v1/chat/completions`."""
 
     name = "openai_chat"
-    stream_content_type = sse.CONTENT_TYPE
-    error_body = staticmethod(wire.error_body)
-
-    headers = staticmethod(wire.headers)
-    count_body = staticmethod(wire.count_body)
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
         """Return the call of a body. Raises Refusal."""
@@ -186,10 +180,6 @@ class ChatDialect:
     def encoder(self, call: Call, reply: Reply) -> ChatEncoder:
         """Return the encoder of one answer."""
         return ChatEncoder(call, reply)
-
-    def keep_alive(self) -> bytes:
-        """Return a comment, which keeps the connection open and which clients skip."""
-        return sse.KEEP_ALIVE
 
 
 def _prompt(fields: ChatBody, tolerance: Tolerance) -> tuple[Prompt, CacheDirectives]:
@@ -239,7 +229,7 @@ def _own_format(form: ResponseFormat) -> OutputFormat:
 _ANY_TEXT = OutputFormat()
 
 
-class ChatEncoder:
+class ChatEncoder(wire.StreamEnd):
     """Encodes the deltas of one answer as stream chunks or as one object."""
 
     def __init__(self, call: Call, reply: Reply) -> None:
@@ -273,14 +263,6 @@ class ChatEncoder:
                 if not self._call.include_usage:
                     return b""
                 return sse.event(self._encode([], usage=wire.usage(usage)))
-
-    def close(self) -> bytes:
-        """Return the `[DONE]` event, which follows the last delta of a complete answer."""
-        return sse.event(b"[DONE]")
-
-    def error_event(self, refusal: Refusal) -> bytes:
-        """Return the event that ends a failed stream and that SDKs raise."""
-        return sse.event(msgspec.json.encode(wire.error_object(refusal)))
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
         """Return the completion: the fold of the stream."""
@@ -362,11 +344,7 @@ class ChatEncoder:
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         if self._call.generation.sampling.logprobs is None:
             return None
-        entries = [
-            {**_token(token), "top_logprobs": [_token(top) for top in token.top]}
-            for token in tokens
-        ]
-        return {"content": entries, "refusal": None}
+        return {"content": wire.token_entries(tokens), "refusal": None}
 
 
 def _call(piece: CallText) -> dict[str, Any]:
@@ -403,11 +381,6 @@ def _message(choice: wire.JoinedChoice) -> dict[str, Any]:
             for _, call in sorted(choice.calls.items())
         ]
     return message
-
-
-def _token(token: TokenText) -> dict[str, Any]:
-    text = token.data.decode("utf-8", "replace")
-    return {"token": text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
 DIALECT = ChatDialect()

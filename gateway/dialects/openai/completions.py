@@ -34,7 +34,6 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import constraints, wire
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field
-from gateway.errors import Refusal
 
 PROMPTS_MAX = 128
 """Most prompts of one request."""
@@ -79,15 +78,10 @@ class SinglePromptBody(CompletionBody, frozen=True, kw_only=True):
     prompt: str | wire.TokenIds = "<|endoftext|>"
 
 
-class CompletionDialect:
+class CompletionDialect(wire.SharedParts):
     """The dialect of `/v1/completions`."""
 
     name = "openai_completions"
-    stream_content_type = sse.CONTENT_TYPE
-    error_body = staticmethod(wire.error_body)
-
-    headers = staticmethod(wire.headers)
-    count_body = staticmethod(wire.count_body)
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
         """Return the call of a body. Raises Refusal."""
@@ -135,10 +129,6 @@ class CompletionDialect:
         """Return the encoder of one answer."""
         return CompletionEncoder(call, reply)
 
-    def keep_alive(self) -> bytes:
-        """Return a comment, which keeps the connection open and which clients skip."""
-        return sse.KEEP_ALIVE
-
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
     """Return the prompts of a text, a list of texts, token ids, or a list of either."""
@@ -174,7 +164,7 @@ def _id_prompt(ids: Any, path: str) -> Prompt:
     return Prompt(token_ids=found)
 
 
-class CompletionEncoder:
+class CompletionEncoder(wire.StreamEnd):
     """Encodes the deltas of one answer as stream events or as one object."""
 
     def __init__(self, call: Call, reply: Reply) -> None:
@@ -204,14 +194,6 @@ class CompletionEncoder:
                 if not self._call.include_usage:
                     return b""
                 return sse.event(self._encode([], usage=wire.usage(usage)))
-
-    def close(self) -> bytes:
-        """Return the `[DONE]` event, which follows the last delta of a complete answer."""
-        return sse.event(b"[DONE]")
-
-    def error_event(self, refusal: Refusal) -> bytes:
-        """Return the event that ends a failed stream."""
-        return sse.event(msgspec.json.encode(wire.error_object(refusal)))
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
         """Return the completion: the fold of the stream."""

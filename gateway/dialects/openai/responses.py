@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.dialects import sse
 from gateway.dialects.canonical import (
     NO_EARLIER_ITEMS,
     NO_METADATA,
@@ -151,14 +150,10 @@ class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
     cache_control: cache.CompatCacheControl | None = None
 
 
-class ResponsesDialect:
+class ResponsesDialect(wire.SharedParts):
     """The dialect of `/v1/responses` and, for counting, of `/v1/responses/input_tokens`."""
 
     name = "openai_responses"
-    stream_content_type = sse.CONTENT_TYPE
-    error_body = staticmethod(wire.error_body)
-    headers = staticmethod(wire.headers)
-    count_body = staticmethod(wire.count_body)
 
     def __init__(self, *, counts: bool = False) -> None:
         self._counts = counts
@@ -221,10 +216,6 @@ class ResponsesDialect:
     def encoder(self, call: Call, reply: Reply) -> ResponsesEncoder:
         """Return the encoder of one answer."""
         return ResponsesEncoder(call, reply)
-
-    def keep_alive(self) -> bytes:
-        """Return a comment, which keeps the connection open and which clients skip."""
-        return sse.KEEP_ALIVE
 
 
 def not_found(response_id: str) -> Refusal:

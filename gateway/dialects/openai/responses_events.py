@@ -255,10 +255,7 @@ class ResponsesEncoder:
     def _logprobs(self, tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
         if self._call.generation.sampling.logprobs is None:
             return []
-        return [
-            {**_token(token), "top_logprobs": [_token(top) for top in token.top]}
-            for token in tokens
-        ]
+        return wire.token_entries(tokens)
 
     # -- thoughts ---------------------------------------------------------------------------------
 
@@ -380,8 +377,3 @@ def diagnostics(found: Diagnosis | None, record: UsageRecord) -> dict[str, Any] 
         "cache_missed_tokens": missed,
         "comparison_reusable_tokens": found.reusable_tokens,
     }
-
-
-def _token(token: TokenText) -> dict[str, Any]:
-    text = token.data.decode("utf-8", "replace")
-    return {"token": text, "logprob": token.logprob, "bytes": list(token.data)}

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from engine.api import Sampling
+from gateway.dialects import sse
 from gateway.dialects.canonical import (
     Begin,
     CallText,
@@ -530,3 +531,40 @@ def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
     """Return the HTTP status and the JSON body of an error."""
     status = _STATUS.get(refusal.kind, refusal.kind.value)
     return status, msgspec.json.encode(error_object(refusal))
+
+
+def token_entries(tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
+    """Return the entries of logprobs: each token with its alternatives."""
+    return [
+        {**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens
+    ]
+
+
+def _token(token: TokenText) -> dict[str, Any]:
+    text = token.data.decode("utf-8", "replace")
+    return {"token": text, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+class SharedParts:
+    """What the dialects of OpenAI's endpoints have in common."""
+
+    stream_content_type = sse.CONTENT_TYPE
+    error_body = staticmethod(error_body)
+    headers = staticmethod(headers)
+    count_body = staticmethod(count_body)
+
+    def keep_alive(self) -> bytes:
+        """Return a comment, which keeps the connection open and which clients skip."""
+        return sse.KEEP_ALIVE
+
+
+class StreamEnd:
+    """How the streams of both completions endpoints end."""
+
+    def close(self) -> bytes:
+        """Return the `[DONE]` event, which follows the last delta of a complete answer."""
+        return sse.event(b"[DONE]")
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        """Return the event that ends a failed stream and that SDKs raise."""
+        return sse.event(msgspec.json.encode(error_object(refusal)))

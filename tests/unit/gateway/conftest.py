@@ -6,7 +6,16 @@ from tests.unit.gateway.gateway_fixture import (
     card,
     fail_on_blocking_calls,
     gateway,
+    renderer,
+    room_for_all,
     unopened_gateway,
 )
 
-__all__ = ["card", "fail_on_blocking_calls", "gateway", "unopened_gateway"]
+__all__ = [
+    "card",
+    "fail_on_blocking_calls",
+    "gateway",
+    "renderer",
+    "room_for_all",
+    "unopened_gateway",
+]

@@ -7,13 +7,14 @@ asserts the invariants that hold after every request.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import io
 import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession, ClientTimeout
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from engine.api import AttentionWindow, EngineInfo, Stats
+from engine.api import AttentionWindow, EngineInfo, Grammar, Namespace, Payer, Stats
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
@@ -43,10 +44,10 @@ from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import WallClock
 from tests.fakes import FakeRunner
 from tests.models import prepared
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 BLOCKS = 256
 CONTEXT = 512
@@ -81,6 +82,29 @@ class GatedRunner(FakeRunner):
         super().launch(plan)
 
 
+class KeptCompiler(GrammarCompiler):
+    """A compiler that gateways use one after another: its processes take half a second to start.
+    The next gateway finds nothing that the last one compiled."""
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        super().__init__(settings, time.monotonic)
+        self._namespaces: set[Namespace] = set()
+        atexit.register(super().close)
+
+    def submit(self, request_id: str, payer: Payer, namespace: Namespace, grammar: Grammar) -> None:
+        """As the base does."""
+        self._namespaces.add(namespace)
+        super().submit(request_id, payer, namespace, grammar)
+
+    def close(self) -> None:
+        """Forget what was compiled; the threads and their processes stay."""
+        while self._namespaces:
+            self.erase(self._namespaces.pop())
+
+
+_kept_compiler = cache(KeptCompiler)
+
+
 class GatewayFixture:
     """A gateway, two tenants with a key each, and its log lines."""
 
@@ -88,13 +112,13 @@ class GatewayFixture:
         """`store`: by default a new file in the folder."""
         self.card = card
         self.runner = GatedRunner(card.config.vocab)
-        self.store = store or SqliteStore(folder / "test.db")
+        self.store = store or new_sqlite(folder / "test.db")
         self.keys: dict[str, str] = {}
         for name in ("ada", "bob"):
             there = [tenant for tenant, _ in list_tenants(self.store) if tenant.name == name]
             tenant = there[0] if there else create_tenant(self.store, wall_ms, name)
             self.keys[name] = create_key(self.store, wall_ms, tenant.tenant_id)
-        self.renderer = Renderer(card)
+        self.renderer = new_renderer(card)
         self.config = Config(server=ServerConfig(), limits=LimitsConfig())
         self.engine_config = EngineConfig(heartbeat_s=0.05)
         self.lines: list[dict[str, object]] = []
@@ -168,16 +192,16 @@ class GatewayFixture:
         ids = self.renderer.tokenizer.encode(text, specials=False)
         self.runner.words = (*ids, *self.renderer.stop_token_ids[:1]) if ends else ids
 
-    def _make_constraints(self) -> Constraints:
-        card = self.card
-        settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
-        return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(1))
-
     def _make_core(
         self, runner: GatedRunner | None = None, epoch: str = ""
     ) -> tuple[Core, EngineInfo]:
         if self.takes_grammars:
-            self._constraints = self._make_constraints()
+            assert not self.more, "two engines would take each other's grammars"
+            card = self.card
+            settings = SandboxSettings(
+                str(card.tokenizer_path), card.config.vocab, card.stop_token_ids
+            )
+            self._constraints = Constraints(_kept_compiler(settings), MaskFiller(1))
         core = Core(
             PrefixCache(blocks=BLOCKS, block_size=16, context_tokens=self.context_tokens),
             runner or self.runner,
@@ -332,6 +356,14 @@ class GatewayFixture:
                 await asyncio.sleep(0)
 
 
+def new_renderer(card: ModelCard) -> Renderer:
+    """Return a renderer with caches of its own, whose tokenizer knows few words beforehand: that
+    takes 8 ms, not 40. Tests of how long a word takes make their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.prompt.tokenizer.LIBRARY_CACHE_WORDS", 100)
+        return Renderer(card)
+
+
 def parse_events(text: str) -> list[Any]:
     """Return the data of server-sent events, without comments."""
     found: list[Any] = []
@@ -385,6 +417,12 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
     return prepared(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="session")
+def renderer(card: ModelCard) -> Renderer:
+    """The tiny model's renderer: token 3 + b is the byte b; its template, ChatML, has no tools."""
+    return new_renderer(card)
+
+
 @pytest.fixture
 def unopened_gateway(card: ModelCard, tmp_path: Path) -> Iterator[GatewayFixture]:
     """Yield a gateway that is not open; test files override this fixture to configure it."""
@@ -399,3 +437,21 @@ async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixt
     await unopened_gateway.open()
     yield unopened_gateway
     await unopened_gateway.close()
+
+
+@pytest.fixture
+def room_for_turns(unopened_gateway: GatewayFixture) -> None:
+    """Give the gateway, before it opens, a context with room for tools or several turns."""
+    unopened_gateway.context_tokens = 2_048
+
+
+@pytest.fixture
+def room_for_tools(unopened_gateway: GatewayFixture, room_for_turns: None) -> None:
+    """As `room_for_turns`; and the gateway holds answers to schemas."""
+    unopened_gateway.takes_grammars = True
+
+
+@pytest.fixture
+def room_for_all(unopened_gateway: GatewayFixture) -> None:
+    """Make the model's context, before the gateway opens, as long as the whole pool."""
+    unopened_gateway.context_tokens = BLOCKS * 16

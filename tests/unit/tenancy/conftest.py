@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,9 +13,9 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
-from tests.unit.tenancy.storage.postgres_server import IN_MEMORY, Server
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
+from tests.unit.tenancy.storage.postgres_server import Server
 
 
 class Wall:
@@ -75,16 +74,9 @@ def on_server(server: Server) -> Iterator[PostgresStore]:
 
 @contextmanager
 def new_store(server: Server | None = None) -> Iterator[Store]:
-    """Return a new store, in a file or on this server, for one example of a property.
-
-    Durability is tested elsewhere; this store does not wait for the disk where that can be avoided.
-    """
+    """Return a new store, in a file or on this server, for one example of a property."""
     if server is None:
-        place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
-        with (
-            TemporaryDirectory(dir=place) as folder,
-            closing(SqliteStore(Path(folder) / "t.db")) as store,
-        ):
+        with TemporaryDirectory() as folder, closing(new_sqlite(Path(folder) / "t.db")) as store:
             yield store
     else:
         with on_server(server) as store:
@@ -106,6 +98,14 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     else:
         with new_store() as store:
             yield store
+
+
+@pytest.fixture
+def owned(store: Store) -> Store:
+    """A store with two tenants, ada and bob."""
+    for name in ("ada", "bob"):
+        create_tenant(store, Wall(), name)
+    return store
 
 
 @pytest.fixture

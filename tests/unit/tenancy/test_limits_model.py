@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tenancy.limits import METERS, Demand, Meter, limit_of
 from tenancy.types import Limits
+from tests.examples import examples
 from tests.unit.tenancy.limits_driver import Desk, identity
 
 LIMITS = st.sampled_from([None, 1, 2, 3, 7, 10, 11, 13, 60, 97, 600, 10**12])
@@ -82,7 +83,7 @@ class Model:
     ),
     operations=st.lists(OPERATIONS, max_size=40),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_limiter_matches_the_model(limits: Limits, operations: list[tuple[str, int, int]]) -> None:
     """Admissions, refusals and remaining counts agree after any history."""
     desk, model = Desk(), Model(limits)
@@ -115,7 +116,7 @@ def test_limiter_matches_the_model(limits: Limits, operations: list[tuple[str, i
     waits=st.lists(st.integers(0, 5_000), min_size=1, max_size=60),
     sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=8),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_no_window_is_overspent(limit: int, waits: list[int], sizes: list[int]) -> None:
     """In any w seconds at most one full bucket and w seconds of refill are admitted.
 

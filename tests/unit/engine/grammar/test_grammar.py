@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from engine.api import Grammar
 from engine.errors import RequestRefused
 from engine.grammar.grammar import GrammarLimits, MaskFiller, Matcher, Vocabulary, compile_grammar
+from tests.examples import examples
 from tests.grammars import END, VOCAB, letters, schema_file
 
 
@@ -139,7 +140,7 @@ regexes = st.recursive(
 
 
 @given(text=regexes, seed=st.integers(0, 1000))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_text_under_a_regex_matches_it(text: str, seed: int) -> None:
     """Judged by Python's `re`."""
     output, is_whole = walk_at_random(Grammar("regex", text), seed)
@@ -215,7 +216,7 @@ def satisfies(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @given(schema=schemas, seed=st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_text_under_a_schema_satisfies_it(schema: dict[str, Any], seed: int) -> None:
     """Every text that reaches its end is a document of the schema."""
     output, is_whole = walk_at_random(Grammar("json_schema", json.dumps(schema)), seed)

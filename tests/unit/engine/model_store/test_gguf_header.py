@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelError
 from engine.model_store.gguf_header import parse_header, read_header
-from tests.models import MERGES, TOKENS, write_gguf
+from tests.examples import examples
+from tests.models import write_gguf
+from tests.tiny_tokenizer import MERGES, TOKENS
 
 U32, STRING, ARRAY, U8 = 4, 8, 9, 0
 
@@ -109,7 +111,7 @@ def test_long_array_is_refused_before_it_fills_memory() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_mutated_file_is_read_or_refused(data: st.DataObject, small: Path) -> None:
     """Flipped, cut and repeated bytes give a header or a ModelError, nothing else."""
     content = bytearray(small.read_bytes())
@@ -127,7 +129,7 @@ def test_mutated_file_is_read_or_refused(data: st.DataObject, small: Path) -> No
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_random_bytes_are_read_or_refused(data: bytes) -> None:
     """Random bytes after the magic."""
     with contextlib.suppress(ModelError):

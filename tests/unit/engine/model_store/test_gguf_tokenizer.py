@@ -15,7 +15,9 @@ from tokenizers import Tokenizer
 from engine.errors import ModelError
 from engine.model_store.gguf_header import GgufHeader, read_header
 from engine.model_store.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_json
-from tests.models import MERGES, SPECIALS, TOKENS, tokenizer_document, write_gguf
+from tests.examples import examples
+from tests.models import write_gguf
+from tests.tiny_tokenizer import MERGES, SPECIALS, TOKENS, tokenizer_document
 
 
 def header_of(**changes: object) -> GgufHeader:
@@ -43,7 +45,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_text_round_trips(text: str, tiny: Tokenizer) -> None:
     """Byte-level BPE has no unknown characters and loses none."""
     ids = tiny.encode(text, add_special_tokens=False).ids
@@ -52,7 +54,7 @@ def test_text_round_trips(text: str, tiny: Tokenizer) -> None:
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_tokenizer_equals_folder_tokenizer(text: str, tiny: Tokenizer) -> None:
     """The GGUF file and the tokenizer.json of one model give equal ids."""
     expected = Tokenizer.from_str(json.dumps(tokenizer_document()))
@@ -196,7 +198,7 @@ def joined_by_score(text: str) -> list[int]:
 
 
 @given(text=st.text(alphabet="abc é\n", max_size=30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_sentencepiece_joins_by_score(text: str) -> None:
     """Merges in the order of the scores give the pieces that SentencePiece gives."""
     tokenizer = sentencepiece()

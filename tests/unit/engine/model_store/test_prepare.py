@@ -16,11 +16,11 @@ from engine.model_store import Architecture, load_card, prepare
 from tests.models import (
     CHAT_TEMPLATE,
     LLAMA3_SCALING,
-    TOKENS,
     tiny_config,
     write_folder,
     write_gguf,
 )
+from tests.tiny_tokenizer import TOKENS
 
 SHAPES = {
     "MHA": tiny_config(heads=4, kv_heads=4),

@@ -32,14 +32,6 @@ ERROR_MAX = 3e-5
 """In units of the logits' standard deviation: both sides round sums in fp32 (measured: 1.5e-5)."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Paged:
     """A model over its own KV, and the logits of plans."""
 

@@ -12,6 +12,7 @@ from engine.plan import StepPlan
 from engine.runner.warmup import PREFIX_TOKENS, WarmupLimits, warmup_plans
 from kernels.gpu.fused_ops import DEPENDENT_ROWS_MAX
 from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner
+from tests.examples import examples
 
 LIMITS = WarmupLimits(
     block_size=16, blocks=900, context=8_192, sequences=64, step_tokens=4_096, vocab=99
@@ -19,7 +20,7 @@ LIMITS = WarmupLimits(
 HEADS = {"mha": (8, 1), "gqa": (8, 4), "mqa": (1, 8)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.builds(
         WarmupLimits,

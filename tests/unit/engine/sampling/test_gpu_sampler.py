@@ -17,6 +17,7 @@ from engine.sampling.gpu_sampler import COUNT_MAX, DRAW_COLUMNS, Draws, GpuSampl
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import Sampler
 from kernels.gpu.sampling import CANDIDATES
+from tests.examples import examples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 300
@@ -110,7 +111,14 @@ def assert_same(expected: Sequence[SampledToken], got: Sequence[SampledToken]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("vocab", "spread"), [(VOCAB, 3.0), (9_000, 0.3), (9_000, 4.0)])
+@pytest.mark.parametrize(
+    ("vocab", "spread"),
+    [
+        (VOCAB, 3.0),
+        pytest.param(9_000, 0.3, marks=pytest.mark.slow),
+        pytest.param(9_000, 4.0, marks=pytest.mark.slow),
+    ],
+)
 def test_every_kind_draws_tokens_of_full_sampler(
     vocab: int, spread: float, dtype: torch.dtype
 ) -> None:
@@ -134,7 +142,14 @@ def test_result_does_not_depend_on_batch() -> None:
         assert together[i] == alone
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 5_000}, {"top_p": 0.5}, {"min_p": 0.5}])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 5_000},
+        pytest.param({"top_p": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"min_p": 0.5}, marks=pytest.mark.slow),
+    ],
+)
 def test_more_ties_than_candidates(filters: dict[str, Any]) -> None:
     """All logits are equal: the filters keep the lowest ids, wherever the draw falls."""
     vocab = 3 * CANDIDATES
@@ -239,7 +254,7 @@ def mask_of(vocab: int, *token_ids: int) -> Mask:
     return mask.view(np.int32)
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, 9_000])
+@pytest.mark.parametrize("vocab", [VOCAB, pytest.param(9_000, marks=pytest.mark.slow)])
 def test_masks_apply_to_their_own_rows(vocab: int) -> None:
     """Every kind, with a mask on every second row; forbidden tokens are never drawn."""
     batch = Batch(tuple(KINDS.values()), vocab)
@@ -328,7 +343,7 @@ def test_prompt_logprobs_are_of_given_tokens() -> None:
     assert_same(logprob_entries(logits.float(), known, [20] * count)[2:], entries)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     sampling=st.builds(
         Sampling,

@@ -18,6 +18,7 @@ from engine.plan import BegunSequence
 from engine.sampling.logprobs import LOGPROB_FLOOR
 from engine.sampling.rng import philox4x32, uniform
 from engine.sampling.sampler import Sampler
+from tests.examples import examples
 
 VOCAB = 600  # more than two chunks of the running sum, and not a multiple of a chunk
 
@@ -174,7 +175,7 @@ sampling_settings = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     sampling=sampling_settings,
     logits_seed=st.integers(0, 1000),
@@ -205,7 +206,7 @@ def test_drawn_token_has_weight_in_reference(
     assert weights[token.token_id] > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sampling=sampling_settings,
     value=st.sampled_from([-math.inf, math.inf, 0.0, 3e38, -3e38, math.nan]),
@@ -218,7 +219,7 @@ def test_row_of_one_value_gives_token_or_none(sampling: Sampling, value: float) 
     assert (0 <= token.token_id < 12) == (value > -math.inf)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(sampling=sampling_settings, place=st.integers(0, VOCAB - 1), size=st.sampled_from([1, 90]))
 def test_row_with_nan_gives_no_token(sampling: Sampling, place: int, size: int) -> None:
     """The other logits of such a row may be wrong too. The next row still gives its token, and the

@@ -13,6 +13,7 @@ from engine.api import SampledToken, Sampling
 from engine.plan import BegunSequence, Mask
 from engine.sampling.sampler import Sampler
 from engine.sampling.token_masks import apply_masks, mask_bias
+from tests.examples import examples
 
 VOCAB = 300
 
@@ -69,7 +70,7 @@ def test_bit_i_is_token_i() -> None:
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_mask_bias_equals_counted_bits(seed: int) -> None:
     """By a table of bytes, and by counting bits here."""
     words = np.random.default_rng(seed).integers(-(2**31), 2**31, (3, 10)).astype(np.int32)

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler.step_cost import SLICE_TOKENS_MIN, PromptBudget, StepCost, StepWork, attended
+from tests.examples import examples
 
 Machine = Callable[[StepWork], float]
 TARGET_S = 0.05
@@ -58,7 +59,7 @@ def serve(cost: StepCost, takes: Machine, chance: random.Random, noise: float = 
     return error
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(machines, st.integers(0, 1_000))
 @example(machine(1e-3, 1e-6, 1e-5, 5e-7, 5e-7), 570)
 def test_predictions_converge_on_any_machine(takes: Machine, seed: int) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
-from asyncio.subprocess import PIPE, create_subprocess_exec
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -237,37 +235,18 @@ def test_equal_settings_need_no_restart() -> None:
     assert changed_settings(Config(), Config()) == []
 
 
-async def test_sighup_reloads_without_ending_the_process(tmp_path: Path) -> None:
-    program = (
-        "import asyncio, os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from tests.unit.gateway.gateway_fixture import GatewayFixture\n"
-        "from tests.models import prepared\n"
-        "from gateway.config import load_config\n"
-        "async def main():\n"
-        "    folder = Path(sys.argv[1])\n"
-        "    gateway = GatewayFixture(prepared(folder / 'model'), folder)\n"
-        "    await gateway.open()\n"
-        "    file = folder / 't.toml'\n"
-        "    gateway.gateway.context.read_config = lambda: load_config(file, {}, {})[0]\n"
-        "    loop = asyncio.get_running_loop()\n"
-        "    loop.add_signal_handler(signal.SIGHUP, gateway.gateway.reload_soon)\n"
-        "    print('ready', flush=True)\n"
-        "    await gateway.until(lambda: any(l['event'] == 'reloaded' for l in gateway.lines))\n"
-        "    print(gateway.lines[0]['tenant'], flush=True)\n"
-        "    await gateway.close()\n"
-        "asyncio.run(main())\n"
-    )
-    await asyncio.to_thread((tmp_path / "model").mkdir)
-    await asyncio.to_thread((tmp_path / "t.toml").write_text, EVE)
-    child = await create_subprocess_exec(sys.executable, "-c", program, str(tmp_path), stdout=PIPE)
-    assert child.stdout is not None
-    ready = await child.stdout.readline()
-    child.send_signal(signal.SIGHUP)
-    said = await child.stdout.readline()
-    status = await child.wait()
+async def test_sighup_reloads_without_ending_the_process(reloader: Reloader) -> None:
+    gateway = reloader.gateway
+    await reloader.write(EVE)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, gateway.gateway.reload_soon)
+    try:
+        signal.raise_signal(signal.SIGHUP)
+        await gateway.until(lambda: any(line["event"] == "reloaded" for line in gateway.lines))
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
-    assert (ready, said, status) == (b"ready\n", b"eve\n", 0)
+    assert gateway.lines[0]["tenant"] == "eve"
 
 
 async def test_applies_declared_scopes_without_a_restart(reloader: Reloader) -> None:

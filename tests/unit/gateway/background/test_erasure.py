@@ -26,6 +26,7 @@ from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.errors import Refusal
 from tenancy.accounts.erasure_receipts import ErasedLevel, digest_namespaces, list_receipts
 from tenancy.types import CachePolicy, Identity, Tenant
+from tests.examples import examples
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
 
@@ -38,7 +39,7 @@ def identity_of(tenant_id: int, workspace: str) -> Identity:
 
 
 @given(tenant_id=st.integers(1, 2**40), workspace=WORDS, partition=st.text(max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_namespace_encodes_tenant_and_workspace(
     tenant_id: int, workspace: str, partition: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.background import history_sampling
 from gateway.background.history_sampling import HistorySampling, flush_requests, read_at_once
@@ -199,10 +200,11 @@ async def test_tells_once_that_tenants_share_a_label(
 ) -> None:
     monkeypatch.setattr(history_sampling, "POLL_INTERVAL_S", 0.001)
     gateway = unopened_gateway
+    gateway.config = replace(
+        gateway.config, tenancy=replace(gateway.config.tenancy, tenants_as_labels_max=0)
+    )
     await gateway.open()
-    context = gateway.gateway.context
-    context.telemetry = type(context.telemetry)(0)
-    context.telemetry.tenant_label("ada")
+    gateway.gateway.context.telemetry.tenant_label("ada")
     await gateway.until(
         lambda: any(line["event"] == "tenant_labels_used_up" for line in gateway.lines)
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
 from tenancy.accounts.tenants import change_tenant
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, GatewayFixture
+
+pytestmark = pytest.mark.usefixtures("room_for_all")
 
 LONG_PROMPT = BLOCKS // 2 * 16
 """Tokens that do not fit, with one of the answer, beside floors that are as wide as can be."""
@@ -20,15 +21,6 @@ async def floor_beyond_the_pool(gateway: GatewayFixture) -> None:
     change_tenant(gateway.store, "ada", {"floor_blocks": 10**12})
     gateway.gateway.context.registry.refresh_now()
     await gateway.ask(body=gateway.chat())
-
-
-@pytest.fixture
-async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
-    """Yield a gateway whose model's context is the whole pool."""
-    unopened_gateway.context_tokens = BLOCKS * 16
-    await unopened_gateway.open()
-    yield unopened_gateway
-    await unopened_gateway.close()
 
 
 async def ask_long(gateway: GatewayFixture) -> tuple[int, str]:

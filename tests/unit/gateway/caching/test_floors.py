@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,10 @@ from tenancy.accounts.tenants import change_tenant, list_tenant_records, read_fl
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import BLOCKS, PATIENCE_S, GatewayFixture
 
+pytestmark = pytest.mark.usefixtures("room_for_all")
+
 HALF = BLOCKS // 2
 ADA, BOB = "/admin/v1/tenants/ada", "/admin/v1/tenants/bob"
-
-
-@pytest.fixture
-async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixture]:
-    """A gateway whose model's context is the whole pool: floors may take half of it."""
-    unopened_gateway.context_tokens = BLOCKS * 16
-    await unopened_gateway.open()
-    yield unopened_gateway
-    await unopened_gateway.close()
 
 
 async def cut_at(gateway: GatewayFixture, asked_blocks: int) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.accounts.written_prefixes import WrittenPrefix, delete_ended
 from tenancy.errors import StoreBusy
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import new_store
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 HOUR = Retention("1h", 3_600, 3_600, "request_start")
 LAST = Retention("12h", 43_200)
@@ -66,7 +66,7 @@ class World:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with closing(SqliteStore(tmp_path / "t.db")) as store:
+    with closing(new_sqlite(tmp_path / "t.db")) as store:
         create_tenant(store, lambda: 1, "ada")
         yield store
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.__main__ import main
 from gateway.ledger.metering import wall_ms
 from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.storage.backends import open_store
@@ -42,16 +41,11 @@ class Installation:
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data directory of a configuration that each test writes."""
     monkeypatch.setenv("TRUNKLINE_CONFIG", str(tmp_path / "trunkline.toml"))
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path / "data"))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+    return tmp_path / "data"
 
 
 @pytest.fixture

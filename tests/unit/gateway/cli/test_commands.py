@@ -37,27 +37,6 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs a command on this test's data directory: (status, stdout,
-    stderr)."""
-    for name in ("TRUNKLINE_CONFIG", "TRUNKLINE_MODEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(data))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` prints to standard output with status 0."""

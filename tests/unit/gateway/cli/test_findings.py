@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.__main__ import main
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import create_tenant
 from tenancy.pricing.charges import RateCard
@@ -20,26 +19,6 @@ from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 
 HOUR_MS = 3_600_000
 STABLE = "You answer questions about leave, travel and pay from the handbook. Be short, be polite."
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs a command on this test's data directory."""
-    for name in ("TRUNKLINE_CONFIG", "TRUNKLINE_MODEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(data))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
 
 
 @pytest.fixture

@@ -33,15 +33,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(config: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+def data(config: Path) -> Path:
+    """The configuration's data directory."""
+    return config.with_name("data")
 
 
 def fill(folder: Path, master: MasterKey) -> LocalRig:

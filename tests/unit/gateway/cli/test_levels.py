@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.__main__ import main
 from gateway.cli.levels import levels_show
 from gateway.cli.result import CommandError, CommandResult
 from gateway.config import AdminConfig, Config
@@ -20,25 +19,6 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
 
 RUNS = ((1, 5, 6, 7), (2, 5, 6, 7), (3, 5, 6, 7))
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return tmp_path / "data"
-
-
-@pytest.fixture
-def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs a command on this test's data directory."""
-    monkeypatch.delenv("TRUNKLINE_CONFIG", raising=False)
-    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(data))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
 
 
 def fill(folder: Path) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gateway.__main__ import main
 from gateway.cli.usage import short_count
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, find_tenant
 from tenancy.ledger.ledger import Ledger
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 DAY_MS = 86_400_000
 NOW_MS = 1_795_000_000_000
@@ -25,12 +24,12 @@ LONG = "a-tenant-with-a-name-that-no-table-has-room-for"
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs a command beside a ledger of three tenants, at `NOW_MS`."""
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data directory with a ledger of three tenants, at `NOW_MS`."""
     monkeypatch.delenv("TRUNKLINE_CONFIG", raising=False)
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path))
     monkeypatch.setattr("gateway.cli.usage.wall_ms", lambda: NOW_MS)
-    store = SqliteStore(tmp_path / "trunkline.db")
+    store = new_sqlite(tmp_path / "trunkline.db")
     for name in ("ada", "bob", LONG):
         tenant = create_tenant(store, lambda: NOW_MS, name)
         create_key(store, lambda: NOW_MS, tenant.tenant_id)
@@ -50,13 +49,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         ledger.settle(one).result(20)
     ledger.close()
     store.close()
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+    return tmp_path
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200])
@@ -80,7 +73,7 @@ def test_levels_have_columns_where_anything_came_from_them(
     """Beside the hit ratio, and in every row for programs."""
     monkeypatch.setenv("COLUMNS", "200")
     _, before, _ = run("usage")
-    store = SqliteStore(tmp_path / "trunkline.db")
+    store = new_sqlite(tmp_path / "trunkline.db")
     with closing(store), closing(Ledger(store, lambda: NOW_MS)) as ledger:
         counts = (1_000, 900, 0, 100, 7, 900)
         one = UsageEntry("leveled", 1, 1, "small", "done", NOW_MS, NOW_MS, *counts)

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from engine.api import EngineInfo, Erased, LevelStats, NamespaceStats, Stats
 from engine.client.client import EngineConnection
 from engine.errors import EngineUnavailable, InvariantViolation
-from engine.model_store import ModelCard
 from gateway.caching.namespaces import namespace_of
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.levels.report import holds_promises
@@ -45,11 +44,6 @@ class SilentEngine(EngineConnection):
 
     async def close(self) -> None:
         """Do nothing."""
-
-
-@pytest.fixture(scope="module")
-def renderer(card: ModelCard) -> Renderer:
-    return Renderer(card)
 
 
 def served(renderer: Renderer, engines: Iterable[SilentEngine]) -> ServedModels:

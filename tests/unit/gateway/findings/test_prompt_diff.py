@@ -45,11 +45,6 @@ BODIES: dict[str, tuple[DialectName, str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="session")
-def renderer(card: ModelCard) -> Renderer:
-    return Renderer(card)
-
-
-@pytest.fixture(scope="session")
 def native_tools(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     """A template that writes tools itself, behind the system text."""
     folder = tmp_path_factory.mktemp("hermes") / "model"

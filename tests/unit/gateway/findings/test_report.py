@@ -17,8 +17,8 @@ from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.finding_counts import FindingCount, add_counts
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 HOUR_MS, DAY_MS = 3_600_000, 86_400_000
 NOW_MS = 100 * DAY_MS
@@ -36,7 +36,7 @@ class Books:
     """A database with two tenants and their requests."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = SqliteStore(folder / "t.db")
+        self.store = new_sqlite(folder / "t.db")
         add_card(self.store, lambda: 0, CARD)
         self.ids = {
             name: create_tenant(self.store, lambda: 0, name).tenant_id for name in ("ada", "bob")

@@ -7,7 +7,6 @@ from typing import cast
 
 import pytest
 
-from engine.model_store import ModelCard
 from gateway.dialects.canonical import (
     CallText,
     Delta,
@@ -25,12 +24,6 @@ from gateway.structured_output.tool_styles import HERMES
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = (Tool("get"),)
-
-
-@pytest.fixture(scope="session")
-def renderer(card: ModelCard) -> Renderer:
-    """The tiny model's renderer; its template supports no tools."""
-    return Renderer(card)
 
 
 def check(renderer: Renderer, text: str, prompt: Prompt) -> tuple[list[Delta], OutputParser]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import Sampling
-from engine.model_store import ModelCard
 from gateway.dialects.canonical import (
     Call,
     CallText,
@@ -21,17 +19,12 @@ from gateway.dialects.canonical import (
 )
 from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
+from tests.examples import examples
 from tests.unit.gateway.fake_engine import FakeEngine
 
 SILENT, END_OF_TURN = 1, 2
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = Prompt(tools=(Tool("get"),))
-
-
-@pytest.fixture(scope="session")
-def renderer(card: ModelCard) -> Renderer:
-    """The tiny model's renderer: token 3 + b is the byte b."""
-    return Renderer(card)
 
 
 class Streamed:
@@ -81,7 +74,7 @@ class Streamed:
     at_once=st.integers(1, 3),
     logprobs=st.sampled_from([None, 0]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_counts_released_tokens_only(
     renderer: Renderer, text: str, stops: tuple[str, ...], at_once: int, logprobs: int | None
 ) -> None:

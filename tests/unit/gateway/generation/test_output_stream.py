@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Finished, PromptLogprobs, SampledToken, Sampling, TokenLogprob, Usage
-from engine.model_store import ModelCard
 from gateway.dialects.canonical import (
     Begin,
     Call,
@@ -30,16 +29,11 @@ from gateway.dialects.canonical import (
 from gateway.errors import Kind, Refusal
 from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
+from tests.examples import examples
 from tests.unit.gateway.fake_engine import FakeEngine
 
 END_OF_TURN = 2
 ANYTHING = Prompt()
-
-
-@pytest.fixture(scope="session")
-def renderer(card: ModelCard) -> Renderer:
-    """The tiny model's renderer: token 3 + b is the byte b."""
-    return Renderer(card)
 
 
 def spelt(text: str) -> list[int]:
@@ -233,7 +227,7 @@ async def test_alternatives_have_bytes(renderer: Renderer) -> None:
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=2).map(tuple),
     together=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_logprob_tokens_spell_the_text(
     renderer: Renderer, text: str, stops: tuple[str, ...], together: bool
 ) -> None:

@@ -25,6 +25,7 @@ from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import used
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 PATIENCE_S = 60.0
 QUICK = RestartPolicy((0.0, 0.05, 0.1, 0.2, 5.0))
@@ -96,7 +97,7 @@ class LedgerUnderTest:
 @pytest.fixture
 async def unopened_ledger(tmp_path: Path) -> AsyncIterator[LedgerUnderTest]:
     """A ledger client that is not open yet."""
-    with closing(SqliteStore(tmp_path / "test.db")) as store:
+    with closing(new_sqlite(tmp_path / "test.db")) as store:
         create_tenant(store, lambda: 1, "ada")
         ledger = LedgerUnderTest(store)
         yield ledger

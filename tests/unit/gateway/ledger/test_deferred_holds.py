@@ -34,8 +34,10 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
+from tests.examples import examples
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.conftest import used
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 TOTALS = EngineTotals("e", 10, *range(1, 7))
 
@@ -105,7 +107,7 @@ class DeferredLedger:
 
 @pytest.fixture
 def deferred(tmp_path: Path) -> object:
-    with closing(SqliteStore(tmp_path / "test.db")) as store:
+    with closing(new_sqlite(tmp_path / "test.db")) as store:
         for name in ("ada", "bob"):
             create_tenant(store, lambda: 1, name)
         yield DeferredLedger(store)
@@ -254,7 +256,7 @@ class BudgetMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.store = SqliteStore(Path(self.folder.name) / "test.db")
+        self.store = new_sqlite(Path(self.folder.name) / "test.db")
         create_tenant(self.store, self.wall, "ada")
         for _ in range(2):
             create_key(self.store, self.wall, 1)
@@ -346,7 +348,7 @@ class BudgetMachine(RuleBasedStateMachine):
         assert (holds, faults) == ([(0,)], [])
 
 
-BudgetMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
+BudgetMachine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=30)
 TestBudgetMachine = BudgetMachine.TestCase
 
 

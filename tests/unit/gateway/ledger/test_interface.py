@@ -23,6 +23,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import used
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ async def open_client(kind: str, store: SqliteStore) -> LedgerClient:
 
 @pytest.fixture(params=["in_process", "process"])
 async def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LedgerUnderTest]:
-    with closing(SqliteStore(tmp_path / "test.db")) as store:
+    with closing(new_sqlite(tmp_path / "test.db")) as store:
         create_tenant(store, lambda: 1, "ada")
         client = await open_client(request.param, store)
         yield LedgerUnderTest(client, store)
@@ -169,7 +170,7 @@ async def test_writes_totals_storage_and_progress(ledger: LedgerUnderTest) -> No
 async def test_start_reports_interrupted_requests(tmp_path: Path) -> None:
     found = []
     for kind in ("in_process", "process"):
-        with closing(SqliteStore(tmp_path / f"{kind}.db")) as store:
+        with closing(new_sqlite(tmp_path / f"{kind}.db")) as store:
             create_tenant(store, lambda: 1, "ada")
             with store.change() as db:
                 db.execute(

@@ -20,8 +20,8 @@ from tenancy.limits import Demand
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import Identity
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 RECORD = UsageRecord(
     total_in=10,
@@ -37,7 +37,7 @@ class MeteringLedger:
     """A ledger with one tenant, at a fixed time."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = SqliteStore(folder / "test.db")
+        self.store = new_sqlite(folder / "test.db")
         tenant = create_tenant(self.store, self.wall, "ada")
         key = create_key(self.store, self.wall, tenant.tenant_id)
         self.identity: Identity = KeyAuthenticator(self.store, self.wall, lambda: 0.0).authenticate(

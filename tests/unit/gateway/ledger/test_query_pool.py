@@ -14,14 +14,14 @@ from gateway.ledger.query_pool import QueryPool
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import StoreError
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 PATIENCE_S = 60
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = SqliteStore(tmp_path / "test.db")
+    store = new_sqlite(tmp_path / "test.db")
     create_tenant(store, wall_ms, "ada")
     return store
 

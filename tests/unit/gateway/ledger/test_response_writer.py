@@ -13,6 +13,7 @@ from gateway.ledger.response_writer import ResponseWriter
 from tenancy.responses.stored_responses import ResponseRecord
 from tenancy.responses.stored_sums import Obstacle
 from tenancy.storage.sqlite import SqliteStore
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 RECORD = ResponseRecord(
     response_id="resp_1",
@@ -28,7 +29,7 @@ RECORD = ResponseRecord(
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SqliteStore]:
-    store = SqliteStore(tmp_path / "t.db")
+    store = new_sqlite(tmp_path / "t.db")
     yield store
     store.close()
 

@@ -17,6 +17,7 @@ from gateway.dialects.canonical import Prompt, Rendered, Segment
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
 from gateway.prompt.template import ChatTemplate
+from tests.examples import examples
 from tests.models import CHAT_TEMPLATE
 from tests.unit.gateway.prompt import chat_templates
 
@@ -39,12 +40,6 @@ def make(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Make:
         return Renderer(msgspec.structs.replace(card, folder=str(folder)))
 
     return made
-
-
-@pytest.fixture(scope="session")
-def renderer(card: ModelCard) -> Renderer:
-    """The tiny model, whose template is ChatML's."""
-    return Renderer(card)
 
 
 @pytest.fixture(scope="session")
@@ -264,7 +259,7 @@ def test_raw_prompt_begins_with_bos_if_model_requires_it(card: ModelCard) -> Non
 
 
 @given(st.lists(st.lists(st.text("ab <|", max_size=4), min_size=1, max_size=3), max_size=4))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_caches_change_no_tokens(card: ModelCard, chats: list[list[str]]) -> None:
     """A renderer that has seen other chats equals a fresh one."""
     seasoned, last = Renderer(card), chat("the", "last")

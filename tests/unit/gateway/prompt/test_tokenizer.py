@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from engine.model_store import ModelCard
 from gateway.prompt.token_budget import TokenBudget, TooManyTokensError
 from gateway.prompt.tokenizer import PieceTokenizer
-from tests.models import SPECIALS, tokenizer_document
+from tests.tiny_tokenizer import SPECIALS, tokenizer_document
 
 SPECIAL_IDS = tuple(range(len(SPECIALS)))
 

@@ -22,7 +22,7 @@ from gateway.structured_output.thinking import (
 )
 from gateway.structured_output.tool_call_parser import ParsedCall, ParsedText, ToolCallParser
 from gateway.structured_output.tool_styles import HERMES
-from tests.models import tokenizer_document
+from tests.tiny_tokenizer import tokenizer_document
 
 TAGS = ThinkingFormat("tags", "<think>", "</think>", switch="enable_thinking")
 SCHEMA = (

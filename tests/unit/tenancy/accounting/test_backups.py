@@ -23,6 +23,7 @@ from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore, migrations
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 PATIENCE_S = 20
 DAY_MS = 86_400_000
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[4]
 @pytest.fixture
 def path(tmp_path: Path, wall: Wall) -> Path:
     """The path of a ledger with two entries."""
-    store = SqliteStore(tmp_path / "data" / "test.db")
+    store = new_sqlite(tmp_path / "data" / "test.db")
     create_tenant(store, wall, "ada")
     store.close()
     settle(tmp_path / "data" / "test.db", wall, "1-1", "1-2")

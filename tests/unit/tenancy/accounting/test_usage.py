@@ -15,9 +15,9 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 from tests.unit.tenancy.storage.postgres_server import Server
 
 HOUR_MS = 3_600_000
@@ -73,7 +73,7 @@ def store(
         server: Server = request.getfixturevalue("postgres_server")
         store = PostgresStore(server.address(server.database()), is_ready=True)
     else:
-        store = SqliteStore(tmp_path_factory.mktemp("usage") / "test.db")
+        store = new_sqlite(tmp_path_factory.mktemp("usage") / "test.db")
     wall = Wall()
     for name in ("ada", "bob"):
         create_tenant(store, wall, name)

@@ -24,7 +24,7 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 QUOTA = CachedContentQuota(3, 100)
 ONE = CachedContentRecord("a", 1, "default", "m", "", 10, 1_000, 1_000, 61_000)
@@ -32,7 +32,7 @@ ONE = CachedContentRecord("a", 1, "default", "m", "", 10, 1_000, 1_000, 61_000)
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = SqliteStore(tmp_path / "t.db")
+    store = new_sqlite(tmp_path / "t.db")
     for name in ("ada", "bob"):
         create_tenant(store, lambda: 0, name)
     return store

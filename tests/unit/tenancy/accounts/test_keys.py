@@ -21,9 +21,9 @@ from tenancy.accounts.keys import (
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, KeyRefused
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import Limits
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 HOUR_MS = 3_600_000
 
@@ -64,7 +64,7 @@ def test_key_has_256_random_bits_in_base_62(store: Store, wall: Wall, tenant_id:
 
 def test_database_contains_no_key(tmp_path: Path, wall: Wall) -> None:
     """A stolen copy of the file opens nothing."""
-    store = SqliteStore(tmp_path / "test.db")
+    store = new_sqlite(tmp_path / "test.db")
     key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
 
     content = b"".join(file.read_bytes() for file in tmp_path.iterdir())

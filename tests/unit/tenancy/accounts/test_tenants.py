@@ -38,9 +38,10 @@ from tenancy.accounts.tenants import (
 )
 from tenancy.errors import BadName, KeyRefused, StoreError
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import CachePolicy, Limits, TenantSettings
+from tests.examples import examples
 from tests.unit.tenancy.conftest import Wall, new_store
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 from tests.unit.tenancy.storage.postgres_server import Server as PostgresServer
 
 
@@ -209,7 +210,7 @@ LOOKS = st.lists(st.booleans(), min_size=25, max_size=25)
 
 
 @given(changes=CHANGES, looks=LOOKS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_followed_registry_equals_a_fresh_one(
     changes: list[tuple[str, int]], looks: list[bool]
 ) -> None:
@@ -435,7 +436,7 @@ def test_invalid_change_names_the_value_and_changes_nothing(
 
 def test_unwritable_database_raises_store_error(tmp_path: Path, wall: Wall) -> None:
     """One line instead of SQLite's own exception."""
-    store = SqliteStore(tmp_path / "test.db")
+    store = new_sqlite(tmp_path / "test.db")
     store.close()
 
     with pytest.raises(StoreError, match="not changed"), store.change():

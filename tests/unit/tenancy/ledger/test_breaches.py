@@ -22,6 +22,7 @@ from tenancy.pricing.charges import PICO_PER_MICRO, BreachCredit, RateCard, item
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
+from tests.examples import examples
 from tests.unit.tenancy.conftest import Wall, new_store
 from tests.unit.tenancy.storage.postgres_server import Server
 
@@ -175,7 +176,7 @@ def test_audit_finds_missing_or_wrong_credits(store: Store, wall: Wall, damage: 
     output=st.integers(0, 99),
     part=st.fractions(0, 1),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_credit_equals_exact_fractions(
     policy: BreachCredit,
     prices: tuple[int, ...],
@@ -215,7 +216,7 @@ AGAIN = st.lists(st.integers(0, 7), max_size=6)
 
 
 @given(lost=LOST, again=AGAIN)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_credits_match_breaches_over_any_batches(lost: list[int], again: list[int]) -> None:
     """However entries are batched, repeated and interrupted by restarts."""
     with new_store() as store:

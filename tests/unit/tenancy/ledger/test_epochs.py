@@ -22,6 +22,7 @@ from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 PATIENCE_S = 20
 
@@ -141,7 +142,7 @@ def test_missing_or_unreadable_point_is_no_alarm(life: Life, known: bytes | None
 
 def test_saves_the_point_each_minute(tmp_path: Path, wall: Wall) -> None:
     """A server killed after days must not have saved its first day only."""
-    store = SqliteStore(tmp_path / "test.db")
+    store = new_sqlite(tmp_path / "test.db")
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
     known = tmp_path / "test.db.known"
@@ -164,7 +165,7 @@ def test_saves_the_point_each_minute(tmp_path: Path, wall: Wall) -> None:
 def test_failure_to_save_the_point_is_tolerated(tmp_path: Path, wall: Wall) -> None:
     """Saving it is best effort."""
     (tmp_path / "test.db.known").mkdir()
-    store = SqliteStore(tmp_path / "test.db")
+    store = new_sqlite(tmp_path / "test.db")
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
     ledger.settle(entry("1-1")).result(PATIENCE_S)

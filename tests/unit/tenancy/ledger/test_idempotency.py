@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from msgspec import Struct
 
@@ -37,8 +33,9 @@ from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import Item, LedgerTransactions, NamedEntry
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
+from tests.examples import examples
+from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall, new_store
 from tests.unit.tenancy.storage.postgres_server import Server
 
@@ -181,7 +178,7 @@ ENDED = st.tuples(st.just("end"), st.integers(0, 9), st.sampled_from([None, 0, 5
 
 
 @given(steps=st.lists(st.one_of(SENT, ENDED), max_size=14), step_ms=st.sampled_from([1, 60, 101]))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_batches_equal_single_items(steps: list[tuple[Any, ...]], step_ms: int) -> None:
     """The same is refused, stored and counted, however items are batched."""
     items: list[Item] = []
@@ -325,20 +322,15 @@ class Named(Struct):
     answer: StoredResponse | None = None
 
 
-class Clients(RuleBasedStateMachine):
+class Clients(BookMachine):
     """A state machine of two tenants' clients: send, retry, wait, fail, and server deaths.
 
     A request is charged once for as long as its name is known.
     """
 
-    def __init__(self, store: Store | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.wall = Wall()
-        self.store = store or SqliteStore(Path(self.folder.name) / "test.db")
-        for tenant in ("ada", "bob"):
-            create_tenant(self.store, self.wall, tenant)
-        self.ledger = Ledger(self.store, self.wall)
+        create_tenant(self.store, self.wall, "bob")
         self.model: dict[tuple[int, str], Named] = {}
         self.running: dict[str, tuple[int, str]] = {}
         self.charged: set[str] = set()
@@ -421,8 +413,7 @@ class Clients(RuleBasedStateMachine):
 
     @rule()
     def die(self) -> None:
-        self.ledger.close()
-        self.ledger = Ledger(self.store, self.wall)
+        self.restart_ledger()
         for request_id in list(self.running):
             self.free(request_id)
 
@@ -440,26 +431,16 @@ class Clients(RuleBasedStateMachine):
             "select tenant_id, names, bytes from named_sums where names > 0 order by tenant_id"
         )
 
-    def teardown(self) -> None:
-        self.ledger.close()
-        self.store.close()
-        self.folder.cleanup()
 
-
-Clients.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+Clients.TestCase.settings = settings(
+    max_examples=examples(40), stateful_step_count=40, deadline=None
+)
 TestClients = Clients.TestCase
 
 
 def test_names_on_a_server_match_the_model(postgres_server: Server) -> None:
     """With round trips between."""
-
-    class OnServer(Clients):
-        def __init__(self) -> None:
-            address = postgres_server.address(postgres_server.database())
-            super().__init__(PostgresStore(address, is_ready=True))
-
-    few = settings(max_examples=6, stateful_step_count=25, deadline=None)
-    run_state_machine_as_test(OnServer, settings=few)
+    run_on_server(Clients, postgres_server)
 
 
 def test_two_gateways_over_one_database_run_it_once(postgres: PostgresStore) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,14 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 from msgspec import structs
 
@@ -30,10 +26,10 @@ from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
 from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.storage.interface import Store, Transaction
-from tenancy.storage.postgres import PostgresStore
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
+from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 from tests.unit.tenancy.storage.postgres_server import Server
 
 PATIENCE_S = 20
@@ -82,14 +78,6 @@ def refusal(future: Future[None]) -> str:
     with pytest.raises(LedgerUnavailable) as caught:
         done(future)
     return caught.value.code
-
-
-@pytest.fixture
-def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
-    create_tenant(store, wall, "ada")
-    ledger = Ledger(store, wall)
-    yield ledger
-    ledger.close()
 
 
 @contextmanager
@@ -157,7 +145,7 @@ def test_start_closes_dead_holds_uncharged(store: Store, wall: Wall) -> None:
 
 def test_refuses_a_second_writer_of_a_file(tmp_path: Path, wall: Wall) -> None:
     """It would close the first one's open holds."""
-    store, beside = SqliteStore(tmp_path / "test.db"), SqliteStore(tmp_path / "test.db")
+    store, beside = new_sqlite(tmp_path / "test.db"), new_sqlite(tmp_path / "test.db")
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
     done(ledger.hold(hold("a")))
@@ -326,7 +314,7 @@ def test_full_disk_loses_no_confirmed_entry(tmp_path: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000)),
     )
     confirmed = child.stdout.split()
-    store = SqliteStore(tmp_path / "test.db")
+    store = new_sqlite(tmp_path / "test.db")
     ledger = Ledger(store, Wall())
     ledger.close()
     found = set(entries(store))
@@ -337,17 +325,11 @@ def test_full_disk_loses_no_confirmed_entry(tmp_path: Path) -> None:
     assert set(confirmed) <= found
 
 
-class Life(RuleBasedStateMachine):
+class Life(BookMachine):
     """A state machine of a ledger against a dictionary, with repeats and restarts."""
 
-    def __init__(self, store: Store | None = None) -> None:
-        """Use `store`, or a new file."""
+    def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.wall = Wall()
-        self.store = store or SqliteStore(Path(self.folder.name) / "test.db")
-        create_tenant(self.store, self.wall, "ada")
-        self.ledger = Ledger(self.store, self.wall)
         self.held: set[str] = set()
         self.noted: dict[str, int] = {}
         self.settled: dict[str, UsageEntry] = {}
@@ -387,8 +369,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.held or self.settled)
     @rule()
     def restart(self) -> None:
-        self.ledger.close()
-        self.ledger = Ledger(self.store, self.wall)
+        self.restart_ledger()
         assert self.ledger.interrupted == len(self.held)
         for request_id in self.held:
             closed = entry(request_id, 0, self.noted.get(request_id, 0), self.wall())
@@ -402,22 +383,10 @@ class Life(RuleBasedStateMachine):
         total = sum(one.output_tokens for one in self.settled.values())
         assert sum(row.output_tokens for row in usage(self.store)) == total
 
-    def teardown(self) -> None:
-        self.ledger.close()
-        self.store.close()
-        self.folder.cleanup()
-
 
 TestLife = Life.TestCase
 
 
 def test_ledger_on_a_server_matches_the_model(postgres_server: Server) -> None:
     """With round trips between."""
-
-    class OnServer(Life):
-        def __init__(self) -> None:
-            address = postgres_server.address(postgres_server.database())
-            super().__init__(PostgresStore(address, is_ready=True))
-
-    few = settings(max_examples=6, stateful_step_count=25, deadline=None)
-    run_state_machine_as_test(OnServer, settings=few)
+    run_on_server(Life, postgres_server)

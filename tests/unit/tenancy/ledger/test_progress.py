@@ -19,10 +19,10 @@ from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import UsageEntry
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 PATIENCE_S = 20
 CARD = RateCard("std", input=2, output=10, cache_read=1, cache_write={"5m": 3})
@@ -175,7 +175,7 @@ def test_failed_note_does_no_harm(
     def busy() -> None:
         raise StoreBusy("not_written", "the disk")
 
-    store = SqliteStore(tmp_path / "test.db")
+    store = new_sqlite(tmp_path / "test.db")
     ledger = held(store, wall, "1-1", "1-2")
     with monkeypatch.context() as patch:
         patch.setattr(store, "change", busy)

@@ -29,6 +29,7 @@ from tenancy.ledger.protocol import (
 )
 from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, StorageReading
 from tenancy.types import UsageEntry
+from tests.examples import examples
 
 T = TypeVar("T", bound=msgspec.Struct)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -75,7 +76,7 @@ def cut_into_pieces(data: bytes, at: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(ITEM, max_size=4), max_size=3), st.lists(st.integers(0), max_size=6))
 def test_items_round_trip_however_they_were_cut(batches: list[list[Item]], at: list[int]) -> None:
     """A socket knows no frames, and a wrong token count would be wrong money."""

@@ -17,8 +17,8 @@ from tenancy.ledger.writer import KEEP_POINT_MS, LedgerWriter, is_written
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
 from tenancy.storage.postgres_connection import ConnectionLost, StatementFailed
-from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import Wall, used
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 
 def hold(request_id: str) -> Hold:
@@ -177,7 +177,7 @@ def test_abandoned_holds_are_closed_at_once(store: Store, wall: Wall) -> None:
 
 def test_patient_writer_waits_for_the_previous_one(tmp_path: Path, wall: Wall) -> None:
     """A killed gateway's writer finishes first; the next gateway is not refused for it."""
-    first, second = SqliteStore(tmp_path / "test.db"), SqliteStore(tmp_path / "test.db")
+    first, second = new_sqlite(tmp_path / "test.db"), new_sqlite(tmp_path / "test.db")
     create_tenant(first, wall, "ada")
     writer = LedgerWriter(first, wall)
     with pytest.raises(StoreError, match="another server"):
@@ -194,7 +194,7 @@ def test_patient_writer_waits_for_the_previous_one(tmp_path: Path, wall: Wall) -
 
 def test_saves_the_point_at_intervals(tmp_path: Path, wall: Wall) -> None:
     """Not at each commit, as it costs two syncs."""
-    with closing(SqliteStore(tmp_path / "test.db")) as store:
+    with closing(new_sqlite(tmp_path / "test.db")) as store:
         create_tenant(store, wall, "ada")
         writer = LedgerWriter(store, wall)
         begun = store.load_marker()

@@ -12,7 +12,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
 from tenancy.pricing.budget_watch import REFRESH_S, BudgetWatch
 from tenancy.pricing.budgets import Budget, set_budget
-from tenancy.storage.sqlite import SqliteStore
+from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 
 def wall() -> int:
@@ -21,7 +21,7 @@ def wall() -> int:
 
 def test_sees_changes_through_its_own_store_at_once(tmp_path: Path) -> None:
     """Without any message."""
-    with closing(SqliteStore(tmp_path / "test.db")) as store:
+    with closing(new_sqlite(tmp_path / "test.db")) as store:
         for name in ("ada", "bob"):
             create_tenant(store, wall, name)
         watch = BudgetWatch(store, lambda: 0.0)
@@ -41,7 +41,7 @@ def test_sees_changes_of_another_process_within_the_period(tmp_path: Path) -> No
     """An unchanged file is not read before that."""
     now_s = [0.0]
     with (
-        closing(SqliteStore(tmp_path / "test.db")) as store,
+        closing(new_sqlite(tmp_path / "test.db")) as store,
         closing(store.open_another()) as beside,
     ):
         create_tenant(store, wall, "ada")
@@ -57,7 +57,7 @@ def test_sees_changes_of_another_process_within_the_period(tmp_path: Path) -> No
 
 def test_budget_applies_to_rotated_keys(tmp_path: Path) -> None:
     """And to no other key of the tenant."""
-    with closing(SqliteStore(tmp_path / "test.db")) as store:
+    with closing(new_sqlite(tmp_path / "test.db")) as store:
         create_tenant(store, wall, "ada")
         create_key(store, wall, 1)
         create_key(store, wall, 1)
@@ -74,7 +74,7 @@ def test_budget_applies_to_rotated_keys(tmp_path: Path) -> None:
 
 def test_unreadable_file_raises(tmp_path: Path) -> None:
     """A caller must not take a failure for the absence of budgets."""
-    store = SqliteStore(tmp_path / "test.db")
+    store = new_sqlite(tmp_path / "test.db")
     watch = BudgetWatch(store)
     store.close()
 

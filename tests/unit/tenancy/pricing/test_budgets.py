@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, rule
 from msgspec import structs
 
 from tenancy.accounting.audit import check_books
@@ -26,9 +24,9 @@ from tenancy.pricing.budgets import Budget, budget_states, set_budget, window_of
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.storage.postgres import PostgresStore
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import DAY_MS, UsageEntry
+from tests.examples import examples
+from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.postgres_server import Server
 
@@ -304,19 +302,13 @@ def test_windows_follow_the_utc_calendar() -> None:
     assert window_of("month", 2**62)[0] < 2**62
 
 
-class Spending(RuleBasedStateMachine):
+class Spending(BookMachine):
     """A state machine: a tenant and a key with budgets against sums of fractions."""
 
-    def __init__(self, store: Store | None = None) -> None:
-        """Use `store`, or a new file."""
+    def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.wall = Wall()
-        self.store = store or SqliteStore(Path(self.folder.name) / "test.db")
-        create_tenant(self.store, self.wall, "ada")
         create_key(self.store, self.wall, 1)
         add_card(self.store, self.wall, CARD)
-        self.ledger = Ledger(self.store, self.wall)
         self.hard: dict[int, int | None] = {0: None, 1: None}
         self.reserved: dict[str, tuple[int, Fraction]] = {}
         self.spent: dict[int, Fraction] = {}
@@ -359,8 +351,7 @@ class Spending(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.ledger.close()
-        self.ledger = Ledger(self.store, self.wall)
+        self.restart_ledger()
         assert self.ledger.interrupted == len(self.reserved)
         for request_id, (at_ms, _) in self.reserved.items():
             self.spend(at_ms, self.noted.get(request_id, 0))
@@ -391,23 +382,12 @@ class Spending(RuleBasedStateMachine):
             total = Fraction(state.spent_pico + state.reserved_pico, 10**12)
             assert total == self.used(self.day(self.wall()))
 
-    def teardown(self) -> None:
-        self.ledger.close()
-        self.store.close()
-        self.folder.cleanup()
-
 
 TestSpending = Spending.TestCase
 
 
 def test_budgets_on_a_server_match_the_model(postgres_server: Server) -> None:
-    class OnServer(Spending):
-        def __init__(self) -> None:
-            address = postgres_server.address(postgres_server.database())
-            super().__init__(PostgresStore(address, is_ready=True))
-
-    few = settings(max_examples=6, stateful_step_count=25, deadline=None)
-    run_state_machine_as_test(OnServer, settings=few)
+    run_on_server(Spending, postgres_server)
 
 
-TestSpending.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestSpending.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
-from tenancy.accounts.tenants import create_tenant
 from tenancy.responses.conversations import (
     ITEM_OVERHEAD_BYTES,
     SWEPT_AT_ONCE,
@@ -42,14 +40,6 @@ HI, YES = ItemRecord("i1", b"hi"), ItemRecord("i2", b"yes")
 ITEM_BYTES = 2 + ITEM_OVERHEAD_BYTES
 SUMS = "select tenant_id, responses, bytes from stored_sums order by 1"
 ANSWER = ResponseRecord("r1", 1, "default", 2_000, 62_000, b"in", b"out")
-
-
-@pytest.fixture
-def owned(store: Store) -> Store:
-    """Return a store with two tenants."""
-    for name in ("ada", "bob"):
-        create_tenant(store, Wall(), name)
-    return store
 
 
 def make(

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
-from tenancy.accounts.tenants import create_tenant
 from tenancy.responses.stored_responses import (
     SWEPT_AT_ONCE,
     ResponseRecord,
@@ -29,14 +28,6 @@ TWO = replace(
     ONE, response_id="r2", previous_id="r1", created_ms=31_000, expires_ms=91_000, input=b"in2"
 )
 SUMS = "select tenant_id, responses, bytes from stored_sums order by 1"
-
-
-@pytest.fixture
-def owned(store: Store) -> Store:
-    """Return a store with two tenants."""
-    for name in ("ada", "bob"):
-        create_tenant(store, Wall(), name)
-    return store
 
 
 def keep(store: Store, *records: ResponseRecord, quota: StorageQuota = NO_QUOTA) -> list[str]:

@@ -1,0 +1,31 @@
+"""Fixtures: commands on a data directory of the test's own, without a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.__main__ import main
+from tests.unit.gateway.cli.command_output import Run
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the data directory that commands use; a file overrides it to configure them."""
+    for name in ("TRUNKLINE_CONFIG", "TRUNKLINE_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def run(data: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command: (status, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
