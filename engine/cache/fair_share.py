@@ -200,6 +200,11 @@ class FairShare:
         self._refresh()
         return (account for account in self._near_ceiling if account.evictable)
 
+    def has_near_ceilings(self) -> bool:
+        """Return whether any payer is within an eighth of its ceiling. O(changed log n)."""
+        self._refresh()
+        return bool(self._near_ceiling)
+
     def check(self) -> Iterator[int]:
         """Recount all payers, and check that every change was reported.
 

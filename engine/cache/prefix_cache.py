@@ -451,6 +451,11 @@ class PrefixCache:
                 elif leaf.parent is not None and leaf.resumed_at_s > -math.inf:
                     yield leaf.parent
 
+    @property
+    def has_payers_near_ceilings(self) -> bool:
+        """Return whether `next_victims` finds payers near their ceilings. O(changed log n)."""
+        return self._manager.fair_share.has_near_ceilings()
+
     def whole_blocks(self, found: TreeMatch) -> TreeMatch:
         """Return the deepest hit of a match that stands at the end of a whole block. O(windows)."""
         match = found.whole_blocks()

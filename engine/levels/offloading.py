@@ -158,10 +158,11 @@ class Offloading:
             if begun is None:  # it waits for moves under way, or for a slot
                 self._promised.append((node, leases))
                 break
-        if self._has_room(moves):
-            few = self._clean_ahead - self._cache.free_blocks
-            victims = self._cache.next_victims(VICTIMS_SEEN, at_ceilings=few <= 0)
-            for victim in list(islice(victims, few if few > 0 else self._clean_ahead)):
+        few = self._clean_ahead - self._cache.free_blocks
+        at_ceilings = few <= 0
+        if (few > 0 or self._cache.has_payers_near_ceilings) and self._has_room(moves):
+            victims = self._cache.next_victims(VICTIMS_SEEN, at_ceilings=at_ceilings)
+            for victim in list(islice(victims, self._clean_ahead if at_ceilings else few)):
                 if not self._has_room(moves):
                     break
                 self._clean(victim, moves, now_s)

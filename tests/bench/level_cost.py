@@ -1,7 +1,8 @@
 """What levels cost on the engine's thread: python -m tests.bench.level_cost
 
 A prefix of 512 blocks of 16 tokens: matching its copies, importing its records, deciding what to
-load, and a turn with nothing to do; and one copy: noting it for the next engine, and recovering it.
+load, and a turn with nothing to do; one copy: noting it for the next engine, and recovering it; and
+taking over one promise of the disk.
 Median and ninth decile, in microseconds.
 """
 
@@ -17,7 +18,17 @@ from engine.cache import PrefixCache
 from engine.config import LevelsConfig
 from engine.levels.copy_formats import OWN
 from engine.levels.levels import Levels
-from engine.moves import Look, Looked, StorageCommand, StorageOutcome, StoredRun
+from engine.moves import (
+    Look,
+    Looked,
+    PromiseTerms,
+    Recall,
+    Recalled,
+    RecalledRun,
+    StorageCommand,
+    StorageOutcome,
+    StoredRun,
+)
 from engine.scheduler.step_cost import StepCost
 from tests.fake_levels import FakeKeptSlots, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
@@ -26,16 +37,21 @@ BLOCKS, SIZE, TIMES = 512, 16, 200
 
 
 class KnowingStorage:
-    """A storage that knows every prompt."""
+    """A storage that knows every prompt, and promises so many blocks of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, promised: int = 0) -> None:
         self._outcomes: list[StorageOutcome] = []
+        self._promised = promised
 
     def send(self, command: StorageCommand) -> None:
         """Answer a look at once."""
         if isinstance(command, Look):
             runs = (StoredRun(i + 1, "exact", None, 0.0, 1000) for i in range(BLOCKS))
             self._outcomes.append(Looked(command.call_id, tuple(runs)))
+        if isinstance(command, Recall):
+            last = min(command.after + command.most, self._promised)
+            told = tuple(promised_run(number) for number in range(command.after, last))
+            self._outcomes.append(Recalled(command.call_id, told, last % (self._promised or 1)))
 
     def poll(self) -> list[StorageOutcome]:
         """Return the answers."""
@@ -73,6 +89,29 @@ def measure(call: Callable[[], object], times: int = TIMES) -> list[float]:
         call()
         found.append(time.perf_counter() - began_s)
     return found
+
+
+def promised_run(number: int) -> RecalledRun:
+    """Return a record of one path that is promised for an hour."""
+    tokens = tuple(range(number, number + SIZE))
+    terms = PromiseTerms("1h", "1h", "", 3600.0, 3600.0)
+    limits = 1000, 7200.0, 3600.0
+    return RecalledRun(number + 1, number, b"n", b"p", tokens, "exact", *limits, terms, ("lease",))
+
+
+def recalling() -> list[float]:
+    """Return what it costs to take over promises of the disk: each a block."""
+    cache = PrefixCache(blocks=64, block_size=SIZE)
+    runner = FakeRunner(1, SIZE, vocab_size=3)
+    memory = FakeTransferEngine(lambda: runner, 64, random.Random(1), Weather())
+    storage = KnowingStorage(NOTED)
+    levels = Levels(cache, LevelsConfig(disk_gib=1.0), memory, storage)
+    pages: list[float] = []
+    while levels.is_busy:
+        pages += measure(lambda: levels.turn(0.0, (), 0), 1)
+    assert levels.promises is not None
+    assert levels.promises.kept == NOTED
+    return [seconds / (NOTED / len(pages)) for seconds in pages]
 
 
 NOTED = 4_096
@@ -136,6 +175,7 @@ def main() -> None:
         ),
         ("a turn with nothing to do", measure(lambda: levels.turn(0.0, (), 0))),
         *table_lines(),
+        ("take over a promise", recalling()),
     )
     sys.stdout.write(f"{'':28} {'median':>8} {'p90':>8}\n")
     for name, times_s in lines:

@@ -63,7 +63,7 @@ class LeveledEngine:
     ) -> None:
         """`runs`: how many runs of a prompt the pool has room for."""
         wanted = LevelsConfig(
-            host_mib=64,
+            host_mib=512,
             disk_gib=0.0 if folder is None else 1.0,
             dir=str(folder or ""),
             slab_mib=16,
