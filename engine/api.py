@@ -10,8 +10,7 @@ engine receives the message, never instants: two processes share no clock.
               Started ◀─────────────────────── first scheduled: the cached tokens
                Tokens ◀─────────────────────── zero or more, per sample
           SampleEnded ◀─────────────────────── once per sample
-             Finished ◀─────────────────────── exactly once per request, always last
-"""
+             Finished ◀─────────────────────── exactly once per request, always last"""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ FEW_IDS = 64
 def all_in_vocabulary(token_ids: tuple[int, ...], vocab_size: int) -> bool:
     """Return whether each id is a token of a vocabulary of `vocab_size`.
 
-    O(tokens), at 11 ns each; `min` and `max` take three times that, but start at once.
-    """
+    O(tokens), at 11 ns each; `min` and `max` take three times that, but start at once."""
     if len(token_ids) <= FEW_IDS:
         return not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
     try:
@@ -85,8 +83,7 @@ class Retention(Struct, frozen=True, forbid_unknown_fields=True):
     not matched at or after, and its blocks are freed; None: no limit. `clock`: both count from the
     start of the request that asked (`request_start`), from the last use (`last_use`), or from that
     request without ever moving (`absolute`). `renewed_on_read`: a hit restarts the clock. `pinned`:
-    the promise covers the whole limit.
-    """
+    the promise covers the whole limit."""
 
     name: str
     promise_s: float = 0.0
@@ -101,8 +98,7 @@ BEST_EFFORT = Retention(name="best_effort")
 
 class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Keep the first `tokens` prompt tokens under `retention`. `lease_id` names the lease for
-    erasure.
-    """
+    erasure."""
 
     tokens: Count
     retention: Retention

@@ -85,6 +85,13 @@ class Node:
         """Return whether a level below the device keeps the promise of this block."""
         return self.terms is not None and self.terms.below_class is not None
 
+    def ancestor(self, steps: int) -> Node | None:
+        """Return the node `steps` above this one; None where the tree ends before. O(steps)."""
+        found: Node | None = self
+        for _ in range(steps):
+            found = None if found is None else found.parent
+        return found
+
     def subtree(self) -> Iterator[Node]:
         """Iterate over this node and all nodes below it, children before parents. Does not
         recurse.

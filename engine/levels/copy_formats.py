@@ -1,7 +1,8 @@
-"""Which format the copies of a namespace get below the device.
+"""Which format the copies of a namespace get below the device, and how far they may go.
 
 Fidelity belongs to the namespace: all its requests allow the same. The format is the smallest that
-it allows, and never a lossy one for a namespace that nothing was said of. Outside this folder only
+it allows, and never a lossy one for a namespace that nothing was said of. Where copies may rest is
+what the strictest of its requests has said. Outside this folder only
 the core calls the module, for `laxest`.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from engine.api import FIDELITIES, Fidelity, Namespace
+from engine.api import AT_REST, FIDELITIES, AtRest, Fidelity, Namespace
 from engine.moves import WHOLE, SlotFormat
 
 OWN: Final = 0
@@ -23,7 +24,7 @@ def laxest(*fidelities: Fidelity) -> Fidelity:
 
 
 class CopyFormats:
-    """The formats of copies by index, the pool's own first, and the fidelity of each namespace."""
+    """The formats of copies by index, the pool's own first, and what each namespace allows."""
 
     def __init__(self, formats: Sequence[SlotFormat]) -> None:
         self.formats = tuple(formats)
@@ -31,6 +32,7 @@ class CopyFormats:
         self.whole = names.index(WHOLE) if WHOLE in names else None
         """The index of `WHOLE`, None for a model with one KV group."""
         self._allowed: dict[Namespace, Fidelity] = {}
+        self._at_rest: dict[Namespace, AtRest] = {}  # where it is less than `remote`
         self._by_fidelity = {one: self._smallest(one) for one in FIDELITIES}
 
     def allow(self, namespace: Namespace, fidelity: Fidelity) -> None:
@@ -41,6 +43,20 @@ class CopyFormats:
     def allowed(self, namespace: Namespace) -> Fidelity:
         """Return how far from exact the copies of a namespace may be. O(1)."""
         return self._allowed.get(namespace, "exact")
+
+    def at_rest(self, namespace: Namespace) -> AtRest:
+        """Return how far copies of a namespace may go. O(1)."""
+        return self._at_rest.get(namespace, "remote")
+
+    def limit_rest(self, namespace: Namespace, at_rest: AtRest) -> bool:
+        """Note how far copies of a namespace may go: the strictest word counts (rule 33). Return
+        whether the remote store is closed to them by that. O(1).
+        """
+        before = self.at_rest(namespace)
+        if AT_REST.index(at_rest) >= AT_REST.index(before):
+            return False
+        self._at_rest[namespace] = at_rest
+        return before == "remote"
 
     def of(self, namespace: Namespace) -> int:
         """Return the format that copies of a namespace are made in. O(1)."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from engine.api import (
-    AT_REST,
     FIDELITIES,
     AtRest,
     CacheGrant,
@@ -34,8 +33,8 @@ from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN, laxest
 from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.level_counts import LevelCounts
-from engine.levels.load_choice import LevelPace, LoadChoice, choose_load, first_rates
-from engine.levels.loads import Load, Loads
+from engine.levels.load_choice import LoadChoice, choose_load, first_paces
+from engine.levels.loads import Load, LoadPlan, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.promises import RENEWED_PART, KeptPromises
 from engine.levels.restarts.recall import PromiseRecall
@@ -76,29 +75,12 @@ AWAY_S: Final = 60.0
 """Seconds without a disk after which the promises that it keeps count as lost."""
 
 
-class LoadPlan:
-    """The copies of a request's prefix behind the first `first` runs, which the device has.
-
-    `copies`: those that are worth loading, none where computing is no slower; `known`: how many
-    there are.
-    """
-
-    __slots__ = ("choice", "copies", "first", "known")
-
-    def __init__(self, first: int, copies: Sequence[Copy], choice: LoadChoice) -> None:
-        self.first = first
-        self.known = len(copies)
-        self.copies = copies[: choice.blocks]
-        self.choice = choice
-
-
 class Levels:
     """The levels below one device pool.
 
     `storage` None: there is no disk. `on_erased` is called with the id that `erase` returned when
     all of it is gone, and with what the storage has taken, if there is one. `is_disk_lost`: the
-    disk is off and was heard of.
-    """
+    disk is off and was heard of."""
 
     def __init__(
         self,
@@ -114,8 +96,7 @@ class Levels:
     ) -> None:
         """`close_memory` is called when the transfer engine and the storage have been closed.
         `wipe` makes a slot's bytes zeros. `kept`: what outlives this engine of host memory; the
-        copies of the engine before are taken over from it, as of `now_s`.
-        """
+        copies of the engine before are taken over from it, as of `now_s`."""
         self.config = config
         self.cache = cache
         self.book = CopyBook(cache, transfer.layout, transfer.formats, wipe)
@@ -125,12 +106,7 @@ class Levels:
         self._close_memory = close_memory
         self._last_id = 0
         sizes = [one.slot_bytes for one in transfer.formats]
-        host_rate, disk_rate = first_rates(transfer.bytes_per_s)
-        self.paces: dict[LevelName, LevelPace] = {
-            "host": LevelPace("host", sizes, bytes_per_s=host_rate),
-            "disk": LevelPace("disk", sizes, config.io_threads, disk_rate),
-            "remote": LevelPace("remote", sizes),
-        }
+        self.paces = first_paces(sizes, config.io_threads, transfer.bytes_per_s)
         self.loads = Loads(
             cache,
             self.book,
@@ -143,23 +119,11 @@ class Levels:
         self.windows = WindowCopies(cache, self.book)
         self.offloading = Offloading(cache, self.book, self._next_id, self._copied, self.windows)
         self._lossy: dict[Namespace, Fidelity] = {}  # of what was loaded in this engine's life
-        self._at_rest: dict[Namespace, AtRest] = {}  # where it is less than `remote`
         self._storing: Storing | None = None
         self.promises = self._promises_below()
-        if storage is not None:
-            self._storing = Storing(
-                self.book,
-                storage,
-                self._next_id,
-                self._rest_of,
-                config.disk_tokens_min,
-                self._confirmed,
-            )
-            self.offloading.is_storing = self._is_storing
         self._recall: PromiseRecall | None = None
-        if storage is not None and self.promises is not None and self.promises.is_keeping:
-            self._recall = PromiseRecall(self.book, self.promises, storage, self._next_id)
-            self._recall.begin()
+        if storage is not None:
+            self._store_in(storage)
         self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
         self._looked: list[int] = []
         self._erasures: dict[int, Namespace] = {}  # that the storage has to answer
@@ -185,8 +149,7 @@ class Levels:
 
     def look(self, sequence_id: int, grant: CacheGrant, tokens: Sequence[int], here: int) -> bool:
         """Ask the disk for a longer prefix of a request's `tokens`, of which the device has `here`;
-        return whether it is worth waiting for.
-        """
+        return whether it is worth waiting for."""
         storage, size = self._storage, self.cache.block_size
         if storage is None:
             return False
@@ -215,8 +178,7 @@ class Levels:
         now_s: float,
     ) -> LoadPlan | None:
         """Return what to load behind the first `whole` runs of a sequence, which the device has;
-        None where no copy is known. `compute_s(start, count)`: seconds to compute tokens.
-        """
+        None where no copy is known. `compute_s(start, count)`: seconds to compute tokens."""
         path = self.book.prefixes.match(grant.namespace, tokens, now_s)
         size, windows = self.cache.block_size, self.windows
         copies = path[whole : whole + windows.standing(path[whole:], whole, len(path) - whole)]
@@ -234,11 +196,11 @@ class Levels:
             now_s,
             form,
             self.paces["remote"],
-            [level_of(copy) == "remote" for copy in copies] if self.config.remote.url else (),
+            [copy.level == "remote" for copy in copies] if self.config.remote.url else (),
         )
         stands = windows.standing(copies, whole, choice.blocks)
         choice = LoadChoice(stands, choice.load_s, choice.compute_s)
-        level = level_of(top)
+        level = top.level
         (self._counts.chosen if choice.blocks else self._counts.declined)[level] += 1
         return LoadPlan(whole, copies, choice)
 
@@ -247,8 +209,7 @@ class Levels:
     ) -> Load | None:
         """Begin a planned load into a table that has grown to its end; None if it cannot begin.
 
-        `after_step`: the last step that was launched before the table grew.
-        """
+        `after_step`: the last step that was launched before the table grew."""
         load = self.loads.begin(table, plan.first, plan.copies, plan.choice, now_s)
         if load is not None:
             load.after_step = after_step
@@ -271,8 +232,7 @@ class Levels:
 
     def committed_load(self, load: Load, table: BlockTable, since: int) -> None:
         """Note that what a load has brought, but for its first `since` runs, is in the device's
-        tree: it is clean there.
-        """
+        tree: it is clean there."""
         node, nodes = table.node, list[Node]()
         for _ in range(table.committed - load.first - since):
             if not node.run or node.parent is None:
@@ -290,7 +250,7 @@ class Levels:
         self._note_grant(grant)
         for lease, _ in table.requested_leases:
             covered = min(table.committed, -(-lease.tokens // self.cache.block_size))
-            node = _above(table.node, table.committed - covered)
+            node = table.node.ancestor(table.committed - covered)
             copy = self.book.nearest(node)
             if copy is not None and node is not None:
                 self._renew(copy, node, lease.lease_id, now_s)
@@ -452,7 +412,7 @@ class Levels:
         """Return the further tokens of a prompt that are known below the device, by level."""
         size = self.cache.block_size
         copies = self.book.prefixes.match(namespace, tokens, now_s)[here // size :]
-        counts = Counter(map(level_of, copies))
+        counts = Counter(copy.level for copy in copies)
         names: tuple[LevelName, ...] = ("host", "disk", "remote")
         return tuple((name, counts[name] * size) for name in names if counts[name])
 
@@ -578,18 +538,12 @@ class Levels:
             self.book.remains.wipe_some(most)
 
     def _terms_of(self, namespace: Namespace) -> tuple[Fidelity, AtRest]:
-        return self.book.formats.allowed(namespace), self._rest_of(namespace)
-
-    def _rest_of(self, namespace: Namespace) -> AtRest:
-        return self._at_rest.get(namespace, "remote")
+        return self.book.formats.allowed(namespace), self.book.formats.at_rest(namespace)
 
     def _let_rest(self, namespace: Namespace, at_rest: AtRest) -> None:
-        """Note how far copies of a namespace may go: the strictest word counts (rule 33)."""
-        before = self._rest_of(namespace)
-        if AT_REST.index(at_rest) >= AT_REST.index(before):
-            return
-        self._at_rest[namespace] = at_rest
-        if before == "remote" and self._storage is not None and self.config.remote.url:
+        """Note how far copies of a namespace may go (rule 33)."""
+        is_closed = self.book.formats.limit_rest(namespace, at_rest)
+        if is_closed and self._storage is not None and self.config.remote.url:
             self._storage.send(KeepHere((namespace,)))
 
     # -- internals ----------------------------------------------------------------------------
@@ -603,6 +557,17 @@ class Levels:
         """The blocks that the disk has room for, in the pool's own format."""
         place_bytes = place_bytes_of(self.book.formats.formats[OWN].slot_bytes)
         return int(self.config.disk_gib * 2**30) // place_bytes
+
+    def _store_in(self, storage: Storage) -> None:
+        """Store copies on disk from now on, and learn which promises it keeps."""
+        formats, tokens_min = self.book.formats, self.config.disk_tokens_min
+        self._storing = Storing(
+            self.book, storage, self._next_id, formats.at_rest, tokens_min, self._confirmed
+        )
+        self.offloading.is_storing = self._is_storing
+        if self.promises is not None and self.promises.is_keeping:
+            self._recall = PromiseRecall(self.book, self.promises, storage, self._next_id)
+            self._recall.begin()
 
     def _promises_below(self) -> KeptPromises | None:
         """Return the promises of the lowest durable level; None where no level is durable."""
@@ -829,18 +794,3 @@ class Levels:
         if load.loaded == len(load.pieces):
             pace = self.paces[load.level]
             pace.record_load(now_s - load.began_s, load.choice.compute_s, now_s)
-
-
-def level_of(copy: Copy) -> LevelName:
-    """Return the nearest level on which a copy is known to be."""
-    if copy.slot >= 0:
-        return "host"
-    return "remote" if copy.is_remote else "disk"
-
-
-def _above(node: Node, steps: int) -> Node | None:
-    """Return the ancestor `steps` above a node."""
-    found: Node | None = node
-    for _ in range(steps):
-        found = None if found is None else found.parent
-    return found

@@ -113,6 +113,18 @@ def first_rates(transfer_bytes_per_s: float) -> tuple[float, float]:
     return transfer_bytes_per_s, transfer_bytes_per_s / DISK_PART
 
 
+def first_paces(
+    slot_bytes: Sequence[int], disk_threads: int, transfer_bytes_per_s: float
+) -> dict[LevelName, LevelPace]:
+    """Return the pace of each level before anything was measured. `slot_bytes`: of each format."""
+    host_rate, disk_rate = first_rates(transfer_bytes_per_s)
+    return {
+        "host": LevelPace("host", slot_bytes, bytes_per_s=host_rate),
+        "disk": LevelPace("disk", slot_bytes, disk_threads, disk_rate),
+        "remote": LevelPace("remote", slot_bytes),
+    }
+
+
 class LoadChoice(NamedTuple):
     """How many blocks to load, what that is predicted to take, and what computing them would."""
 

@@ -70,6 +70,22 @@ class _Piece:
         self.state = _State.READY if level == "host" else _State.FETCHING
 
 
+class LoadPlan:
+    """The copies of a request's prefix behind the first `first` runs, which the device has.
+
+    `copies`: those that are worth loading, none where computing is no slower; `known`: how many
+    there are.
+    """
+
+    __slots__ = ("choice", "copies", "first", "known")
+
+    def __init__(self, first: int, copies: Sequence[Copy], choice: LoadChoice) -> None:
+        self.first = first
+        self.known = len(copies)
+        self.copies = copies[: choice.blocks]
+        self.choice = choice
+
+
 class Load:
     """The load of one sequence.
 

@@ -16,7 +16,7 @@ from engine.api import Namespace, Payer
 from engine.cache.leases import BlockTerms, Deadlines
 from engine.cache.prefix_tree import Node
 from engine.errors import InvariantViolation
-from engine.moves import PromiseTerms, RecordId
+from engine.moves import LevelName, PromiseTerms, RecordId
 
 Run = tuple[int, ...]
 NO_LEASES: Set[str] = frozenset()
@@ -97,6 +97,13 @@ class Copy:
         self.is_unverified = False
         self.is_kept = False
         self.order_key: tuple[float, int] | None = None
+
+    @property
+    def level(self) -> LevelName:
+        """The nearest level on which it is known to be."""
+        if self.slot >= 0:
+            return "host"
+        return "remote" if self.is_remote else "disk"
 
     @property
     def is_root(self) -> bool:

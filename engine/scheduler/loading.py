@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from engine.cache import BlockTable, PrefixCache, TreeMatch
 from engine.levels.level_use import LevelUse
-from engine.levels.levels import Levels, LoadPlan
-from engine.levels.loads import Load
+from engine.levels.levels import Levels
+from engine.levels.loads import Load, LoadPlan
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import Sequence

@@ -110,7 +110,6 @@ class PromisesMachine(RuleBasedStateMachine):
                     self.memory, self.chance, self.weather, lambda: self.world.clock(), records_max
                 )
             self.levels = Levels(cache, config, self.memory, self.disk)
-            self.levels.loads.part = 1
             return self.levels
 
         return below

@@ -33,8 +33,9 @@ def compile_kernel(kernel: Any, name: PackedName) -> dict[str, object]:
         if TYPES.get(n, "").startswith("*")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options: dict[str, int] = {"enable_fp_fusion": False}
-    return {"kernel": kernel.fn.__name__, "format": name, **report(source, options)}
+    called = kernel.fn.__name__
+    options: dict[str, int] = {"enable_fp_fusion": False, "num_warps": kv_formats.WARPS[called]}
+    return {"kernel": called, "format": name, **report(source, options)}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import reference_kv
+from kernels.gpu import kv_formats
 from kernels.gpu.kv_formats import NOT_FINITE, PACKED, TOO_LARGE, pack_blocks, unpack_blocks
 from kernels.reference_kv import PackedName
 from tests.unit.kernels.kv_blocks import HARD_KINDS, hard_blocks
@@ -20,12 +21,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 16), (torch.float32, 5)])
 def test_triton_writes_and_reads_the_references_bytes(
-    name: PackedName, dtype: torch.dtype, tokens: int
+    name: PackedName, dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block that a GPU packed is read by a machine without one; `==`, without tolerance.
 
     Blocks are taken in another order than they lie in, and more units than programs.
     """
+    monkeypatch.setattr(kv_formats, "PROGRAMS_MAX", 5)
     shape = (1, 2, 64)
     blocks = hard_blocks(HARD_KINDS, shape, dtype, seed=9)
     order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(3))
