@@ -48,8 +48,7 @@ def test_reads_models_with_their_own_settings_of_the_engine(tmp_path: Path) -> N
 
     assert (b.name, b.source, b.quota_scale) == ("b", "b", 0.5)
     assert (a.source, a.aliases) == ("/models/a", ("x", "y"))
-    assert a.open_to is None
-    assert b.open_to == frozenset({"ada"})
+    assert (a.open_to, b.open_to) == (None, frozenset({"ada"}))
     assert [one.kv_memory_mib for one in engines] == [100, 7]
     assert [one.levels.host_mib for one in engines] == [5, 5]
     assert [one.levels.disk_gib for one in engines] == [0.0, 1.0]
