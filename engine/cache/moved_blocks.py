@@ -8,8 +8,9 @@ fails leaves the table as it was. `PrefixCache.moves` is the only object of this
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.block_manager import BlockManager
@@ -18,6 +19,9 @@ from engine.cache.prefix_tree import Node, WindowBlock
 from engine.cache.window_groups import HOLE
 from engine.errors import InvariantViolation
 
+WINDOW_VICTIMS = 4
+"""Entries of the eviction order that are looked at for each next victim and KV group: some are of
+window blocks that no resume point needs."""
 Allocate = Callable[[NamespaceAccount, int, float], list[int] | None]
 
 
@@ -84,6 +88,34 @@ class MovedBlocks:
         self._manager.version += 1
         return held
 
+    # -- victims ------------------------------------------------------------------------------
+
+    def next_victims(self, blocks: int, *, at_ceilings: bool = False) -> Iterator[Node]:
+        """Iterate over the leaves that may be evicted next, `blocks` of each payer at most: those
+        of the payer that gives first come first; and over the ends of the resume points whose
+        window blocks may. `at_ceilings`: of payers near their ceiling alone. Nothing may change
+        meanwhile.
+        """
+        share, most = self._manager.fair_share, blocks
+        if self._groups.windows:
+            most *= WINDOW_VICTIMS * self._groups.groups
+        for payer_account in share.near_ceilings() if at_ceilings else share.givers():
+            found: dict[Node, None] = {}
+            seen = set[Node]()
+            for _, _, leaf in payer_account.eviction_order.entries(0, most):
+                if isinstance(leaf, Node):
+                    found[leaf] = None
+                elif leaf.resumed_at_s > -math.inf and leaf.parent not in seen:
+                    found[_end_of_point(leaf, seen)] = None
+                if len(found) >= blocks:
+                    break
+            yield from found
+
+    @property
+    def has_payers_near_ceilings(self) -> bool:
+        """Return whether `next_victims` finds payers near their ceilings. O(changed log n)."""
+        return self._manager.fair_share.has_near_ceilings()
+
     # -- loads --------------------------------------------------------------------------------
 
     def grow(self, table: BlockTable, runs: int, now_s: float) -> bool:
@@ -141,3 +173,22 @@ class MovedBlocks:
         table.aside = ()
         table.version += 1
         return 0
+
+
+def _end_of_point(block: WindowBlock, seen: set[Node]) -> Node:
+    """Return the last node whose window blocks were resumed when this one was: a point that loses
+    one of them is of no use, so that it is copied as a whole. Adds the nodes on the way to `seen`.
+    """
+    node = block.parent
+    assert node is not None, "it is in a tree"
+    below: Node | None = node
+    while below is not None:
+        node = below
+        seen.add(node)
+        below = next((one for one in node.children.values() if _is_of(one, block)), None)
+    return node
+
+
+def _is_of(node: Node, block: WindowBlock) -> bool:
+    at_s = block.resumed_at_s
+    return any(one is not None and one.resumed_at_s == at_s for one in node.beside or ())

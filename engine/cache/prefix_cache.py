@@ -437,25 +437,6 @@ class PrefixCache:
         """Return a payer's account, for reading only, or None. O(1)."""
         return self._manager.fair_share.get(payer)
 
-    def next_victims(self, blocks: int, *, at_ceilings: bool = False) -> Iterator[Node]:
-        """Iterate over the leaves that may be evicted next, `blocks` of each payer at most: those
-        of the payer that gives first come first; and over the nodes whose window blocks may, where
-        a resume point needs them. `at_ceilings`: of payers near their ceiling alone. Nothing may
-        change meanwhile.
-        """
-        share = self._manager.fair_share
-        for payer_account in share.near_ceilings() if at_ceilings else share.givers():
-            for _, _, leaf in payer_account.eviction_order.entries(0, blocks):
-                if isinstance(leaf, Node):
-                    yield leaf
-                elif leaf.parent is not None and leaf.resumed_at_s > -math.inf:
-                    yield leaf.parent
-
-    @property
-    def has_payers_near_ceilings(self) -> bool:
-        """Return whether `next_victims` finds payers near their ceilings. O(changed log n)."""
-        return self._manager.fair_share.has_near_ceilings()
-
     def whole_blocks(self, found: TreeMatch) -> TreeMatch:
         """Return the deepest hit of a match that stands at the end of a whole block. O(windows)."""
         match = found.whole_blocks()

@@ -155,6 +155,7 @@ def check_levels(card: ModelCard, tokens: int, vocabulary: int, folder: Path) ->
     second.core.close()
     third = LeveledEngine(card, tokens, folder=folder)
     third.rest(len(prompt) // 16)
+    third.ask(prompt[::-1][:100])  # an engine that has computed nothing knows no pace of it
     from_disk, cached, loaded = third.ask(prompt)
     third.core.close()
     assert loaded == {"disk": cached}
