@@ -4,8 +4,10 @@ back after pressure through a real server; none is broken and the books are righ
 
 from __future__ import annotations
 
+import os
 import random
 import time
+from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from aiohttp import ClientSession
 
 from tenancy.accounting.audit import check_books
 from tenancy.storage.sqlite import SqliteStore
-from tests.unit.gateway.server_process import Server
+from tests.unit.gateway.server_process import Server, run_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -36,6 +38,19 @@ name = "kept"
 path = "smollm2-135m-instruct"
 """
 VOCABULARY = ["apple", "river", "stone", "music", "table", "green", "seven", "quiet"]
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    """Yield a server over the models on disk."""
+    models = (Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models").resolve()
+    data = tmp_path / "data"
+    data.mkdir(mode=0o700)
+    (data / "models").symlink_to(models)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(SETTINGS)
+    async with run_server(None, data, settings) as running:
+        yield running
 
 
 async def ask(server: Server, session: ClientSession, seed: int, *, is_promised: bool) -> Any:
