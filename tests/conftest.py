@@ -13,7 +13,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.examples import FULL
-from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
+from tests.unit.tenancy.storage.postgres_server import own_server
 
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before anything imports one, in whatever order tests run.
@@ -71,14 +70,8 @@ settings.register_profile("deep", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-@pytest.fixture(scope="session")
-def postgres_server() -> Iterator[Server]:
-    """One PostgreSQL server for all tests that do not harm it."""
-    if BINARIES is None:
-        pytest.skip("PostgreSQL's initdb and postgres are not here")
-    server = Server()
-    yield server
-    server.close()
+postgres_server = pytest.fixture(scope="session")(own_server)
+"""One PostgreSQL server for all tests that do not harm it."""
 
 
 @pytest.fixture

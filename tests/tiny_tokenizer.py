@@ -57,3 +57,8 @@ def tokenizer_document() -> dict[str, Any]:
             "merges": [merge.split(" ") for merge in MERGES],
         },
     }
+
+
+def byte_tokens(text: str) -> list[int]:
+    """Return one token per byte; the special tokens come first in the vocabulary."""
+    return [len(SPECIALS) + byte for byte in text.encode()]

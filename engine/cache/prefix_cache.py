@@ -6,7 +6,6 @@ callers pass `now_s`. One thread calls it. The numbered rules are in `engine/cac
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tenancy.storage.backends import open_store
 from tenancy.storage.postgres_connection import ConnectionLost, PostgresConnection, StatementFailed
 from tests.crash.ledger_checks import check_ledger
 from tests.crash.ledger_child import furnish, hold, named
-from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
+from tests.unit.tenancy.storage.postgres_server import Server, own_server
 
 ROOT = Path(__file__).parents[2]
 CHILD = [sys.executable, "-m", "tests.crash.ledger_child"]
@@ -38,14 +38,8 @@ PATIENCE_S = 60.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3_600 if IS_LONG else 240)]
 
 
-@pytest.fixture(scope="module")
-def frail() -> Iterator[Server]:
-    """A server that the tests may kill."""
-    if BINARIES is None:
-        pytest.skip("PostgreSQL's initdb and postgres are not here")
-    server = Server()
-    yield server
-    server.close()
+frail = pytest.fixture(scope="module")(own_server)
+"""A server that the tests may kill."""
 
 
 def kill_backend(server: Server, database: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from tests.unit.gateway.gateway_fixture import (
     room_for_turns,
     unopened_gateway,
 )
-from tests.unit.gateway.server_process import Server, run_server
 
 __all__ = ["card", "gateway", "room_for_tools", "room_for_turns", "unopened_gateway"]
 
@@ -55,16 +52,3 @@ def default_core(default_card: ModelCard) -> Iterator[Core]:
     """Yield a core with the grammar compiler's threads and processes."""
     with real_core(default_card) as core:
         yield core
-
-
-@pytest.fixture
-async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
-    """Yield a server over the models on disk, with the test file's SETTINGS."""
-    models = (Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models").resolve()
-    data = tmp_path / "data"
-    data.mkdir(mode=0o700)
-    (data / "models").symlink_to(models)
-    settings = tmp_path / "settings.toml"
-    settings.write_text(request.module.SETTINGS)
-    async with run_server(None, data, settings) as running:
-        yield running

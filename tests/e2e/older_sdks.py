@@ -45,7 +45,6 @@ async def run_script(
     out, errors = await process.communicate()
     await gateway.check_quiet()
     await gateway.close()
-    gateway.discard()
     assert process.returncode == 0, errors.decode()
     found: dict[str, Any] = json.loads(out)
     assert found["version"] == version

@@ -5,22 +5,18 @@ They send the key in another header and another version of the API.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.older_sdks import VERSIONS, run_script
-from tests.models import prepared
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("room_for_tools")]
 
 
 @pytest.mark.parametrize("version", VERSIONS["anthropic"])
-async def test_older_sdk_works_unchanged(tmp_path: Path, version: str) -> None:
+async def test_older_sdk_works_unchanged(unopened_gateway: GatewayFixture, version: str) -> None:
     """Applications upgrade to a new major late."""
-    gateway = GatewayFixture(prepared(tmp_path / "model"), tmp_path)
-    gateway.context_tokens, gateway.takes_grammars = 2_048, True
+    gateway = unopened_gateway
     found = await run_script("older_anthropic.py", "anthropic", version, gateway)
 
     first, second, beta = found["usages"]

@@ -6,13 +6,14 @@ import os
 import re
 import signal
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 
-from tests.unit.gateway.server_process import Server
+from tests.unit.gateway.server_process import Server, run_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -31,6 +32,19 @@ path = "smollm2-135m-instruct"
 [models.engine]
 kv_memory_mib = 32
 """
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    """Yield a server with both models, over the models on disk."""
+    models = (Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models").resolve()
+    data = tmp_path / "data"
+    data.mkdir(mode=0o700)
+    (data / "models").symlink_to(models)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(SETTINGS)
+    async with run_server(None, data, settings) as running:
+        yield running
 
 
 async def ask(server: Server, model: str) -> tuple[int, dict[str, Any]]:

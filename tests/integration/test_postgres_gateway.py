@@ -6,7 +6,7 @@ A blocking call on the event loop fails any test here; a query to the server is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from tenancy.storage.postgres import PostgresStore
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.api.test_cached_contents import ALL, create, question
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
-from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
+from tests.unit.tenancy.storage.postgres_server import Server, own_server
 
 
 @pytest.fixture
@@ -151,14 +151,8 @@ async def poll_until_admin(admin: AdminClient) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.fixture
-def private_server() -> Iterator[Server]:
-    """Yield a server that a test may stop."""
-    if BINARIES is None:
-        pytest.skip("PostgreSQL's initdb and postgres are not here")
-    server = Server()
-    yield server
-    server.close()
+private_server = pytest.fixture(own_server)
+"""A server that a test may stop."""
 
 
 def use_all_connections(name: str) -> list[tuple[str, str, object]]:

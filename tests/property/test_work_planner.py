@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from engine.runner.gpu_runner import BUCKETS, DECODE_KINDS, MIXED_BUCKETS
 from kernels.gpu.work_list import CLASSES, Slices, WorkPlanner
-from tests.examples import examples
 from tests.unit.kernels.gpu.plan_checker import Int32, check_plan, random_forest, seven_levels
 
 PART_ROWS = 65_536
@@ -55,7 +54,7 @@ def padded(rows: int, buckets: tuple[int, ...]) -> int:
 @example(seven_levels(), WorkPlanner(8, 5, 16, 132), 0)
 @example(seven_levels(), WorkPlanner(8, 5, 16, 132), 2_000)
 @example(prompt(2_643, 2), WorkPlanner(1, 9, 16, 4), 0)  # spans rounded: fewer have all keys
-@settings(max_examples=examples(300))
+@settings(max_examples=300)
 @given(forests(), planners(), st.sampled_from([0, 0, 1, 128, 4_096]))
 def test_plan_of_any_forest_is_right_and_fits(
     forest: tuple[Slices, Int32], planner: WorkPlanner, window: int

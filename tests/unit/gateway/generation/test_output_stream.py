@@ -30,15 +30,11 @@ from gateway.errors import Kind, Refusal
 from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
 from tests.examples import examples
+from tests.tiny_tokenizer import byte_tokens
 from tests.unit.gateway.fake_engine import FakeEngine
 
 END_OF_TURN = 2
 ANYTHING = Prompt()
-
-
-def spelt(text: str) -> list[int]:
-    """Return one token per byte."""
-    return [3 + byte for byte in text.encode()]
 
 
 class Answer:
@@ -52,7 +48,7 @@ class Answer:
         self.call = Call(
             "m", tuple(replace(asks, text=t) for t in prompts), GenerationParameters(**generation)
         )
-        self.rendered = [Rendered(tuple(spelt(text))) for text in prompts]
+        self.rendered = [Rendered(tuple(byte_tokens(text))) for text in prompts]
         streams = [self.engine.open(str(n)) for n in range(len(prompts))]
         self.stream = OutputStream(self.call, self.rendered, renderer)
         self.stream.follow(streams)
@@ -90,7 +86,7 @@ async def test_begins_with_cached_tokens_and_ends_with_usage(
 ) -> None:
     """Some dialects report the cache before the first token, all report it at the end."""
     answer = Answer(renderer)
-    answer.engine.play("0", [spelt("ok")], prompt_tokens=9, cached_tokens=6)
+    answer.engine.play("0", [byte_tokens("ok")], prompt_tokens=9, cached_tokens=6)
     await answer.read()
 
     assert isinstance(answer.deltas[0], Begin)
@@ -106,7 +102,7 @@ async def test_begins_with_cached_tokens_and_ends_with_usage(
 async def test_stop_string_ends_sample_and_charges_needed_tokens(renderer: Renderer) -> None:
     """The engine runs some tokens ahead; they are neither sent nor charged."""
     answer = Answer(renderer, stop=("END",))
-    answer.engine.play("0", [spelt("a long END of it")])
+    answer.engine.play("0", [byte_tokens("a long END of it")])
     await answer.read()
 
     assert answer.text() == "a long "
@@ -118,7 +114,7 @@ async def test_engine_is_told_of_stop_string(renderer: Renderer) -> None:
     """Otherwise it would continue to max_tokens."""
     answer = Answer(renderer, stop=("END",))
     answer.engine.start("0", 4)
-    answer.engine.tokens("0", 0, spelt("no END here"))
+    answer.engine.tokens("0", 0, byte_tokens("no END here"))
     reading = asyncio.create_task(answer.read())
     while not answer.engine.ended_samples:  # noqa: ASYNC110 (the fake has no event to wait for)
         await asyncio.sleep(0)
@@ -133,7 +129,7 @@ async def test_engine_is_told_of_stop_string(renderer: Renderer) -> None:
 async def test_held_text_is_sent_at_the_end(renderer: Renderer) -> None:
     """The length ended the sample, not the partial stop string."""
     answer = Answer(renderer, stop=("END",))
-    answer.engine.play("0", [spelt("the EN")])
+    answer.engine.play("0", [byte_tokens("the EN")])
 
     assert (await answer.read()).text() == "the EN"
 
@@ -141,17 +137,17 @@ async def test_held_text_is_sent_at_the_end(renderer: Renderer) -> None:
 async def test_stop_tokens_are_not_text(renderer: Renderer) -> None:
     """`<|im_end|>` ends the turn; a client never sees it, nor in logprobs."""
     answer = Answer(renderer, sampling=Sampling(logprobs=0))
-    tokens = logged(*((token, -1.0) for token in [*spelt("ok"), END_OF_TURN]))
+    tokens = logged(*((token, -1.0) for token in [*byte_tokens("ok"), END_OF_TURN]))
     answer.engine.play("0", [tokens], reason="stop")
     await answer.read()
 
-    assert (answer.text(), answer.token_ids()) == ("ok", spelt("ok"))
+    assert (answer.text(), answer.token_ids()) == ("ok", byte_tokens("ok"))
     assert answer.output_tokens == 3
 
 
 async def test_stop_token_before_min_tokens_is_text(renderer: Renderer) -> None:
-    answer = Answer(renderer, stop_token_ids=tuple(spelt(".")))
-    answer.engine.play("0", [spelt("a.b.")], reason="stop")
+    answer = Answer(renderer, stop_token_ids=tuple(byte_tokens(".")))
+    answer.engine.play("0", [byte_tokens("a.b.")], reason="stop")
 
     assert (await answer.read()).text() == "a.b"
 
@@ -159,8 +155,8 @@ async def test_stop_token_before_min_tokens_is_text(renderer: Renderer) -> None:
 async def test_numbers_samples_and_prompts_as_choices(renderer: Renderer) -> None:
     """choice = prompt * n + sample, in any order of engine events."""
     answer = Answer(renderer, "one", "two", choices=2, samples=2)
-    answer.engine.play("1", [spelt("c"), spelt("d")], prompt_tokens=3)
-    answer.engine.play("0", [spelt("a"), spelt("b")], prompt_tokens=3)
+    answer.engine.play("1", [byte_tokens("c"), byte_tokens("d")], prompt_tokens=3)
+    answer.engine.play("0", [byte_tokens("a"), byte_tokens("b")], prompt_tokens=3)
     await answer.read()
 
     assert [answer.text(choice) for choice in range(4)] == ["a", "b", "c", "d"]
@@ -171,7 +167,7 @@ async def test_numbers_samples_and_prompts_as_choices(renderer: Renderer) -> Non
 async def test_best_of_ranks_by_mean_logprob(renderer: Renderer) -> None:
     """By mean, so short answers do not win by being short."""
     answer = Answer(renderer, choices=1, samples=3, sampling=Sampling(logprobs=0))
-    x, y, z = ([*map(spelt, text)] for text in ("xx", "yyy", "z"))
+    x, y, z = ([*map(byte_tokens, text)] for text in ("xx", "yyy", "z"))
     answer.engine.play(
         "0",
         [
@@ -190,7 +186,7 @@ async def test_best_of_ranks_by_mean_logprob(renderer: Renderer) -> None:
 async def test_echo_returns_prompt_verbatim(renderer: Renderer) -> None:
     """Special tokens of a raw prompt have no bytes; the client wrote them as text."""
     answer = Answer(renderer, "a<|im_end|>b", echo=True)
-    answer.engine.play("0", [spelt("c")])
+    answer.engine.play("0", [byte_tokens("c")])
 
     assert (await answer.read()).text() == "a<|im_end|>bc"
 
@@ -198,24 +194,24 @@ async def test_echo_returns_prompt_verbatim(renderer: Renderer) -> None:
 async def test_echo_with_logprobs_reports_prompt_tokens(renderer: Renderer) -> None:
     """The first token has no logprob."""
     answer = Answer(renderer, "ab", echo=True, prompt_logprobs=0, sampling=Sampling(logprobs=0))
-    first, second = spelt("ab")
+    first, second = byte_tokens("ab")
     answer.engine.start("0", 2)
     answer.engine.emit("0", PromptLogprobs("0", (SampledToken(first), SampledToken(second, -2.0))))
-    answer.engine.tokens("0", 0, logged((spelt("c")[0], -1.0)))
+    answer.engine.tokens("0", 0, logged((byte_tokens("c")[0], -1.0)))
     answer.engine.end("0", 0, "length", 1)
     answer.engine.finish("0")
     await answer.read()
 
-    assert (answer.text(), answer.token_ids()) == ("abc", spelt("abc"))
+    assert (answer.text(), answer.token_ids()) == ("abc", byte_tokens("abc"))
     text = next(d for d in answer.deltas if isinstance(d, Text))
     assert [token.logprob for token in text.tokens] == [None, -2.0]
 
 
 async def test_alternatives_have_bytes(renderer: Renderer) -> None:
     """Special tokens are written as the template writes them."""
-    top = (TokenLogprob(spelt("a")[0], -0.1), TokenLogprob(END_OF_TURN, -3.0))
+    top = (TokenLogprob(byte_tokens("a")[0], -0.1), TokenLogprob(END_OF_TURN, -3.0))
     answer = Answer(renderer, sampling=Sampling(logprobs=2))
-    answer.engine.play("0", [[SampledToken(spelt("a")[0], -0.1, top)]])
+    answer.engine.play("0", [[SampledToken(byte_tokens("a")[0], -0.1, top)]])
     await answer.read()
 
     text = next(d for d in answer.deltas if isinstance(d, Text))
@@ -235,7 +231,7 @@ def test_logprob_tokens_spell_the_text(
 
     async def run() -> Answer:
         answer = Answer(renderer, stop=stops, sampling=Sampling(logprobs=0))
-        tokens = logged(*((token, -1.0) for token in spelt(text)))
+        tokens = logged(*((token, -1.0) for token in byte_tokens(text)))
         reading = asyncio.create_task(answer.read())
         answer.engine.start("0", 2)
         for token in tokens:
@@ -248,7 +244,7 @@ def test_logprob_tokens_spell_the_text(
 
     answer = asyncio.run(run())
 
-    assert answer.token_ids() == spelt(answer.text())
+    assert answer.token_ids() == byte_tokens(answer.text())
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     needed = len(text[: min(ends)].encode()) if ends else len(text.encode())
     assert answer.output_tokens == needed
@@ -258,7 +254,7 @@ async def test_engine_failure_is_a_refusal_with_usage(renderer: Renderer) -> Non
     """The client is told, and the computed tokens are settled."""
     answer = Answer(renderer)
     answer.engine.start("0", 7, 3)
-    answer.engine.tokens("0", 0, spelt("half"))
+    answer.engine.tokens("0", 0, byte_tokens("half"))
     answer.engine.finish("0", Usage(prompt_tokens=7, output_tokens=4), "failed", "engine_died")
 
     with pytest.raises(Refusal) as raised:
@@ -293,7 +289,7 @@ async def test_yields_tokens_in_their_step(renderer: Renderer) -> None:
     await anext(batches)
     seen = []
     for letter in "abc":
-        answer.engine.tokens("0", 0, spelt(letter))
+        answer.engine.tokens("0", 0, byte_tokens(letter))
         seen.append(await anext(batches))
     await batches.aclose()
 
@@ -305,7 +301,7 @@ async def test_yields_none_when_idle_and_continues(renderer: Renderer) -> None:
     answer = Answer(renderer)
     batches = answer.stream.batches(idle_s=0.001)
     silence = [await anext(batches), await anext(batches)]
-    answer.engine.play("0", [spelt("ab")])
+    answer.engine.play("0", [byte_tokens("ab")])
     rest = [delta async for batch in batches for delta in batch or ()]
 
     assert silence == [None, None]
@@ -318,7 +314,7 @@ async def test_cancel_stops_every_prompt(renderer: Renderer) -> None:
     answer = Answer(renderer, "one", "two")
     for request_id in ("0", "1"):
         answer.engine.start(request_id, 3, 1)
-        answer.engine.tokens(request_id, 0, spelt("ab"))
+        answer.engine.tokens(request_id, 0, byte_tokens("ab"))
     batches = answer.stream.batches()
     await anext(batches)
     await batches.aclose()
@@ -352,7 +348,7 @@ def calls(answer: Answer, choice: int = 0) -> list[tuple[str, str]]:
 async def test_streams_calls(renderer: Renderer) -> None:
     """The finish reason is "tool_calls"."""
     answer = Answer(renderer, asks=TOOLS)
-    answer.engine.play("0", [[*spelt(f"Hm {CALL}\n{CALL}"), END_OF_TURN]], reason="stop")
+    answer.engine.play("0", [[*byte_tokens(f"Hm {CALL}\n{CALL}"), END_OF_TURN]], reason="stop")
     await answer.read()
 
     assert answer.text() == "Hm "
@@ -365,7 +361,7 @@ async def test_streams_calls(renderer: Renderer) -> None:
 async def test_truncated_call_has_length_reason(renderer: Renderer) -> None:
     """The client has to know."""
     answer = Answer(renderer, asks=TOOLS)
-    answer.engine.play("0", [spelt(CALL[:47])])
+    answer.engine.play("0", [byte_tokens(CALL[:47])])
     await answer.read()
 
     assert calls(answer) == [("get", '{"a": ')]
@@ -375,7 +371,7 @@ async def test_truncated_call_has_length_reason(renderer: Renderer) -> None:
 async def test_stop_string_ends_a_call(renderer: Renderer) -> None:
     """The finish reason is "stop"."""
     answer = Answer(renderer, asks=TOOLS, stop=("1}",))
-    answer.engine.play("0", [spelt(CALL)], reason="stop")
+    answer.engine.play("0", [byte_tokens(CALL)], reason="stop")
     await answer.read()
 
     assert answer.ends() == {0: ChoiceEnd(0, "stop", "1}")}
@@ -384,7 +380,7 @@ async def test_stop_string_ends_a_call(renderer: Renderer) -> None:
 async def test_tools_without_calls_is_a_text_answer(renderer: Renderer) -> None:
     """Text that was held back is sent at the end."""
     answer = Answer(renderer, asks=TOOLS)
-    answer.engine.play("0", [[*spelt("a <tool_"), END_OF_TURN]], reason="stop")
+    answer.engine.play("0", [[*byte_tokens("a <tool_"), END_OF_TURN]], reason="stop")
     await answer.read()
 
     assert answer.text() == "a <tool_"
@@ -396,7 +392,7 @@ async def test_single_call_ends_the_sample(renderer: Renderer) -> None:
     asks = replace(TOOLS, tool_choice=ToolChoice(parallel=False))
     answer = Answer(renderer, asks=asks)
     answer.engine.start("0", 4)
-    answer.engine.tokens("0", 0, spelt(CALL + "\n" + CALL))
+    answer.engine.tokens("0", 0, byte_tokens(CALL + "\n" + CALL))
     answer.engine.end("0", 0, "length", 2 * len(CALL) + 1)
     answer.engine.finish("0", Usage(prompt_tokens=4, output_tokens=2 * len(CALL) + 1))
     await answer.read()
@@ -410,8 +406,8 @@ async def test_single_call_ends_the_sample(renderer: Renderer) -> None:
 async def test_best_of_keeps_calls(renderer: Renderer) -> None:
     """With the choice index that the client knows."""
     answer = Answer(renderer, asks=TOOLS, samples=2, choices=1)
-    worse = logged(*((token, -2.0) for token in spelt("Hello")))
-    better = logged(*((token, -1.0) for token in spelt(CALL)))
+    worse = logged(*((token, -2.0) for token in byte_tokens("Hello")))
+    better = logged(*((token, -1.0) for token in byte_tokens(CALL)))
     answer.engine.play("0", [worse, better], reason="stop")
     await answer.read()
 
@@ -424,7 +420,7 @@ async def test_counts_format_violations(renderer: Renderer, text: str, violation
     """The answer is sent unchanged."""
     schema = '{"properties": {"a": {"type": "integer"}}}'
     answer = Answer(renderer, asks=Prompt(output_format=OutputFormat("json_schema", schema)))
-    answer.engine.play("0", [[*spelt(text), END_OF_TURN]], reason="stop")
+    answer.engine.play("0", [[*byte_tokens(text), END_OF_TURN]], reason="stop")
     await answer.read()
 
     assert (answer.text(), answer.stream.format_violations) == (text, violations)
@@ -432,7 +428,7 @@ async def test_counts_format_violations(renderer: Renderer, text: str, violation
 
 async def test_truncated_answer_is_no_format_violation(renderer: Renderer) -> None:
     answer = Answer(renderer, asks=Prompt(output_format=OutputFormat("json_object")))
-    answer.engine.play("0", [spelt('{"a"')])
+    answer.engine.play("0", [byte_tokens('{"a"')])
     await answer.read()
 
     assert answer.stream.format_violations == 0

@@ -14,6 +14,7 @@ from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.errors import Kind, Refusal
 from gateway.structured_output.grammars import build_grammar, callable_tools, schema_field
 from gateway.structured_output.tool_styles import FALLBACK, HERMES, LLAMA3, MISTRAL, ToolStyle
+from tests.tiny_tokenizer import byte_tokens
 
 SCHEMA = json.dumps(
     {
@@ -47,15 +48,10 @@ def allows(card: ModelCard) -> Allows:
         assert grammar is not None
         matcher = compile_grammar(grammar, vocabulary).matcher.fork()
         pieces = [text] if isinstance(text, str) else text
-        ids = [i for p in pieces for i in ([p] if isinstance(p, int) else spelt(p))]
+        ids = [i for p in pieces for i in ([p] if isinstance(p, int) else byte_tokens(p))]
         return all(map(matcher.consume, ids)) and matcher.is_accepting
 
     return allowed
-
-
-def spelt(text: str) -> list[int]:
-    """Return one token per byte."""
-    return [3 + byte for byte in text.encode()]
 
 
 def call(name: str, arguments: str) -> str:

@@ -14,6 +14,7 @@ from gateway.prompt import Renderer
 from gateway.structured_output.harmony_grammar import harmony_grammar
 from gateway.structured_output.thinking import HARMONY_MARKERS
 from tests.thinking_models import harmony_model
+from tests.tiny_tokenizer import byte_tokens
 
 SCHEMA = (
     '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],'
@@ -51,11 +52,6 @@ def allows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return all(map(matcher.consume, tokens)) and matcher.is_accepting
 
     return allowed
-
-
-def byte_tokens(text: str) -> list[int]:
-    """Return one token per byte; three special tokens come first in the vocabulary."""
-    return [3 + byte for byte in text.encode()]
 
 
 def test_no_grammar_without_a_format_a_call_or_a_budget() -> None:

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
+
+import pytest
 
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.postgres_address import PORT, PostgresAddress, read_address
@@ -166,3 +168,12 @@ class Server:
 
 
 _KNOWN = "select 1 from pg_database where datname = ?"
+
+
+def own_server() -> Iterator[Server]:
+    """Yield a server, for as long as a fixture lasts; skip the test where there are no binaries."""
+    if BINARIES is None:
+        pytest.skip("PostgreSQL's initdb and postgres are not here")
+    server = Server()
+    yield server
+    server.close()
