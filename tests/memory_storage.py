@@ -20,6 +20,7 @@ from engine.moves import (
     Fetch,
     Fetched,
     Fidelity,
+    KeepHere,
     Look,
     Looked,
     PayerBytes,
@@ -98,6 +99,8 @@ class MemoryStorage:
                 self._outcomes.append(self._erase(command))
             case SetStoredQuotas():
                 self.quotas = command
+            case KeepHere():
+                pass  # it has no remote store
 
     def poll(self) -> list[StorageOutcome]:
         """See `Storage`."""
