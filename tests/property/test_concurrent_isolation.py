@@ -1,8 +1,9 @@
-"""A strict payer finds the same whatever runs beside its requests (rule 13).
+"""A strict payer finds the same whatever runs beside its requests (rules 13 and 25).
 
-As `test_isolation`, over a whole engine without levels and with the attacker's requests still under
-way: the victim's come one after another, as those of one chat do, while up to a batch of the
-attacker's run, wait and take the steps. Its hits are compared to the token, with its grants.
+As `test_isolation`, over a whole engine, without levels and with host memory, and with the
+attacker's requests still under way: the victim's come one after another, as those of one chat do,
+while up to a batch of the attacker's run, wait and take the steps. Its hits are compared to the
+token, with its grants.
 
 Two things are timing, and left out: what a payer's *own* requests do to each other when they run at
 once, since what runs beside decides how they share steps; and how many blocks one request needs at
@@ -30,10 +31,11 @@ from engine.config import EngineConfig
 from engine.core.timeouts import Timeouts
 from tests.checkers import World
 from tests.property.test_isolation import ATTACKER, VICTIM
+from tests.property.test_level_isolation import make_world
 from tests.strategies import tokens
 
 SIZE, BLOCKS, FLOOR = 2, 16, 6
-STEPS_MAX = 2_000
+STEPS_MAX, IDLE_STEPS = 2_000, 4
 LEASED = Retention("leased", promise_s=4, limit_s=8)
 STRICT = Quota(floor_blocks=FLOOR, ceiling_blocks=FLOOR, payer=VICTIM)
 
@@ -64,19 +66,17 @@ class Seen:
     grants: tuple[str, ...]
 
 
-def seen_by_victim(life: list[Move], *, attacked: bool, depth: int = 1) -> list[Seen]:
-    """Return what the victim sees of each of its requests, in order."""
-    world = World(
-        EngineConfig(step_tokens_max=16, sequences_max=4),
-        blocks=BLOCKS,
-        block_size=SIZE,
-        depth=depth,
-        context_tokens=24,
-    )
+def seen_by_victim(
+    life: list[Move], *, attacked: bool, depth: int = 1, slots: int = 0
+) -> list[Seen]:
+    """Return what the victim sees of each of its requests, in order. `slots`: of host memory."""
+    world = make_world(slots, has_disk=False) if slots else make_device(depth)
     seen, late = list[Seen](), deque[Request]()
     run_alone(world, request_of(Move(VICTIM, (0,)), "first"), late)
     for number, move in enumerate(life):
         world.clock.advance(move.wait_s)
+        for _ in range(IDLE_STEPS if move.wait_s else 0):
+            world.step()  # what time brings to its end, it brings in both lives
         name = str(number)
         if move.who == VICTIM:
             run_alone(world, request_of(move, name), late)
@@ -93,6 +93,17 @@ def seen_by_victim(life: list[Move], *, attacked: bool, depth: int = 1) -> list[
             for _ in range(move.steps):
                 world.step()
     return seen
+
+
+def make_device(depth: int) -> World:
+    """Return an engine without levels."""
+    return World(
+        EngineConfig(step_tokens_max=16, sequences_max=4),
+        blocks=BLOCKS,
+        block_size=SIZE,
+        depth=depth,
+        context_tokens=24,
+    )
 
 
 def request_of(move: Move, name: str) -> Request:
@@ -117,11 +128,11 @@ def run_alone(world: World, request: Request, late: deque[Request]) -> None:
     raise AssertionError("a request that does not end")
 
 
-def check_life(life: list[Move], depth: int) -> None:
+def check_life(life: list[Move], depth: int, slots: int = 0) -> None:
     """Compare what the victim sees with and without the attacker."""
-    alone = seen_by_victim(life, attacked=False, depth=depth)
+    alone = seen_by_victim(life, attacked=False, depth=depth, slots=slots)
 
-    attacked = seen_by_victim(life, attacked=True, depth=depth)
+    attacked = seen_by_victim(life, attacked=True, depth=depth, slots=slots)
 
     assert attacked == alone
 
@@ -210,6 +221,15 @@ that block to the cache, and at its ceiling an older block went for the copy of 
 def test_what_runs_beside_changes_no_hit_inside_a_floor(life: list[Move], depth: int) -> None:
     """Neither blocks that others pin, nor slots, steps and priorities that they take."""
     check_life(life, depth)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@given(lives, st.sampled_from([12, 16, 32]))
+@settings(max_examples=40, deadline=None)
+def test_what_runs_beside_changes_no_hit_from_host_memory(life: list[Move], slots: int) -> None:
+    """Nor slots of host memory, and moves, that others take."""
+    check_life(life, 1, slots)
 
 
 # -- planted faults -----------------------------------------------------------------------------
