@@ -336,6 +336,9 @@ class FakeStorage:
         self.commands.append(command)
         if isinstance(command, SetStoredQuotas | KeepHere):
             return
+        if isinstance(command, Recall) and not self.records:
+            self._ready.append(Recalled(command.call_id))  # no draw: nothing is there to be told
+            return
         if isinstance(command, EraseStored | Look):
             for _, earlier in self._outcomes:
                 self._do(earlier)
