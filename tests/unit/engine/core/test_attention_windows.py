@@ -236,3 +236,21 @@ def test_bounds_of_request_and_plan_agree() -> None:
     for asked in (WINDOW, AttentionWindow(64, 0), AttentionWindow(16, 32)):
         assert asked.blocks_max(4) == block_window(asked, 4).blocks_of(10_000)
         assert asked.shared_tokens(4) == block_window(asked, 4).shared_blocks * 4
+
+
+def test_promises_of_window_blocks_end_with_their_nodes() -> None:
+    """A promise from the last use lapses once the window has passed it, in every group: the end of
+    the sequence renews none of its blocks."""
+    found = world(blocks=200, windows=(3,))
+    lease = LeaseRequest(SHARED, Retention("5s", promise_s=5), "all")
+    found.ask(
+        "window", tokens(200), max_tokens=20, attention=WINDOW,
+        grant=CacheGrant(b"n", leases=(lease,)),
+    )  # fmt: skip
+    for _ in range(20):
+        found.step()
+    assert found.cache.use(b"n").promised["5s"] > 4
+    found.clock.advance(60.0)
+    found.settle()
+
+    assert found.cache.use(b"n").promised.get("5s", 0) <= 1, "the sinks, in use until the end"
