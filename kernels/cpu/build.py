@@ -63,7 +63,8 @@ class CProduct(ctypes.Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("pairs", c_void_p),
         ("rows", c_int32), ("depth", c_int32), ("columns", c_int32), ("kind", c_int32),
-        ("epilogue", c_int32), ("bias", c_void_p), ("mxfp4", c_int32),
+        ("epilogue", c_int32), ("bias", c_void_p), ("mxfp4", c_int32), ("has_pairs", c_int32),
+        ("c_pairs", c_void_p),
     )  # fmt: skip
 
 

@@ -380,9 +380,13 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
         }
     }
     for (int row = 0; row < rows; row++) {
-        float *to = w->attended + (size_t)(b->first + row / group) * m->heads * dim;
-        to += (kv_head * group + row % group) * dim;
+        const size_t token = (size_t)(b->first + row / group);
+        const size_t at = (token * m->heads + kv_head * group + row % group) * dim;
         const float total = sum_of(load(sum + row * LANES));
-        for (int d = 0; d < dim; d++) to[d] = out[row * dim + d] / total;
+        for (int d = 0; d < dim; d++) out[row * dim + d] /= total;
+        if (takes_pairs(m->kind))
+            to_pairs(out + row * dim, (uint32_t *)w->attended + at / 2, dim);
+        else
+            memcpy(w->attended + at, out + row * dim, (size_t)dim * 4);
     }
 }

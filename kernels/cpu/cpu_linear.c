@@ -116,6 +116,14 @@ static void finish(const Product *p, float *out, int row, int rows, int column, 
                     vf gate = load(out + at + i), up = load(out + at + PANEL + i);
                     vf value = gated(p->epilogue, gate, up);
                     int count = p->columns - first - i;
+#if HAS_DOT
+                    if (p->c_pairs) {
+                        const __m256bh both = _mm512_cvtneps_pbh((__m512)value);
+                        const size_t at_word = ((size_t)(row + r) * p->columns + first + i) / 2;
+                        memcpy(p->c_pairs + at_word, &both, sizeof both);
+                        continue;
+                    }
+#endif
                     if (count > 0)
                         memcpy(c + first + i, &value, (count < LANES ? count : LANES) * 4);
                 }
@@ -212,7 +220,7 @@ static Pieces cut(const Product *p) {
 
 void product(Pool *pool, Product *p) {
     if (!p->rows) return;
-    if (takes_pairs(p->kind)) {
+    if (takes_pairs(p->kind) && !p->has_pairs) {
         if (p->rows > CHUNK)
             pool_run(pool, pairs_task, p, (p->rows + CHUNK - 1) / CHUNK);
         else

@@ -13,6 +13,7 @@ typedef struct {
     const Work *w;
     const float *x, *weight;
     float *out;
+    uint32_t *pairs; /* where norms also go as bf16 pairs, or NULL */
     int layer, tokens;
 } Phase;
 
@@ -30,9 +31,11 @@ static void norm_row(const Model *m, const float *x, const float *weight, float 
 static void norm_task(void *arg, int task) {
     const Phase *p = arg;
     const int channels = p->m->hidden;
-    for (int token = task * CHUNK; token < chunk_end(p, task); token++)
-        norm_row(p->m, p->x + (size_t)token * channels, p->weight,
-                 p->out + (size_t)token * channels, p->m->stream_eps);
+    for (int token = task * CHUNK; token < chunk_end(p, task); token++) {
+        float *out = p->out + (size_t)token * channels;
+        norm_row(p->m, p->x + (size_t)token * channels, p->weight, out, p->m->stream_eps);
+        if (p->pairs) to_pairs(out, p->pairs + (size_t)token * (channels / 2), channels);
+    }
 }
 
 /* Norm rows of `normed` in place and add them to `hidden`. */
@@ -98,21 +101,24 @@ static void embed(const Model *m, const Work *w) {
     }
 }
 
-/* Norm `hidden` into `normed` by `weight`; return the rows that the block reads: those, or without
- * a norm `hidden` itself. */
-static const float *norm_hidden(Pool *pool, Phase *p, const float *weight) {
+/* Norm `hidden` into `normed`, and into `pairs`, by `weight`; return the rows that the block reads:
+ * those, or without a norm `hidden` itself. */
+static const float *norm_hidden(Pool *pool, Phase *p, const float *weight, uint32_t *pairs) {
     if (!weight) return p->w->hidden;
     p->weight = weight;
+    p->pairs = pairs;
     over_tokens(pool, norm_task, p);
     return p->w->normed;
 }
 
-/* Add a x b + bias to `hidden`, with a norm of the product where `norm` is its weight. */
-static void add_product(Pool *pool, Phase *p, const float *a, const uint32_t *b, const float *bias,
+/* Add a x b + bias to `hidden`, with a norm of the product where `norm` is its weight. a is in bf16
+ * pairs where the model's kind takes them. */
+static void add_product(Pool *pool, Phase *p, float *a, const uint32_t *b, const float *bias,
                         int depth, const float *norm) {
     const Work *w = p->w;
-    product(pool, &(Product){a, b, norm ? w->normed : w->hidden, w->pairs, p->tokens, depth,
-                             p->m->hidden, p->m->kind, norm ? STORE : ADD, bias});
+    product(pool, &(Product){a, b, norm ? w->normed : w->hidden, (uint32_t *)a, p->tokens, depth,
+                             p->m->hidden, p->m->kind, norm ? STORE : ADD, bias,
+                             .has_pairs = takes_pairs(p->m->kind)});
     if (!norm) return;
     p->weight = norm;
     over_tokens(pool, norm_and_add_task, p);
@@ -139,28 +145,36 @@ static void add_experts(Pool *pool, const Phase *p, const Layer *layer, const fl
 void llama_forward(Pool *pool, const Model *m, const Work *w) {
     const int tokens = w->tokens, channels = m->hidden;
     const int width = m->heads * m->head_dim, wider = width + 2 * m->kv_heads * m->head_dim;
-    Phase p = {m, w, w->hidden, NULL, w->normed, 0, tokens};
+    Phase p = {m, w, w->hidden, NULL, w->normed, NULL, 0, tokens};
+    /* What a product takes is converted by the task that computes it: a phase of its own would move
+     * all of it once more between the cores. */
+    uint32_t *const pairs = takes_pairs(m->kind) ? w->pairs : NULL;
+    uint32_t *const activated = takes_pairs(m->kind) ? (uint32_t *)w->activated : NULL;
     embed(m, w);
     for (p.layer = 0; p.layer < m->layers; p.layer++) {
         const Layer *layer = m->layer + p.layer;
-        const float *x = norm_hidden(pool, &p, layer->attention_norm);
+        const float *x = norm_hidden(pool, &p, layer->attention_norm, pairs);
         product(pool, &(Product){x, layer->qkv, w->qkv, w->pairs, tokens, channels, wider,
-                                 m->kind, STORE, layer->qkv_bias});
+                                 m->kind, STORE, layer->qkv_bias,
+                                 .has_pairs = pairs && layer->attention_norm});
         over_tokens(pool, rope_task, &p);
         pool_run(pool, attend_task, &p, w->bundles * m->kv_heads);
         add_product(pool, &p, w->attended, layer->output, layer->output_bias, width,
                     layer->attention_output_norm);
-        if (!m->parallel) x = norm_hidden(pool, &p, layer->mlp_norm);
+        if (!m->parallel)
+            x = norm_hidden(pool, &p, layer->mlp_norm, layer->experts ? NULL : pairs);
         if (layer->experts) {
             add_experts(pool, &p, layer, x);
             continue;
         }
         product(pool, &(Product){x, layer->gate_up, w->activated, w->pairs, tokens, channels,
-                                 m->intermediate, m->kind, m->gated, layer->gate_up_bias});
+                                 m->intermediate, m->kind, m->gated, layer->gate_up_bias,
+                                 .has_pairs = pairs && layer->mlp_norm && !m->parallel,
+                                 .c_pairs = activated});
         add_product(pool, &p, w->activated, layer->down, layer->down_bias, m->intermediate,
                     layer->mlp_output_norm);
     }
-    norm_hidden(pool, &p, m->norm);
+    norm_hidden(pool, &p, m->norm, NULL);
 }
 
 /* Write logits [rows, vocab] of hidden states rows_in [rows, hidden]. `pairs`: scratch of

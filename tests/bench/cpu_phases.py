@@ -35,11 +35,8 @@ from kernels.cpu import build
 from tests.bench.bench_step import BLOCKS, CASES, CPU, SHAPE
 
 SPINS = "#define SPINS 1500"
-LAYER = (
-    *("norm", "pairs", "qkv", "rope", "attention", "pairs", "o", "norm"),
-    *("pairs", "gate_up", "pairs", "down"),
-)
-"""The phases of a layer for more rows than are converted at once, in their order."""
+LAYER = ("norm", "qkv", "rope", "attention", "o", "norm", "gate_up", "down")
+"""The phases of a layer, in their order."""
 
 
 class Phase(ctypes.Structure):
@@ -121,17 +118,11 @@ class Steps:
 
 
 def named(phases: list[tuple[float, float]]) -> list[tuple[str, float, float]]:
-    """Return the phases of a forward with their names. Few rows skip phases that are not shared."""
+    """Return the phases of a forward with their names. The caller itself norms and rotates few
+    rows."""
     layers = len(SHAPE.layers)
-    order = next(
-        names
-        for names in (
-            LAYER,
-            tuple(name for name in LAYER if name not in ("pairs",)),
-            tuple(name for name in LAYER if name not in ("pairs", "norm", "rope")),
-        )
-        if len(phases) // layers == len(names)
-    )
+    alone = tuple(name for name in LAYER if name not in ("norm", "rope"))
+    order = next(names for names in (LAYER, alone) if len(phases) // layers == len(names))
     names = [*order * layers, *("norm",) * (len(phases) - layers * len(order))]
     return [(name, *one) for name, one in zip(names, phases, strict=True)]
 
