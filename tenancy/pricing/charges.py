@@ -38,7 +38,11 @@ PAYERS: Mapping[str, Payer] = {
     "done": "client",
     "cancelled": "client",
     "interrupted": "client",
-    # the request's own schema, prompt or budget of memory ended it
+    # the request's own schema, prompt, settings or budget of memory ended it
+    "attention_invalid": "client",
+    "attention_not_allowed": "client",
+    "attention_not_available": "client",
+    "attention_with_prompt_logprobs": "client",
     "context_exceeded": "client",
     "context_length_exceeded": "client",
     "grammar_dead_end": "client",

@@ -5,7 +5,7 @@ are off.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -20,6 +20,7 @@ from engine.api import (
     Erased,
     Finished,
     LeaseRequest,
+    LevelStats,
     Request,
     Retention,
     Sampling,
@@ -129,6 +130,14 @@ def built(levels: LevelsConfig, *, windows: bool = False) -> tuple[bool, str]:
     return below is not None, "" if not off else off[0].reason
 
 
+def built_of_windows_on_a_gpu(levels: LevelsConfig) -> tuple[Levels | None, Sequence[LevelStats]]:
+    """Return the levels of a model with windows whose blocks lie on a GPU, and what is off."""
+    form = KvFormat(1, 1, 8, 16, torch.float32, groups=(KvGroup(0, (0,)), KvGroup(8, (1,))))
+    on_gpu = cast("KvStorage", SimpleNamespace(format=form, data=SimpleNamespace(is_cuda=True)))
+    cache = PrefixCache(blocks=4, block_size=16, windows=form.windows)
+    return build_levels(cache, EngineConfig(levels=levels), on_gpu)
+
+
 @pytest.mark.parametrize(
     ("blocks", "slabs"), [(728, (45, 91)), (130, (8, 17)), (51, (8, 26)), (8, (4, 4))]
 )
@@ -154,12 +163,7 @@ def test_levels_are_built_where_they_are_asked_for() -> None:
 
 def test_levels_that_cannot_be_had_are_off_with_a_reason() -> None:
     """The engine runs on without them."""
-    groups = (KvGroup(0, (0,)), KvGroup(8, (1,)))
-    form = KvFormat(1, 1, 8, 16, torch.float32, groups=groups)
-    on_gpu = cast("KvStorage", SimpleNamespace(format=form, data=SimpleNamespace(is_cuda=True)))
-    cache = PrefixCache(blocks=4, block_size=16, windows=form.windows)
-
-    below, off = build_levels(cache, EngineConfig(levels=LevelsConfig(host_mib=1)), on_gpu)
+    below, off = built_of_windows_on_a_gpu(LevelsConfig(host_mib=1))
 
     assert below is None
     assert "a GPU copies one KV group" in off[0].reason
@@ -205,11 +209,8 @@ def test_slabs_hold_a_number_of_whole_copies(groups: int) -> None:
 )
 def test_each_configured_level_is_off_by_name(remote: RemoteConfig, configured: list[str]) -> None:
     """Also the disk, whose promises would not survive the engine."""
-    groups = (KvGroup(0, (0,)), KvGroup(8, (1,)))
-    kv = KvStorage(KvFormat(1, 1, 8, 16, torch.float32, groups=groups), 4, torch.device("cpu"))
-    cache = PrefixCache(blocks=4, block_size=16)
     wanted = LevelsConfig(host_mib=1, disk_gib=1.0, remote=remote)
-    below, off = build_levels(cache, EngineConfig(levels=wanted), kv)
+    below, off = built_of_windows_on_a_gpu(wanted)
 
     assert below is None
     assert [(one.name, one.state) for one in off] == [(name, "off") for name in configured]
