@@ -10,6 +10,7 @@ import pytest
 from engine.cache import PrefixCache
 from engine.cache.accounts import NamespaceAccount
 from engine.cache.lease_manager import LeaseManager
+from engine.errors import InvariantViolation
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.promises import KeptPromises
 from engine.levels.restarts.recall import PromiseRecall
@@ -17,6 +18,7 @@ from engine.levels.stored_prefixes import Copy
 from tests.property.planted import check_caught
 from tests.property.test_promises_machine import HostPromisesMachine, PromisesMachine
 from tests.property.test_restarted_promises import RestartedHostMachine, RestartedMachine
+from tests.unit.engine.levels import test_promises_below as unit
 
 Fault = Callable[[Any], Any]
 
@@ -108,12 +110,9 @@ def dropped_after_restart(original: Any) -> Any:
 
 
 PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
-    (PromisesMachine, KeptPromises, "_is_durable", moved_down_too_early),
     (PromisesMachine, PrefixCache, "end_below", loss_not_told),
-    (PromisesMachine, KeptPromises, "_renew_each", never_renewed),
     (PromisesMachine, KeptPromises, "_end_overdue", never_ended),
     (PromisesMachine, NamespaceAccount, "add_below", not_charged),
-    (PromisesMachine, LeaseManager, "_kept_below", charged_twice),
     (HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
     (HostPromisesMachine, LeaseManager, "_return_to_device", not_taken_back),
     (HostPromisesMachine, LeaseManager, "adopt", not_adopted),
@@ -141,3 +140,44 @@ def test_a_planted_promise_fault_is_caught(
     """A machine that misses this fault proves nothing when it passes."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
     check_caught(machine)
+
+
+RARE: tuple[tuple[Any, str, Fault, Callable[[], None]], ...] = (
+    (
+        KeptPromises,
+        "_is_durable",
+        moved_down_too_early,
+        unit.test_host_memory_keeps_promises_where_it_may,
+    ),
+    (
+        KeptPromises,
+        "_renew_each",
+        never_renewed,
+        unit.test_a_read_renews_a_promise_that_was_let_down,
+    ),
+    (
+        LeaseManager,
+        "_kept_below",
+        charged_twice,
+        unit.test_host_memory_keeps_promises_where_it_may,
+    ),
+)
+"""Faults that the machine meets once in hundreds of runs, each with a test that always meets it."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "check"), RARE, ids=[rare[2].__name__ for rare in RARE]
+)
+def test_a_rare_promise_fault_fails_its_own_test(
+    owner: Any,
+    name: str,
+    fault: Fault,
+    check: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And that test passes without the fault."""
+    check()
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+
+    with pytest.raises((AssertionError, InvariantViolation, IndexError)):  # of what was not sent
+        check()
