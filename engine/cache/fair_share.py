@@ -23,9 +23,6 @@ from engine.cache.accounts import PayerAccount
 from engine.cache.eviction_policy import EvictionPolicy
 from engine.errors import InvariantViolation
 
-NEAR_PART = 7 / 8
-"""The part of its ceiling from which a payer will soon give its own blocks."""
-
 
 class FairShare:
     """The accounts of all payers, and the order in which they give blocks.
@@ -47,7 +44,6 @@ class FairShare:
         self.promisable_below = promisable
         self.scale = 1.0
         self._spare = self._claimed = self._cached = self._claimed_below = 0
-        self._near_ceiling: dict[PayerAccount, None] = {}
         self._order = SortedList()
         self._stale: list[PayerAccount] = []
         self._serials = count()
@@ -192,19 +188,6 @@ class FairShare:
         self._refresh()
         return (account for _, _, account in self._order)
 
-    def near_ceilings(self) -> Iterator[PayerAccount]:
-        """Iterate over the payers with blocks to give that are within an eighth of their ceiling:
-        they give their own next, however many are free. O(changed log n), and nothing may change
-        meanwhile.
-        """
-        self._refresh()
-        return (account for account in self._near_ceiling if account.evictable)
-
-    def has_near_ceilings(self) -> bool:
-        """Return whether any payer is within an eighth of its ceiling. O(changed log n)."""
-        self._refresh()
-        return bool(self._near_ceiling)
-
     def check(self) -> Iterator[int]:
         """Recount all payers, and check that every change was reported.
 
@@ -217,8 +200,6 @@ class FairShare:
         for number, account in enumerate(self):
             found = _counts(account, self.scale)
             entry = (-account.overage(), account.serial, account) if found[0] else None
-            if (account in self._near_ceiling) != _is_near_ceiling(account):
-                raise InvariantViolation(f"{account.payer!r}: {account.held} near its ceiling")
             if account.floor_blocks != self._guaranteed(account.quota.floor_blocks, requested):
                 raise InvariantViolation(f"{account.payer!r}: a floor of {account.floor_blocks}")
             if account.counted != found or account.order_entry != entry:
@@ -251,8 +232,6 @@ class FairShare:
         self._claimed += claimed
         self._cached += cached
         self._claimed_below += claimed_below
-        if _is_near_ceiling(account):
-            self._near_ceiling[account] = None
         if spare:
             account.order_entry = (
                 -account.overage(),
@@ -268,15 +247,9 @@ class FairShare:
         self._cached -= cached
         self._claimed_below -= claimed_below
         account.counted = (0, 0, 0, 0)
-        self._near_ceiling.pop(account, None)
         if account.order_entry is not None:
             self._order.remove(account.order_entry)
             account.order_entry = None
-
-
-def _is_near_ceiling(account: PayerAccount) -> bool:
-    ceiling = account.quota.ceiling_blocks
-    return ceiling is not None and account.held >= ceiling * NEAR_PART
 
 
 def _counts(account: PayerAccount, scale: float) -> tuple[int, int, int, int]:

@@ -90,16 +90,15 @@ class MovedBlocks:
 
     # -- victims ------------------------------------------------------------------------------
 
-    def next_victims(self, blocks: int, *, at_ceilings: bool = False) -> Iterator[Node]:
+    def next_victims(self, blocks: int) -> Iterator[Node]:
         """Iterate over the leaves that may be evicted next, `blocks` of each payer at most: those
         of the payer that gives first come first; and over the ends of the resume points whose
-        window blocks may. `at_ceilings`: of payers near their ceiling alone. Nothing may change
-        meanwhile.
+        window blocks may. Nothing may change meanwhile.
         """
         share, most = self._manager.fair_share, blocks
         if self._groups.windows:
             most *= WINDOW_VICTIMS * self._groups.groups
-        for payer_account in share.near_ceilings() if at_ceilings else share.givers():
+        for payer_account in share.givers():
             found: dict[Node, None] = {}
             seen = set[Node]()
             for _, _, leaf in payer_account.eviction_order.entries(0, most):
@@ -110,11 +109,6 @@ class MovedBlocks:
                 if len(found) >= blocks:
                     break
             yield from found
-
-    @property
-    def has_payers_near_ceilings(self) -> bool:
-        """Return whether `next_victims` finds payers near their ceilings. O(changed log n)."""
-        return self._manager.fair_share.has_near_ceilings()
 
     # -- loads --------------------------------------------------------------------------------
 

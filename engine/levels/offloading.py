@@ -159,10 +159,8 @@ class Offloading:
                 self._promised.append((node, leases))
                 break
         few = self._clean_ahead - self._cache.free_blocks
-        at_ceilings = few <= 0
-        if (few > 0 or self._cache.moves.has_payers_near_ceilings) and self._has_room(moves):
-            victims = self._cache.moves.next_victims(VICTIMS_SEEN, at_ceilings=at_ceilings)
-            for victim in list(islice(victims, self._clean_ahead if at_ceilings else few)):
+        if few > 0 and self._has_room(moves):
+            for victim in list(islice(self._cache.moves.next_victims(VICTIMS_SEEN), few)):
                 if not self._has_room(moves):
                     break
                 self._clean(victim, moves, now_s)

@@ -489,19 +489,3 @@ def test_loads_are_moved_in_turn_over_the_payers(monkeypatch: pytest.MonkeyPatch
 
     assert [world.loaded(name) for name in ("long", "short")] == [{"host": 40}, {"host": 8}]
     assert set(slots) <= set(moved[:8]), "both of its two blocks are among the first eight"
-
-
-def test_a_payer_at_its_ceiling_has_its_blocks_copied_ahead() -> None:
-    """In an empty pool, too: it evicts its own blocks, and would compute them again."""
-    world = LeveledWorld(blocks=120)
-    few = Quota(payer=b"payer", ceiling_blocks=16)
-    for number in range(5):
-        grant = CacheGrant(b"n", few)
-        world.run(ask(f"own{number}", prompt(number), grant=grant))
-        world.settle()
-        world.step()
-
-    assert world.cache.free_blocks > 100
-    assert world.below(prompt(0))[0] < 12
-    assert world.run(ask("again", prompt(0), grant=CacheGrant(b"n", few))) == [12]
-    assert world.loaded("again").keys() == {"host"}

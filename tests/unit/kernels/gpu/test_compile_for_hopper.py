@@ -45,10 +45,17 @@ CASES = {
 CAN_COMPILE_GLUON = hasattr(gluon, "GluonASTSource")
 """Public from Triton 3.9 on; a kernel itself needs less."""
 
-SPILLS_MAX = {("big", True): 34, ("wide hand-scheduled", True): 17, ("big 256", True): 12}
+SPILLS_MAX = {
+    ("big", True): 34,
+    ("wide hand-scheduled", True): 17,
+    ("big 256", True): 83,
+    ("big 256 of Gemma 2", True): 54,
+    ("big 256 of Gemma 3", True): 44,
+}
 """Local loads and stores that Triton 3.9 makes of a causal 64-row tile: 72 bytes of stack at 255
 registers, used by prefill alone; of the wide one scheduled hand-scheduled; and of 64 rows of 256
-channels, 24 bytes of stack.
+channels, 88 to 160 bytes of stack with four warps. With eight warps these have 24 bytes, and the
+same tile, which spills nothing where it decodes, takes 1.2 to 1.8 times as long there.
 Every other class makes none."""
 
 
