@@ -352,18 +352,20 @@ class Core:
         not finished or wait, it has work enough. It is then launched at once. Where several payers
         have prompts, the turn of a request that arrives may come before all of these.
         """
-        cost, now_s = self.engine_stats.step_cost, self.clock()
+        cost = self.engine_stats.step_cost
         if len(self._pending_steps) != 1 or not cost.is_measured:
             return
         pieces = [piece for piece, _ in self._pending_steps[0].slices if piece.count]
+        if len(pieces) > ROWS_MAX:
+            return
+        now_s = self.clock()
         has_prompts = len(self.requests) > self.scheduler.running.totals.requests or any(
             piece.start + piece.count < len(piece.sequence.parent.request.tokens)
             for piece in pieces
         )
-        if len(pieces) > ROWS_MAX or (has_prompts and not self.scheduler.is_shared(now_s)):
+        if has_prompts and not self.scheduler.is_shared(now_s):
             return
-        work = StepWork.of(cost_of(pieces))
-        self._pacing.running_alone(now_s, cost.seconds(work))
+        self._pacing.running_alone(now_s, cost.seconds(StepWork.of(cost_of(pieces))))
 
     def _collect(self) -> None:
         pending = self._pending_steps.popleft()
