@@ -64,11 +64,11 @@ class PostgresConnection:
         StoreError if the root certificate cannot be read.
         """
         encryption = _encryption(address)
-        self._loop = asyncio.new_event_loop()
+        self._loop = _ConnectionLoop()
         try:
             self._driver = self._run(_connect(address, encryption, settings, timeout_s))
         except BaseException as error:
-            self._loop.close()
+            self._end_loop()
             if isinstance(error, asyncpg.PostgresError) and not _is_disconnect(error):
                 raise _refusal(error) from error
             if isinstance(error, _FAILURES):
@@ -125,8 +125,8 @@ class PostgresConnection:
         """Close the connection. Safe to repeat."""
         if not self._loop.is_closed():
             with suppress(*_FAILURES):
-                self._run(_close(self._driver))
-            self._loop.close()
+                self._run(self._driver.close(timeout=CLOSE_TIMEOUT_S))
+            self._end_loop()
 
     def _exchange(self, call: Callable[..., Coroutine[Any, Any, T]], *args: Any, **named: Any) -> T:
         """Run one exchange with the server.
@@ -151,8 +151,13 @@ class PostgresConnection:
     def _abort(self) -> None:
         """Close the connection without telling the server."""
         if not self._loop.is_closed():
-            self._run(_terminate(self._driver))
-            self._loop.close()
+            self._driver.terminate()
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        """Close the sockets and the loop."""
+        self._run(self._loop.close_transports())
+        self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end on the connection's loop.
@@ -165,6 +170,39 @@ class PostgresConnection:
             return self._loop.run_until_complete(work)
         with ThreadPoolExecutor(max_workers=1) as pool:
             return pool.submit(self._loop.run_until_complete, work).result()
+
+
+class _ConnectionLoop(asyncio.SelectorEventLoop):
+    """A loop that closes the sockets of its connections before it ends.
+
+    asyncpg closes a TLS transport politely where a login fails: the socket stays open until the
+    server says goodbye, or for as long as the loop lives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: list[asyncio.Transport] = []
+
+    async def create_connection(self, *args: Any, **named: Any) -> Any:
+        """Connect as asyncio does, and remember the transport."""
+        return self._note(await super().create_connection(*args, **named))
+
+    async def create_unix_connection(self, *args: Any, **named: Any) -> Any:
+        """Connect as asyncio does, and remember the transport."""
+        return self._note(await super().create_unix_connection(*args, **named))
+
+    async def close_transports(self) -> None:
+        """Close all sockets without a word to the server."""
+        for transport in self._opened:
+            transport.abort()
+        await asyncio.sleep(0)  # a transport closes its socket in the loop's next turn
+        await asyncio.sleep(0)  # and tells the TLS connection above it in the one after
+
+    def _note(
+        self, made: tuple[asyncio.Transport, asyncio.BaseProtocol]
+    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        self._opened.append(made[0])
+        return made
 
 
 def _is_loop_running() -> bool:
@@ -190,46 +228,30 @@ async def _connect(
 
     Every setting that asyncpg would read from the process's environment is given explicitly.
     """
-    try:
-        driver = await asyncpg.connect(
-            host=address.folder or address.host,
-            port=address.port,
-            user=address.user,
-            database=address.database,
-            password=address.password or "",
-            ssl=encryption or False,
-            direct_tls=False,
-            target_session_attrs="any",
-            timeout=CONNECT_TIMEOUT_S,
-            command_timeout=timeout_s,
-            statement_cache_size=STATEMENTS_MAX,
-            max_cached_statement_lifetime=0,
-            server_settings={"application_name": "trunkline", **settings},
-        )
-    except BaseException:
-        await asyncio.sleep(0)  # as in `_close`
-        raise
+    driver = await asyncpg.connect(
+        host=address.folder or address.host,
+        port=address.port,
+        user=address.user,
+        database=address.database,
+        password=address.password or "",
+        ssl=encryption or False,
+        direct_tls=False,
+        target_session_attrs="any",
+        timeout=CONNECT_TIMEOUT_S,
+        command_timeout=timeout_s,
+        statement_cache_size=STATEMENTS_MAX,
+        max_cached_statement_lifetime=0,
+        server_settings={"application_name": "trunkline", **settings},
+    )
     try:
         # PostgreSQL sums 64-bit integers into decimals; our sums are integers.
         await driver.set_type_codec(
             "numeric", schema="pg_catalog", encoder=str, decoder=_number, format="text"
         )
     except BaseException:
-        await _terminate(driver)
+        driver.terminate()
         raise
     return driver
-
-
-async def _close(driver: Any) -> None:
-    try:
-        await driver.close(timeout=CLOSE_TIMEOUT_S)
-    finally:
-        await asyncio.sleep(0)  # the transport closes its socket in the loop's next turn
-
-
-async def _terminate(driver: Any) -> None:
-    driver.terminate()
-    await asyncio.sleep(0)
 
 
 def _encryption(address: PostgresAddress) -> ssl.SSLContext | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shutil
 import socket
+import ssl
+import struct
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -200,3 +203,32 @@ def test_reports_unreadable_root_certificate(
     message = refusal(login_server.url("ada", options=f"sslrootcert={file}"), {})
 
     assert f"sslrootcert: {file} cannot be read" in message
+
+
+def test_refused_login_closes_its_connection_though_the_server_keeps_it(tmp_path: Path) -> None:
+    """TLS asks the server for a goodbye; a slow server must not leave the socket open."""
+    certify(tmp_path, "server", ["-addext", "subjectAltName=DNS:localhost"])
+    url = "postgresql://ada@localhost:{}/ada?sslrootcert={}/server.crt"
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(PATIENCE_S)
+        ended = pool.submit(refuse_and_listen, listener, tmp_path)
+        port = int(listener.getsockname()[1])
+        with pytest.raises(StoreError, match="no such login"):
+            open_store(url.format(port, tmp_path), Path(), {"PGPASSWORD": PASSWORD})
+
+        assert ended.result(PATIENCE_S)
+
+
+def refuse_and_listen(listener: socket.socket, folder: Path) -> bool:
+    """Refuse one login over TLS and keep the connection. Returns True once the client closes it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.crt", folder / "server.key")
+    with listener.accept()[0] as plain:
+        plain.settimeout(PATIENCE_S)
+        plain.recv(8)  # the request for TLS
+        plain.sendall(b"S")
+        with context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=True) as secure:
+            secure.recv(4096)  # the startup message
+            fields = b"SFATAL\0VFATAL\0C28000\0Mno such login\0\0"
+            secure.sendall(b"E" + struct.pack("!i", len(fields) + 4) + fields)
+            return not secure.recv(1)
