@@ -46,7 +46,7 @@ from engine.moves import (
     StoreRuns,
     stride_of,
 )
-from engine.storage.slot_table import SlotTable, table_bytes
+from engine.storage.memory.slot_table import SlotTable, table_bytes
 from tests.fakes import BROKEN, FakeRunner, Slot
 
 Content = tuple[Slot | None, ...]

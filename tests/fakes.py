@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from engine.api import AttentionWindow, SampledToken, Sampling
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.plan import BegunSequence, BlockCopy, Mask, Row, Sampled, StepPlan, StepResult
 

@@ -1,10 +1,10 @@
 """The prefix cache: blocks, prefix trees, leases and quotas. `PrefixCache` is the entry point."""
 
-from engine.cache.block_table import BlockTable
+from engine.cache.blocks.block_table import BlockTable
 from engine.cache.events import CachePeek, CacheStats, Fact, NamespaceUse
-from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.prefix_cache import PrefixCache
-from engine.cache.prefix_tree import TreeMatch
+from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
+from engine.cache.tree.prefix_tree import TreeMatch
 
 __all__ = [
     "BlockTable",

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.api import LeaseGrant, LeaseRequest
-from engine.cache.block_manager import BlockManager
-from engine.cache.block_table import BlockTable
+from engine.cache.blocks.block_manager import BlockManager
+from engine.cache.blocks.block_table import BlockTable
 from engine.cache.lease_manager import LeaseManager
-from engine.cache.prefix_tree import Node, TreeBlock
-from engine.cache.window_groups import HOLE
+from engine.cache.tree.prefix_tree import Node, TreeBlock
+from engine.cache.tree.window_groups import HOLE
 from engine.plan import BlockWindow
 
 

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from engine.cache.accounts import NamespaceAccount, PayerAccount
-from engine.cache.block_manager import BlockManager
-from engine.cache.block_table import BlockTable
-from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
-from engine.cache.window_groups import HOLE
+from engine.cache.blocks.block_manager import BlockManager
+from engine.cache.blocks.block_table import BlockTable
+from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
+from engine.cache.tree.window_groups import HOLE
 from engine.errors import InvariantViolation
 
 PIECE_BLOCKS = 256

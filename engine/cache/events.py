@@ -11,7 +11,7 @@ import math
 from msgspec import Struct
 
 from engine.api import Namespace
-from engine.cache.prefix_tree import TreeMatch
+from engine.cache.tree.prefix_tree import TreeMatch
 
 
 class Matched(Struct, frozen=True, gc=False):

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from engine.api import Bound, LeaseRequest, Namespace, Payer
-from engine.cache.accounts import NamespaceAccount
-from engine.cache.leases import BlockTerms, promised_seconds
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.leases import BlockTerms, promised_seconds
+from engine.cache.tree.prefix_tree import Node
 
 
 class KeptBelow(Protocol):

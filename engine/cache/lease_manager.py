@@ -16,9 +16,8 @@ from typing import Literal
 from msgspec.structs import replace
 
 from engine.api import Bound, LeaseGrant, LeaseRequest, Namespace, Quota
-from engine.cache.accounts import NamespaceAccount, PayerAccount
-from engine.cache.block_manager import PROMISABLE, BlockManager
-from engine.cache.block_table import BlockTable
+from engine.cache.blocks.block_manager import PROMISABLE, BlockManager
+from engine.cache.blocks.block_table import BlockTable
 from engine.cache.kept_below import (
     NO_ROOM_ASKED,
     FoundPromise,
@@ -27,8 +26,9 @@ from engine.cache.kept_below import (
     asks_promise,
     cover,
 )
-from engine.cache.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
-from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock
+from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
+from engine.cache.tree.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
 
 
 class LeaseManager:

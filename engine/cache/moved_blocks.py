@@ -12,11 +12,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from engine.cache.accounts import NamespaceAccount
-from engine.cache.block_manager import BlockManager
-from engine.cache.block_table import BlockTable
-from engine.cache.prefix_tree import Node, WindowBlock
-from engine.cache.window_groups import HOLE
+from engine.cache.blocks.block_manager import BlockManager
+from engine.cache.blocks.block_table import BlockTable
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.prefix_tree import Node, WindowBlock
+from engine.cache.tree.window_groups import HOLE
 from engine.errors import InvariantViolation
 
 WINDOW_VICTIMS = 4

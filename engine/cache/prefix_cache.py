@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.api import Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
-from engine.cache.accounts import NamespaceAccount, PayerAccount
 from engine.cache.attention_windows import AttentionWindows
-from engine.cache.block_manager import BlockManager
-from engine.cache.block_table import BlockTable
+from engine.cache.blocks.block_manager import BlockManager
+from engine.cache.blocks.block_table import BlockTable
 from engine.cache.checker import recount
 from engine.cache.events import (
     BlocksErased,
@@ -29,13 +28,14 @@ from engine.cache.events import (
     PromiseLost,
     peek_of,
 )
-from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.kept_below import FoundPromise, KeptBelow
 from engine.cache.lease_manager import LeaseManager
-from engine.cache.leases import BlockTerms
 from engine.cache.moved_blocks import MovedBlocks
-from engine.cache.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
-from engine.cache.window_groups import WindowGroups
+from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
+from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
+from engine.cache.tree.leases import BlockTerms
+from engine.cache.tree.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
+from engine.cache.tree.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy, BlockWindow

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from engine.cache.block_manager import BlockManager
-from engine.cache.block_table import BlockTable
+from engine.cache.blocks.block_manager import BlockManager
+from engine.cache.blocks.block_table import BlockTable
 from engine.cache.lease_manager import LeaseManager
-from engine.cache.prefix_tree import Node, TreeMatch, WindowBlock
-from engine.cache.window_groups import HOLE
+from engine.cache.tree.prefix_tree import Node, TreeMatch, WindowBlock
+from engine.cache.tree.window_groups import HOLE
 
 
 class WindowManager:

@@ -2,8 +2,8 @@
 
 Two memory files: the arena with the copies, and the table that says what they are. Each engine gets
 both when it is started (`Hello`), sizes them, and takes over what the engine before it has left, if
-that had the same model and settings (`engine.storage.kept_memory`). Empty files take no memory. The
-gateway never looks into them.
+that had the same model and settings (`engine.storage.memory.kept_memory`). Empty files take no
+memory. The gateway never looks into them.
 """
 
 from __future__ import annotations

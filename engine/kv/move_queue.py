@@ -117,7 +117,7 @@ def _keys(move: Move) -> list[tuple[str, int]]:
 
 
 class SlotMemory(Protocol):
-    """Slots of host memory: `engine.storage.arena.HostArena`, or a fake."""
+    """Slots of host memory: `engine.storage.memory.arena.HostArena`, or a fake."""
 
     layout: SlotLayout
 

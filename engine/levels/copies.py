@@ -13,8 +13,8 @@ from typing import Final
 
 from engine.api import FIDELITIES, Namespace, Payer, Quota
 from engine.cache import PrefixCache
-from engine.cache.accounts import NamespaceAccount
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.levels.copy_formats import CopyFormats
 from engine.levels.host.accounts import HostAccounts

@@ -26,8 +26,8 @@ from engine.api import (
     Quota,
 )
 from engine.cache import BlockTable, PrefixCache
-from engine.cache.accounts import NamespaceAccount
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.prefix_tree import Node
 from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN, laxest
@@ -59,7 +59,7 @@ from engine.moves import (
     StoredRun,
     TransferEngine,
 )
-from engine.storage.record import place_bytes_of
+from engine.storage.slabs.record import place_bytes_of
 
 CROWDED: Final = 0.6
 """The part of the pool in use from which running sequences' blocks are copied, so that a preemption

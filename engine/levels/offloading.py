@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Final
 
 from engine.cache import BlockTable, PrefixCache
-from engine.cache.accounts import NamespaceAccount
-from engine.cache.prefix_tree import Node, WindowBlock
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN
 from engine.levels.stored_prefixes import Copy

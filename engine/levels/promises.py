@@ -22,10 +22,10 @@ from typing import Final
 
 from engine.api import LevelName, Namespace, Payer
 from engine.cache import PrefixCache
-from engine.cache.accounts import NamespaceAccount
 from engine.cache.kept_below import FoundPromise
-from engine.cache.leases import BlockTerms, Deadlines
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.leases import BlockTerms, Deadlines
+from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import count, islice
 
 from engine.api import Namespace, Payer
-from engine.cache.leases import BlockTerms, Deadlines
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.leases import BlockTerms, Deadlines
+from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.moves import LevelName, PromiseTerms, RecordId
 

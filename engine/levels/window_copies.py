@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from engine.cache import PrefixCache
-from engine.cache.prefix_tree import Node, WindowBlock
+from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
 

@@ -31,9 +31,9 @@ from engine.kv.storage import KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.levels.levels import Levels
 from engine.moves import Move, SlotLayout, TransferEngine, stride_of
-from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, disk_settings
-from engine.storage.kept_memory import KeptMemory
+from engine.storage.memory.arena import HostArena
+from engine.storage.memory.kept_memory import KeptMemory
 
 log = logging.getLogger("trunkline.engine")
 

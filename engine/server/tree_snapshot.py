@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.api import Branch, Namespace
 from engine.cache.prefix_cache import PrefixCache
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node
 
 
 def survey(

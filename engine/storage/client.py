@@ -42,7 +42,7 @@ from engine.moves import (
     StoreRuns,
 )
 from engine.protocol import FrameError
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 from engine.storage.messages import DiskSettings, HeldNamespaces, encode_frame, outcome_decoder
 from engine.storage.remote.address import remote_settings
 from engine.storage.sealing.unlocking import seal_settings

@@ -13,9 +13,9 @@ from typing import Literal
 
 from engine.api import Namespace
 from engine.moves import RecordId, RunToStore, StoreRuns
-from engine.storage.index import RecordRow, Scope
+from engine.storage.index.index import RecordRow, Scope
 from engine.storage.sealing.seals import RecordSeal
-from engine.storage.slabs import Place
+from engine.storage.slabs.slabs import Place
 
 SPARE_BYTES = 2 * 2**30
 """Bytes that are left to others on the file system."""

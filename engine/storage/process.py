@@ -46,9 +46,9 @@ from engine.moves import (
     StoreRuns,
 )
 from engine.protocol import Decoder, FrameError
-from engine.storage.arena import HostArena
 from engine.storage.folder import FolderLock, doubt_about, prepare_folder, wait_for_lock
 from engine.storage.io_threads import IoThreads
+from engine.storage.memory.arena import HostArena
 from engine.storage.messages import (
     NAMESPACES_PER_FRAME,
     STORAGE_VERSION,
@@ -64,7 +64,7 @@ from engine.storage.remote.address import open_remote
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
 from engine.storage.sealing.unlocking import unlock
-from engine.storage.slabs import DiskCalls, Place
+from engine.storage.slabs.slabs import DiskCalls, Place
 from engine.storage.store import BATCH_RECORDS, DiskStore
 
 READ_BYTES = 2**18

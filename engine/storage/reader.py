@@ -15,13 +15,13 @@ import xxhash
 
 from engine.api import FIDELITIES
 from engine.storage.plans import PlannedRead
-from engine.storage.record import (
+from engine.storage.slabs.record import (
     HEADER_BYTES,
     DamagedRecord,
     RecordHeader,
     decode_header,
 )
-from engine.storage.slabs import SlabFiles
+from engine.storage.slabs.slabs import SlabFiles
 
 
 class RecordReader:

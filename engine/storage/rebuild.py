@@ -18,20 +18,20 @@ from msgspec import Struct
 from engine.api import FIDELITIES
 from engine.moves import ROOT, RecordId
 from engine.storage.folder import FolderLock, FolderRefused, check_folder
-from engine.storage.index import INDEX_NAME, RecordIndex, RecordRow
-from engine.storage.record import (
+from engine.storage.index.index import INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.index.remote_rows import PADDING_BYTES_MAX, REMOTE
+from engine.storage.remote.address import RemoteSettings, open_remote
+from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
+from engine.storage.sealing.seals import KEYS_NAME, SealRefused, Seals
+from engine.storage.sealing.unlocking import SealSettings, store_name_of, unlock
+from engine.storage.slabs.record import (
     HEADER_BYTES,
     DamagedRecord,
     RecordHeader,
     decode_header,
     place_bytes_of,
 )
-from engine.storage.remote.address import RemoteSettings, open_remote
-from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
-from engine.storage.remote_rows import PADDING_BYTES_MAX, REMOTE
-from engine.storage.sealing.seals import KEYS_NAME, SealRefused, Seals
-from engine.storage.sealing.unlocking import SealSettings, store_name_of, unlock
-from engine.storage.slabs import DiskCalls, Place, SlabFiles, sync_folder
+from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles, sync_folder
 
 REBUILD_BATCH = 1_024
 DELETED_AT_ONCE = 256

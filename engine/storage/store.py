@@ -41,10 +41,13 @@ from engine.moves import (
     StoredErased,
     StoreRuns,
 )
-from engine.storage.audit import check_store
-from engine.storage.drop_order import DropOrder
-from engine.storage.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow, Scope
-from engine.storage.place_holds import PlaceHolds
+from engine.storage.index.audit import check_store
+from engine.storage.index.drop_order import DropOrder
+from engine.storage.index.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow, Scope
+from engine.storage.index.quotas import DiskBooks, DiskQuotas
+from engine.storage.index.recalling import RecallPages
+from engine.storage.index.remote_rows import REMOTE, level_of
+from engine.storage.index.walking import walk
 from engine.storage.plans import (
     PlannedRead,
     PlannedRun,
@@ -52,22 +55,19 @@ from engine.storage.plans import (
     StoreSettings,
     WriteBatch,
 )
-from engine.storage.quotas import DiskBooks, DiskQuotas
 from engine.storage.reader import RecordReader
-from engine.storage.recalling import RecallPages
-from engine.storage.record import (
+from engine.storage.remote.copies import PUT_PART, RemoteCopies
+from engine.storage.remote.link import RemoteLink
+from engine.storage.sealing.seals import Seals
+from engine.storage.slabs.place_holds import PlaceHolds
+from engine.storage.slabs.record import (
     NAME_BYTES_MAX,
     RecordHeader,
     encode_header,
     pack_run,
     place_bytes_of,
 )
-from engine.storage.remote.copies import PUT_PART, RemoteCopies
-from engine.storage.remote.link import RemoteLink
-from engine.storage.remote_rows import REMOTE, level_of
-from engine.storage.sealing.seals import Seals
-from engine.storage.slabs import DiskCalls, Place, SlabFiles
-from engine.storage.walking import walk
+from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles
 from engine.storage.wall_clock import StoreClock
 
 BATCH_RECORDS = 64

@@ -35,13 +35,13 @@ from engine.moves import (
     Stored,
     StoreRuns,
 )
-from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, disk_settings
-from engine.storage.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.index.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.memory.arena import HostArena
 from engine.storage.plans import StoreSettings
-from engine.storage.record import pack_run, place_bytes_of
 from engine.storage.sealing.master_key import make_key_file
-from engine.storage.slabs import DiskCalls
+from engine.storage.slabs.record import pack_run, place_bytes_of
+from engine.storage.slabs.slabs import DiskCalls
 from engine.storage.store import DiskStore
 
 BLOCK_BYTES = 360 * 2**10

@@ -32,7 +32,7 @@ from engine.kv.format import KvFormat
 from engine.kv.storage import KvStorage
 from engine.model_store import Layer
 from engine.moves import Move, Moved, SlotLayout
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 from tests.bench.gpu_workloads import LLAMA_8B, WORKLOADS, Bench, print_line
 
 BLOCKS = 2048

@@ -27,8 +27,8 @@ from msgspec import Struct
 
 from engine.api import CacheGrant, Namespace, Quota
 from engine.cache import PrefixCache
-from engine.cache.block_table import BlockTable
-from engine.cache.eviction_policy import EvictionPolicy, LeastRecentlyUsed
+from engine.cache.blocks.block_table import BlockTable
+from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.config import LevelsConfig
 from engine.levels.levels import Levels
 from engine.levels.loads import Load

@@ -6,11 +6,11 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-from engine.storage.index import INDEX_NAME, RecordIndex
+from engine.storage.index.index import INDEX_NAME, RecordIndex
 from engine.storage.rebuild import verify_store
-from engine.storage.record import HEADER_BYTES
 from engine.storage.sealing.unlocking import SealSettings
-from engine.storage.slabs import DiskCalls, SlabFiles
+from engine.storage.slabs.record import HEADER_BYTES
+from engine.storage.slabs.slabs import DiskCalls, SlabFiles
 from tests.crash.storage_child import MASTER, expected, tokens_of
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import LocalRig

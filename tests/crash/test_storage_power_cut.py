@@ -19,7 +19,7 @@ import pytest
 from engine.errors import EngineError
 from engine.moves import Stored
 from engine.storage.plans import WriteBatch
-from engine.storage.slabs import DiskCalls
+from engine.storage.slabs.slabs import DiskCalls
 from engine.storage.store import DiskStore
 from tests.crash.power_cut import Disk, disk_of
 from tests.fakes import FakeClock

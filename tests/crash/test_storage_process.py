@@ -24,8 +24,8 @@ from engine.moves import (
     StoredErased,
     StoreRuns,
 )
-from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, disk_settings
+from engine.storage.memory.arena import HostArena
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import (
     LAYOUT,

@@ -20,7 +20,7 @@ from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.core.core import Core
 from engine.server.service import core_of_model, smoke_test
 from engine.storage.folder import wait_for_lock
-from engine.storage.index import INDEX_NAME, RecordIndex
+from engine.storage.index.index import INDEX_NAME, RecordIndex
 from engine.storage.sealing.unlocking import SealSettings, unlock
 from tests.e2e.leveled_engine import PROMPT_TOKENS, WAIT_S, answer, say
 

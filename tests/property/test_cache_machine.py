@@ -20,7 +20,7 @@ from msgspec import structs
 from engine.api import LeaseRequest, Quota
 from engine.cache import BlockTable, EvictionPolicy, Fact, LeastRecentlyUsed, PrefixCache
 from engine.cache.events import BlocksErased, Committed, Evicted, Expired
-from engine.cache.prefix_tree import tree_blocks
+from engine.cache.tree.prefix_tree import tree_blocks
 from tests.fakes import FirstInFirstOut
 from tests.strategies import NAMESPACES, leases, namespaces, quotas, tokens
 

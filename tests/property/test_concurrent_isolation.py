@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from engine.api import CacheGrant, LeaseRequest, Quota, Request, Retention, Sampling
 from engine.cache import PrefixCache
-from engine.cache.accounts import PayerAccount
-from engine.cache.block_manager import BlockManager
+from engine.cache.blocks.block_manager import BlockManager
+from engine.cache.tree.accounts import PayerAccount
 from engine.config import EngineConfig
 from engine.core.timeouts import Timeouts
 from tests.checkers import World

@@ -19,7 +19,7 @@ from engine.cache import PrefixCache
 from engine.config import LevelsConfig
 from engine.levels.levels import Levels
 from engine.moves import SlotFormat
-from engine.storage.slot_table import ENTRY_BYTES
+from engine.storage.memory.slot_table import ENTRY_BYTES
 from tests.checkers import MakeLevels, expect
 from tests.fake_levels import PLAIN, FakeKeptSlots, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner, tag_after

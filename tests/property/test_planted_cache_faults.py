@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from engine.cache import PrefixCache
-from engine.cache.block_manager import BlockManager
+from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.lease_manager import LeaseManager
-from engine.cache.window_groups import WindowGroups
+from engine.cache.tree.window_groups import WindowGroups
 from tests.property.planted import check_caught
 from tests.property.test_cache_machine import CacheMachine
 from tests.property.test_window_machine import WindowMachine

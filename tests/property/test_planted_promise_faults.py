@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.cache import PrefixCache
-from engine.cache.accounts import NamespaceAccount
 from engine.cache.lease_manager import LeaseManager
+from engine.cache.tree.accounts import NamespaceAccount
 from engine.errors import InvariantViolation
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.promises import KeptPromises

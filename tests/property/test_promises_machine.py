@@ -28,7 +28,7 @@ from engine.api import (
 )
 from engine.cache import Fact, PrefixCache
 from engine.cache.events import PromiseLost
-from engine.cache.leases import promised_seconds
+from engine.cache.tree.leases import promised_seconds
 from engine.config import EngineConfig, LevelsConfig
 from engine.levels.levels import Levels
 from tests.checkers import MakeLevels, World, expect

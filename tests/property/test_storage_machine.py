@@ -25,12 +25,12 @@ from hypothesis.stateful import (
 
 from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
-from engine.storage.arena import HostArena
-from engine.storage.index import RecordIndex, RecordRow, Scope
-from engine.storage.place_holds import PlaceHolds
+from engine.storage.index.index import RecordIndex, RecordRow, Scope
+from engine.storage.index.remote_rows import RemoteRows
+from engine.storage.memory.arena import HostArena
 from engine.storage.remote.copies import RemoteCopies
-from engine.storage.remote_rows import RemoteRows
 from engine.storage.sealing.master_key import MasterKey
+from engine.storage.slabs.place_holds import PlaceHolds
 from tests.examples import examples
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant
 
 from engine.api import Quota
 from engine.cache import EvictionPolicy, LeastRecentlyUsed
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node
 from tests.checkers import common_prefix
 from tests.fakes import FirstInFirstOut
 from tests.property.test_cache_machine import CacheMachine

@@ -17,9 +17,9 @@ import pytest
 import engine.core.planner
 from engine.api import Finished, Tokens
 from engine.cache import BlockTable, PrefixCache
-from engine.cache.block_manager import BlockManager
-from engine.cache.block_pool import BlockPool
-from engine.cache.prefix_tree import PrefixTree
+from engine.cache.blocks.block_manager import BlockManager
+from engine.cache.blocks.block_pool import BlockPool
+from engine.cache.tree.prefix_tree import PrefixTree
 from engine.core.core import Core
 from engine.core.planner import StepPlanner
 from engine.core.tree_order import find_groups

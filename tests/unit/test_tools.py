@@ -11,12 +11,15 @@ from tests.tools.commit_message import main, problems_of
 
 
 def test_a_product_file_selects_the_tests_of_its_package() -> None:
-    assert folders_of(["engine/cache/block_pool.py"]) == [*ALWAYS, "tests/unit/engine/cache"]
+    assert folders_of(["engine/cache/blocks/block_pool.py"]) == [*ALWAYS, "tests/unit/engine/cache"]
 
 
 def test_a_file_of_a_top_level_folder_selects_all_its_unit_tests() -> None:
     """Every package of the engine depends on engine/api.py."""
-    assert folders_of(["engine/cache/leases.py", "engine/api.py"]) == [*ALWAYS, "tests/unit/engine"]
+    assert folders_of(["engine/cache/prefix_cache.py", "engine/api.py"]) == [
+        *ALWAYS,
+        "tests/unit/engine",
+    ]
 
 
 def test_a_test_file_selects_itself_and_prose_selects_nothing_more() -> None:

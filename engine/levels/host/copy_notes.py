@@ -18,7 +18,13 @@ from engine.api import AtRest, Fidelity, Namespace
 from engine.errors import InvariantViolation
 from engine.levels.stored_prefixes import Copy
 from engine.moves import SlotFormat
-from engine.storage.slot_table import CHECK_BYTES, NO_SERIAL, ROOT_SERIAL, SlotEntry, SlotTable
+from engine.storage.memory.slot_table import (
+    CHECK_BYTES,
+    NO_SERIAL,
+    ROOT_SERIAL,
+    SlotEntry,
+    SlotTable,
+)
 
 NOTED_MAX: Final = 128
 """Copies whose notes one turn writes, at about 5 us each; the rest follow in the next turns."""

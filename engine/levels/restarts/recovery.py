@@ -18,7 +18,7 @@ from engine.levels.copies import CopyBook
 from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.stored_prefixes import Copy
 from engine.moves import PromiseTerms
-from engine.storage.slot_table import ROOT_SERIAL, SlotEntry, SlotTable
+from engine.storage.memory.slot_table import ROOT_SERIAL, SlotEntry, SlotTable
 
 AT_START: Final = 8_192
 """Copies that enter the tree before the engine serves, in about a tenth of a second."""
@@ -32,7 +32,7 @@ Items = Sequence[tuple[int, SlotEntry]]
 
 
 class KeptSlots(Protocol):
-    """Host memory that outlives the engine: `engine.storage.kept_memory.KeptMemory`, or a fake.
+    """Host memory that outlives the engine: `KeptMemory` of `engine.storage.memory`, or a fake.
 
     `generation`: this engine's number among those that had it. `is_new`: no slot was ever filled.
     `boot_s`: the boot clock.

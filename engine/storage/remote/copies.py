@@ -18,15 +18,15 @@ from typing import Literal
 
 from engine.api import Namespace
 from engine.moves import RecordId, RemoteStats
-from engine.storage.index import RecordIndex, RecordRow
-from engine.storage.place_holds import PlaceHolds
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.remote_rows import PADDING_BYTES_MAX, REMOTE, object_name
 from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
-from engine.storage.record import HEADER_BYTES, DamagedRecord
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
-from engine.storage.remote_rows import PADDING_BYTES_MAX, REMOTE, object_name
-from engine.storage.slabs import SlabFiles
+from engine.storage.slabs.place_holds import PlaceHolds
+from engine.storage.slabs.record import HEADER_BYTES, DamagedRecord
+from engine.storage.slabs.slabs import SlabFiles
 
 PUT_PART = 0.85
 """Part of the disk above which unpromised records are put, before they have to be dropped."""

@@ -34,8 +34,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from engine.moves import RecordId
-from engine.storage.record import HEADER_BYTES, DamagedRecord
 from engine.storage.sealing.seals import SEALED_MAGIC
+from engine.storage.slabs.record import HEADER_BYTES, DamagedRecord
 
 KEY_ID_BYTES = SALT_BYTES = 16
 DATA_KEY_BYTES = 32

@@ -20,7 +20,6 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from engine.api import Namespace
-from engine.storage.record import DamagedRecord
 from engine.storage.sealing.data_seal import (
     DATA_KEY_BYTES,
     KEY_ID_BYTES,
@@ -30,7 +29,8 @@ from engine.storage.sealing.data_seal import (
 )
 from engine.storage.sealing.master_key import MasterKey
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused
-from engine.storage.slabs import sync_folder
+from engine.storage.slabs.record import DamagedRecord
+from engine.storage.slabs.slabs import sync_folder
 from engine.storage.transaction import transaction
 
 APPLICATION_ID = 0x74726B79

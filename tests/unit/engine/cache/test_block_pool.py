@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.cache.block_pool import BlockPool
+from engine.cache.blocks.block_pool import BlockPool
 from engine.errors import InvariantViolation
 
 

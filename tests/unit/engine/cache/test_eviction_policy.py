@@ -8,8 +8,8 @@ import pytest
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import EvictionPolicy, LeastRecentlyUsed, PrefixCache
-from engine.cache.eviction_policy import EvictionOrder
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.eviction_policy import EvictionOrder
+from engine.cache.tree.prefix_tree import Node
 from tests.fakes import FirstInFirstOut
 
 SIZE = 4

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.api import Quota
 from engine.cache import LeastRecentlyUsed, PrefixCache
-from engine.cache.accounts import NamespaceAccount, PayerAccount
-from engine.cache.fair_share import FairShare
+from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
+from engine.cache.tree.fair_share import FairShare
 from engine.errors import InvariantViolation
 
 SIZE = 4

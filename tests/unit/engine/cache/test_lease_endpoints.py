@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
-from engine.cache.lease_endpoints import HANDED_UP_MAX, LeaseEndpoints
-from engine.cache.prefix_tree import Node, PrefixTree
+from engine.cache.tree.lease_endpoints import HANDED_UP_MAX, LeaseEndpoints
+from engine.cache.tree.prefix_tree import Node, PrefixTree
 
 SIZE = 4
 US = b"us"

@@ -10,7 +10,7 @@ import pytest
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import BlockTable, Fact, PrefixCache
 from engine.cache.events import BlocksErased, Committed, Copied, Evicted, Matched
-from engine.cache.prefix_tree import Node, PrefixTree
+from engine.cache.tree.prefix_tree import Node, PrefixTree
 from engine.errors import InvariantViolation
 
 SIZE = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.prefix_tree import Node, PrefixTree, common_prefix_length
+from engine.cache.tree.prefix_tree import Node, PrefixTree, common_prefix_length
 
 Run = tuple[int, ...]
 runs = st.lists(st.integers(0, 2), min_size=4, max_size=4).map(tuple)

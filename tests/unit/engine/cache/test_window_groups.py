@@ -6,7 +6,7 @@ import pytest
 
 from engine.api import LeaseRequest, Quota, Retention, tokens_within
 from engine.cache import BlockTable, PrefixCache
-from engine.cache.window_groups import HOLE, WindowGroups
+from engine.cache.tree.window_groups import HOLE, WindowGroups
 
 NAME = b"north"
 HOUR = Retention("hour", promise_s=3600)

@@ -18,7 +18,7 @@ from engine.kv.move_queue import MoveQueue
 from engine.kv.pinned_memory import PinnedMemory
 from engine.kv.storage import KvStorage
 from engine.moves import Move, SlotLayout
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 from kernels import reference_kv
 from tests.unit.engine.kv.fake_device import FakeDevice, FakeMark
 from tests.unit.engine.kv.transfer_rig import PIECE_BYTES, WAIT_S, Rig

@@ -15,7 +15,7 @@ from engine.kv.storage import KvStorage
 from engine.moves import Move, Moved, SlotLayout
 from engine.plan import BlockCopy
 from engine.runner.cuda_graphs import CudaGraphs
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from engine.kv.format import KvFormat, KvGroup
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import CpuTransferEngine
 from engine.moves import WHOLE, Move, Moved, SlotFormat, SlotLayout, TransferEngine
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 from tests.unit.engine.kv.fake_device import FakeDevice
 from tests.unit.engine.kv.transfer_rig import (
     BLOCKS,

@@ -13,7 +13,7 @@ from engine.errors import InvariantViolation
 from engine.levels.host.slot_remains import SlotRemains
 from engine.levels.restarts.recovery import Recovery
 from engine.moves import StorageStats, StoreRuns
-from engine.storage.slot_table import SlotTable
+from engine.storage.memory.slot_table import SlotTable
 from tests.checkers import RuleBroken
 from tests.fake_levels import FakeKeptSlots, WriterKilled
 from tests.fakes import OracleError

@@ -20,7 +20,7 @@ from engine.moves import Move, Moved, SlotLayout
 from engine.plan import BlockCopy, Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner, build_runner
 from engine.server.service import core_of_model
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 from kernels import reference_int8
 from tests.models import prepared, tiny_config
 from tests.unit.engine.attention.test_cpu_backend import random_tree

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.api import CacheGrant, LeaseRequest, Quota, Retention, Sampling
 from engine.cache import PrefixCache, TreeMatch
-from engine.cache.prefix_tree import Node, PrefixTree
+from engine.cache.tree.prefix_tree import Node, PrefixTree
 from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
 # -- budget -----------------------------------------------------------------------------------

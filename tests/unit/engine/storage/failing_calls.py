@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from threading import Event
 
-from engine.storage.slabs import DiskCalls
+from engine.storage.slabs.slabs import DiskCalls
 
 
 class FailingCalls(DiskCalls):

@@ -23,14 +23,14 @@ from engine.moves import (
     StorageOutcome,
     StoreRuns,
 )
-from engine.storage.arena import HostArena
 from engine.storage.client import failures_of
+from engine.storage.memory.arena import HostArena
 from engine.storage.plans import PlannedRead, StoreSettings
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
 from engine.storage.sealing.key_ring import KeyRing
 from engine.storage.sealing.master_key import MasterKey
-from engine.storage.slabs import DiskCalls
+from engine.storage.slabs.slabs import DiskCalls
 from engine.storage.store import DiskStore
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, SLOTS, StorageRig

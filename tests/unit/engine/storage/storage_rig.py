@@ -37,14 +37,14 @@ from engine.moves import (
     StoredRun,
     StoreRuns,
 )
-from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient
+from engine.storage.memory.arena import HostArena
 from engine.storage.messages import DiskSettings
 from engine.storage.process import serve
 from engine.storage.remote.address import RemoteSettings, open_remote
 from engine.storage.remote.objects import RemoteStore
 from engine.storage.sealing.unlocking import SealSettings
-from engine.storage.slabs import DiskCalls
+from engine.storage.slabs.slabs import DiskCalls
 from tests.fakes import FakeClock
 
 RUN = 4

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from engine.moves import ALIGNMENT, SlotLayout
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 
 
 def test_slots_are_apart_and_aligned() -> None:

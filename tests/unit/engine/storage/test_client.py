@@ -24,8 +24,8 @@ from engine.moves import (
     StorageStats,
     StoredErased,
 )
-from engine.storage.arena import HostArena
 from engine.storage.client import StorageClient, StorageProcess, disk_settings, start_process
+from engine.storage.memory.arena import HostArena
 from engine.storage.messages import DiskSettings, HeldNamespaces, command_decoder, encode_frame
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import (

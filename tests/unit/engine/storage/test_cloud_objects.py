@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.storage.record import pack_run
 from engine.storage.remote.address import RemoteSettings, open_remote
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
+from engine.storage.slabs.record import pack_run
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import RUN, A, DiskRig, content_of
 from tests.unit.engine.storage.test_remote_store import key_file

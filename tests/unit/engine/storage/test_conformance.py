@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.moves import ROOT, Fetch, Fetched, Look, Looked, PromiseTerms, Stored
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 from engine.storage.sealing.master_key import MasterKey
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage

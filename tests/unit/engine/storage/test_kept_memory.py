@@ -13,14 +13,14 @@ import pytest
 
 from engine.client.host_memory import SHORT_LIVES_MAX, STEADY_S, HostMemoryFiles
 from engine.moves import SlotLayout
-from engine.storage.kept_memory import KeptMemory, boot_clock_s
-from engine.storage.slot_table import SlotEntry
+from engine.storage.memory.kept_memory import KeptMemory, boot_clock_s
+from engine.storage.memory.slot_table import SlotEntry
 
 SLOTS, SLOT_BYTES = 4, 3 * 4096 + 100
 ENTRY = SlotEntry(7, 0, b"namespace", b"payer", (1, 2), b"sixteen bytes it")
 HOLDER = """
 import sys
-from engine.storage.arena import HostArena
+from engine.storage.memory.arena import HostArena
 from engine.moves import SlotLayout
 layout = SlotLayout.uniform(int(sys.argv[2]), int(sys.argv[3]))
 arena = HostArena.attach(int(sys.argv[1]), layout)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from engine.moves import EraseStored, Fetch, Look, Looked, Stored, StoredErased, StoreRuns
-from engine.storage.arena import HostArena
 from engine.storage.folder import FolderLock
 from engine.storage.io_threads import IoThreads
+from engine.storage.memory.arena import HostArena
 from engine.storage.messages import DiskSettings, encode_frame, outcome_decoder
 from engine.storage.process import serve
 from tests.fakes import FakeClock

@@ -13,16 +13,16 @@ import apsw
 import pytest
 
 from engine.moves import EraseStored, Fetch, KeepHere
-from engine.storage.index import INDEX_NAME, LOG_BYTES_MAX
+from engine.storage.index.index import INDEX_NAME, LOG_BYTES_MAX
+from engine.storage.index.remote_rows import object_name
 from engine.storage.plans import PlannedRead
 from engine.storage.rebuild import EmptiedRemote, empty_remote, rebuild_index, verify_store
-from engine.storage.record import pack_run, place_bytes_of
 from engine.storage.remote.address import RemoteSettings, check_remote_url
 from engine.storage.remote.link import PAUSE_S
 from engine.storage.remote.objects import FolderObjects, ObjectMissing, RemoteFailed
-from engine.storage.remote_rows import object_name
 from engine.storage.sealing.master_key import KEY_BYTES, MasterKey
 from engine.storage.sealing.unlocking import SealSettings
+from engine.storage.slabs.record import pack_run, place_bytes_of
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import TIMEOUT_S, LocalRig
 from tests.unit.engine.storage.remote_faults import FaultyObjects

@@ -14,12 +14,12 @@ import pytest
 import xxhash
 
 from engine.storage.client import StorageClient
-from engine.storage.index import INDEX_NAME, IndexUnusable
+from engine.storage.index.index import INDEX_NAME, IndexUnusable
 from engine.storage.rebuild import clear_folder, rebuild_index, rewrap_keys, verify_store
-from engine.storage.record import HEADER_BYTES, pack_run, place_bytes_of
 from engine.storage.sealing.master_key import KEY_BYTES, MasterKey
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused
 from engine.storage.sealing.unlocking import SealSettings
+from engine.storage.slabs.record import HEADER_BYTES, pack_run, place_bytes_of
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, A, B, DiskRig, content_of

@@ -12,16 +12,6 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from engine.storage.record import (
-    HEADER_BYTES,
-    NAME_BYTES_MAX,
-    RUN_TOKENS_MAX,
-    DamagedRecord,
-    RecordHeader,
-    decode_header,
-    encode_header,
-    pack_run,
-)
 from engine.storage.sealing.data_seal import DataSeal
 from engine.storage.sealing.key_ring import KeyRing
 from engine.storage.sealing.master_key import (
@@ -34,6 +24,16 @@ from engine.storage.sealing.master_key import (
 )
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused
 from engine.storage.sealing.unlocking import SealSettings, unlock
+from engine.storage.slabs.record import (
+    HEADER_BYTES,
+    NAME_BYTES_MAX,
+    RUN_TOKENS_MAX,
+    DamagedRecord,
+    RecordHeader,
+    decode_header,
+    encode_header,
+    pack_run,
+)
 
 PAYLOAD = random.Random(3).randbytes(5_000)
 FIRST, SECOND = MasterKey(b"1" * KEY_BYTES), MasterKey(b"2" * KEY_BYTES)

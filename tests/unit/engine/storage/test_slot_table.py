@@ -14,7 +14,13 @@ from msgspec.structs import replace
 from engine.api import AT_REST
 from engine.errors import InvariantViolation
 from engine.moves import PromiseTerms
-from engine.storage.slot_table import ENTRY_BYTES, HEADER_BYTES, SlotEntry, SlotTable, table_bytes
+from engine.storage.memory.slot_table import (
+    ENTRY_BYTES,
+    HEADER_BYTES,
+    SlotEntry,
+    SlotTable,
+    table_bytes,
+)
 from tests.fake_levels import KillableMemory, WriterKilled
 
 SLOTS = 4

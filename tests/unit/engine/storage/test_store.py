@@ -13,9 +13,9 @@ import pytest
 
 from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
-from engine.storage.idle_slabs import PAUSE_MS
-from engine.storage.index import LOG_BYTES_MAX, IndexUnusable, RecordIndex, RecordRow
-from engine.storage.record import place_bytes_of
+from engine.storage.index.idle_slabs import PAUSE_MS
+from engine.storage.index.index import LOG_BYTES_MAX, IndexUnusable, RecordIndex, RecordRow
+from engine.storage.slabs.record import place_bytes_of
 from engine.storage.store import NO_SLAB_MS
 from tests.unit.engine.storage.failing_calls import FailingCalls
 from tests.unit.engine.storage.local_storage import LocalRig, run_in_turn

@@ -27,11 +27,11 @@ from msgspec import Struct
 from engine.api import Namespace, Payer
 from engine.errors import EngineError
 from engine.moves import ROOT, RecordId
-from engine.storage.promise_rows import PromiseRows
-from engine.storage.record import pack_run
-from engine.storage.remote_rows import REMOTE, RemoteRows
+from engine.storage.index.promise_rows import PromiseRows
+from engine.storage.index.remote_rows import REMOTE, RemoteRows
 from engine.storage.sealing.seals import RecordSeal, Seals
-from engine.storage.slabs import Place, sync_folder
+from engine.storage.slabs.record import pack_run
+from engine.storage.slabs.slabs import Place, sync_folder
 from engine.storage.transaction import transaction
 
 INDEX_NAME = "index.db"

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from sortedcontainers import SortedList
 
-from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
 
 
 class EvictionPolicy(Protocol):

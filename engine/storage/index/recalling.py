@@ -11,10 +11,10 @@ from bisect import bisect_right
 
 from engine.api import FIDELITIES
 from engine.moves import ROOT, Recall, Recalled, RecalledRun, RecordId
-from engine.storage.index import FOREVER_MS, RecordIndex, RecordRow
-from engine.storage.promise_rows import PromiseRows
-from engine.storage.record import unpack_run
-from engine.storage.remote_rows import level_of
+from engine.storage.index.index import FOREVER_MS, RecordIndex, RecordRow
+from engine.storage.index.promise_rows import PromiseRows
+from engine.storage.index.remote_rows import level_of
+from engine.storage.slabs.record import unpack_run
 
 MOST = 1_024
 """Records of a page, at about 12 us each."""

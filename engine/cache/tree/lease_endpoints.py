@@ -12,7 +12,7 @@ that leave the tree.
 
 from __future__ import annotations
 
-from engine.cache.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
 
 HANDED_UP_MAX = 64

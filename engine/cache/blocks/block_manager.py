@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count as count_up
 
 from engine.api import Namespace, Quota
-from engine.cache.accounts import NamespaceAccount, PayerAccount
-from engine.cache.block_pool import BlockPool
-from engine.cache.block_table import BlockTable
+from engine.cache.blocks.block_pool import BlockPool
+from engine.cache.blocks.block_table import BlockTable
 from engine.cache.events import CacheStats, NamespaceUse
-from engine.cache.eviction_policy import EvictionPolicy
-from engine.cache.fair_share import FairShare
-from engine.cache.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
-from engine.cache.window_groups import HOLE, WindowGroups
+from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
+from engine.cache.tree.eviction_policy import EvictionPolicy
+from engine.cache.tree.fair_share import FairShare
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
+from engine.cache.tree.window_groups import HOLE, WindowGroups
 from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8

@@ -19,8 +19,8 @@ from itertools import count
 from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
-from engine.cache.accounts import PayerAccount
-from engine.cache.eviction_policy import EvictionPolicy
+from engine.cache.tree.accounts import PayerAccount
+from engine.cache.tree.eviction_policy import EvictionPolicy
 from engine.errors import InvariantViolation
 
 

@@ -1,8 +1,8 @@
 """Shares of the disk: whose records go first when room is needed; the sums of who has what.
 
-The arithmetic of `engine.cache.fair_share`: the payer that is furthest over its floor, relative to
-its weight, gives first, and nothing is taken inside a floor. This module knows no index and no
-clock. `engine.storage.store` calls it.
+The arithmetic of `engine.cache.tree.fair_share`: the payer that is furthest over its floor,
+relative to its weight, gives first, and nothing is taken inside a floor. This module knows no index
+and no clock. `engine.storage.store` calls it.
 """
 
 from __future__ import annotations

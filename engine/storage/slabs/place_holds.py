@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.storage.slabs import Place, SlabFiles
+from engine.storage.slabs.slabs import Place, SlabFiles
 
 
 class PlaceHolds:

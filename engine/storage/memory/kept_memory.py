@@ -16,8 +16,8 @@ from contextlib import suppress
 import xxhash
 
 from engine.moves import SlotLayout
-from engine.storage.arena import HostArena, is_sound
-from engine.storage.slot_table import SlotTable, table_bytes
+from engine.storage.memory.arena import HostArena, is_sound
+from engine.storage.memory.slot_table import SlotTable, table_bytes
 
 BOOT_CLOCK = time.CLOCK_BOOTTIME
 """Seconds since the machine's start: one clock for all processes, which nothing sets back, and

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from engine.api import Namespace, Payer, Quota
-from engine.cache.eviction_policy import EvictionOrder, EvictionPolicy
-from engine.cache.lease_endpoints import LeaseEndpoints
-from engine.cache.prefix_tree import PrefixTree, TreeBlock, tree_blocks
+from engine.cache.tree.eviction_policy import EvictionOrder, EvictionPolicy
+from engine.cache.tree.lease_endpoints import LeaseEndpoints
+from engine.cache.tree.prefix_tree import PrefixTree, TreeBlock, tree_blocks
 
 
 class NamespaceAccount:

@@ -11,10 +11,10 @@ from typing import Final
 
 from engine.api import Payer
 from engine.moves import RecordId
-from engine.storage.idle_slabs import IdleSlabs
-from engine.storage.index import RecordIndex
-from engine.storage.quotas import DiskBooks, DiskQuotas
-from engine.storage.slabs import SlabFiles
+from engine.storage.index.idle_slabs import IdleSlabs
+from engine.storage.index.index import RecordIndex
+from engine.storage.index.quotas import DiskBooks, DiskQuotas
+from engine.storage.slabs.slabs import SlabFiles
 
 DROP_BATCH: Final = 16
 """Records that are dropped at once for room, at most."""

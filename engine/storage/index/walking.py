@@ -6,9 +6,9 @@ import struct
 
 from engine.api import FIDELITIES
 from engine.moves import ROOT, Look, Looked, StoredRun
-from engine.storage.index import FOREVER_MS, RecordIndex
-from engine.storage.record import pack_run
-from engine.storage.remote_rows import level_of
+from engine.storage.index.index import FOREVER_MS, RecordIndex
+from engine.storage.index.remote_rows import level_of
+from engine.storage.slabs.record import pack_run
 
 
 def walk(

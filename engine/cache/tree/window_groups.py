@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine.api import most_runs
-from engine.cache.prefix_tree import Node, TreeMatch
+from engine.cache.tree.prefix_tree import Node, TreeMatch
 from engine.plan import BlockWindow
 
 HOLE: Final = -1

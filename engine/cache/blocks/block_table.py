@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.api import LeaseGrant, LeaseRequest, Namespace
-from engine.cache.accounts import NamespaceAccount
-from engine.cache.prefix_tree import Node, WindowBlock
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.plan import BlockWindow
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
-from engine.storage.index import RecordIndex
-from engine.storage.quotas import DiskBooks
-from engine.storage.remote_rows import REMOTE
-from engine.storage.slabs import Place, SlabFiles
+from engine.storage.index.index import RecordIndex
+from engine.storage.index.quotas import DiskBooks
+from engine.storage.index.remote_rows import REMOTE
+from engine.storage.slabs.slabs import Place, SlabFiles
 
 
 def check_store(

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from sortedcontainers import SortedList
 
-from engine.cache.leases import BlockTerms
+from engine.cache.tree.leases import BlockTerms
 
 Run = tuple[int, ...]
 NO_LEASES: Set[str] = frozenset()

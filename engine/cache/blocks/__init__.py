@@ -1,0 +1,1 @@
+"""The pool of KV blocks, and the tables that hold them."""

@@ -1,0 +1,1 @@
+"""Pure structures of the cache: the prefix tree, its leases, whose blocks are whose."""

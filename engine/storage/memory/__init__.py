@@ -1,0 +1,1 @@
+"""Host memory in slots, shared with the storage process; it may outlive the engine."""

@@ -1,0 +1,1 @@
+"""Files of equal places, and the header of the record in each."""
