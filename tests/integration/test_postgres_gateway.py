@@ -175,6 +175,7 @@ async def test_server_outage_refuses_requests_with_retry_after(
     await gateway.open()
     try:
         admin = await asyncio.to_thread(AdminClient, gateway)
+        await poll_until_admin(admin)
         before, _, _ = await gateway.ask(body=gateway.chat())
         asked = [(await admin.ask("GET", "/admin/v1/usage"))[0]]
         await asyncio.to_thread(private_server.kill)
