@@ -49,9 +49,9 @@ async def test_a_quote_tells_nothing_of_others_waiting_tokens(gateway: GatewayFi
     request = {"endpoint": "/v1/chat/completions", "request": gateway.chat()}
     context = gateway.gateway.context
     await gateway.ask(body=gateway.chat())  # from here on there is a rate
-    gateway.engine.stats = Stats(prefill_tokens_per_s=100.0)
     told = []
     for tokens in (1_000, 971_700):
+        gateway.engine.stats = Stats(prefill_tokens_per_s=100.0)  # until the next heartbeat
         place = context.models.default.waiting.enter(99, 1.0, [tokens])
         status, found, _ = await gateway.ask("/v1/cache/quote", request)
         assert status == 200, json.dumps(found)

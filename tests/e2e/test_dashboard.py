@@ -89,6 +89,7 @@ async def test_refuses_a_wrong_key_and_shows_no_data(gateway: GatewayFixture, br
     assert browser.execute_script("return sessionStorage.length") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440, 1920])
 async def test_pages_are_accessible(
@@ -165,6 +166,7 @@ async def test_makes_a_tenant_and_a_key_that_works(
     assert [change["action"] for change in log["changes"]] == ["key.create", "tenant.create"]
 
 
+@pytest.mark.slow
 async def test_asks_for_the_name_before_it_destroys(
     signed_in: tuple[Page, AdminClient], gateway: GatewayFixture
 ) -> None:
@@ -193,6 +195,7 @@ async def test_asks_for_the_name_before_it_destroys(
     assert len(receipts["erasures"]) == 1
 
 
+@pytest.mark.slow
 async def test_sets_prices_and_budgets_in_dollars(signed_in: tuple[Page, AdminClient]) -> None:
     page, admin = signed_in
     await asyncio.to_thread(page.open, "money", "New rate card")
@@ -239,6 +242,7 @@ async def test_offers_only_what_the_scopes_allow(gateway: GatewayFixture, browse
     assert [act for act in acts for text in texts if act in text] == []
 
 
+@pytest.mark.slow
 async def test_lists_and_finds_a_thousand_tenants(gateway: GatewayFixture, browser: Any) -> None:
     """One is found by typing, in the address too, and opened by keyboard."""
     admin = AdminClient(gateway)
@@ -262,6 +266,7 @@ async def test_lists_and_finds_a_thousand_tenants(gateway: GatewayFixture, brows
     assert "q=tenant-0777" in await asyncio.to_thread(open_one)
 
 
+@pytest.mark.slow
 async def test_says_since_when_the_server_is_gone(
     signed_in: tuple[Page, AdminClient], gateway: GatewayFixture
 ) -> None:
@@ -276,6 +281,7 @@ async def test_says_since_when_the_server_is_gone(
     assert "bob" in text
 
 
+@pytest.mark.slow
 async def test_warns_while_the_engine_is_down(
     signed_in: tuple[Page, AdminClient], gateway: GatewayFixture
 ) -> None:
@@ -287,6 +293,7 @@ async def test_warns_while_the_engine_is_down(
         await asyncio.to_thread(page.open, name, "takes no requests now")
 
 
+@pytest.mark.slow
 async def test_a_tenants_own_page_shows_itself_alone(gateway: GatewayFixture, browser: Any) -> None:
     """On the public listener, with the tenant's key; an administrator's key gets nothing there."""
     admin = await used(gateway)
@@ -315,6 +322,7 @@ async def test_sends_no_request_to_other_hosts(signed_in: tuple[Page, AdminClien
     assert all(address.startswith(page.url) for address in found)
 
 
+@pytest.mark.slow
 async def test_addresses_keep_range_and_filters(signed_in: tuple[Page, AdminClient]) -> None:
     """A link shows what its sender saw; the range stays from page to page, the filter does not."""
     page, _ = signed_in
@@ -390,6 +398,7 @@ async def test_opens_without_a_key_behind_a_trusted_proxy(
     assert "Erase cache" not in text
 
 
+@pytest.mark.slow
 async def test_several_models_are_shown_apart(
     unopened_gateway: GatewayFixture, browser: Any
 ) -> None:

@@ -53,6 +53,7 @@ async def test_charts_outlive_a_restart(gateway: GatewayFixture, browser: Any) -
     assert len(drawn) >= 4
 
 
+@pytest.mark.slow
 async def test_a_young_server_shows_its_last_hour(gateway: GatewayFixture, browser: Any) -> None:
     """In a day, what it has done so far would be a dot at the charts' edge; later it is a day."""
     page = await signed_in(gateway, browser)
@@ -84,6 +85,7 @@ async def test_a_drag_over_a_chart_chooses_its_range(gateway: GatewayFixture, br
     assert "until=" in address
 
 
+@pytest.mark.slow
 async def test_a_refusal_is_on_its_tenants_page(gateway: GatewayFixture, browser: Any) -> None:
     """With its code and the tenant's status, five seconds later at the latest; Overview names the
     tenant."""
@@ -101,6 +103,7 @@ async def test_a_refusal_is_on_its_tenants_page(gateway: GatewayFixture, browser
     assert "ada" in overview
 
 
+@pytest.mark.slow
 async def test_shows_one_request_by_its_id(gateway: GatewayFixture, browser: Any) -> None:
     """Found by its id; with its tokens and its way, and no text of it."""
     await ask(gateway, SYSTEM, "a question")
@@ -121,6 +124,7 @@ async def test_shows_one_request_by_its_id(gateway: GatewayFixture, browser: Any
     assert "lamps" not in text
 
 
+@pytest.mark.slow
 async def test_says_what_wastes_money(gateway: GatewayFixture, browser: Any) -> None:
     """A system message that begins with a number, on Overview, the tenant's page and its own."""
     for number in range(12):
@@ -139,6 +143,7 @@ async def test_says_what_wastes_money(gateway: GatewayFixture, browser: Any) -> 
     assert all("To do:" in text for text in texts)
 
 
+@pytest.mark.slow
 async def test_sends_a_test_event_to_a_webhook(
     unopened_gateway: GatewayFixture, browser: Any
 ) -> None:

@@ -67,6 +67,7 @@ async def test_sdk_conversation_reuses_its_first_turn(
     assert first <= cached < second
 
 
+@pytest.mark.slow
 async def test_second_call_reads_what_the_first_wrote(
     gateway: GatewayFixture, tmp_path: Path
 ) -> None:

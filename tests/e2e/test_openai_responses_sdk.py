@@ -272,6 +272,7 @@ async def test_errors_raise_the_sdks_exceptions(
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")
 
 
+@pytest.mark.slow
 async def test_sdk_retries_a_draining_server(gateway: GatewayFixture) -> None:
     """The server answers 503 with retry-after; the SDK makes three attempts by default."""
     tries: list[str] = []

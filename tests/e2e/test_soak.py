@@ -9,6 +9,8 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from engine.client.client import RequestStream
 from gateway.caching import Contract
 from gateway.generation.generation import Generation
@@ -57,6 +59,7 @@ def descriptors(database: Path) -> tuple[int, int]:
     return sum(name.startswith(str(database)) for name in names), len(names) - of_any
 
 
+@pytest.mark.slow
 async def test_swarm_leaves_no_hold_block_task_or_descriptor(
     unopened_gateway: GatewayFixture,
 ) -> None:

@@ -7,11 +7,10 @@ no planted secret in a response or a log · K8 the event loop never busy for lon
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +39,6 @@ BUSY_MAX = 5
 
 SPENT_MAX = 50
 """The same of all threads, the test's own client included."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_before_test() -> Iterator[None]:
-    """Collect garbage of other tests first.
-
-    A collection of their millions of objects would fall into the measured turn; no server has them.
-    """
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def good(gateway: GatewayFixture, dialect: str) -> dict[str, Any]:

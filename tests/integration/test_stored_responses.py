@@ -190,6 +190,7 @@ async def test_missing_and_foreign_items_are_not_found(gateway: GatewayFixture) 
     assert (await create(gateway, turn))["store"]
 
 
+@pytest.mark.slow
 async def test_referenced_responses_are_bounded(unopened_gateway: GatewayFixture) -> None:
     """A short body cannot make the server read all that a tenant has stored."""
     gateway = unopened_gateway

@@ -82,6 +82,7 @@ WINDOW_PLANTS: tuple[tuple[Any, str, Fault], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "owner", "name", "fault"),
     [

@@ -165,6 +165,7 @@ RARE: tuple[tuple[Any, str, Fault, Callable[[], None]], ...] = (
 """Faults that the machine meets once in hundreds of runs, each with a test that always meets it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "check"), RARE, ids=[rare[2].__name__ for rare in RARE]
 )

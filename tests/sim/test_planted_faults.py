@@ -351,6 +351,7 @@ FAULTS: tuple[Callable[[], Plant], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_caught(

@@ -172,6 +172,7 @@ async def test_killed_engine_ends_its_streams_and_restarts(
     assert await supervised.answer() == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["idle", "decode"])
 async def test_stopped_engine_is_replaced(short_timeout: SupervisedEngine, when: str) -> None:
     """A process that exists and does nothing is as dead as a process that does not exist."""
@@ -206,6 +207,7 @@ async def test_idle_engine_is_not_stuck(short_timeout: SupervisedEngine) -> None
     assert short_timeout.engine.restarts == 0
 
 
+@pytest.mark.slow
 async def test_engine_that_waits_for_a_grammar_is_not_stuck() -> None:
     """No step is taken meanwhile; a killed engine would take every tenant's cache with it."""
     supervised = SupervisedEngine("compiling", STRICT)
@@ -240,6 +242,7 @@ async def test_hanging_step_is_replaced() -> None:
     await supervised.engine.close()
 
 
+@pytest.mark.slow
 async def test_engine_is_replaced_after_any_number_of_deaths() -> None:
     """It may be killed for a while by a lack of memory; the gateway must not need an operator."""
     supervised = SupervisedEngine(restarts=RestartPolicy((0.01,), first_starts_max=2))
@@ -269,6 +272,7 @@ async def test_retry_after_covers_the_pause() -> None:
     await supervised.engine.close()
 
 
+@pytest.mark.slow
 async def test_request_that_kills_the_engine_is_refused_after_a_try_alone() -> None:
     """One bad prompt must not keep killing the engine; the requests beside it are served again."""
     supervised = SupervisedEngine("deadly")
@@ -378,6 +382,7 @@ async def test_close_leaves_no_process_behind(supervised: SupervisedEngine) -> N
     assert (await read(stream))[-1].ending == "failed"
 
 
+@pytest.mark.slow
 async def test_close_reaps_a_process_whose_reaping_was_cancelled(
     short_timeout: SupervisedEngine,
 ) -> None:

@@ -116,6 +116,7 @@ def evicting_s(namespaces: int, *, is_joint: bool) -> float:
     return took_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_joint", [False, True])
 def test_the_cost_of_an_eviction_does_not_grow_with_payers(is_joint: bool) -> None:
     """A scan of all tenants per block took a prompt half a second with 20,000 of them, and a scan

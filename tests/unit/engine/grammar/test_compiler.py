@@ -66,6 +66,7 @@ def integer_at_least(bound: int) -> Grammar:
     return Grammar("json_schema", f'{{"type": "integer", "minimum": {bound}}}')
 
 
+@pytest.mark.slow
 def test_submit_does_not_wait(compiler: GrammarCompiler) -> None:
     """The engine's thread submits and polls within microseconds."""
     compiler.submit("bomb", b"n", b"n", SLOW)

@@ -302,6 +302,7 @@ def test_output_and_prompt_logprobs_equal_dense(depth: int) -> None:
         assert entry.logprob == pytest.approx(float(known[at, entry.token_id]), abs=ERROR_MAX)
 
 
+@pytest.mark.slow
 def test_rows_with_extras_draw_same_tokens_in_any_batch() -> None:
     """Penalties, biases, logprobs and seeds, beside plain rows and two steps deep: the next step is
     launched before the host has seen the token that a penalty counts."""
@@ -327,6 +328,7 @@ def test_rows_with_extras_draw_same_tokens_in_any_batch() -> None:
         assert len(one.top) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_preempted_sequence_resumes(depth: int) -> None:
     """Two sequences outgrow the pool: one of them waits, and its output stays right."""
@@ -340,6 +342,7 @@ def test_preempted_sequence_resumes(depth: int) -> None:
         assert engine.expected(prompt, 8) == engine.output(str(i))
 
 
+@pytest.mark.slow
 def test_reused_seat_keeps_nothing_of_former_sequence() -> None:
     """More sequences than seats, one at a time: none reads another's block table or token."""
     engine = Engine(2, seats=3)
@@ -457,6 +460,7 @@ def test_step_with_more_draws_than_rows_has_graph() -> None:
     assert all(engine.output("a", i) == expected for i in range(6))
 
 
+@pytest.mark.slow
 def test_warm_up_leaves_no_kv_and_no_seat() -> None:
     """All blocks are zero, and all seats can be taken afterwards."""
     engine = Engine(2, seats=6)

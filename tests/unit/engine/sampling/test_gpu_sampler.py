@@ -130,6 +130,7 @@ def test_every_kind_draws_tokens_of_full_sampler(
         assert_same(batch.expected(logits), batch.drawn(logits))
 
 
+@pytest.mark.slow
 def test_result_does_not_depend_on_batch() -> None:
     """Tokens and logprobs, to the bit."""
     kinds = tuple(KINDS.values())

@@ -71,6 +71,7 @@ def test_collects_young_garbage(memory: FakeMemory) -> None:
     del kept
 
 
+@pytest.mark.slow
 def test_grown_process_scans_everything_once(memory: FakeMemory) -> None:
     """Cycles in use at their second scan leak until there are many."""
     tied = [Cycle() for _ in range(10)]
@@ -110,6 +111,7 @@ def test_memory_is_counted_in_bytes() -> None:
     assert 10**7 < peak_bytes() < 10**12
 
 
+@pytest.mark.slow
 def test_requests_and_blocks_leave_no_garbage() -> None:
     """A collector that skips old objects would never find it. Requests end, are refused, cancelled,
     late, failed, forked, preempted, constrained by a grammar, under leases that lapse, in

@@ -313,6 +313,7 @@ async def test_refuses_all_items_while_database_cannot_be_opened(
     assert unopened_ledger.holds() == 0
 
 
+@pytest.mark.slow
 async def test_failed_first_start_raises_its_reason(
     unopened_ledger: LedgerUnderTest, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def spilled(loops: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:
     return [(name, text) for name, body in loops for text in body if STORE_TO_STACK.search(text)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", CPUS)
 def test_hot_loops_store_no_sum_on_the_stack(cpu: str, tmp_path: Path) -> None:
     library = tmp_path / "kernels.so"
@@ -110,6 +111,7 @@ def test_hot_loops_store_no_sum_on_the_stack(cpu: str, tmp_path: Path) -> None:
     assert not spilled(product_loops(library, FUNCTIONS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", AVX2_CPUS)
 def test_products_fit_the_registers_of_avx2(cpu: str, tmp_path: Path) -> None:
     """Four spilled sums of 12 took a third of the speed, and one row's took as much."""

@@ -264,6 +264,7 @@ INT8_CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INT8_CASES)
 def test_attention_over_int8_equals_the_reference(name: str) -> None:
     """A key's scale multiplies its scores, a value's its probabilities, and no other's."""
@@ -311,6 +312,7 @@ def test_random_rules_over_random_trees_equal_the_reference(seed: int) -> None:
     assert error(got, case.expected_by(1, **given)) < tolerance, given
 
 
+@pytest.mark.slow
 def test_the_first_key_of_a_window_counts_and_the_one_before_does_not() -> None:
     """A window one longer or one shorter is another result; so are a cap and sinks left out."""
     levels, slices = TREES["a prefill chunk beside decoding rows"]
@@ -323,6 +325,7 @@ def test_the_first_key_of_a_window_counts_and_the_one_before_does_not() -> None:
         assert error(attend(case, planner_for(case), **{**given, **wrong}), expected) > 1e-3, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "window"),
     [
@@ -388,6 +391,7 @@ def test_slots_behind_sequence_end_change_no_bit(tree: str) -> None:
     assert torch.equal(expected, got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["one prefix", "three levels"])
 def test_side_by_side_classes_change_no_bit(tree: str) -> None:
     """A queue decides which program takes a unit, and when, not what the unit adds up."""
@@ -420,6 +424,7 @@ def test_small_batch_is_merged_one_head_per_program(
     assert error(got, case.expected(1)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2 if DEVICE.type == "cpu" else 200))
 def test_chunks_give_equal_results_with_and_without_sharing(seed: int) -> None:
     """Batch-invariant mode: a row's bits do not depend on the other rows.

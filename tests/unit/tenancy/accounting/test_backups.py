@@ -19,6 +19,7 @@ from tenancy.errors import StoreError
 from tenancy.ledger.epochs import list_ledger_epochs
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Hold, Ledger
+from tenancy.storage import sqlite
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore, migrations
 from tests.crash.ledger_child import entry
@@ -271,8 +272,11 @@ def test_refuses_to_restore_under_a_server(path: Path, wall: Wall) -> None:
         one.close()
 
 
-def test_refuses_to_restore_during_a_transaction(path: Path, wall: Wall) -> None:
+def test_refuses_to_restore_during_a_transaction(
+    path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its changes would end in the replaced file."""
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 100)
     backup(path, path.parent / "b.db")
     store = SqliteStore(path)
     with store.change() as db:

@@ -387,6 +387,7 @@ class Life(BookMachine):
 TestLife = Life.TestCase
 
 
+@pytest.mark.slow
 def test_ledger_on_a_server_matches_the_model(postgres_server: Server) -> None:
     """With round trips between."""
     run_on_server(Life, postgres_server)

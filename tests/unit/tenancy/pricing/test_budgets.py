@@ -386,6 +386,7 @@ class Spending(BookMachine):
 TestSpending = Spending.TestCase
 
 
+@pytest.mark.slow
 def test_budgets_on_a_server_match_the_model(postgres_server: Server) -> None:
     run_on_server(Spending, postgres_server)
 

@@ -214,6 +214,7 @@ def test_parts_follow_the_rendering() -> None:
     assert parts_of([], 0) == ()
 
 
+@pytest.mark.slow
 def test_memory_is_bounded() -> None:
     """Long texts and conversations that are never the same, in more namespaces than are kept."""
     text = words(5, WINDOWED_TOKENS_MAX)
