@@ -21,12 +21,11 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http.response import PIECE_BYTES, begin, send, streamed, write
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse, find
-from tenancy.types import Identity
+from tenancy.types import HOUR_MS, Identity
 
 KEY_HEADER = "Idempotency-Key"
 KEY_CHARS_MAX = 255
 REPLAYED_HEADER = "Idempotency-Replayed"
-HOUR_MS = 3_600_000
 _WINDOW_BITS, _MEMORY_LEVEL = 12, 4
 """zlib parameters: an open response then holds 36 KB. With zlib's defaults it would hold 215 KB and
 compress streams only 1 % better, because chunks repeat the chunk before."""

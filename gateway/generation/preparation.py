@@ -86,7 +86,10 @@ def check_model(gateway: Context, call: Call, identity: Identity) -> ServedModel
     tenant = identity.tenant.name
     if model is None or (model.tenants is not None and tenant not in model.tenants):
         if gateway.embeddings is not None and call.model in gateway.embeddings.names:
-            message = f"model: {call.model[:80]!r} embeds texts; expected it at /v1/embeddings."
+            message = (
+                f"model: {call.model[:80]!r} is an embedding model; expected a chat model, or the"
+                " path /v1/embeddings."
+            )
             raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
         found = [name for one in gateway.models.open_to(tenant) for name in one.names]
         names = ", ".join(found) or "none, as no model is open to this tenant"
