@@ -79,6 +79,12 @@ class Prepared(Struct, frozen=True):
         return sum(map(len, map(_token_ids, self.rendered)))
 
 
+def shutting_down() -> Refusal:
+    """Return the refusal of a request that comes while the server drains."""
+    message = "The server is shutting down."
+    return Refusal(Kind.BUSY, "shutting_down", message, retry_after_s=5.0)
+
+
 def check_model(gateway: Context, call: Call, identity: Identity) -> ServedModel:
     """Return the model that a call names. Raises Refusal if it is not served, or not to this
     tenant, which then sees no difference."""
