@@ -222,7 +222,6 @@ class Gateway:
                 msgspec.structs.replace(context.config.server, connections_max=connections_max),
                 self.context.new_id,
                 on_unreadable=lambda: self.context.telemetry.unreadable.add(1),
-                shutdown_timeout_s=5.0,
             )
             self.listeners.append(listener)
             bound_host, bound_port = await listener.open(host, port)

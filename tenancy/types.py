@@ -235,5 +235,5 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     remote_cached_tokens: int = 0
 
 
-DAY_MS = 86_400_000
-"""Milliseconds in a day."""
+MINUTE_MS, HOUR_MS, DAY_MS = 60_000, 3_600_000, 86_400_000
+"""Milliseconds in a minute, an hour and a day."""

@@ -23,7 +23,7 @@ from tests.examples import FULL
 from tests.unit.tenancy.storage.postgres_server import own_server
 
 if not torch.cuda.is_available():
-    # Read when a kernel is defined, so before anything imports one, in whatever order tests run.
+    # Read when a kernel is defined, so before anything imports one, in any order of tests.
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # unset, Triton warns, and warnings are errors
 

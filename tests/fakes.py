@@ -1,4 +1,5 @@
-"""Fakes: a runner whose KV is the token prefixes themselves, a clock set by hand, a FIFO policy.
+"""Fakes: a runner whose KV is the token prefixes themselves, a clock set by hand, a FIFO policy;
+and the facts of a small engine.
 
 The fake runner is a token oracle. A slot of its "KV" holds the exact prefix it was computed from,
 not tensors, and a row reads every slot before it through its block table, as attention would. Wrong
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from engine.api import AttentionWindow, SampledToken, Sampling
+from engine.api import AttentionWindow, EngineInfo, SampledToken, Sampling
 from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.plan import BegunSequence, BlockCopy, Mask, Row, Sampled, StepPlan, StepResult
@@ -23,6 +24,12 @@ Slot = tuple[bytes, int, int]
 
 BROKEN: Slot = (b"", -1, -1)
 """The content that a failed step has written."""
+
+ENGINE_INFO = EngineInfo(
+    epoch="e", model="m", model_digest="digest", model_dir="", vocab_size=100, context_tokens=64,
+    block_size=16, blocks=8, floor_blocks_max=4, kv_bytes_per_block=1, kv_format="f", device="cpu",
+    pid=1,
+)  # fmt: skip
 
 
 class OracleError(InvariantViolation):

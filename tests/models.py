@@ -148,6 +148,14 @@ def prepared(tmp: Path, config: Architecture | None = None, *, seed: int = 0) ->
     return prepare("tiny", write_folder(tmp / "tiny", config, seed=seed), tmp)
 
 
+def prepared_with_windows(folder: Path, window: int, *, context: int) -> ModelCard:
+    """Prepare a tiny model whose layers have a sliding window, except for each fourth layer."""
+    shape = tiny_config(layers=4, context=context, head_dim=32)
+    layers = tuple(msgspec.structs.replace(layer, window=window) for layer in shape.layers[:3])
+    config = msgspec.structs.replace(shape, layers=(*layers, shape.layers[3]))
+    return msgspec.structs.replace(prepared(folder, shape), config=config)
+
+
 def _hugging_face_config(config: Architecture) -> dict[str, Any]:
     rope = config.ropes["full"]
     return {

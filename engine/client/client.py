@@ -1,7 +1,7 @@
 """Client of an engine: submit a request, read its events, call it.
 
 `Engine` is the protocol that the gateway uses. Every stream of events ends with one `Finished`,
-whatever happens to the engine or the connection. A slow reader is safe: tokens of one sample are
+also when the engine or the connection is lost. A slow reader is safe: tokens of one sample are
 joined while they wait, so a stream holds no more than its own output and delays no other stream.
 """
 
@@ -133,7 +133,7 @@ class LostRequest(Struct, frozen=True):
 
 
 class EngineConnection(ABC):
-    """Streams and calls over one connection to an engine, whatever carries the messages.
+    """Streams and calls over one connection to an engine; subclasses carry the messages.
 
     `lost_requests`: the requests that waited or ran when the engine was lost. `done_in_isolation`:
     isolated requests that were done.

@@ -153,10 +153,9 @@ class _CompileJob:
 class GrammarCompiler:
     """A `GrammarSource` with threads. It loads nothing before the first grammar is submitted."""
 
-    def __init__(self, settings: SandboxSettings, clock: Clock, *, workers: int = WORKERS) -> None:
+    def __init__(self, settings: SandboxSettings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._workers = workers
         self._lock = threading.Condition()
         self._cache = CompiledCache()
         self._queues: OrderedDict[Payer, deque[_CompileJob]] = OrderedDict()
@@ -188,7 +187,7 @@ class GrammarCompiler:
                 self._queues.setdefault(payer, deque()).append(job)
             job.request_ids.append(request_id)
             self._waiting[request_id] = job
-            while len(self._threads) < self._workers:
+            while len(self._threads) < WORKERS:
                 self._start_thread()  # all at once: the second payer's thread is ready by then
             self._lock.notify()
 

@@ -87,7 +87,7 @@ def _decoder(
     hidden, context = int(c["hidden_size"]), int(c["max_position_embeddings"])
     layers = layers if layers is not None else (Layer(),) * count
     if len(layers) != count:
-        raise ValueError(f"{len(layers)} layer types for {count} layers")
+        raise ValueError(f"{len(layers)} layer types; expected {count}, one for each layer")
     head_dim = int(c.get("head_dim") or hidden // heads)
     if all(layer.window for layer in layers):
         # Within its window, sliding attention equals full attention, so the window is the context.

@@ -160,7 +160,8 @@ def _sentencepiece_json(header: GgufHeader) -> str:
     if not tokens or not len(tokens) == len(scores) == len(kinds):
         raise ModelError(
             "corrupt",
-            f"{len(tokens)} tokens, {len(scores)} scores, {len(kinds)} types; expected one count",
+            f"{len(tokens)} tokens, {len(scores)} scores, {len(kinds)} types; expected equal"
+            " counts",
         )
     has_prefix = header.metadata.get("tokenizer.ggml.add_space_prefix") is not False
     unknown = header.integer("tokenizer.ggml.unknown_token_id")

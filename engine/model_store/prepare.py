@@ -102,7 +102,8 @@ def _check(parts: ModelParts, source: Path) -> None:
         raise ModelError("corrupt", f"{source}: invalid tokenizer: {error}") from error
     vocab = parts.config.vocab
     if tokens > vocab:
-        raise ModelError("corrupt", f"{source}: {tokens} tokens; embeddings for {vocab}")
+        message = f"{source}: the tokenizer has {tokens} tokens; expected at most {vocab}"
+        raise ModelError("corrupt", message)
     named = {*parts.stop_token_ids, *parts.special_token_ids}
     if parts.bos_token_id is not None:
         named.add(parts.bos_token_id)

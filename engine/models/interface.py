@@ -1,4 +1,4 @@
-"""The model protocol: what runners need of a model, whatever its architecture.
+"""The model protocol: what runners need of a model of any architecture.
 
 `engine.models.registry` builds models. Runners, builders and warm-up name this protocol and never a
 model class.

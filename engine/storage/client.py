@@ -2,7 +2,7 @@
 
 A thread of its own starts the process, reads its frames and starts the next one when it is lost.
 `send` and `poll` never block: while the process is away, dead or silent, every command fails at
-once. After five deaths in a minute it stays away, and the engine serves without a disk.
+once. After five deaths in a minute it is not started again, and the engine serves without a disk.
 """
 
 from __future__ import annotations
@@ -135,10 +135,9 @@ def disk_settings(
 class StorageClient:
     """The storage as the brain sees it. `send`, `poll` and `has_records` belong to one thread.
 
-    `start` starts a process; `on_outcome` is called from the client's thread whenever `poll` has
-    something new; `silence_s`: without a heartbeat for so long the process counts as dead;
-    `pauses_s`: before the next start, by deaths of the last minute; `deaths_max`: after so many in
-    a minute it stays away.
+    `start` starts a process. `silence_s`: without a heartbeat for so long the process counts as
+    dead. `pauses_s`: before the next start, by deaths of the last minute; `deaths_max`: after so
+    many in a minute it is not started again.
     """
 
     def __init__(
@@ -147,13 +146,12 @@ class StorageClient:
         *,
         start: Callable[[DiskSettings], StorageProcess] = start_process,
         clock: Clock = time.monotonic,
-        on_outcome: Callable[[], None] = lambda: None,
         silence_s: float = 2.0,
         pauses_s: tuple[float, ...] = PAUSES_S,
         deaths_max: int = DEATHS_MAX,
     ) -> None:
         self._settings, self._start, self._clock = settings, start, clock
-        self._on_outcome, self._silence_s, self._pauses_s = on_outcome, silence_s, pauses_s
+        self._silence_s, self._pauses_s = silence_s, pauses_s
         self._lock = threading.Condition()
         self._outcomes: list[StorageOutcome] = []
         self._stats: StorageStats | None = None
@@ -328,10 +326,9 @@ class StorageClient:
                     )
                     if is_last:
                         reason = (
-                            f"{reason}; {len(self._deaths_s)} deaths in a minute: it stays away"
+                            f"{reason}; {len(self._deaths_s)} deaths in a minute: not started again"
                         )
                     self._fail_open(reason)
-                self._on_outcome()
                 if is_last:
                     break
                 since_s = self._clock() - DEATHS_S
@@ -375,7 +372,6 @@ class StorageClient:
                 process.wait(REAP_S)
                 with self._lock:
                     self._fail_open(reason)
-                self._on_outcome()
         while not process.wait(FINISH_S if is_closing else REAP_S):
             if is_closing or self._closing.is_set():
                 process.kill()
@@ -418,7 +414,6 @@ class StorageClient:
                     with self._lock:
                         for message in messages:
                             self._take(message)
-                    self._on_outcome()
             if end_at_s is not None and now_s > end_at_s:
                 return "the storage process did not finish in time"
             if now_s > until_s and not has_shut:

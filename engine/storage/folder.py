@@ -1,7 +1,7 @@
 """The folder of a store: whether it can be one, and the lock that makes one process its owner.
 
-What lies there is what prompts said, so nobody else may read it. The gateway checks the folder with
-the same functions before a server starts; the storage process checks again and takes the lock.
+What lies there is what prompts said, so only its owner may read it. The gateway checks the folder
+with the same functions before a server starts; the storage process checks again and takes the lock.
 """
 
 from __future__ import annotations

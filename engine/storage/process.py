@@ -292,7 +292,7 @@ class StorageService:
     def _lose(self, reason: str) -> None:
         """Close the store as soon as no thread uses it; until then there are only failures.
 
-        The namespaces stay told: their records are still there for an erasure to reach.
+        The engine still counts its namespaces as held: an erasure has to reach their records.
         """
         store, self._store = self._store, None
         self._reason = reason
@@ -401,7 +401,7 @@ class StorageService:
         if store is None or self._batch is not None or not self._waiting:
             return
         commands, records = [], 0
-        while self._waiting and (not records or records < BATCH_RECORDS):
+        while self._waiting and records < BATCH_RECORDS:
             commands.append(self._waiting.popleft())
             records += len(commands[-1].runs)
         try:

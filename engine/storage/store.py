@@ -3,8 +3,8 @@
 `DiskStore` belongs to one thread, the storage process's main one, and waits for no slab: a store is
 `plan`, then `write` in another thread, then `commit`; a fetch is `plan_fetch`, `read` in another
 thread, `finish_read`. A place is written and synced before its row is committed, and a row is gone
-before its place is used again; whatever a crash leaves between the two is a free place, or a row
-that its place's header contradicts, which is dropped when it is read.
+before its place is used again. So a crash in between leaves a free place, or a row that its place's
+header contradicts, which is dropped when it is read.
 
 It knows no socket and no process. An `apsw.Error` or an `OSError` that leaves a method means that
 the disk cannot be used: the store is closed and opened again later.
@@ -577,7 +577,7 @@ class DiskStore:
                 self.damaged_total += self._drop([row.record_id])
         is_done = plan.verdict == "done" and is_there
         if is_done:
-            self._note_use(row.record_id, now_ms, 1)
+            self._note_use(row.record_id, now_ms)
         if is_done and level == "disk":
             self.fetched_total += 1
             self.read_bytes += row.payload_bytes
@@ -601,7 +601,7 @@ class DiskStore:
                 if self._live_row(scope, record_id, now_ms) is None:
                     gone.append(record_id)
                     continue
-                self._note_use(record_id, now_ms, 1)
+                self._note_use(record_id, now_ms)
                 if limit_ms or promise_ms:
                     self._index.lengthen(record_id, limit_ms, promise_ms)
                 self._index.add_leases(scope, record_id, command.lease_ids)
@@ -614,9 +614,9 @@ class DiskStore:
         """Tell the next records that are promised. Cost: see `RecallPages.page`."""
         return self._recall.page(command, self.clock.now_ms())
 
-    def _note_use(self, record_id: RecordId, now_ms: int, hits: int) -> None:
+    def _note_use(self, record_id: RecordId, now_ms: int) -> None:
         _, before = self._uses.get(record_id, (0, 0))
-        self._uses[record_id] = now_ms, before + hits
+        self._uses[record_id] = now_ms, before + 1
 
     def _flush_uses(self) -> None:
         if self._uses:

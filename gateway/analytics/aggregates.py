@@ -33,11 +33,11 @@ from tenancy.reuse.miss_ratio_curve import (
     hash_units,
 )
 from tenancy.reuse.prefix_statistics import PrefixStatistics
+from tenancy.types import MINUTE_MS
 
 T = TypeVar("T")
 
 MINUTES = 120
-MINUTE_MS = 60_000
 TENANTS_COUNTED_MAX = 2_000
 """Tenants with sums, at most about 30 kB each."""
 

@@ -27,8 +27,8 @@ from tenancy.reuse.prompt_changes import (
     Tier,
     parts_of,
 )
+from tenancy.types import HOUR_MS
 
-HOUR_MS = 3_600_000
 COUNTS_MAX = 4_096
 """Counts that wait to be taken; further places are not counted."""
 

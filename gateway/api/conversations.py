@@ -19,7 +19,7 @@ from gateway.dialects.openai import conversations, stored_items
 from gateway.dialects.openai.responses import DIALECT
 from gateway.errors import Kind, Refusal
 from gateway.generation.preparation import parse_body
-from gateway.generation.stored_responses import HOUR_MS, conversation_not_found
+from gateway.generation.stored_responses import conversation_not_found
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
 from gateway.http.request_context import STATE, request_metadata
@@ -38,7 +38,7 @@ from tenancy.responses.conversations import (
     set_metadata,
 )
 from tenancy.responses.stored_sums import Obstacle
-from tenancy.types import Identity
+from tenancy.types import HOUR_MS, Identity
 
 Item = dict[str, Any]
 

@@ -146,7 +146,7 @@ def quote(
     wait_s: Callable[[int], float],
     card: RateCard,
     *,
-    is_in_other_namespace: bool = False,
+    is_in_other_namespace: bool,
 ) -> dict[str, Any]:
     """Return the body of a quote: logical counts by contract, physical counts by the engine now.
 

@@ -24,17 +24,16 @@ from gateway.http import json_api
 from tenancy.accounts.keys import Key, list_keys
 from tenancy.accounts.tenants import TenantRecord
 from tenancy.history.request_records import last_request_ms
-from tenancy.history.samples import MINUTE_MS, read_samples
+from tenancy.history.samples import read_samples
 from tenancy.pricing.budgets import BudgetState, budget_states
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.audit_log import AuditFilter, list_changes
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, Limits
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, Limits
 
 TenantStatus = Literal["ok", "limited", "over_budget", "suspended"]
 LIMITED_MS = 5 * MINUTE_MS
 """How long a tenant counts as limited after a limit refused a request."""
-HOUR_MS = 60 * MINUTE_MS
 BUDGET_CODES = ("budget_exceeded",)
 LIMIT_CODES = ("rate_limit_exceeded", "request_exceeds_limit")
 """Codes of refusals by a tenant's or a key's own limits."""

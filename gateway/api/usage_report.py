@@ -20,9 +20,8 @@ from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.budgets import BudgetState
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, Tenant
+from tenancy.types import DAY_MS, HOUR_MS, Tenant
 
-HOUR_MS = 3_600_000
 ROWS_MAX = 10_000
 BY_USER_DAYS_MAX = 32
 """The longest window of usage by user, which is summed from single entries."""
@@ -130,7 +129,8 @@ def parse_groups(text: str, *, own: bool = False) -> tuple[UsageGroup, ...]:
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names) or {"hour", "day"} <= set(names):
         message = (
-            f"group_by: expected some of {', '.join(known)}, each once; hour or day, not both."
+            f"group_by: {text[:80]!r}; expected some of {', '.join(known)}, each once; hour or day,"
+            " not both."
         )
         raise Refusal(Kind.BAD, "invalid_value", message, param="group_by")
     return tuple(name for name in known if name in names)

@@ -22,18 +22,18 @@ from gateway.background.money_metrics import MoneyMetrics
 from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_holders
 from gateway.context import Context
-from gateway.observability.ended_requests import HOUR_MS, Minute, MinuteCounts
+from gateway.observability.ended_requests import Minute, MinuteCounts
 from tenancy.errors import StoreError
 from tenancy.history.request_records import delete_old_records, write_records
 from tenancy.history.samples import (
     ALL_TENANTS,
-    MINUTE_MS,
     Sample,
     SampleDetails,
     fold_samples,
     refused_since,
     write_samples,
 )
+from tenancy.types import HOUR_MS, MINUTE_MS
 
 T = TypeVar("T")
 

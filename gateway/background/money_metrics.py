@@ -16,10 +16,8 @@ from gateway.observability.metrics import BudgetGauges
 from tenancy.accounting.usage import UsageTotal, usage
 from tenancy.errors import StoreError
 from tenancy.pricing.budgets import BudgetState, budget_states
-from tenancy.pricing.charges import PICO_PER_MICRO
+from tenancy.pricing.charges import PICO_PER_DOLLAR, PICO_PER_MICRO
 from tenancy.types import DAY_MS
-
-PICO_PER_DOLLAR = 10**12
 
 
 class MoneyMetrics:

@@ -110,7 +110,7 @@ class StorageMeter:
 def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
     """Return the change in held tokens by tenant and class, without zeros.
 
-    A promised block counts once, whatever level keeps it.
+    A promised block counts once, on the device or on a level below.
     """
     found: dict[Key, int] = defaultdict(int)
     for before, after in changes:

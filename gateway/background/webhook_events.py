@@ -30,11 +30,10 @@ from tenancy.accounts.tenants import list_tenants
 from tenancy.pricing.budgets import BudgetState, budget_states
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, format_utc
+from tenancy.types import DAY_MS, HOUR_MS, format_utc
 
 THRESHOLDS = (100, 80, 50)
 """Percents of a budget, the highest first: a check reports the highest that is reached."""
-HOUR_MS = 3_600_000
 EXPIRES_WITHIN_MS = 7 * DAY_MS
 FELL_BY_MIN = 0.15
 """Least fall of a hit ratio that is told."""

@@ -25,9 +25,7 @@ from msgspec import Struct
 
 from gateway.background.periodic_task import PeriodicTask
 from gateway.background.webhook_events import (
-    FindFindings,
     WebhookEvents,
-    findings_of_day,
     message_of,
 )
 from gateway.config import Config, ConfigError, WebhookConfig, WebhookFormat, check_web_address
@@ -107,8 +105,8 @@ def parse_secret(text: str, what: str) -> bytes:
         secret = b""
     if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise ConfigError(
-            f"{what}: the secret is not {ENCODED_MARK} and {SECRET_BYTES_MIN} to"
-            f" {SECRET_BYTES_MAX} bytes in base64; make one with:"
+            f"{what}: invalid secret; expected {ENCODED_MARK} and {SECRET_BYTES_MIN} to"
+            f" {SECRET_BYTES_MAX} bytes in base64. Make one with:"
             f' echo "{ENCODED_MARK}$(openssl rand -base64 32)"'
         )
     return secret
@@ -136,7 +134,6 @@ class WebhookSender:
         self,
         gateway: Context,
         endpoints: Sequence[WebhookEndpoint],
-        findings: FindFindings = findings_of_day,
         read: ReadEndpoints | None = None,
     ) -> None:
         """`read`: returns the endpoints of a configuration with their secrets, for a reload; raises
@@ -144,7 +141,7 @@ class WebhookSender:
         self.endpoints = tuple(endpoints)
         self.read: ReadEndpoints = read or (lambda config: self.endpoints)
         self._gateway = gateway
-        self._events = WebhookEvents(gateway, findings)
+        self._events = WebhookEvents(gateway)
         self._session: aiohttp.ClientSession | None = None
         self._search = self._task("webhooks", lambda: self.check(), lambda: CHECK_INTERVAL_S)
         self._sending = {one.name: self._sending_of(one) for one in self.endpoints}

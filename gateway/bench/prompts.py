@@ -27,7 +27,7 @@ Prompt = list[int] | str
 class PromptMaker:
     """Makes prompts from a seed. Its prompts differ; two makers of one seed make the same ones.
 
-    `chance`: where they come from, for whatever else a run draws.
+    `chance`: where they come from, for the other draws of a run.
     """
 
     def __init__(self, seed: int | str, *, in_text: bool = False) -> None:

@@ -83,9 +83,9 @@ def check_attention(
     shared = asked.shared_tokens(info.block_size)
     if prompt_logprobs is not None and prompt_tokens > shared:
         message = (
-            f"{ATTENTION_HEADER}: logprobs of a prompt of {prompt_tokens} tokens would not be the"
-            f" model's under a window that hides tokens behind {shared}; leave the header or the"
-            " logprobs of the prompt out."
+            f"{ATTENTION_HEADER}: this window hides tokens from position {shared} on, so"
+            f" logprobs of a prompt of {prompt_tokens} tokens would not be the model's; leave the"
+            " header out, or ask for no logprobs of the prompt."
         )
         raise Refusal(Kind.BAD, "attention_with_prompt_logprobs", message, param=ATTENTION_HEADER)
 

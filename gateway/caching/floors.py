@@ -21,8 +21,8 @@ def check_floor(
     name: str,
     floor_blocks: int,
     info: EngineInfo | None,
-    scale: float = 1.0,
-    model: str = "",
+    scale: float,
+    model: str,
 ) -> None:
     """Check that a tenant may have this floor beside those of others. A floor that is not raised is
     always allowed. O(tenants).

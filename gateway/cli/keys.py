@@ -85,7 +85,7 @@ def key_create(
     expires: str | None,
     scopes: str | None,
     limits: Mapping[str, object],
-    tolerance: ToleranceMode | None = None,
+    tolerance: ToleranceMode | None,
 ) -> CommandResult:
     """Create a key. The text is the key alone, for `KEY=$(trunkline key create --tenant NAME)`.
 
@@ -152,7 +152,7 @@ def key_set(
     label: str | None,
     scopes: str | None,
     limits: Mapping[str, object],
-    tolerance: str | None = None,
+    tolerance: str | None,
 ) -> CommandResult:
     """Change the given settings. The tolerance "server" removes the key's own."""
     if label is None and scopes is None and tolerance is None and not limits:

@@ -92,7 +92,9 @@ def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelC
 def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> ModelCard:
     """Resolve a model, fetch a missing built-in one, and prepare it. Raises ModelError."""
     if name in CATALOGUE and CATALOGUE[name].is_encoder:
-        message = f"{name} embeds texts and generates none; expected it as embeddings.model"
+        message = (
+            f"{name} is an embedding model; expected a chat model, or this one as embeddings.model"
+        )
         raise ModelError("unsupported", message)
     source = _found_model(name, models, say, progress)
     return prepare(_short_name(name, source), source, models)
@@ -104,7 +106,7 @@ def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCar
     if not name:
         return None
     if name in CATALOGUE and not CATALOGUE[name].is_encoder:
-        message = f"{name} generates text; expected an embedding model as embeddings.model"
+        message = f"embeddings.model: {name} is a chat model; expected an embedding model"
         raise ModelError("unsupported", message)
     source = _found_model(name, models, say, progress)
     return prepare_encoder(_short_name(name, source), source, models)

@@ -23,12 +23,11 @@ from tenancy.accounting.usage import usage as total_usage
 from tenancy.accounts.tenants import find_tenant
 from tenancy.errors import BadName
 from tenancy.ledger.epochs import ledger_epoch
-from tenancy.pricing.charges import format_dollars
+from tenancy.pricing.charges import PICO_PER_DOLLAR, format_dollars
 from tenancy.types import format_utc, wall_ms
 
 DAYS_MAX = 36_500
 """Longest period of `--days`."""
-PICO_PER_DOLLAR = 10**12
 NAME_CHARACTERS_MAX = 24
 """A longer name is cut in the table."""
 _MONEY = ("charge", "storage", "adjusted", "saved")

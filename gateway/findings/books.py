@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from gateway.analytics.prompt_findings import FIRST_USE, HOUR_MS
+from gateway.analytics.prompt_findings import FIRST_USE
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.errors import Refusal
@@ -26,7 +26,7 @@ from tenancy.reuse.finding_counts import (
     delete_old_counts,
     read_origins,
 )
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, HOUR_MS
 
 FLUSH_S = 10.0
 """Seconds between two writes."""

@@ -89,9 +89,9 @@ def compare_prompts(
     prompts = [_only_prompt(call) for call in calls]
     before, after = (renderer.render(prompt) for prompt in prompts)
     sizes = len(before.token_ids), len(after.token_ids)
-    for name, value in (("model", "model"), ("partition", "partition")):
-        if getattr(calls[0], value) != getattr(calls[1], value):
-            reason = f"the requests have another {name}: nothing is shared between them"
+    for name in ("model", "partition"):
+        if getattr(calls[0], name) != getattr(calls[1], name):
+            reason = f"the requests differ in their {name}: they share nothing"
             return PromptDifference(*sizes, 0, name, reason, token=0)
     shared = _common_tokens(before.token_ids, after.token_ids)
     if shared == min(sizes):
@@ -120,7 +120,7 @@ def _parse(name: DialectName, body: bytes, model: str, tolerance: Mode) -> Call:
     metadata = RequestMetadata(named, action, ANTHROPIC_VERSION, tolerance=tolerance)
     call = _dialect(name, body).parse(body, metadata)
     if call.thread.is_pending:
-        message = "The request continues a stored response; expected one with all its messages."
+        message = "The request continues a stored response; expected all messages in its body."
         raise Refusal(Kind.BAD, "invalid_value", message, param="previous_response_id")
     return call
 
@@ -153,7 +153,7 @@ def _only_prompt(call: Call) -> Prompt:
         raise Refusal(Kind.BAD, "invalid_value", message, param="prompt")
     prompt = call.prompts[0]
     if prompt.resource:
-        message = "The request uses cached content, which is on the server; expected its text."
+        message = "The request uses stored cached content; expected the text itself in the body."
         raise Refusal(Kind.BAD, "invalid_value", message, param="cachedContent")
     return prompt
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gateway.analytics.prompt_findings import HOUR_MS, WORKING_SET
+from gateway.analytics.prompt_findings import WORKING_SET
 from gateway.findings.books import TAKER
 from gateway.findings.causes import (
     LEGITIMATE,
@@ -27,11 +27,11 @@ from gateway.findings.causes import (
 )
 from tenancy.accounting.usage import UsageTotal, usage
 from tenancy.accounts.tenants import find_tenant, list_tenants
-from tenancy.pricing.charges import RateCard
+from tenancy.pricing.charges import PICO_PER_DOLLAR, RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.reuse.finding_counts import FindingCount, read_counts
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, Tenant
+from tenancy.types import DAY_MS, HOUR_MS, Tenant
 
 WINDOW_MS_DEFAULT = DAY_MS
 MONTH_MS = 30 * DAY_MS
@@ -48,7 +48,6 @@ TOKENS_SHARE_MIN = 0.05
 """The least share of a tenant's prompt tokens that losses must concern."""
 COVERED_SHARE_MIN = 0.5
 """The least share of expired prefixes that a longer class must have kept to be advised."""
-PICO_PER_DOLLAR = 10**12
 KEPT_BY = "kept_by:"
 CLASS_GROUPS = (frozenset({"5m", "1h"}), frozenset({"30m", "12h"}))
 """Classes that one field of a request can name: `cache_control`, and OpenAI's options."""

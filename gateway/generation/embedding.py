@@ -31,7 +31,7 @@ from gateway.generation.idempotency import (
     parse_idempotency_key,
     replay,
 )
-from gateway.generation.preparation import INLINE_CHARS_MAX, parse_body
+from gateway.generation.preparation import INLINE_CHARS_MAX, parse_body, shutting_down
 from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER
 from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import STATE, RequestState, request_metadata
@@ -39,9 +39,8 @@ from gateway.http.response import ClientGone, send
 from gateway.ledger.metering import LedgerReservation
 from gateway.observability.tracing import operation_name
 from gateway.retention_classes import BEST_EFFORT
-from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
-from tenancy.ledger.idempotency import StoredResponse
-from tenancy.limits import NO_DEMAND, Demand, Reservation
+from tenancy.errors import LedgerUnavailable, TenancyError
+from tenancy.limits import NO_DEMAND, Demand
 from tenancy.types import Identity
 
 TRUNCATED_HEADER = "X-Trunkline-Truncated"
@@ -73,12 +72,6 @@ class EmbeddingRequest:
         assert identity is not None, "this route asks for a key"
         return identity
 
-    @property
-    def _place(self) -> Reservation:
-        place = self._state.place
-        assert place is not None, "the middleware takes a place for each request of a tenant"
-        return place
-
     async def run(self) -> web.StreamResponse:
         """Read and parse the request, then execute it. Raises Refusal, and what the ledger and the
         limits raise."""
@@ -87,7 +80,8 @@ class EmbeddingRequest:
         if embedder is None:
             message = "Embeddings are not offered: the server's embeddings.model is not set."
             raise Refusal(Kind.NOT_FOUND, "not_served", message)
-        _check_open(gateway)
+        if gateway.is_draining:
+            raise shutting_down()
         state.operation = operation_name(dialect.SHAPE.name)
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
@@ -103,7 +97,8 @@ class EmbeddingRequest:
         share.budget.release(share)
         _check_sizes(embedder, call, texts)
         self._set_head(call, texts)
-        _check_open(gateway)
+        if gateway.is_draining:
+            raise shutting_down()
         work = self._execute(embedder, call, texts)
         if self._idempotent is None:
             return await work
@@ -130,7 +125,7 @@ class EmbeddingRequest:
             tenant_id = identity.tenant.tenant_id
             gateway.user_notes.note(state.request_id, tenant_id, call.client_user)
         demand = Demand(lookup.tokens - lookup.cached_tokens, 0)
-        place = self._reserve(demand)
+        place = rate_limits.reserve(gateway, state, dialect.SHAPE.name, demand)
         gateway.enter(identity.tenant.tenant_id)
         ending = "failed"
         try:
@@ -142,7 +137,7 @@ class EmbeddingRequest:
                 place.settle(NO_DEMAND)
                 raise
             finally:
-                self._set_limit_headers(place)
+                rate_limits.report_limits(gateway, state, dialect.SHAPE.name, place)
             settled = self._settle(hold, answer, record, lookup)
             embedder.store(lookup)
             await settled
@@ -230,30 +225,9 @@ class EmbeddingRequest:
             self._request, body, self._identity, gateway.config.idempotency
         )
         stored = await self._idempotent.find(gateway)
-        return None if stored is None else await self._replay(stored)
-
-    async def _replay(self, stored: StoredResponse) -> web.StreamResponse:
-        """Send the stored response. It counts as one request and no tokens."""
-        place = self._reserve(NO_DEMAND)
-        place.settle(NO_DEMAND)
-        self._set_limit_headers(place)
-        self._state.operation, self._state.ending = "", "replayed"
-        return await replay(self._request, stored, {}, is_stream=False)
-
-    def _reserve(self, demand: Demand) -> Reservation:
-        """Reserve the tokens of a request that has its place. Raises Refusal."""
-        place = self._place
-        try:
-            place.extend(demand)
-        except LimitExceeded as error:
-            self._gateway.limited[self._identity.tenant.tenant_id] += 1
-            self._set_limit_headers(place)
-            raise rate_limits.refusal_of(error) from error
-        return place
-
-    def _set_limit_headers(self, place: Reservation) -> None:
-        left, now_ms = place.status(), self._gateway.wall()
-        self._state.headers.update(rate_limits.limit_headers(dialect.SHAPE.name, left, now_ms))
+        if stored is None:
+            return None
+        return await replay(gateway, self._request, stored, dialect.SHAPE.name, {})
 
     def _set_head(self, call: EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
         cut = [index for index, text in enumerate(texts) if not text.is_whole]
@@ -262,12 +236,6 @@ class EmbeddingRequest:
             self._head[TRUNCATED_HEADER] = f"{len(cut)} of {len(texts)} inputs: {shown}"
         if call.ignored:
             self._head[IGNORED_HEADER] = ", ".join(call.ignored)
-
-
-def _check_open(gateway: Context) -> None:
-    if gateway.is_draining:
-        message = "The server is shutting down."
-        raise Refusal(Kind.BUSY, "shutting_down", message, retry_after_s=5.0)
 
 
 def check_embedding_model(gateway: Context, embedder: Embedder, name: str) -> None:

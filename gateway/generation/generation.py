@@ -1,7 +1,7 @@
 """One generation request: render, admit, hold, submit, stream, settle.
 
-Whatever happens between the hold and the last byte (a refusal, an engine failure, a disconnect),
-the request is cancelled in the engine and settled in the ledger exactly once. The last bytes of a
+A request that ends between the hold and the last byte (by a refusal, an engine failure or a
+disconnect) is cancelled in the engine and settled in the ledger exactly once. The last bytes of a
 complete answer wait until its ledger entry is durable. A unary answer is the fold of the stream.
 The module knows no dialect by name; `gateway.api.generate` calls it.
 """
@@ -9,7 +9,7 @@ The module knows no dialect by name; `gateway.api.generate` calls it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TypeVar
@@ -44,6 +44,7 @@ from gateway.generation.preparation import (
     check_model,
     parse_body,
     prepare,
+    shutting_down,
 )
 from gateway.generation.stored_responses import (
     StoredAnswer,
@@ -60,9 +61,9 @@ from gateway.ledger.metering import LedgerReservation
 from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
 from gateway.observability.tracing import operation_name
 from gateway.waiting_requests import WaitingPlace
-from tenancy.errors import LedgerUnavailable, LimitExceeded, TenancyError
-from tenancy.ledger.idempotency import ReplayRecord, StoredResponse
-from tenancy.limits import NO_DEMAND, Demand, LimitState, Meter, Reservation
+from tenancy.errors import LedgerUnavailable, TenancyError
+from tenancy.ledger.idempotency import ReplayRecord
+from tenancy.limits import NO_DEMAND
 from tenancy.types import Identity
 
 T = TypeVar("T")
@@ -89,12 +90,6 @@ class Generation:
         self._in_thread: InThread | None = None
         """Where an answer with the logprobs of whole prompts is encoded; None for other answers."""
 
-    @property
-    def _place(self) -> Reservation:
-        place = self._state.place
-        assert place is not None, "the middleware takes a place for each request of a tenant"
-        return place
-
     async def run(self, id_prefix: str) -> web.StreamResponse:
         """Read, parse and prepare the request, then execute it. Nothing before the ledger hold
         needs to be undone."""
@@ -102,7 +97,7 @@ class Generation:
         identity = state.identity
         assert identity is not None, "this route asks for a key"
         if gateway.is_draining:
-            raise _shutting_down()
+            raise shutting_down()
         fidelity = None
         if FIDELITY_HEADER in self._request.headers:
             asked = self._request.headers.getall(FIDELITY_HEADER)
@@ -122,7 +117,7 @@ class Generation:
         if self._ignored:
             call = self._without_honoured(model, call)
         if gateway.is_draining:
-            raise _shutting_down()
+            raise shutting_down()
         replayed = None if call.operation == "count" else await self.find_replay(body, identity)
         if replayed is not None:
             return replayed
@@ -167,7 +162,10 @@ class Generation:
             self._request, body, identity, gateway.config.idempotency
         )
         stored = await self._idempotent.find(gateway)
-        return None if stored is None else await self._replay(stored)
+        if stored is None:
+            return None
+        ids = self._dialect.headers(self._state.request_id)
+        return await replay(gateway, self._request, stored, self._dialect.name, ids)
 
     async def run_to_completion(
         self, work: Coroutine[None, None, web.StreamResponse]
@@ -210,7 +208,8 @@ class Generation:
         )
         self._note_user(call.client_user, identity)
         wanted = rate_limits.estimate(requests, cached) if cached else most
-        limit_reservation = self._reserve(wanted)
+        dialect, state = self._dialect.name, self._state
+        limit_reservation = rate_limits.reserve(gateway, state, dialect, wanted)
         outcome = Outcome(gateway, self._state, prepared, limit_reservation)
 
         def on_started(found: int) -> None:
@@ -227,12 +226,11 @@ class Generation:
                 await hold.open()
                 streams = await self._submit(model, requests)
             except (TenancyError, EngineError):
-                # The headers report the full limit again.
-                limit_reservation.settle(NO_DEMAND)
+                limit_reservation.settle(NO_DEMAND)  # the headers report the full limit again
                 raise
             finally:
                 # After submitting, while the engine works.
-                self._set_limit_headers(limit_reservation.status())
+                rate_limits.report_limits(gateway, state, dialect, limit_reservation)
             output.follow(streams, waiting.start)
             self._state.submitted_s = gateway.clock()
             respond = self._stream if call.stream else self._unary
@@ -265,7 +263,7 @@ class Generation:
         most = rate_limits.upper_bound(
             prepared.tokens, prepared.call.generation, len(prepared.rendered), longest
         )
-        if not self._place.is_near_limit(most):
+        if not rate_limits.place_of(self._state).is_near_limit(most):
             return 0, prepared.now
         shared = prepared.scope.shared_tokens
         prompts = [findable(prompt.token_ids, shared) for prompt in prepared.rendered]
@@ -279,24 +277,6 @@ class Generation:
         notes = self._gateway.user_notes
         if notes is not None and user:
             notes.note(self._state.request_id, identity.tenant.tenant_id, user)
-
-    def _reserve(self, demand: Demand) -> Reservation:
-        """Reserve the tokens of a request that has its place. Raises Refusal; the headers report
-        what is left."""
-        place = self._place
-        try:
-            place.extend(demand)
-        except LimitExceeded as error:
-            identity = self._state.identity
-            assert identity is not None, "a place belongs to a tenant"
-            self._gateway.limited[identity.tenant.tenant_id] += 1
-            self._set_limit_headers(place.status())
-            raise rate_limits.refusal_of(error) from error
-        return place
-
-    def _set_limit_headers(self, left: Mapping[Meter, LimitState]) -> None:
-        headers = rate_limits.limit_headers(self._dialect.name, left, self._gateway.wall())
-        self._state.headers.update(headers)
 
     async def _submit(
         self, model: ServedModel, requests: tuple[Request, ...]
@@ -468,17 +448,6 @@ class Generation:
         outcome.record_usage(output)
         return settled if self._stored is None else self._settle_stored(settled, self._stored)
 
-    # -- idempotent requests --------------------------------------------------------------------
-
-    async def _replay(self, stored: StoredResponse) -> web.StreamResponse:
-        """Send the stored response. It counts as one request and no tokens."""
-        place = self._reserve(NO_DEMAND)
-        place.settle(NO_DEMAND)
-        self._set_limit_headers(place.status())
-        self._state.operation, self._state.ending = "", "replayed"
-        ids = self._dialect.headers(self._state.request_id)
-        return await replay(self._request, stored, ids, is_stream=self._state.is_stream)
-
 
 def _has_many_tokens(batch: Sequence[Delta]) -> bool:
     """Return whether a batch reports so many tokens that the event loop should not encode it."""
@@ -499,8 +468,3 @@ def _enter(
     tenant_id, tokens = identity.tenant.tenant_id, [len(request.tokens) for request in requests]
     gateway.enter(tenant_id, len(requests))
     return model.waiting.enter(tenant_id, identity.policy.weight, tokens)
-
-
-def _shutting_down() -> Refusal:
-    message = "The server is shutting down."
-    return Refusal(Kind.BUSY, "shutting_down", message, retry_after_s=5.0)

@@ -19,14 +19,16 @@ from aiohttp import web
 from gateway.config import IdempotencyConfig
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
+from gateway.generation.rate_limits import report_limits, reserve
+from gateway.http.request_context import STATE
 from gateway.http.response import PIECE_BYTES, begin, send, streamed, write
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse, find
-from tenancy.types import Identity
+from tenancy.limits import NO_DEMAND
+from tenancy.types import HOUR_MS, Identity
 
 KEY_HEADER = "Idempotency-Key"
 KEY_CHARS_MAX = 255
 REPLAYED_HEADER = "Idempotency-Replayed"
-HOUR_MS = 3_600_000
 _WINDOW_BITS, _MEMORY_LEVEL = 12, 4
 """zlib parameters: an open response then holds 36 KB. With zlib's defaults it would hold 215 KB and
 compress streams only 1 % better, because chunks repeat the chunk before."""
@@ -107,13 +109,25 @@ def request_digest(request: web.BaseRequest, body: bytes, workspace: str) -> byt
 
 
 async def replay(
-    request: web.BaseRequest, answer: StoredResponse, ids: Mapping[str, str], *, is_stream: bool
+    gateway: Context,
+    request: web.BaseRequest,
+    answer: StoredResponse,
+    dialect: str,
+    ids: Mapping[str, str],
 ) -> web.StreamResponse:
-    """Send the stored bytes again, a stream as a stream. `ids`: headers that identify this request
-    rather than the original one. Raises ClientGone."""
+    """Send the stored bytes again, a stream as a stream. It counts as one request and no tokens.
+
+    `ids`: headers that identify this request rather than the original one. Raises Refusal,
+    ClientGone.
+    """
+    state = request[STATE]
+    place = reserve(gateway, state, dialect, NO_DEMAND)
+    place.settle(NO_DEMAND)
+    report_limits(gateway, state, dialect, place)
+    state.operation, state.ending = "", "replayed"
     head = {**msgspec.json.decode(answer.head, type=dict[str, str]), **ids, REPLAYED_HEADER: "true"}
     body = zlib.decompress(answer.body)  # its size was bounded when it was recorded
-    if not is_stream:
+    if not state.is_stream:
         return await send(request, 200, body, head)
     response = streamed(request, head)
     await begin(request, response)

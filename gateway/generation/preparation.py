@@ -79,6 +79,12 @@ class Prepared(Struct, frozen=True):
         return sum(map(len, map(_token_ids, self.rendered)))
 
 
+def shutting_down() -> Refusal:
+    """Return the refusal of a request that comes while the server drains."""
+    message = "The server is shutting down."
+    return Refusal(Kind.BUSY, "shutting_down", message, retry_after_s=5.0)
+
+
 def check_model(gateway: Context, call: Call, identity: Identity) -> ServedModel:
     """Return the model that a call names. Raises Refusal if it is not served, or not to this
     tenant, which then sees no difference."""
@@ -86,7 +92,10 @@ def check_model(gateway: Context, call: Call, identity: Identity) -> ServedModel
     tenant = identity.tenant.name
     if model is None or (model.tenants is not None and tenant not in model.tenants):
         if gateway.embeddings is not None and call.model in gateway.embeddings.names:
-            message = f"model: {call.model[:80]!r} embeds texts; expected it at /v1/embeddings."
+            message = (
+                f"model: {call.model[:80]!r} is an embedding model; expected a chat model, or the"
+                " path /v1/embeddings."
+            )
             raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
         found = [name for one in gateway.models.open_to(tenant) for name in one.names]
         names = ", ".join(found) or "none, as no model is open to this tenant"

@@ -19,7 +19,7 @@ from gateway.dialects.canonical import GenerationParameters, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.http.request_context import RequestState
 from tenancy.errors import LimitExceeded
-from tenancy.limits import CONCURRENCY_RETRY_S, NO_DEMAND, Demand, LimitState, Meter
+from tenancy.limits import CONCURRENCY_RETRY_S, NO_DEMAND, Demand, LimitState, Meter, Reservation
 
 
 def take_place(gateway: Context, state: RequestState) -> None:
@@ -45,6 +45,31 @@ def take_place(gateway: Context, state: RequestState) -> None:
         left = limiter.status(identity)
         state.headers.update(limit_headers(state.shape.name, left, gateway.wall()))
         raise refusal_of(error) from error
+
+
+def place_of(state: RequestState) -> Reservation:
+    """Return the place that `take_place` has taken."""
+    assert state.place is not None, "the middleware takes a place for each request of a tenant"
+    return state.place
+
+
+def reserve(gateway: Context, state: RequestState, dialect: str, demand: Demand) -> Reservation:
+    """Reserve the tokens of a request that has its place, and return the place. Raises Refusal; the
+    headers report what is left."""
+    place = place_of(state)
+    try:
+        place.extend(demand)
+    except LimitExceeded as error:
+        assert state.identity is not None, "a place belongs to a tenant"
+        gateway.limited[state.identity.tenant.tenant_id] += 1
+        report_limits(gateway, state, dialect, place)
+        raise refusal_of(error) from error
+    return place
+
+
+def report_limits(gateway: Context, state: RequestState, dialect: str, place: Reservation) -> None:
+    """Set the headers that report what is left."""
+    state.headers.update(limit_headers(dialect, place.status(), gateway.wall()))
 
 
 def upper_bound(

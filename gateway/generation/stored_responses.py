@@ -46,9 +46,8 @@ from tenancy.responses.stored_responses import (
     load_thread,
 )
 from tenancy.responses.stored_sums import Obstacle
-from tenancy.types import Identity
+from tenancy.types import HOUR_MS, Identity
 
-HOUR_MS = 3_600_000
 REFERENCED_BODIES_MAX = 4
 """Bytes of the responses that one request may refer to, in bodies of the largest size."""
 

@@ -99,8 +99,8 @@ def bearer_key(request: web.BaseRequest, *, takes_query: bool = True) -> str:
             raise Refusal(
                 Kind.BAD,
                 "key_in_query",
-                "An administrator's key in the address is not taken, because proxies and histories"
-                " keep addresses; rotate the key, and send it as Authorization: Bearer <key>.",
+                "An administrator's key is not accepted in the address, which proxies and histories"
+                " keep. Rotate the key, and send the new one as Authorization: Bearer <key>.",
                 param="key",
             )
         found += request.query.getall("key", [])

@@ -19,7 +19,7 @@ DESCRIPTORS_KEPT = 200
 """Left for child processes, the database, connections that are refused, and the admin listener."""
 
 CONNECTIONS_MIN = 16
-"""Connections that are allowed whatever the limit of descriptors is."""
+"""Connections that are allowed under any limit of descriptors."""
 
 
 def descriptor_limits() -> tuple[int, int]:

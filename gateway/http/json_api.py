@@ -20,10 +20,10 @@ from gateway.dialects.validation import convert, find_duplicate_key
 from gateway.errors import Kind, Refusal
 from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
 from tenancy.accounting.exports import as_csv
+from tenancy.types import DAY_MS
 
 T = TypeVar("T")
 
-DAY_MS = 86_400_000
 WINDOW_DAYS_MAX = 400
 """The longest time window of a query, in days."""
 

@@ -202,7 +202,7 @@ def _check_head(request: web.BaseRequest, settings: ServerConfig) -> str:
 
 
 def check_values(body: bytes, values_max: int) -> None:
-    """Refuse a body of too many JSON values: each becomes an object, whatever its bytes. O(bytes).
+    """Refuse a body of too many JSON values: each becomes an object in memory. O(bytes).
 
     Raises Refusal, TOO_BIG.
     """

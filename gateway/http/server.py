@@ -38,6 +38,8 @@ _QUIET_S = 0.25
 """Without a request for this long, a draining listener closes what is still open, in seconds: a
 client that was answered just now asks again at once, and is to be told why it is refused."""
 _QUIET_WAIT_S = 2.0
+_SHUTDOWN_TIMEOUT_S = 5.0
+"""Seconds for which `close` waits for running requests before it cancels them."""
 
 _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of a process or a system that cannot accept a connection now."""
@@ -56,19 +58,14 @@ class Listener:
         settings: ServerConfig,
         new_id: NewId,
         *,
-        on_unreadable: Callable[[], None] = lambda: None,
-        shutdown_timeout_s: float = 60.0,
+        on_unreadable: Callable[[], None],
     ) -> None:
-        """Prepare a listener; `open` binds it.
-
-        `on_unreadable` is called for each request that is not valid HTTP. `shutdown_timeout_s`: how
-        long `close` waits for running requests before it cancels them.
-        """
+        """Prepare a listener; `open` binds it. `on_unreadable` is called for each request that is
+        not valid HTTP."""
         self._handler = handler
         self._settings = settings
         self._new_id = new_id
         self._on_unreadable = on_unreadable
-        self._shutdown_timeout_s = shutdown_timeout_s
         self._runner: web.ServerRunner | None = None
         self._server: asyncio.Server | None = None
         self._connections: Connections | None = None
@@ -84,7 +81,7 @@ class Listener:
             access_log=None,
             auto_decompress=False,  # `request_body` decompresses, within a bound
         )
-        self._runner = web.ServerRunner(make_protocol, shutdown_timeout=self._shutdown_timeout_s)
+        self._runner = web.ServerRunner(make_protocol, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
         self._connections = Connections(
             make_protocol, self._settings, self._new_id, self._on_unreadable

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from gateway.observability.metrics import Metrics, cache_outcome
 from tenancy.history.request_records import RequestRecord, received_ms
-from tenancy.history.samples import ALL_TENANTS, MINUTE_MS, Sample, SampleDetails, add_details
+from tenancy.history.samples import ALL_TENANTS, Sample, SampleDetails, add_details
 from tenancy.reuse.miss_ratio_curve import bucket_of
 from tenancy.reuse.prefix_statistics import SegmentEnd
-from tenancy.types import WallClock
+from tenancy.types import HOUR_MS, MINUTE_MS, WallClock
 
 QUEUE_MAX = 65_536
 """Requests that wait to be counted; beyond them the oldest are not counted."""
@@ -32,7 +32,6 @@ REFUSED_PER_WRITE_MAX, REFUSED_PER_TENANT_MAX = 1_000, 100
 """Records of refused requests in one write, of all tenants and of each."""
 SEGMENTS_EACH_END = 8
 """Parts of a prompt that a record names, from its beginning and from its end."""
-HOUR_MS = 60 * MINUTE_MS
 
 
 class MinuteCounts:

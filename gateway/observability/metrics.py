@@ -121,19 +121,21 @@ class LabelledCounter(Collector):
 
 
 class CounterGroup(Collector):
-    """Three counters with one label that are counted together, as in `LabelledCounter`."""
+    """Three counters by tenant that are counted together, as in `LabelledCounter`."""
 
-    def __init__(self, label: str, **texts: str) -> None:
+    labels = ("tenant",)
+
+    def __init__(self, **texts: str) -> None:
         """`texts`: help text of each counter, by name."""
         assert len(texts) == 3
-        self.labels, self._texts = (label,), texts
+        self._texts = texts
         self._rows: dict[str, list[int]] = {}
 
-    def add(self, label: str, first: int, second: int, third: int) -> None:
+    def add(self, tenant: str, first: int, second: int, third: int) -> None:
         """Add to the three counters, in the order of their names. O(1)."""
-        row = self._rows.get(label)
+        row = self._rows.get(tenant)
         if row is None:
-            row = self._rows[label] = [0, 0, 0]
+            row = self._rows[tenant] = [0, 0, 0]
         row[0] += first
         row[1] += second
         row[2] += third
@@ -145,8 +147,8 @@ class CounterGroup(Collector):
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
         for place, family in enumerate(self._families()):
-            for label, row in self._rows.items():
-                family.add_metric((label,), row[place])
+            for tenant, row in self._rows.items():
+                family.add_metric((tenant,), row[place])
             yield family
 
     def _families(self) -> Iterator[CounterMetricFamily]:
@@ -260,13 +262,11 @@ class Metrics:
         self.tenant_refusals = counter("tenant_refusals", help_text, "tenant", "code")
         self.embeddings = _embedding_counts()
         self.tokens = CounterGroup(
-            "tenant",
             prompt_tokens="Prompt tokens.",
             cached_tokens="Prompt tokens from the cache.",
             output_tokens="Output tokens.",
         )
         self.contract_tokens = CounterGroup(
-            "tenant",
             cache_read_tokens="Prompt tokens charged as cache reads.",
             cache_write_tokens="Prompt tokens charged as cache writes.",
             recomputed_promised_tokens="Tokens charged as cache reads that were computed again.",
@@ -406,7 +406,6 @@ class EngineState(Struct, frozen=True):
 
 def _embedding_counts() -> CounterGroup:
     return CounterGroup(
-        "tenant",
         embedding_texts="Texts embedded for answers, cached ones too.",
         embedding_tokens="Tokens of these texts.",
         embedding_cached_tokens="Tokens of texts whose vectors were cached.",

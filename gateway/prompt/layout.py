@@ -204,9 +204,7 @@ class ToolOffsets:
         self._words = words
         self._known: OwnerCache[bytes, tuple[tuple[int, ...], str]] = OwnerCache(CACHED_CHARS_MAX)
 
-    def tool_ends(
-        self, template_input: TemplateInput, marked: str, owner: int = 0
-    ) -> dict[int, int]:
+    def tool_ends(self, template_input: TemplateInput, marked: str, owner: int) -> dict[int, int]:
         """Return the offset in `marked` at which each tool ends, by part.
 
         Cost: two short renderings for each new tool, at most `PROBE_CHARS_MAX` characters; a set of

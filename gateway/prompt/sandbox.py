@@ -1,4 +1,4 @@
-"""A Jinja environment that bounds the memory and time of a template, whatever it does.
+"""A Jinja environment that bounds the memory and time of any template.
 
 Jinja's own sandbox keeps a template away from the program, but not from doubling a string thirty
 times or from looping. Here every operation that can make a value larger than its parts is counted

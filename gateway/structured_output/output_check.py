@@ -64,7 +64,7 @@ def satisfies(text: str, wanted: OutputFormat) -> bool:
     """Return False only if the text certainly violates the format. Raises nothing.
 
     The client writes the schema, and the text is delivered already: a schema that the check cannot
-    read, or whatever else goes wrong, counts as satisfied. O(text), at most `STEPS_MAX` steps.
+    read, or any other failure, counts as satisfied. O(text), at most `STEPS_MAX` steps.
     """
     if wanted.kind not in ("json_object", "json_schema") or len(text) > TEXT_CHARS_MAX:
         return True

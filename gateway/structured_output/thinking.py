@@ -115,7 +115,6 @@ class ThinkingSplitter:
         self._held = ""
         self._place = "thought" if is_open else "start"
         self._is_at_begin = True
-        self.has_thought = is_open
 
     @property
     def is_thinking(self) -> bool:
@@ -164,7 +163,7 @@ class ThinkingSplitter:
         begun = self._held.lstrip(_SPACE)
         if begun.startswith(self._opening):
             self._held = begun[len(self._opening) :]
-            self._place, self.has_thought = "thought", True
+            self._place = "thought"
         elif self._opening.startswith(begun):
             return False
         else:

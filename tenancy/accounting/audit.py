@@ -12,7 +12,7 @@ from itertools import islice
 
 from tenancy.accounting.closing import totals_of
 from tenancy.ledger.adjustments import ADJUSTMENT_FIELDS, Adjustment, credit_of
-from tenancy.ledger.aggregates import ENTRY_SUMS, EPOCH_TOTALS, HOUR_MS
+from tenancy.ledger.aggregates import ENTRY_SUMS, EPOCH_TOTALS
 from tenancy.ledger.entries import (
     ENTRY_FIELDS,
     ChargingRules,
@@ -24,7 +24,7 @@ from tenancy.pricing.charges import PICO_PER_MICRO, compute_charge, compute_savi
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
 from tenancy.storage.hourly_usage import HOUR_SUMS, HOURLY_USAGE
 from tenancy.storage.interface import Row, Store, Transaction
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, HOUR_MS
 
 FINDINGS_MAX = 100
 """The most findings that one audit returns."""

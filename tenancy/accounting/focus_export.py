@@ -14,7 +14,6 @@ from decimal import Decimal
 from msgspec import Struct
 
 from tenancy.accounting.exports import Rows, pages
-from tenancy.ledger.aggregates import HOUR_MS
 from tenancy.ledger.entries import ChargingRules
 from tenancy.pricing.budgets import window_of
 from tenancy.pricing.charges import (
@@ -27,7 +26,7 @@ from tenancy.pricing.charges import (
 )
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Row, Store
-from tenancy.types import format_utc
+from tenancy.types import HOUR_MS, format_utc
 
 PROVIDER = "Trunkline"
 COLUMNS = (

@@ -12,12 +12,12 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
-from tenancy.ledger.aggregates import ENTRY_SUMS, HOUR_MS
+from tenancy.ledger.aggregates import ENTRY_SUMS
 from tenancy.ledger.entries import ROW_FIELDS, entry_of
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Row, Store, Value
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 
 UsageGroup = Literal["tenant", "key", "model", "user", "hour", "day"]
 """A column to group by."""

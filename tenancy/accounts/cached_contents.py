@@ -168,19 +168,3 @@ def sweep_cached_contents(store: Store, now_ms: int) -> int:
             " where ended_ms is null and expires_ms <= ?",
             (now_ms,),
         )
-
-
-def cached_content_token_seconds(store: Store, tenant_id: int, since_ms: int, until_ms: int) -> int:
-    """Return tokens times seconds stored by the tenant within [since_ms, until_ms).
-
-    Rounded down to whole seconds once, at the end. O(cached contents of the tenant).
-    """
-    rows = store.query(
-        "select coalesce(sum(tokens * (until_ms - since_ms)), 0) from (select tokens,"
-        " case when created_ms < ?2 then ?2 else created_ms end as since_ms,"
-        " case when coalesce(ended_ms, expires_ms) < ?3 then coalesce(ended_ms, expires_ms)"
-        " else ?3 end as until_ms from cached_contents where tenant_id = ?1) as kept"
-        " where until_ms > since_ms",
-        (tenant_id, since_ms, until_ms),
-    )
-    return int(rows[0][0]) // 1000

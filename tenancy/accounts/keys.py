@@ -153,7 +153,8 @@ def rotate_key(
     key, or the key is declared, expired, revoked, or was rotated before.
     """
     if not 0 <= grace_ms <= GRACE_MS_MAX:
-        raise BadName("bad_time", "grace out of range; expected 0 to 90 days")
+        message = f"grace out of range: {grace_ms / 1000:g} s; expected 0 s to 90 days"
+        raise BadName("bad_time", message)
     key = _new_key()
     with store.change() as db:
         old, now_ms = _find_changeable(db, which), clock()
@@ -270,7 +271,8 @@ def check_name(name: str, what: str) -> None:
 def check_label(label: str) -> None:
     """Raise BadName if the label is too long or not printable."""
     if len(label) > LABEL_CHARS_MAX or not label.isprintable():
-        message = f"invalid label; expected at most {LABEL_CHARS_MAX} printable characters"
+        shown, most = label[:80], LABEL_CHARS_MAX
+        message = f"invalid label: {shown!r}; expected at most {most} printable characters"
         raise BadName("bad_label", message)
 
 
@@ -317,7 +319,8 @@ def _new_key() -> str:
 def _expiry(clock: WallClock, label: str, lives_ms: int | None) -> int | None:
     check_label(label)
     if lives_ms is not None and not 0 < lives_ms <= LIFE_MS_MAX:
-        raise BadName("bad_time", "life out of range; expected 1 ms to 100 years")
+        message = f"life out of range: {lives_ms / 1000:g} s; expected 1 ms to 100 years"
+        raise BadName("bad_time", message)
     return None if lives_ms is None else clock() + lives_ms
 
 
@@ -374,15 +377,8 @@ def _record(
     tenant_id = db.rows("select tenant_id from keys where key_id = ?", which)[0][0]
     after = _single(db.rows(f"{_KEYS} where key_id = ?", which))
     was = None if before is None else _audited(before)
-    record(
-        db,
-        by,
-        action,
-        f"key:{key_id}",
-        tenant_id=tenant_id,
-        before=was,
-        after=_audited(after),
-    )
+    what = f"key:{key_id}"
+    record(db, by, action, what, tenant_id=tenant_id, before=was, after=_audited(after))
 
 
 def _audited(key: Key) -> dict[str, object]:

@@ -154,7 +154,7 @@ def create_tenant(
 ) -> Tenant:
     """Create a tenant. `by`: for the audit log.
 
-    Raises BadName if the name is invalid or taken or a setting is invalid, and whatever `check`
+    Raises BadName if the name is invalid or taken or a setting is invalid, and what `check`
     raises.
     """
     made = TenantRecord(
@@ -182,7 +182,7 @@ def change_tenant(
 
     Fields that are not named keep their values, also under concurrent changes. A new status applies
     to the tenant's keys within a second. Suspension deletes the tenant's stored responses. `by`:
-    for the audit log. Raises BadName, and whatever `check` raises, with nothing changed.
+    for the audit log. Raises BadName, and what `check` raises, with nothing changed.
     """
     with store.change() as db:
         found = find_tenant_in(db, name)

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from tenancy.ledger.aggregates import HOUR_MS
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.interface import Store, Value
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, HOUR_MS
 
 _COUNTS = (
     *("prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),

@@ -15,11 +15,10 @@ import msgspec
 from msgspec import Struct, structs
 
 from tenancy.storage.interface import Row, Store, Transaction, Value
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS
 
 ALL_TENANTS = 0
 """The tenant id of the sums of all; no tenant has it."""
-MINUTE_MS, HOUR_MS = 60_000, 3_600_000
 MINUTES_KEPT_MS = 50 * HOUR_MS
 """How long minutes stay apart: two days, and the rest of an hour at either end."""
 KEPT_MS = 35 * DAY_MS

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from tenancy.errors import BadPrice
-from tenancy.ledger.aggregates import HOUR_MS
 from tenancy.ledger.entries import ENTRY_FIELDS, NO_CHAIN, entry_of, next_chain, read_open_from_ms
 from tenancy.pricing.charges import (
     CHARGE_MAX,
@@ -25,7 +24,7 @@ from tenancy.pricing.charges import (
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
 from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Store, Transaction, Value
-from tenancy.types import DAY_MS, UsageEntry, WallClock
+from tenancy.types import DAY_MS, HOUR_MS, UsageEntry, WallClock
 
 REASON_CHARS_MAX = 500
 """The most characters of a reason."""

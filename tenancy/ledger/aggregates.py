@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Transaction, Value, placeholders
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 
-HOUR_MS = 3_600_000
 FOLD_ROWS_MAX = 200
 """Rows folded in one transaction, so that other transactions wait only briefly."""
 

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from tenancy.ledger.aggregates import HOUR_MS, HourlySums
+from tenancy.ledger.aggregates import HourlySums
 from tenancy.storage.interface import Row, Transaction, Value, placeholders
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 
 EntryReader = Callable[[str, Sequence[Value]], list[Row]]
 """`Store.query`, or `Transaction.rows`."""
@@ -55,7 +55,7 @@ _FIRST_RULE_CHARGED = ("done", "cancelled", "interrupted")
 class ChargingRules:
     """The rules by which stored entries were charged: the present one, and the first one before it.
 
-    By the first rule every failure was free, whatever caused it. Migration 2 notes the last entry
+    By the first rule every failure was free. Migration 2 notes the last entry
     that it priced.
     """
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from tenancy.errors import BadPrice
 from tenancy.types import FREE, UsageEntry
 
-PICO_PER_MICRO = 1_000_000
+PICO_PER_MICRO, PICO_PER_DOLLAR = 10**6, 10**12
 PRICE_MAX = 10**12
 """A dollar per token. A higher price is a mistake of the unit."""
 

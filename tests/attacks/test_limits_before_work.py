@@ -1,4 +1,4 @@
-"""Work before any limit is asked: calls that no limit counted, and bodies that nobody asked for."""
+"""Work before any limit is asked: calls that no limit counted, and bodies that no handler reads."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_bodies_of_one_tenant_fill_its_share_and_no_more(house: House) -> None:
     assert most_mib < before_mib + 160
 
 
-def test_pipelined_answers_that_nobody_reads_are_not_made(house: House) -> None:
+def test_pipelined_answers_without_a_reader_are_not_made(house: House) -> None:
     """Answers of 60 kB, replayed again and again: a connection holds a few of them."""
     quiet, key = Probe(house, house.tenant("quiet-pipeline")), house.tenant("pipeline")
     asked = {"model": house.model, "prompt": [[7, 8, 9]] * 56, "max_tokens": 4, "logprobs": 5}

@@ -45,7 +45,7 @@ def test_a_full_queue_refuses_the_tenant_that_fills_it(make_house: MakeHouse) ->
 
 
 async def test_a_quote_tells_nothing_of_others_waiting_tokens(gateway: GatewayFixture) -> None:
-    """The quiet tenant's estimate is the same whatever number of tokens others have waiting."""
+    """The quiet tenant's estimate does not depend on the tokens that others have waiting."""
     request = {"endpoint": "/v1/chat/completions", "request": gateway.chat()}
     context = gateway.gateway.context
     await gateway.ask(body=gateway.chat())  # from here on there is a rate

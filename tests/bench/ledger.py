@@ -32,7 +32,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
 
 ALONE = 400
@@ -42,7 +42,6 @@ ROUNDS = 5
 TENANTS = 50
 KEYS = 3
 DAYS = 90
-DAY_MS = 86_400_000
 
 
 def entry(request_id: str, at_ms: int) -> UsageEntry:

@@ -15,10 +15,10 @@ from typing import Any
 
 from engine.plan import StepPlan
 from gateway.ledger.metering import wall_ms
+from tenancy.types import HOUR_MS
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
 
-HOUR_MS = 3_600_000
 TICKS, REQUESTS_MAX = 96, 30
 DOWN = 40, 43
 """The ticks between which the server is down: all charts have a gap."""

@@ -237,7 +237,7 @@ class DialectConformance:
         found = self.adapter.read_unary(self.adapter.unary(deltas)).usage
         assert found == (usage.total_in, usage.read_tokens(), usage.out)
 
-    def test_finish_reasons_differ(self) -> None:
+    def test_a_truncated_answer_has_its_own_finish_reason(self) -> None:
         """A truncated answer must not look complete."""
         usage = UsageRecord(1, fresh=1, out=1)
         reasons = {

@@ -266,7 +266,7 @@ async def test_turn_without_its_entry_is_withdrawn(
     assert gateway.store.query("select 1 from stored_responses") == []
 
 
-async def test_erasure_deletes_them(gateway: GatewayFixture) -> None:
+async def test_erasure_deletes_conversations(gateway: GatewayFixture) -> None:
     """Of the tenant that asks, with its cache."""
     mine, others = await make(gateway, HI), await make(gateway, HI, who="bob")
     erase = create_key(gateway.store, wall_ms, 1, scopes=frozenset({"cache"}))

@@ -78,7 +78,7 @@ async def test_disconnect_frees_blocks_and_settles(
     await gateway.until(lambda: bool(gateway.lines))
     assert [entry[0] for entry in gateway.entries()] == ["cancelled"]
     assert gateway.lines[-1]["ending"] == "cancelled"
-    assert gateway.runner.computed_tokens < 200, "the engine went on for nobody"
+    assert gateway.runner.computed_tokens < 200, "the engine went on after the client had left"
 
 
 async def test_disconnect_of_unary_request_settles(gateway: GatewayFixture) -> None:

@@ -129,7 +129,7 @@ async def test_default_bound_holds_on_the_device_too(gateway: GatewayFixture) ->
         (CachePolicy(promised_blocks_max=0, floor_blocks=100), 0),
     ],
 )
-async def test_explicit_bound_wins(
+async def test_an_explicit_bound_replaces_the_default(
     gateway: GatewayFixture, policy: CachePolicy, bound: int
 ) -> None:
     """And a tenant may promise itself its floor, which others cannot use anyway."""

@@ -204,7 +204,7 @@ async def test_owner_pays_for_blocks_and_storage(shared: GatewayFixture) -> None
 
 
 async def test_owners_ceiling_bounds_members(shared: GatewayFixture) -> None:
-    """A prompt above the owner's quota is refused, whatever the member's quota."""
+    """A prompt above the owner's quota is refused, also within the member's quota."""
     change_tenant(shared.store, "eve", {"ceiling_blocks": 2})
     shared.gateway.context.registry.refresh_now()
     refused, body, _ = await shared.ask(body=shared.chat(LONG), who="ada")

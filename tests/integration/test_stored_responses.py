@@ -253,7 +253,7 @@ async def test_stored_responses_survive_a_restart(unopened_gateway: GatewayFixtu
     await gateway.close()
 
 
-async def test_erasure_deletes_them(gateway: GatewayFixture) -> None:
+async def test_erasure_deletes_stored_responses(gateway: GatewayFixture) -> None:
     """Of the tenant that asks, with its cache."""
     mine, others = await create(gateway), await create(gateway, who="bob")
 

@@ -207,7 +207,7 @@ async def asked(gateway: GatewayFixture, name: str, body: dict[str, Any]) -> Cou
 async def test_sums_hold_and_repeated_request_reads_what_it_wrote(
     gateway: GatewayFixture, seed: int
 ) -> None:
-    """In each dialect's own terms, whatever the others have read and written."""
+    """In each dialect's own terms, also after calls of the other dialects."""
     draw = random.Random(seed)
     for _ in range(3):
         talk = drawn(draw)
@@ -222,7 +222,7 @@ async def test_sums_hold_and_repeated_request_reads_what_it_wrote(
                 assert first.read <= second.read < second.total
             else:
                 assert (second.read, second.written) == (first.read + first.written, 0)
-        assert len(totals) == 1, "one conversation is one prompt, whoever tells it"
+        assert len(totals) == 1, "one conversation is one prompt in every dialect"
     await gateway.check_quiet()
 
 

@@ -114,7 +114,7 @@ def test_prefixes_inside_a_floor_survive_other_requests(
     theirs: list[tuple[tuple[int, ...], bool]],
     windows: tuple[int, ...],
 ) -> None:
-    """Prime and probe: whatever others run and hold, the same prefixes are found afterwards."""
+    """Prime and probe: the same prefixes are found after any requests of others."""
     cache = make_cache(windows)
     for prompt in own:
         table = cache.begin(VICTIM, prompt, 0.0, quota=strict(windows))

@@ -103,7 +103,7 @@ PATTERN_PIECES = (
 
 
 @pytest.mark.parametrize("piece", PATTERN_PIECES)
-def test_patterns(piece: str) -> None:
+def test_patterns_are_translated_in_linear_time(piece: str) -> None:
     assert growth(lambda text: translate_pattern(text), repeated(piece)) < GROWTH_MAX
     assert growth(lambda text: is_supported(text), repeated(piece)) < GROWTH_MAX
 
@@ -128,7 +128,7 @@ GRAMMARS: dict[str, Callable[[int], str]] = {
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_grammars(name: str) -> None:
+def test_grammars_are_translated_in_linear_time(name: str) -> None:
     def translate(text: str) -> None:
         with suppress(GbnfError):
             translate_gbnf(text)
@@ -153,7 +153,7 @@ JSON_TEXTS = {
 
 
 @pytest.mark.parametrize("name", JSON_TEXTS)
-def test_json_texts(name: str) -> None:
+def test_json_texts_are_read_in_linear_time(name: str) -> None:
     make = JSON_TEXTS[name]
     assert growth(nesting_depth, make) < GROWTH_MAX
     assert growth(lambda text: count_values(text.encode(), 100), make) < GROWTH_MAX
@@ -174,7 +174,7 @@ SCHEMAS: dict[str, Callable[[int], object]] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_schemas(name: str) -> None:
+def test_schemas_are_translated_in_linear_time(name: str) -> None:
     make = SCHEMAS[name]
     assert growth(lambda schema: translate_schema(schema, strict=False), make) < GROWTH_MAX
 
@@ -219,7 +219,7 @@ def parse_answer(style: ToolStyle, chars: int) -> Callable[[str], None]:
 
 @pytest.mark.parametrize("chars", [3, 10**9])
 @pytest.mark.parametrize("style", [HERMES, LLAMA3, MISTRAL], ids=lambda style: style.family)
-def test_tool_calls(style: ToolStyle, chars: int) -> None:
+def test_tool_calls_are_parsed_in_linear_time(style: ToolStyle, chars: int) -> None:
     """Token by token, and as one text."""
     run = parse_answer(style, chars)
     for make in ANSWERS.values():
@@ -232,7 +232,7 @@ def test_tool_calls(style: ToolStyle, chars: int) -> None:
     ("piece", "stop"),
     [("a", "a" * 999 + "b"), ("a" * 998 + "c", "a" * 999 + "b"), ("ab", "ab" * 499 + "c")],
 )
-def test_stop_strings(piece: str, stop: str) -> None:
+def test_stop_strings_are_found_in_linear_time(piece: str, stop: str) -> None:
     """A stop string has at most 1,000 characters, so what is held back is bounded."""
 
     def run(text: str) -> None:
@@ -285,7 +285,7 @@ PROMPTS: dict[str, Callable[[int], Prompt]] = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompts(renderer: Renderer, name: str) -> None:
+def test_prompts_are_rendered_in_linear_time(renderer: Renderer, name: str) -> None:
     """Through the sandboxed template, the layout and the tokenizer, each time as a new owner."""
     owner = itertools.count(1)
 

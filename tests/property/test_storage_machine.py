@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
-from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
 from engine.storage.index.index import RecordIndex, RecordRow, Scope
 from engine.storage.index.remote_rows import RemoteRows
@@ -34,6 +32,7 @@ from engine.storage.slabs.place_holds import PlaceHolds
 from tests.examples import examples
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
+from tests.property.planted import check_caught
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.remote_faults import FaultyObjects
 from tests.unit.engine.storage.storage_rig import (
@@ -366,7 +365,7 @@ def test_a_planted_fault_is_found(
 ) -> None:
     """A machine that finds nothing proves nothing."""
     plant(monkeypatch)
-    check_it_is_found(StorageMachine)
+    check_caught(StorageMachine, examples=200)
 
 
 @pytest.mark.parametrize("plant", [tombstones_are_forgotten, places_stay_after_they_were_given_up])
@@ -375,20 +374,4 @@ def test_a_planted_fault_afar_is_found(
 ) -> None:
     """The same, of the remote store."""
     plant(monkeypatch)
-    check_it_is_found(FarStorageMachine, examples=60)
-
-
-def check_it_is_found(machine: type[StorageMachine], examples: int = 200) -> None:
-    """Run a machine that must fail."""
-    quick = settings(
-        max_examples=examples,
-        stateful_step_count=30,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.raises((AssertionError, InvariantViolation)):
-        run_state_machine_as_test(machine, settings=quick)
+    check_caught(FarStorageMachine, examples=60)

@@ -2,7 +2,7 @@
 
 It knows rows, no slabs, no quotas and no clock: times are whole milliseconds that its caller gives.
 A row's `key` is a keyed digest of its run and only finds it; the run itself proves equality, from
-the root down. A record's parent exists, so whatever deletes a record deletes everything under it. A
+the root down. A record's parent exists, so a deletion takes everything under a record with it. A
 record id is never used again, also where a power cut takes commits back: ids come from ranges that
 are reserved durably.
 

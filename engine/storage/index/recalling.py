@@ -41,7 +41,7 @@ class RecallPages:
         return Recalled(command.call_id, runs, ROOT if is_last else ids[-1])
 
     def _run_of(self, row: RecordRow, now_ms: int) -> RecalledRun | None:
-        """Return a record as it is told; None for one beyond its limit, or that does not open."""
+        """Return a record for a page; None if its limit has passed, or it does not open."""
         if row.limit_ms <= now_ms or not row.run:
             return None
         return RecalledRun(

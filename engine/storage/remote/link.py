@@ -33,12 +33,11 @@ class RemoteLink:
         monotonic_s: Callable[[], float],
         timeout_s: float,
         log: Callable[..., None] = lambda event, **facts: None,
-        threads: int = THREADS,
     ) -> None:
         """`open_store` may raise EngineError and RemoteFailed; it is called in a thread."""
         self._open_store, self._monotonic_s, self._log = open_store, monotonic_s, log
         self._timeout_s = timeout_s
-        self._io = IoThreads(threads, monotonic_s)
+        self._io = IoThreads(THREADS, monotonic_s)
         self._store: RemoteStore | None = None
         self._serial = 0
         self._under_way: dict[int, tuple[float, Then]] = {}

@@ -91,7 +91,9 @@ def read_key_file(path: Path) -> MasterKey:
         found = os.fstat(fd)
         mode = stat.S_IMODE(found.st_mode)
         if not stat.S_ISREG(found.st_mode):
-            raise MasterKeyRefused(f"the key file {path} is no file; expected one with a key.")
+            raise MasterKeyRefused(
+                f"the key file {path} is not a regular file; expected one with a key."
+            )
         if found.st_uid not in (os.geteuid(), 0):
             raise MasterKeyRefused(
                 f"the key file {path} belongs to user {found.st_uid}; expected user {os.geteuid()}."
@@ -137,7 +139,7 @@ def _parse(text: str, what: str) -> MasterKey:
         secret = b""
     if len(secret) != KEY_BYTES:
         raise MasterKeyRefused(
-            f"{what} has {len(digits)} characters that are no key; expected {2 * KEY_BYTES}"
+            f"{what} has {len(digits)} characters and is not a key; expected {2 * KEY_BYTES}"
             " hexadecimal digits."
         )
     return MasterKey(secret)

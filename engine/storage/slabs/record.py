@@ -1,8 +1,8 @@
 """A record on disk: a header of 4,096 bytes that says what it is, then the bytes of one slot.
 
 The header repeats what the index knows of the record, so that each can be checked against the
-other, and so that a lost index can be made anew. Lengths are read with bounds: whatever a file
-holds, parsing ends in a `RecordHeader` or in `DamagedRecord`.
+other, and so that a lost index can be made anew. Lengths are read with bounds: parsing
+any bytes ends in a `RecordHeader` or in `DamagedRecord`.
 
     magic │ numbers │ run: u32 each │ namespace │ payer │ zeros … │ xxh3-64 of all before
 """
@@ -127,7 +127,7 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
         or max(namespace_bytes, payer_bytes) > NAME_BYTES_MAX
         or parent >= record_id
     ):
-        raise DamagedRecord("the header says what no record can be")
+        raise DamagedRecord("the header describes an impossible record")
     names_at = _FIXED.size + 4 * tokens
     payer_at = names_at + namespace_bytes
     return RecordHeader(

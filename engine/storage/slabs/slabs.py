@@ -78,7 +78,7 @@ def write_all(calls: DiskCalls, fd: int, parts: Sequence[bytes | memoryview], of
         rest = memoryview(b"".join(parts))[done:]  # rare: a call cut short
         wrote = calls.write(fd, [rest], offset + done)
         if wrote <= 0:
-            raise OSError(errno.EIO, "the disk takes no more bytes")
+            raise OSError(errno.EIO, "the disk accepted no bytes of a write")
         done += wrote
 
 

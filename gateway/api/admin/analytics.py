@@ -140,11 +140,7 @@ class _AnalyticsHandlers:
         gateway, name = self._gateway, request[STATE].parameters["name"]
         info = gateway.engine.info
         tenant, card = await self._tenant_and_card(name)
-        seen = await gateway.analytics.tenant(
-            name,
-            card,
-            0 if info is None else info.blocks,
-        )
+        seen = await gateway.analytics.tenant(name, card, 0 if info is None else info.blocks)
         if seen is None:
             await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
             message = "No requests of this tenant since the start."
@@ -177,7 +173,7 @@ class _AnalyticsHandlers:
                 {
                     **one.shown(scopes),
                     **({"model": model.name} if gateway.models.are_several else {}),
-                    "partition": bool(parts_of(one.stats.namespace)[4:5] not in ((), ("",))),
+                    "partition": parts_of(one.stats.namespace)[4:5] not in ((), ("",)),
                     "blocks": one.stats.blocks,
                     "branches": [asdict(branch) for branch in surveyed.branches],
                 }
@@ -251,11 +247,8 @@ class _AnalyticsHandlers:
         gateway = self._gateway
         sums: dict[tuple[int | None, int | None], int] = defaultdict(int)
         lost: dict[int | None, int] = defaultdict(int)
-        for (
-            owner_space,
-            evictor_space,
-        ), blocks in gateway.models.evictions_by_taker().items():
-            owner = owner_of(owner_space)
+        for (space, evictor_space), blocks in gateway.models.evictions_by_taker().items():
+            owner = owner_of(space)
             sums[owner, owner_of(evictor_space)] += blocks
             lost[owner] += blocks
         cards = RateCards(await gateway.reports.ask(load_cards))

@@ -26,8 +26,6 @@ from tenancy.accounts.tenants import find_tenant_record
 from tenancy.history.ledger_history import LedgerBucket, ledger_history
 from tenancy.history.samples import (
     ALL_TENANTS,
-    HOUR_MS,
-    MINUTE_MS,
     Sample,
     add_details,
     read_samples,
@@ -37,7 +35,7 @@ from tenancy.pricing.budgets import BudgetState, budget_states, window_of
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
 from tenancy.reuse.miss_ratio_curve import LogHistogram
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, Tenant
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, Tenant
 
 POINTS_MAX = 400
 RANGES_MS = {"1h": HOUR_MS, "24h": DAY_MS, "7d": 7 * DAY_MS, "30d": 30 * DAY_MS}

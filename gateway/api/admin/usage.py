@@ -99,10 +99,10 @@ async def _target(
         target = erasure.ErasureTarget(tenant_id, by, body.workspace, body.lease_id)
         return {"tenant": body.tenant}, target
     if body.shared_scope is None:
-        message = "tenant is required, or shared_scope."
+        message = "tenant or shared_scope is required."
         raise Refusal(Kind.BAD, "missing_required_parameter", message, param="tenant")
     if body.tenant is not None or body.workspace is not None:
-        message = "shared_scope is not allowed with tenant or workspace; omit these."
+        message = "shared_scope is not allowed with tenant or workspace; omit them."
         raise Refusal(Kind.BAD, "invalid_value", message, param="shared_scope")
     scope = await asyncio.to_thread(find_scope, gateway.store, body.shared_scope)
     owner = {"tenant": scope.owner, "shared_scope": scope.name}

@@ -240,9 +240,7 @@ def _digests(fields: wire.Body) -> tuple[tuple[str, str], ...]:
 class _Block:
     """A content block of an answer under construction: text, a thought, or a tool use."""
 
-    def __init__(
-        self, call: int | None, call_id: str = "", name: str = "", *, is_thought: bool = False
-    ) -> None:
+    def __init__(self, call: int | None, call_id: str, name: str, *, is_thought: bool) -> None:
         self.call = call
         self.is_thought = is_thought
         self._call_id = call_id

@@ -209,18 +209,8 @@ def decode(body: bytes, tolerance: Tolerance) -> Body:
     Cost: O(bytes). Changes: `tolerance` notes the ignored fields. Raises Refusal that names the
     field.
     """
-    try:
-        tree = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        message = f"The body is not valid JSON: {error}."
-        raise Refusal(Kind.BAD, "invalid_json", message) from None
-    except RecursionError:
-        raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
-    if not isinstance(tree, dict):
-        message = f"The body is a JSON {validation.json_type(tree)}; expected a JSON object."
-        raise Refusal(Kind.BAD, "invalid_json", message)
     fields = {}
-    for name, value in tree.items():
+    for name, value in validation.decode_object(body).items():
         if name in _KNOWN:
             fields[name] = value
         elif name == "thread":

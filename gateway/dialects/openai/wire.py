@@ -29,7 +29,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.canonical import Text as TextDelta
 from gateway.dialects.tolerance import HINTS, REASONING_HINTS, Tolerance, asks_nothing
-from gateway.dialects.validation import convert, invalid_field, json_type, unknown_field
+from gateway.dialects.validation import convert, decode_object, invalid_field, unknown_field
 from gateway.errors import TOO_LONG, Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
@@ -216,27 +216,13 @@ def decode(
             pass  # The slow path below finds the error.
         else:
             return decoded
-    fields = _known_fields(_tree(body), kind, rules, tolerance)
+    fields = _known_fields(decode_object(body), kind, rules, tolerance)
     if not tolerance.is_strict:
         for name in rules.cleaned.keys() & fields.keys():
             fields[name] = rules.cleaned[name](fields[name], tolerance)
     if tolerance.is_lenient:
         fields = tolerance.prune(fields, kind, "")
     return convert(fields, kind, "")
-
-
-def _tree(body: bytes) -> dict[str, Any]:
-    try:
-        tree = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        message = f"The body is not valid JSON: {error}."
-        raise Refusal(Kind.BAD, "invalid_json", message) from None
-    except RecursionError:
-        raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
-    if not isinstance(tree, dict):
-        message = f"The body is a JSON {json_type(tree)}; expected a JSON object."
-        raise Refusal(Kind.BAD, "invalid_json", message)
-    return tree
 
 
 def _known_fields(

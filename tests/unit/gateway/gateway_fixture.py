@@ -352,7 +352,7 @@ class GatewayFixture:
     async def until(self, holds: Callable[[], bool]) -> None:
         """Run the event loop until the condition holds."""
         async with asyncio.timeout(PATIENCE_S):
-            while not holds():  # noqa: ASYNC110 (whatever it is has no event to wait for)
+            while not holds():  # noqa: ASYNC110 (there is no event to wait for)
                 await asyncio.sleep(0)
 
 

@@ -84,7 +84,7 @@ def test_a_group_contains_every_row_with_its_blocks(tables: Tables) -> None:
             assert ordered[row][: group.end_block] != inside
 
 
-def test_groups_nest() -> None:
+def test_groups_of_shared_blocks_nest() -> None:
     """Three rows share two blocks; two of them share two more."""
     tables = [[1, 2, 3, 4, 7], [1, 2, 3, 4, 8], [1, 2, 5]]
 

@@ -63,7 +63,7 @@ def test_a_refusal_passes_unchanged_through_the_process(trial: GrammarSandbox) -
 def test_a_bomb_kills_its_process_and_the_next_grammar_gets_a_new_one(
     trial: GrammarSandbox, bomb: Grammar
 ) -> None:
-    """The kernel bounds time and memory, whatever the library counts."""
+    """The kernel bounds time and memory, where the library's own count does not."""
     error = refused(trial, bomb)
 
     assert error.code == "grammar_too_big"

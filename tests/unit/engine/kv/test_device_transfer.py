@@ -65,7 +65,7 @@ def test_no_outcome_comes_before_the_copies_have_ended(rig: Rig) -> None:
 
 
 def test_a_digest_of_bytes_that_have_not_come_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault: nobody waits for the copy. The slot's digest is then not that of the block."""
+    """The fault: no one waits for the copy. The slot's digest is then not that of the block."""
     monkeypatch.setattr(FakeMark, "wait", lambda self: None)
     rig = Rig("fake")
     moved = rig.run(Move(1, "offload", 0, 0))[0]
@@ -246,7 +246,7 @@ def test_a_block_that_cannot_be_packed_fails_alone(rig: Rig) -> None:
 
 
 def test_plain_and_packed_moves_go_in_batches_of_their_own(rig: Rig) -> None:
-    """Whatever the order of formats, each slot has the bytes of its move's."""
+    """For any order of formats, each slot has the bytes of its move's."""
     rig.slots.gate.clear()
     moves = [
         Move(index, "offload", index % 6, index % 3, format=("", "half", "half", "")[index % 4])

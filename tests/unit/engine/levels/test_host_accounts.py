@@ -288,7 +288,7 @@ def run(actions: list[tuple[str, str, int, int]]) -> None:
 
 
 @given(st.lists(ACTIONS, max_size=80))
-def test_sums_floors_and_ceilings_hold_whatever_happens(
+def test_sums_floors_and_ceilings_hold_after_any_operations(
     actions: list[tuple[str, str, int, int]],
 ) -> None:
     """Copies of two sizes, three payers, slabs that change their format."""
@@ -297,7 +297,7 @@ def test_sums_floors_and_ceilings_hold_whatever_happens(
 
 def test_a_slab_that_ignores_floors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: any cold slab may go."""
-    monkeypatch.setattr(HostAccounts, "_may_go", lambda self, *whatever: True)
+    monkeypatch.setattr(HostAccounts, "_may_go", lambda self, *rest: True)
     chance = random.Random(2)
     kinds = ("put", "put", "put", "touch", "set")
     lists = [

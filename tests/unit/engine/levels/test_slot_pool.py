@@ -133,7 +133,7 @@ steps = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=60)
 
 @given(steps)
 def test_no_byte_has_two_owners(wanted: list[tuple[int, int]]) -> None:
-    """Whatever is taken and given back; and all memory is free again in the end."""
+    """In any order of taking and giving back; and all memory is free again in the end."""
     pool = SlotPool(LAYOUT, FORMATS)
     places = run(pool, wanted)
     for slot in list(places.taken):

@@ -143,7 +143,7 @@ def test_product_is_split_where_last_wave_is_half_empty(columns: int, expected: 
 
 @pytest.mark.parametrize("rows", [SPLIT_ROWS, 3])
 def test_split_product_equals_product(rows: int) -> None:
-    """Every column is computed once, whatever the number of tokens."""
+    """Every column is computed once, for any number of tokens."""
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(rows, 24, generator=generator)
     weight = torch.randn(40, 24, generator=generator)

@@ -271,7 +271,7 @@ def test_batch_changes_no_bit_of_a_row_in_c(
     seed: int, config: EngineConfig, card: ModelCard, request: pytest.FixtureRequest
 ) -> None:
     """Alone, in a batch, with groups, with 1 thread or 3: the logprobs are equal to the last bit.
-    The KV holds arbitrary numbers, because rows share blocks whatever these hold."""
+    The KV holds arbitrary numbers, because rows share blocks of any content."""
     plan = random_tree(random.Random(seed))
     plans = {
         "groups": [plan],

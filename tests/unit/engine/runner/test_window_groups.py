@@ -7,7 +7,6 @@ reference keeps all KV in one group, reads no cache and runs one request at a ti
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,24 +18,18 @@ import engine.runner.cpu_runner
 import engine.server.service
 from engine.api import (
     CacheGrant,
-    Event,
-    Finished,
     Request,
     SampledToken,
     Sampling,
-    Tokens,
     tokens_within,
 )
-from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.core.core import Core
 from engine.model_store import ModelCard
-from engine.models.cpu_llama import Kernels, load_kernels
 from engine.runner.cpu_runner import CpuRunner
-from tests.fakes import FakeClock
-from tests.models import prepared, tiny_config
+from tests.models import prepared_with_windows
+from tests.unit.engine.runner.cpu_engine import BLOCK, CpuEngine
 
-BLOCK, CONTEXT, WINDOW = 16, 256, 8
+CONTEXT, WINDOW = 256, 8
 TOLERANCE = 2e-4
 FP32 = EngineConfig(dtype="fp32", kv_dtype="fp32", sequences_max=8)
 SLICES = EngineConfig(
@@ -48,47 +41,8 @@ SLICES = EngineConfig(
 def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
     """Return a tiny model of which each fourth layer has no window."""
     torch.set_num_threads(1)
-    plain = tiny_config(layers=4, context=CONTEXT, head_dim=32)
-    made = prepared(tmp_path_factory.mktemp("model"), plain)
-    layers = tuple(replace(layer, window=WINDOW) for layer in plain.layers[:3])
-    return replace(made, config=replace(plain, layers=(*layers, plain.layers[3])))
-
-
-class Engine:
-    """A core over a CPU runner, and the output of each request."""
-
-    def __init__(
-        self, card: ModelCard, config: EngineConfig, blocks: int, kernels: Kernels | None = None
-    ) -> None:
-        self.runner = CpuRunner(card, config, blocks=blocks, context=CONTEXT, kernels=kernels)
-        windows = self.runner.kv.format.windows
-        self.cache = PrefixCache(blocks=blocks, block_size=BLOCK, windows=windows)
-        self.core = Core(
-            self.cache,
-            self.runner,
-            config,
-            FakeClock(),
-            vocab_size=card.config.vocab,
-            context_tokens=CONTEXT,
-        )
-        self.output: dict[tuple[str, int], list[SampledToken]] = {}
-        self.endings: list[str] = []
-
-    def take(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, Tokens):
-                key = (event.request_id, event.index)
-                self.output.setdefault(key, []).extend(event.tokens)
-            if isinstance(event, Finished):
-                self.endings.append(event.ending)
-
-    def step(self) -> None:
-        self.take(self.core.step())
-        self.cache.check()
-
-    def settle(self) -> None:
-        while self.core.has_work():
-            self.step()
+    folder = tmp_path_factory.mktemp("model")
+    return prepared_with_windows(folder, WINDOW, context=CONTEXT)
 
 
 def requests(seed: int) -> list[Request]:
@@ -122,22 +76,13 @@ def reference(
     """Return the output of each request alone, with all KV in one group and no cache."""
     with monkeypatch.context() as patch:
         patch.setattr(engine.kv.format, "WASTE_MAX", -1.0)
-        alone = Engine(card, FP32, 64)
+        alone = CpuEngine(card, FP32, 64)
     assert not alone.runner.kv.format.windows
     for request in asked:
         grant = CacheGrant(b"n", read=False, write=False)
         alone.core.submit(replace(request, grant=grant))
         alone.settle()
     return alone.output
-
-
-@pytest.fixture(scope="module")
-def kernels(card: ModelCard) -> Iterator[Kernels]:
-    found = load_kernels(card.config, threads=1)
-    if found is None:
-        pytest.skip("no C compiler")
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize("path", ["torch", "c"])
@@ -158,7 +103,7 @@ def test_output_is_that_of_the_model_without_a_cache(
     asked = requests(seed)
     expected = reference(card, asked, monkeypatch)
     in_c = request.getfixturevalue("kernels") if path == "c" else None
-    busy = Engine(card, SLICES, blocks, in_c)
+    busy = CpuEngine(card, SLICES, blocks, in_c)
     chance = random.Random(seed)
     for each in [*asked, *(replace(r, request_id=f"{r.request_id} again") for r in asked)]:
         busy.core.submit(each)
@@ -180,7 +125,7 @@ def test_output_is_that_of_the_model_without_a_cache(
 
 def test_window_groups_hold_their_window_alone(card: ModelCard) -> None:
     """While it decodes, a sequence of 200 tokens has its window and two blocks in each group."""
-    engine = Engine(card, FP32, 200)
+    engine = CpuEngine(card, FP32, 200)
     tokens = tuple(random.Random(1).randrange(3, 60) for _ in range(190))
     engine.core.submit(
         Request("long", tokens, 20, CacheGrant(b"n"), Sampling(temperature=0, logprobs=0))

@@ -269,7 +269,7 @@ def test_masks_apply_to_their_own_rows(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("value", [float("-inf"), -3e38, float("inf"), 0.0])
-def test_only_allowed_token_is_drawn_whatever_its_logit(value: float) -> None:
+def test_only_allowed_token_is_drawn_at_any_logit(value: float) -> None:
     """Even with probability 0 from the model, and without a NaN."""
     logits = torch.zeros(len(KINDS), VOCAB)
     logits[:, 123] = value

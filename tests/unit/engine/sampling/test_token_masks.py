@@ -110,7 +110,7 @@ def test_forbidden_token_is_never_drawn(name: str) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("value", [float("-inf"), -3e38, float("inf"), 0.0])
-def test_only_allowed_token_is_drawn_whatever_its_logit(name: str, value: float) -> None:
+def test_only_allowed_token_is_drawn_at_any_logit(name: str, value: float) -> None:
     """Even with probability 0 from the model, and without a NaN."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 123] = value

@@ -45,7 +45,7 @@ def test_the_payer_with_most_waiting_is_refused_itself() -> None:
     assert refused([*waiting[:3], request("c0", "c")], request("b1", "b")) is None
 
 
-def test_weights_count() -> None:
+def test_a_tenants_weight_multiplies_its_share_of_the_queue() -> None:
     """A tenant of weight 3 may have three times as many waiting."""
     waiting = [request("a0", "a", weight=3.0), request("a1", "a", weight=3.0)]
     waiting += [request("b0", "b"), request("b1", "b")]

@@ -213,7 +213,7 @@ def test_an_erased_or_ended_promise_is_not_told(rig: StorageRig) -> None:
 
 
 def test_a_renewal_tells_which_records_are_gone(rig: StorageRig) -> None:
-    """Whoever relies on a promise must know that its record was there when it was renewed."""
+    """A caller that relies on a promise must know that its record was there at the renewal."""
     ids = rig.store(A, LONG)
     rig.erase(A, tokens=LONG[:12])
 

@@ -1,4 +1,4 @@
-"""Whatever becomes of the bytes on disk, no wrong byte is served; a lost index can be rebuilt."""
+"""No wrong byte is served from a damaged disk; a lost index can be rebuilt."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ def test_a_header_says_what_it_was_given() -> None:
 
 
 def test_no_bytes_make_the_parser_fail_otherwise() -> None:
-    """Lengths are read with bounds, whatever a file says; a seeded search with right digests."""
+    """Lengths are read with bounds; a seeded search over files with right digests."""
     rng = random.Random(7)
     good = encode_header(HEADER)
     for _ in range(3_000):

@@ -141,7 +141,7 @@ def test_waiting_for_the_lock_is_bounded(tmp_path: Path) -> None:
     wait_for_lock(tmp_path, 1.0, lambda seconds: lock.close()).close()
 
 
-def test_a_lock_file_of_nonsense_names_nobody(tmp_path: Path) -> None:
+def test_a_lock_file_of_nonsense_names_no_owner(tmp_path: Path) -> None:
     """The message says another process, then."""
     lock = FolderLock(tmp_path)
     (tmp_path / "lock").write_text("not a pid")

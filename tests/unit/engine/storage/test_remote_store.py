@@ -319,7 +319,7 @@ def test_an_erasure_deletes_objects_before_it_is_answered(
 def test_what_cannot_be_deleted_is_pending_until_it_is(
     make: MakeRig, objects: FaultyObjects
 ) -> None:
-    """Over a restart too; it is found by nobody meanwhile, and asked for again."""
+    """Over a restart too; meanwhile no look finds it, and the deletion is tried again."""
     rig = make()
     rig.store(A, LONG, promise_s=60.0)
     rig.local.turn()

@@ -79,7 +79,7 @@ def opened(one: DataSeal, record: bytes | bytearray) -> tuple[bytes, bytes]:
 
 
 def correct(record: bytearray) -> None:
-    """Make the envelope's digest right, as whoever changes a record would."""
+    """Make the envelope's digest right, as an attacker who changes a record would."""
     check = xxhash.xxh3_64_intdigest(bytes(record[: HEADER_BYTES - 8]))
     record[HEADER_BYTES - 8 : HEADER_BYTES] = struct.pack("<Q", check)
 
@@ -109,7 +109,7 @@ def test_a_sealed_record_shows_nothing_of_what_it_holds() -> None:
 
 
 def test_no_changed_bit_opens_even_with_a_right_digest() -> None:
-    """Whoever writes to the disk can compute xxh3, but no tag."""
+    """An attacker who writes to the disk can compute xxh3, but no tag."""
     rng = random.Random(5)
     one, good = seal(), sealed_with(seal())
     places = [rng.randrange(8, 300) for _ in range(200)]
@@ -142,7 +142,7 @@ def test_parts_of_two_records_do_not_open_together() -> None:
         opened(DataSeal(b"i" * 16, b"l" * 32), first)
 
 
-def test_whatever_bytes_there_are_it_ends_as_damage() -> None:
+def test_any_bytes_end_as_damage() -> None:
     """Lengths are read with bounds."""
     rng = random.Random(11)
     one, good = seal(), sealed_with(seal())
@@ -318,10 +318,10 @@ def test_a_key_comes_from_the_environment_too() -> None:
     ("text", "mode", "message"),
     [
         ("ab" * 32, 0o440, "expected 0400"),
-        ("ab" * 31, 0o400, "has 62 characters that are no key"),
+        ("ab" * 31, 0o400, "has 62 characters and is not a key"),
         ("zz" * 32, 0o400, "expected 64 hexadecimal digits"),
         ("", 0o400, "has 0 characters"),
-        ("ab " * 32, 0o400, "that are no key"),
+        ("ab " * 32, 0o400, "is not a key"),
     ],
 )
 def test_a_key_file_that_is_none_is_refused(
@@ -339,7 +339,7 @@ def test_a_key_file_that_is_none_is_refused(
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     """At once, also where reading would wait."""
-    with pytest.raises(MasterKeyRefused, match="is no file"):
+    with pytest.raises(MasterKeyRefused, match="is not a regular file"):
         read_key_file(tmp_path)
     with pytest.raises(MasterKeyRefused, match="cannot be read: No such file"):
         read_key_file(tmp_path / "none")

@@ -356,7 +356,7 @@ def test_a_full_disk_under_a_write_fails_that_store(make: MakeRig) -> None:
 def test_a_failed_write_stores_nothing_and_closes_the_level(
     make: MakeRig, call: str, error: int
 ) -> None:
-    """After a failed sync nobody knows what the disk has; a reopened store has what was said."""
+    """After a failed sync it is unknown what the disk has; a reopened store has what was said."""
     calls = FailingCalls()
     rig = make(calls=calls)
     fill(rig, [1])

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from gateway.retention_classes import CacheProfile
-from tenancy.accounts.cached_contents import cached_content_token_seconds
 from tenancy.accounts.tenants import change_tenant
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatedRunner, GatewayFixture
 
@@ -411,21 +410,6 @@ async def test_limits_cached_contents_per_tenant(gateway: GatewayFixture) -> Non
 
     assert status == 429
     assert found["error"]["status"] == "RESOURCE_EXHAUSTED"
-
-
-async def test_storage_is_token_seconds_until_the_end(gateway: GatewayFixture) -> None:
-    """From creation to deletion or expiry, whichever came first, within the window."""
-    resource = await create(gateway, ttl="100s")
-    tenant_id, start, tokens = gateway.store.query(
-        "select tenant_id, created_ms, tokens from cached_contents"
-    )[0]
-
-    whole = cached_content_token_seconds(gateway.store, tenant_id, 0, start + 10**9)
-    part = cached_content_token_seconds(gateway.store, tenant_id, start + 40_000, start + 60_000)
-
-    assert tokens == resource["usageMetadata"]["totalTokenCount"]
-    assert whole == 100 * tokens
-    assert part == 20 * tokens
 
 
 async def test_sweeps_expired_content(

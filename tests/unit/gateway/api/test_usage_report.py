@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.usage_report import HOUR_MS, parse_groups, totals_body, whole_hours
+from gateway.api.usage_report import parse_groups, totals_body, whole_hours
 from gateway.errors import Refusal
 from gateway.http.json_api import Window
 from tenancy.accounting.usage import UsageTotal
+from tenancy.types import HOUR_MS
 
 
 def test_widens_window_to_whole_hours() -> None:

@@ -313,7 +313,7 @@ async def test_request_without_breakpoint_has_no_promise(gateway: GatewayFixture
 
 
 async def test_erasing_an_unknown_lease_keeps_running_writes(gateway: GatewayFixture) -> None:
-    """A tenant that pays for a write keeps it, whatever is erased meanwhile."""
+    """A tenant that pays for a write keeps it, also if its cache is erased meanwhile."""
     await gateway.ask(body=gateway.chat())
     await gateway.engine.get_stats()
     (space,) = gateway.engine.namespaces

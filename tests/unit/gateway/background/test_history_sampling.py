@@ -12,10 +12,11 @@ from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
 from tenancy.errors import StoreError
 from tenancy.history.request_records import RequestFilter, find_request, list_requests
-from tenancy.history.samples import ALL_TENANTS, MINUTE_MS, read_samples, refused_since
+from tenancy.history.samples import ALL_TENANTS, read_samples, refused_since
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
+from tenancy.types import MINUTE_MS
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 ALWAYS = RequestFilter(0, 2**44)

@@ -39,7 +39,7 @@ def test_key_file_becomes_a_digest(tmp_path: Path, text: str) -> None:
     assert key == DeclaredKey(label="web", sha256=digest_of(KEY).hex(), requests_at_once=2)
 
 
-def test_digest_stays_unchanged() -> None:
+def test_a_declared_digest_stays_unchanged() -> None:
     tenants = [DeclaredTenant(name="ada", keys=(DeclaredKey(label="web", sha256="0" * 64),))]
 
     assert with_digests(tenants) == tenants

@@ -121,7 +121,7 @@ happenings = st.tuples(
 
 
 @given(st.lists(happenings, max_size=30))
-def test_readings_add_up(
+def test_readings_add_up_to_the_held_token_seconds(
     history: list[tuple[int, str, int, int, str]],
 ) -> None:
     """For any changes and any times of reading, whole seconds add up to the total."""

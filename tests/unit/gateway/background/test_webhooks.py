@@ -285,7 +285,7 @@ async def test_endpoints_change_while_the_sender_runs(gateway: GatewayFixture) -
 
 
 async def test_administrators_see_and_test_webhooks(unopened_gateway: GatewayFixture) -> None:
-    """A test event goes to an endpoint whatever it wants; its address is not shown."""
+    """A test event goes to an endpoint with any list of events; its address is not shown."""
     gateway = unopened_gateway
     async with Receiver().listening() as receiver:
         gateway.endpoints = [endpoint(receiver.url, "key.expires")]

@@ -1,5 +1,7 @@
-"""Caching contracts: reads and writes by the rules, whatever is physically cached. `World` stands
-in for the engine: computed prefixes stay cached until the test removes them."""
+"""Caching contracts: reads and writes by the rules, independent of what is physically cached.
+
+`World` stands in for the engine: computed prefixes stay cached until the test removes them.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def outcome(world: World) -> dict[str, int]:
 
 
 def test_what_comes_back_is_read_and_not_broken() -> None:
-    """The request loads it, and nobody pays for computing it again."""
+    """The request loads it, and it is not computed again."""
     world = restarted(comes_back=True)
     record = world.run("abc", {2: "1h"})
 
@@ -87,7 +87,7 @@ def test_a_part_of_a_block_is_not_kept_below(cached: int, breached: int) -> None
     assert outcome(world) == ({"given": 1, "broken": 1} if breached else {"given": 1, "running": 1})
 
 
-def test_promise_that_nobody_asks_for_is_kept_while_a_disk_serves() -> None:
+def test_promise_without_a_later_read_is_kept_while_a_disk_serves() -> None:
     """Without one, the end of the engine breaks it."""
     kept, broken = restarted(comes_back=True), restarted(comes_back=False)
     broken.has_disk = False

@@ -17,13 +17,12 @@ from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.pricing.budget_watch import REFRESH_S
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.tenancy.storage.postgres_server import Server
 
 pytestmark = pytest.mark.usefixtures("noon")
 
-DAY_MS = 86_400_000
 CARD = {"name": "std", "input": 1_000_000, "output": 2_000_000}
 
 

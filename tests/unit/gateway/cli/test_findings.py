@@ -14,10 +14,10 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.finding_counts import FindingCount, add_counts
 from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import HOUR_MS
 from tests.models import write_folder
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 
-HOUR_MS = 3_600_000
 STABLE = "You answer questions about leave, travel and pay from the handbook. Be short, be polite."
 
 

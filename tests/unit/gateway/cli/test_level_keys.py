@@ -184,6 +184,6 @@ def test_doctor_asks_the_remote_store(run: Run, config: Path, tmp_path: Path) ->
 
 
 def data_of_doctor(run: Run) -> list[dict[str, Any]]:
-    """Return the findings of doctor, whatever its status."""
+    """Return the findings of doctor, with any exit status."""
     found: list[dict[str, Any]] = json.loads(run("doctor", "--json")[1])
     return found

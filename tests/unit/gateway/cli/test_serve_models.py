@@ -46,7 +46,7 @@ def test_a_folder_and_its_zip_file_are_embedding_models(is_zip: bool, tmp_path: 
 
 def test_a_chat_model_is_refused_for_embeddings_before_it_is_fetched(tmp_path: Path) -> None:
     """By its name in the catalogue."""
-    with pytest.raises(ModelError, match="generates text"):
+    with pytest.raises(ModelError, match="is a chat model"):
         encoder_of(DEFAULT_MODEL, tmp_path)
 
 
@@ -61,7 +61,7 @@ def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
     status = main(["serve", DEFAULT_ENCODER, *listen])
 
     assert status == 1
-    assert "expected it as embeddings.model" in capsys.readouterr().err
+    assert "this one as embeddings.model" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:

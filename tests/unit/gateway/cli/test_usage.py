@@ -14,11 +14,10 @@ from gateway.cli.usage import short_count
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, find_tenant
 from tenancy.ledger.ledger import Ledger
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
-DAY_MS = 86_400_000
 NOW_MS = 1_795_000_000_000
 LONG = "a-tenant-with-a-name-that-no-table-has-room-for"
 

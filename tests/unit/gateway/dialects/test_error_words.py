@@ -50,7 +50,7 @@ def test_the_words_stay_without_a_known_size(dialect: Dialect, words: str) -> No
     assert start.strip() in message(dialect, refusal)
 
 
-def test_other_messages_stay() -> None:
+def test_other_errors_keep_their_words() -> None:
     """Only a request that is too long has words of its dialect."""
     refusal = Refusal(Kind.BAD, "invalid_value", "temperature: too high.")
 

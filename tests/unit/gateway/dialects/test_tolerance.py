@@ -112,7 +112,9 @@ def test_an_unknown_field_is_refused_unless_lenient(name: str) -> None:
         ("gemini", {"generationConfig": {"thinkingConfig": {"thinkingBudget": 0}}}, ""),
     ],
 )
-def test_each_dialects_hints(name: str, fields: dict[str, Any], ignored: str) -> None:
+def test_hints_are_accepted_and_named_in_each_dialect(
+    name: str, fields: dict[str, Any], ignored: str
+) -> None:
     """Frameworks set them in the app's code, whichever model is behind the name."""
     assert parse(name, **fields).ignored == tuple(ignored.split())
 
@@ -288,7 +290,7 @@ def test_names_are_bounded_and_safe_in_a_header() -> None:
     assert len(", ".join(tolerance.ignored)) < 1024
 
 
-def test_labels_are_bounded() -> None:
+def test_metrics_labels_are_bounded() -> None:
     """Metrics have one series for each label."""
     names = ["reasoning.effort", "messages[].id", "chat_template_kwargs.enable_thinking", "evil"]
 

@@ -250,7 +250,7 @@ STEPS = st.lists(
 def test_what_is_found_is_what_the_workspace_embedded_since_its_erasure(
     card: EncoderCard, steps: list[tuple[int, str | None, list[str] | None]]
 ) -> None:
-    """Against a model: a set of texts for each workspace, whatever the neighbour does."""
+    """Against a model: a set of texts for each workspace, unaffected by its neighbour."""
 
     async def run() -> None:
         embedder, _ = embedder_of(card)

@@ -112,7 +112,7 @@ async def test_all_jobs_end_with_the_queue() -> None:
 
 
 async def test_a_job_ends_with_its_last_vector() -> None:
-    """In the order of its texts, whatever the order of batches."""
+    """In the order of its texts, for any order of batches."""
     job = TextQueue(100).add(1, [text(1), text(2)])
 
     job.set_vector(1, b"two")

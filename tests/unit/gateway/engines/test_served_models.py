@@ -15,13 +15,8 @@ from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.levels.report import holds_promises
 from gateway.prompt import Renderer
 from tenancy.types import CachePolicy, Identity, Tenant
+from tests.fakes import ENGINE_INFO
 from tests.unit.gateway.levels.reported_levels import DISK
-
-INFO = EngineInfo(
-    epoch="e", model="m", model_digest="digest", model_dir="", vocab_size=9, context_tokens=64,
-    block_size=16, blocks=8, floor_blocks_max=4, kv_bytes_per_block=1, kv_format="f", device="cpu",
-    pid=1,
-)  # fmt: skip
 
 
 class SilentEngine(EngineConnection):
@@ -63,7 +58,7 @@ IDENTITY = Identity(Tenant(1, "ada", "active", 0), "", 1, 1, CachePolicy())
 
 def test_a_namespace_belongs_to_the_model_that_it_names(renderer: Renderer) -> None:
     """Equal files make equal digests; the later model's namespaces have its name beside it."""
-    engines = [SilentEngine(INFO), SilentEngine(replace(INFO, epoch="f"))]
+    engines = [SilentEngine(ENGINE_INFO), SilentEngine(replace(ENGINE_INFO, epoch="f"))]
     models = served(renderer, engines)
     first, second = models
     spaces = [namespace(f"digest{model.suffix}") for model in models]
@@ -77,7 +72,7 @@ def test_a_namespace_belongs_to_the_model_that_it_names(renderer: Renderer) -> N
 
 def test_a_lost_engines_namespaces_stay_its_own(renderer: Renderer) -> None:
     """Its restart has the same digest; until then nothing is asked of another engine."""
-    engines = [SilentEngine(INFO), SilentEngine(replace(INFO, model_digest="other"))]
+    engines = [SilentEngine(ENGINE_INFO), SilentEngine(replace(ENGINE_INFO, model_digest="other"))]
     models = served(renderer, engines)
     space = namespace("other@b")
     before = models.of_namespace(space)
@@ -88,8 +83,8 @@ def test_a_lost_engines_namespaces_stay_its_own(renderer: Renderer) -> None:
 
 
 def test_a_name_belongs_to_one_model(renderer: Renderer) -> None:
-    one = ServedModel("a", SilentEngine(INFO), renderer, ("x",))
-    other = ServedModel("b", SilentEngine(INFO), renderer, ("a",))
+    one = ServedModel("a", SilentEngine(ENGINE_INFO), renderer, ("x",))
+    other = ServedModel("b", SilentEngine(ENGINE_INFO), renderer, ("a",))
     models = ServedModels([one])
 
     assert (models.names, models.by_name["x"]) == (("a", "x"), one)
@@ -99,16 +94,16 @@ def test_a_name_belongs_to_one_model(renderer: Renderer) -> None:
 
 def test_statistics_are_sums_over_the_engines(renderer: Renderer) -> None:
     each = [Stats(blocks=8, running=1, steps_per_s=2.5), Stats(blocks=4, running=2, call_id=9)]
-    models = served(renderer, [SilentEngine(INFO, stats) for stats in each])
+    models = served(renderer, [SilentEngine(ENGINE_INFO, stats) for stats in each])
     found = models.stats()
 
     assert (found.blocks, found.running, found.steps_per_s, found.call_id) == (12, 3, 2.5, 0)
-    assert served(renderer, [SilentEngine(INFO, each[0])]).stats() is each[0]
+    assert served(renderer, [SilentEngine(ENGINE_INFO, each[0])]).stats() is each[0]
 
 
 def test_a_heartbeat_is_that_of_the_namespaces_engine(renderer: Renderer) -> None:
     """Promises survive on the disk of their own model alone."""
-    engines = [SilentEngine(INFO, Stats(levels=(DISK,))), SilentEngine(INFO)]
+    engines = [SilentEngine(ENGINE_INFO, Stats(levels=(DISK,))), SilentEngine(ENGINE_INFO)]
     models = served(renderer, engines)
     found = [models.stats_of(namespace(f"digest{model.suffix}")) for model in models]
 
@@ -122,7 +117,10 @@ def test_a_heartbeat_is_that_of_the_namespaces_engine(renderer: Renderer) -> Non
 
 async def test_a_report_asks_the_engines_that_answer(renderer: Renderer) -> None:
     """One that is away costs the others nothing; a defect is no absence."""
-    engines = [SilentEngine(INFO, Stats(blocks=1)), SilentEngine(INFO, Stats(blocks=2))]
+    engines = [
+        SilentEngine(ENGINE_INFO, Stats(blocks=1)),
+        SilentEngine(ENGINE_INFO, Stats(blocks=2)),
+    ]
     models = served(renderer, engines)
     both = await models.refresh()
     engines[0].error = EngineUnavailable("not_ready", "away")
@@ -134,7 +132,7 @@ async def test_a_report_asks_the_engines_that_answer(renderer: Renderer) -> None
         await models.refresh()
     with pytest.raises(EngineUnavailable):
         await models.refresh_all()
-    engines[1].info = INFO
+    engines[1].info = ENGINE_INFO
     engines[0].error = InvariantViolation("planted")
     with pytest.raises(InvariantViolation):
         await models.refresh_all()
@@ -143,7 +141,7 @@ async def test_a_report_asks_the_engines_that_answer(renderer: Renderer) -> None
 async def test_an_erasure_asks_the_namespaces_engine(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines = [SilentEngine(INFO), SilentEngine(INFO)]
+    engines = [SilentEngine(ENGINE_INFO), SilentEngine(ENGINE_INFO)]
     models = served(renderer, engines)
     asked: list[tuple[object, bytes]] = []
 
@@ -161,8 +159,8 @@ async def test_an_erasure_asks_the_namespaces_engine(
 
 def test_floors_fit_in_every_pool(renderer: Renderer) -> None:
     """A model with half the blocks takes half of each floor, so that twice as many fit."""
-    small = SilentEngine(replace(INFO, floor_blocks_max=3))
-    models = served(renderer, [SilentEngine(INFO), small])
+    small = SilentEngine(replace(ENGINE_INFO, floor_blocks_max=3))
+    models = served(renderer, [SilentEngine(ENGINE_INFO), small])
     whole = models.floor_blocks_max()
     models.by_name["b"].quota_scale = 0.5
 
@@ -171,7 +169,7 @@ def test_floors_fit_in_every_pool(renderer: Renderer) -> None:
 
 
 def test_namespaces_of_all_engines_are_listed(renderer: Renderer) -> None:
-    engines = [SilentEngine(INFO), SilentEngine(INFO)]
+    engines = [SilentEngine(ENGINE_INFO), SilentEngine(ENGINE_INFO)]
     for number, engine in enumerate(engines):
         engine.namespaces.add([NamespaceStats(b"%d" % number, 1, 0, 0, 0)])
 

@@ -1,4 +1,4 @@
-"""`FindingBooks`: counts reach the database once, whatever fails on the way."""
+"""`FindingBooks`: counts reach the database once, also when a write fails on the way."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gateway.findings import books
 from gateway.findings.books import TAKER, FindingBooks
 from tenancy.errors import StoreError
 from tenancy.reuse.finding_counts import FindingCount, PromptOrigin, read_counts, read_origins
+from tenancy.types import HOUR_MS
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-HOUR_MS = 3_600_000
 ONE = FindingCount(1, 0, "system_changes", "system", 1, 100, 5, 5, ("r",), {"at": 1})
 FIRST = FindingCount(1, 0, FIRST_USE, "m/t", 1, 50, 5, 5, ("r",), {"uncounted": 1})
 

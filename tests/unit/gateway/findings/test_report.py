@@ -17,10 +17,9 @@ from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.finding_counts import FindingCount, add_counts
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
-HOUR_MS, DAY_MS = 3_600_000, 86_400_000
 NOW_MS = 100 * DAY_MS
 WINDOW = FindingsWindow.of(NOW_MS - DAY_MS, NOW_MS)
 CARD = RateCard(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api import AT_REST, AtRest, EngineInfo, Grammar, Request, Sampling, Stats
+from engine.api import AT_REST, AtRest, Grammar, Request, Sampling, Stats
 from gateway.caching.namespaces import namespace_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rendered
@@ -17,25 +17,11 @@ from gateway.errors import Kind, Refusal
 from gateway.generation.admission import AdmissionContext, admit, retry_after_s
 from gateway.waiting_requests import WaitingBounds, WaitingRequests
 from tenancy.types import CachePolicy, Fidelity, Identity, SharedScope, Tenant
+from tests.fakes import ENGINE_INFO
 
-INFO = EngineInfo(
-    epoch="1",
-    model="m",
-    model_digest="d",
-    model_dir="",
-    vocab_size=100,
-    context_tokens=64,
-    block_size=16,
-    blocks=8,
-    floor_blocks_max=4,
-    kv_bytes_per_block=1,
-    kv_format="f",
-    device="cpu",
-    pid=1,
-)
 NOW = AdmissionContext(
     model_key="m",
-    info=INFO,
+    info=ENGINE_INFO,
     stats=Stats(),
     limits=LimitsConfig(output_tokens_default=20, requests_per_tenant_max=3, choices_max=4),
     template_digest="t",
@@ -45,7 +31,7 @@ NOW = AdmissionContext(
 )
 
 
-ROOMY = msgspec.structs.replace(INFO, context_tokens=65_536, blocks=8_192)
+ROOMY = msgspec.structs.replace(ENGINE_INFO, context_tokens=65_536, blocks=8_192)
 NOW_ROOMY = msgspec.structs.replace(NOW, info=ROOMY)
 
 
@@ -89,9 +75,11 @@ def test_checks_only_client_token_ids() -> None:
     anything is held."""
     call = Call("m", (Prompt(text="a"),), GenerationParameters())
 
-    (request,) = admit(call, [Rendered((INFO.vocab_size,))], identity(), "id", NOW, b"namespace")
+    (request,) = admit(
+        call, [Rendered((ENGINE_INFO.vocab_size,))], identity(), "id", NOW, b"namespace"
+    )
 
-    assert request.tokens == (INFO.vocab_size,)
+    assert request.tokens == (ENGINE_INFO.vocab_size,)
 
 
 def test_each_request_has_its_prompts_grammar() -> None:
@@ -127,7 +115,7 @@ def test_grant_has_the_requests_fidelity_and_where_its_kv_may_rest() -> None:
 
 
 def test_grant_is_no_better_than_the_kv_of_the_engine() -> None:
-    """Copies of blocks of 8 bits are told as what they are, whatever the tenant allows."""
+    """Copies of blocks of 8 bits count as `near` for every tenant."""
     call = Call("m", (Prompt(),), GenerationParameters())
     info = msgspec.structs.replace(NOW.info, kv_fidelity="near")
     now = msgspec.structs.replace(NOW, info=info)
@@ -157,7 +145,9 @@ def test_admits_exactly_the_full_context() -> None:
 
 def test_window_groups_of_the_model_take_memory_too() -> None:
     """Six blocks hold three runs of 16 tokens in two KV groups: 48 tokens of the context's 64."""
-    windowed = msgspec.structs.replace(NOW, info=msgspec.structs.replace(INFO, kv_windows=(16,)))
+    windowed = msgspec.structs.replace(
+        NOW, info=msgspec.structs.replace(ENGINE_INFO, kv_windows=(16,))
+    )
     few = identity(ceiling_blocks=6)
 
     assert ask((1,) * 38, max_tokens=10, who=few, now=windowed)[0].max_tokens == 10
@@ -185,7 +175,7 @@ def test_max_tokens_defaults_to_remaining_context() -> None:
 
 def test_refuses_request_larger_than_ceiling_or_pool() -> None:
     """G7: a tenant's ceiling or the pool may be less than the context."""
-    small = msgspec.structs.replace(NOW, info=msgspec.structs.replace(INFO, blocks=2))
+    small = msgspec.structs.replace(NOW, info=msgspec.structs.replace(ENGINE_INFO, blocks=2))
 
     assert ask((1,) * 20, now=small, max_tokens=12)[0].max_tokens == 12
     assert refused(tokens=(1,) * 20, now=small, max_tokens=13).kind is Kind.BAD

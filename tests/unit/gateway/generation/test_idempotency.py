@@ -15,11 +15,12 @@ import pytest
 
 from gateway.background.erasure import ErasureTarget, erase
 from gateway.config import IdempotencyConfig
-from gateway.generation.idempotency import HOUR_MS, KEY_CHARS_MAX, IdempotentRequest
+from gateway.generation.idempotency import KEY_CHARS_MAX, IdempotentRequest
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, set_status
 from tenancy.ledger.idempotency import Claim
+from tenancy.types import HOUR_MS
 from tests.unit.gateway.gateway_fixture import GatewayFixture, parse_events, read_answer
 from tests.unit.gateway.idempotent_requests import (
     CHAT,
@@ -193,7 +194,7 @@ async def test_runs_to_completion_after_disconnect(
             await gateway.until(lambda: stored(gateway) == [("n", False, False)])
         writer.transport.abort()
     early, _, _ = await send(gateway, "n", body)
-    for _ in range(3):  # more than one write finds nobody
+    for _ in range(3):  # more than one write finds no client
         wanted = gateway.runner.steps + HELD_STEPS
         gateway.runner.release()
         gateway.runner.hold_after(HELD_STEPS)

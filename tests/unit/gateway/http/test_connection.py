@@ -455,7 +455,8 @@ async def test_idle_connections_of_one_tenant_leave_room_for_others(
 
 
 async def test_pipelined_requests_wait_for_their_reader(unopened_gateway: GatewayFixture) -> None:
-    """Answers that nobody reads are not computed; the write deadline ends the connection."""
+    """Answers that the client does not read are not computed; the write deadline ends the
+    connection."""
     unopened_gateway.set_server(write_timeout_s=0.3, send_buffer_bytes=4_096)
     await unopened_gateway.open()
     count = 5_000

@@ -104,7 +104,7 @@ def test_address_limit_comes_first() -> None:
     )
 )
 def test_counts_agree_with_the_clients(history: list[tuple[str, int]]) -> None:
-    """Whatever happens, the places taken are those of open connections, within the limits."""
+    """After any events, the places taken are those of open connections, within the limits."""
     places = ConnectionPlaces[Client](8, 5)
     clients: list[Client] = []
     for what, number in history:

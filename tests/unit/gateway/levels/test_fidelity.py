@@ -90,7 +90,7 @@ async def test_a_request_may_only_be_stricter(
 async def test_other_values_are_refused_with_the_words(
     gateway: GatewayFixture, lines: list[str]
 ) -> None:
-    """Whatever the header has, the answer is short and names the three words."""
+    """The error is short for any header, and names the three words."""
     body = json.dumps(gateway.chat()).encode()
     answer = await gateway.raw(gateway.post(CHAT, body, *lines, "Connection: close"))
     head, _, text = answer.partition(b"\r\n\r\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from engine.api import EngineInfo, LevelStats, NamespaceStats, Stats
+from engine.api import LevelStats, NamespaceStats, Stats
 from engine.config import LevelsConfig
 from gateway.levels.level_history import MINUTES, LevelHistory
 from gateway.levels.report import (
@@ -15,25 +15,12 @@ from gateway.levels.report import (
     tenants_report,
     unkept_tokens,
 )
+from tenancy.types import MINUTE_MS
+from tests.fakes import ENGINE_INFO
 from tests.unit.gateway.levels.reported_levels import DISK, HOST, STATS
 
-INFO = EngineInfo(
-    epoch="1",
-    model="m",
-    model_digest="d",
-    model_dir="",
-    vocab_size=100,
-    context_tokens=64,
-    block_size=16,
-    blocks=8,
-    floor_blocks_max=4,
-    kv_bytes_per_block=160,
-    kv_format="f",
-    device="cpu",
-    pid=1,
-)
+INFO = replace(ENGINE_INFO, kv_bytes_per_block=160)
 ON = LevelsConfig(host_mib=1, disk_gib=2.0)
-MINUTE_MS = 60_000
 
 
 def of(stats: Stats, promised_blocks: int = 0) -> EngineLevels:

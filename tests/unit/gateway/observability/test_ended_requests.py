@@ -10,8 +10,9 @@ from gateway.observability import ended_requests
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.metrics import Metrics
 from tenancy.history.request_records import RequestRecord
-from tenancy.history.samples import ALL_TENANTS, MINUTE_MS, Sample, SampleDetails
+from tenancy.history.samples import ALL_TENANTS, Sample, SampleDetails
 from tenancy.reuse.miss_ratio_curve import bucket_of
+from tenancy.types import MINUTE_MS
 
 START_MS = 30_000_000 * MINUTE_MS
 

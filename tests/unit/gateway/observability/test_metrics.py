@@ -33,7 +33,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def test_exposes_latest_engine_heartbeat(metrics: Metrics) -> None:
-    """Gauges as gauges, counters as counters, whatever the values before."""
+    """Gauges are exported as gauges and counters as counters."""
     metrics.set_engine_stats(Stats(blocks=9, step=7), is_ready=False, restarts=0)
     stats = Stats(
         blocks=10, pinned_blocks=4, free_blocks=6, waiting=3, running=2, evicted_blocks_total=5,

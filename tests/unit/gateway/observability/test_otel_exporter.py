@@ -26,7 +26,7 @@ from gateway.observability import otel_exporter
 from gateway.observability.otel_exporter import SpanTracer, traces_url
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-SECRET = "a prompt that nobody else may read"
+SECRET = "a prompt that no one else may read"
 
 
 class Collector(OtlpCollector):

@@ -115,6 +115,6 @@ def test_format_waits_for_the_thought(thinker: Renderer) -> None:
 
 
 def test_raw_prompts_do_not_think(thinker: Renderer) -> None:
-    """Nobody but the template opens a thought."""
+    """Only the template opens a thought."""
     assert thinker.render(Prompt(text="<think>")).thought == ""
     assert thinker.render(Prompt(HISTORY[:3], continues=True)).thought == ""

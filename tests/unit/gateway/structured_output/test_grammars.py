@@ -281,6 +281,6 @@ def test_tool_choice_restricts_callable_tools() -> None:
         (Prompt(tools=(STRICT,), output_format=FORMAT), None),
     ],
 )
-def test_schema_field(prompt: Prompt, field: str | None) -> None:
+def test_an_error_names_the_field_of_the_schema(prompt: Prompt, field: str | None) -> None:
     """For errors that only the engine's compiler finds."""
     assert schema_field(prompt) == field

@@ -55,7 +55,7 @@ def allows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_no_grammar_without_a_format_a_call_or_a_budget() -> None:
-    """Any text is allowed then, whatever the model makes of its channels."""
+    """Any text is allowed then, in any channel."""
     assert harmony_grammar(Prompt(), {}, None) is None
     assert harmony_grammar(Prompt(tools=(GET,)), {}, None) is None
     assert harmony_grammar(Prompt(tools=(PUT,), tool_choice=ToolChoice("none")), {}, None) is None

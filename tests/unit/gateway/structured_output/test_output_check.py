@@ -110,7 +110,7 @@ def test_checks_types_bounds_members_references(text: str, holds_: bool) -> None
         ("a/b", {"$defs": {"a/b": {"const": "a/b"}}, "$ref": "#/$defs/a~1b"}, True),
     ],
 )
-def test_keyword_semantics(value: object, schema: object, holds_: bool) -> None:
+def test_each_keyword_of_a_schema_is_checked(value: object, schema: object, holds_: bool) -> None:
     """Unknown and invalid keywords are ignored."""
     assert holds(json.dumps(value), schema) is holds_
 

@@ -57,7 +57,7 @@ SCHEMA = (
 def test_format_is_found_in_the_template(
     source: str, variables: frozenset[str], expected: ThinkingFormat
 ) -> None:
-    """As tools are: nobody configures it."""
+    """As tools are: no setting names it."""
     assert detect_thinking(source, variables) == expected
 
 

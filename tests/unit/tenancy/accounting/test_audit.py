@@ -25,10 +25,8 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall
-
-DAY_MS = 86_400_000
 
 
 def entry(request_id: str, at_ms: int) -> UsageEntry:
@@ -132,7 +130,7 @@ def _of_postgres(statement: str) -> str:
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_finds_damage(books: Store, what: str) -> None:
+def test_each_damaged_row_is_found(books: Store, what: str) -> None:
     """By any program with access to the file."""
     with books.change() as db:
         for statement in DAMAGE[what].split(";"):

@@ -22,12 +22,12 @@ from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.storage import sqlite
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore, migrations
+from tenancy.types import DAY_MS
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 PATIENCE_S = 20
-DAY_MS = 86_400_000
 ROOT = Path(__file__).parents[4]
 
 

@@ -20,10 +20,8 @@ from tenancy.ledger.transactions import StorageReading
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store, Transaction
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall
-
-DAY_MS = 86_400_000
 
 
 def entry(request_id: str, at_ms: int) -> UsageEntry:

@@ -23,10 +23,9 @@ from tenancy.ledger.transactions import StorageReading
 from tenancy.pricing.charges import RateCard, format_dollars, storage_charge
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry
+from tenancy.types import HOUR_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall
 
-HOUR_MS = 3_600_000
 CARD = RateCard(
     "std",
     input=3_000_000,

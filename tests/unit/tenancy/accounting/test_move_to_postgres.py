@@ -46,10 +46,9 @@ from tenancy.responses.stored_responses import ResponseRecord, store_responses
 from tenancy.responses.stored_sums import StorageQuota
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import CachePolicy
+from tenancy.types import DAY_MS, CachePolicy
 from tests.unit.tenancy.conftest import Wall, used
 
-DAY_MS = 86_400_000
 PATIENCE_S = 20
 
 

@@ -15,13 +15,11 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 from tests.unit.tenancy.storage.postgres_server import Server
 
-HOUR_MS = 3_600_000
-DAY_MS = 24 * HOUR_MS
 ENTRIES = 60
 BYS: list[UsageGroup] = ["key", "model", "hour", "day"]
 

@@ -21,11 +21,9 @@ from tenancy.accounts.keys import (
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, KeyRefused
 from tenancy.storage.interface import Store
-from tenancy.types import Limits
+from tenancy.types import HOUR_MS, Limits
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
-
-HOUR_MS = 3_600_000
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Charts of the ledger add up to its entries, whatever the buckets."""
+"""Charts of the ledger add up to its entries, for any buckets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS
 from tests.unit.tenancy.conftest import Wall, used
 
-MINUTE_MS, HOUR_MS, DAY_MS = 60_000, 3_600_000, 86_400_000
 AT_MS = 20_000 * DAY_MS + 5 * HOUR_MS
 CARD = RateCard("std", input=100, cache_read=10, cache_write={"*": 200}, output=300)
 ONE = LedgerBucket(

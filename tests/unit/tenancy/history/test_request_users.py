@@ -12,10 +12,10 @@ from tenancy.history.request_users import UserNote, user_ref, write_users
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.interface import Store
+from tenancy.types import HOUR_MS
 from tests.unit.tenancy.conftest import Wall, used
 
 PATIENCE_S = 20
-HOUR_MS = 3_600_000
 
 
 def fill(store: Store, wall: Wall) -> None:

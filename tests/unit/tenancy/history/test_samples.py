@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from tenancy.history.samples import (
     ALL_TENANTS,
-    HOUR_MS,
     KEPT_MS,
-    MINUTE_MS,
     MINUTES_KEPT_MS,
     Sample,
     SampleDetails,
@@ -17,6 +15,7 @@ from tenancy.history.samples import (
     write_samples,
 )
 from tenancy.storage.interface import Store
+from tenancy.types import HOUR_MS, MINUTE_MS
 
 AT_MS = 500_000 * HOUR_MS
 DETAILS = SampleDetails({"overloaded": 2}, {20: 1, 24: 3}, {30: 1})

@@ -13,10 +13,9 @@ from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry
+from tenancy.types import DAY_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall
 
-DAY_MS = 86_400_000
 CHARGE = 7 * 3_000_000
 
 
@@ -71,7 +70,7 @@ def test_credits_never_exceed_the_charge(books: Store, wall: Wall) -> None:
 
 
 def test_late_adjustments_are_booked_on_the_next_open_day(books: Store, wall: Wall) -> None:
-    """A closed day stays as reported, whatever the clock says."""
+    """A closed day stays as reported, also when the clock goes back."""
     wall.ms += 2 * DAY_MS
     close_days(books, wall)
     wall.ms -= 2 * DAY_MS

@@ -11,14 +11,14 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.accounting.usage import UsageGroup, usage
 from tenancy.accounts.tenants import create_tenant
-from tenancy.ledger.aggregates import FOLD_ROWS_MAX, HOUR_MS, fold_recent_sums
+from tenancy.ledger.aggregates import FOLD_ROWS_MAX, fold_recent_sums
 from tenancy.ledger.transactions import EngineTotals, Item, LedgerTransactions
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 from tests.unit.tenancy.conftest import Wall, used
 
 GROUPS: tuple[Sequence[UsageGroup], ...] = (

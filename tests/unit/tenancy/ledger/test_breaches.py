@@ -1,4 +1,4 @@
-"""Credits of broken promises: exact, and once, whatever happens in between."""
+"""Credits of broken promises: exact, and once, also over crashes and retries."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tenancy.ledger.aggregates import HOUR_MS
 from tenancy.ledger.entries import (
     ENTRY_FIELDS,
     LEVEL_FIELDS,
@@ -16,6 +15,7 @@ from tenancy.ledger.entries import (
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Store
+from tenancy.types import HOUR_MS
 from tests.unit.tenancy.conftest import Wall, used
 
 

@@ -15,9 +15,8 @@ from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import PICO_PER_MICRO, RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
+from tenancy.types import DAY_MS
 from tests.unit.tenancy.conftest import Wall, used
-
-DAY_MS = 86_400_000
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +75,7 @@ def test_released_budget_is_available_in_the_same_transaction(store: Store, wall
 
 
 def test_entry_is_booked_in_its_holds_window(store: Store, wall: Wall) -> None:
-    """The reservation is released in that window, whatever start and key the entry has."""
+    """The reservation is released in that window, for any start and key of the entry."""
     add_card(store, wall, RateCard("std", output=PICO_PER_MICRO))
     set_budget(store, Budget(1, "day", hard_micros=8))
     entry = structs.replace(used("a", wall() + DAY_MS), key_id=2)

@@ -180,7 +180,7 @@ def test_sweep_deletes_what_has_expired(owned: Store) -> None:
     assert owned.query(SUMS) == [(1, 1, 2)]
 
 
-def test_erasure_deletes_them(owned: Store) -> None:
+def test_erasure_deletes_conversations(owned: Store) -> None:
     """Of one workspace or of all, and forbids what running requests would append."""
     make(owned, HI)
     make(owned, record=replace(ONE, conversation_id="c2", workspace="other"))

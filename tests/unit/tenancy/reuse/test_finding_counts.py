@@ -19,9 +19,8 @@ from tenancy.reuse.finding_counts import (
     read_origins,
 )
 from tenancy.storage.interface import Store
+from tenancy.types import HOUR_MS
 from tests.unit.tenancy.conftest import Wall
-
-HOUR_MS = 3_600_000
 
 
 def count(tenant_id: int, at_ms: int = 5, **more: object) -> FindingCount:

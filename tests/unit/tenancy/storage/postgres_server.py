@@ -48,7 +48,7 @@ class Server:
     ) -> None:
         """`port`: of the socket, and of TCP if a setting enables it. `prepare`: writes files into
         the folder before the start and returns more settings."""
-        assert BINARIES is not None, "whoever asks has looked whether there are binaries"
+        assert BINARIES is not None, "the caller has checked that there are binaries"
         self._binaries = BINARIES
         # Not pytest's folder: another user must be able to enter.
         self._owned = ExitStack()

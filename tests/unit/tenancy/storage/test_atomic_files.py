@@ -95,7 +95,7 @@ def test_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
 
 
 def test_removes_part_files_of_dead_writers_only(tmp_path: Path) -> None:
-    """They are recognised by their free locks, whatever the target's name."""
+    """They are recognised by their free locks, for any name of the target."""
     (tmp_path / f"b{PART_SUFFIX}.txt").write_text("somebody's")
     with start_writer(tmp_path / "b") as process:
         with atomic_write(tmp_path / "a") as part:

@@ -39,7 +39,7 @@ ERASURE = (
 
 
 def test_many_rows_round_trip(store: Store) -> None:
-    """Whatever characters a text has, and however many rows there are."""
+    """For texts of any characters, and for many rows."""
     create_tenant(store, Wall(), "ada")
     texts = ["", "plain", "ä 語 😀", "a\tb\n\\ ' \" {} , ?1", "\\x00", "null"]
     rows = [

@@ -10,7 +10,7 @@ from tenancy.errors import StoreError
 from tenancy.storage.postgres_address import read_address
 
 
-def test_parses_url() -> None:
+def test_an_address_is_parsed_and_encrypted_by_default() -> None:
     """TLS with a checked certificate by default."""
     address = read_address("postgresql://ada@db.example:6000/books", {}, "me")
 

@@ -45,7 +45,7 @@ VALUES: list[tuple[str, Value]] = [
 
 @pytest.mark.parametrize(("kind", "value"), VALUES)
 def test_values_round_trip(connection: PostgresConnection, kind: str, value: Value) -> None:
-    """Whichever way they are sent."""
+    """In each way of sending them."""
     connection.execute(f"create temporary table seen (number bigint, value {kind})")
     connection.execute("insert into seen values (?, ?)", (1, value))
     connection.execute_many("insert into seen values (?, ?)", [(2, None), (3, value)])

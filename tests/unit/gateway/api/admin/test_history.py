@@ -16,8 +16,6 @@ from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
 from tenancy.history.samples import (
     ALL_TENANTS,
-    HOUR_MS,
-    MINUTE_MS,
     Sample,
     SampleDetails,
     write_samples,
@@ -25,7 +23,7 @@ from tenancy.history.samples import (
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, UsageEntry
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

@@ -30,7 +30,7 @@ async def test_any_administrator_sees_its_own_scopes(
     assert key not in str(told)
 
 
-async def test_others_see_nothing(gateway: GatewayFixture) -> None:
+async def test_only_an_administrator_is_answered(gateway: GatewayFixture) -> None:
     """Neither strangers nor tenants."""
     admin = AdminClient(gateway)
 

@@ -1,0 +1,62 @@
+"""A core over a CPU runner that records the output of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.api import Event, Finished, SampledToken, Tokens
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core.core import Core
+from engine.model_store import ModelCard
+from engine.models.cpu_llama import Kernels
+from engine.runner.cpu_runner import CpuRunner
+from tests.fakes import FakeClock
+
+BLOCK = 16
+
+
+class CpuEngine:
+    """A core and its output.
+
+    `output`: tokens by request and sample. `endings`: each request's ending and code, in order.
+    `cached`: cached tokens by request.
+    """
+
+    def __init__(
+        self, card: ModelCard, config: EngineConfig, blocks: int, kernels: Kernels | None = None
+    ) -> None:
+        context = card.config.context
+        self.runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels)
+        windows = self.runner.kv.format.windows
+        self.cache = PrefixCache(blocks=blocks, block_size=BLOCK, windows=windows)
+        self.core = Core(
+            self.cache,
+            self.runner,
+            config,
+            FakeClock(),
+            vocab_size=card.config.vocab,
+            context_tokens=context,
+        )
+        self.output: dict[tuple[str, int], list[SampledToken]] = {}
+        self.endings: list[str] = []
+        self.cached: dict[str, int] = {}
+
+    def step(self) -> None:
+        """Run a step, and check the cache."""
+        self._record(self.core.step())
+        self.cache.check()
+
+    def settle(self) -> None:
+        """Run until nothing is left to do."""
+        while self.core.has_work():
+            self.step()
+
+    def _record(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Tokens):
+                key = (event.request_id, event.index)
+                self.output.setdefault(key, []).extend(event.tokens)
+            if isinstance(event, Finished):
+                self.endings.append(event.ending + event.code)
+                self.cached[event.request_id] = event.usage.cached_tokens
