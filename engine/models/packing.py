@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from engine.models.layers import TensorSource
 from kernels.cpu import build as cpu
-from kernels.cpu.build import Kernels
+from kernels.cpu.build import Kernels, padded_columns
+from kernels.cpu.panel_memory import PanelMemory
 
 
 class Stack(NamedTuple):
@@ -29,6 +30,7 @@ class Packer:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._kept: list[torch.Tensor] = []
+        self._memory = PanelMemory()
 
     def keep(self, tensor: torch.Tensor) -> int:
         """Return the tensor's address, valid as long as the packer lives."""
@@ -37,7 +39,7 @@ class Packer:
 
     def matrix(self, weight: torch.Tensor, columns: torch.Tensor | None = None) -> int:
         """Pack a weight; see `Kernels.pack`. Return its address."""
-        return self.keep(self._kernels.pack(weight, columns))
+        return self.keep(self._kernels.pack(weight, columns, self._room(weight, columns)))
 
     def linear(
         self, source: TensorSource, *parts: str, is_gated: bool = False
@@ -63,7 +65,9 @@ class Packer:
         small = self._all_mxfp4(weights, columns)
         packed = small
         if packed is None:
-            packed = torch.stack([self._kernels.pack(weight, columns) for weight in weights])
+            packed = self._room(weights[0], columns, len(weights)).view(len(weights), -1)
+            for weight, out in zip(weights, packed, strict=True):
+                self._kernels.pack(weight, columns, out)
         bias = None
         if biases is not None:
             bias = self.keep(torch.stack([padded_bias(bias, columns) for bias in biases]))
@@ -79,7 +83,16 @@ class Packer:
             if one is None:
                 return None
             packed.append(one)
-        return torch.stack(packed)
+        out = self._memory.take(len(packed) * len(packed[0]), torch.uint8).view(len(packed), -1)
+        return torch.stack(packed, out=out)
+
+    def _room(
+        self, weight: torch.Tensor, columns: torch.Tensor | None, copies: int = 1
+    ) -> torch.Tensor:
+        """Return the memory of so many packed matrices like `weight`."""
+        rows, depth = weight.shape
+        padded = padded_columns(rows) if columns is None else len(columns)
+        return self._memory.take(copies * padded * depth, weight.dtype)
 
 
 def padded_bias(bias: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:

@@ -15,8 +15,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.prompt.owner_cache import OwnerCache
@@ -45,6 +47,9 @@ _BYTE_CLASSES = (
 )
 """Classes of bytes whose longest runs in one token bound the tokens of a text."""
 
+_NO_WORDS = {"type": "BPE", "vocab": {}, "merges": []}
+"""A model that the rules of a tokenizer.json are read with."""
+
 _PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
 
@@ -64,7 +69,7 @@ class PieceTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         text = path.read_text()
         self._tokenizer = Tokenizer.from_str(text)
-        settings = json.loads(text)
+        settings = msgspec.structs.asdict(msgspec.json.decode(text, type=_Rules))
         self._special = frozenset(special_ids)
         self._bytes = _token_bytes(self._tokenizer, settings, self._special)
         # `plain` has the same vocabulary without special tokens: client text is text, whatever it
@@ -72,11 +77,11 @@ class PieceTokenizer:
         # of a prompt must not get one, so both variants exist with and without it.
         inner = _without_prefix(settings)
         self._has_prefix = inner != settings
-        plain = _tokenizer(_without_tokens(settings, self._special))
+        plain = _variant(self._tokenizer, settings, self._special)
         self._by_use = {(True, True): self._tokenizer, (False, True): plain}
         if self._has_prefix:
-            self._by_use[True, False] = _tokenizer(inner)
-            self._by_use[False, False] = _tokenizer(_without_tokens(inner, self._special))
+            self._by_use[True, False] = _variant(self._tokenizer, inner, frozenset())
+            self._by_use[False, False] = _variant(self._tokenizer, inner, self._special)
         else:
             self._by_use[True, False] = self._tokenizer
             self._by_use[False, False] = plain
@@ -273,13 +278,39 @@ def _is_byte_level(settings: dict[str, Any]) -> bool:
     return '"ByteLevel"' in json.dumps(settings.get("decoder"))
 
 
-def _tokenizer(settings: dict[str, Any]) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps(settings))
+class _Rules(msgspec.Struct):
+    """A tokenizer.json without its vocabulary and its added tokens."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    post_processor: Any = None
+    decoder: Any = None
+    truncation: Any = None
+    padding: Any = None
 
 
-def _without_tokens(settings: dict[str, Any], special: frozenset[int]) -> dict[str, Any]:
-    kept = [token for token in settings["added_tokens"] if token["id"] not in special]
-    return {**settings, "added_tokens": kept}
+def _variant(base: Tokenizer, settings: dict[str, Any], left_out: frozenset[int]) -> Tokenizer:
+    """Return a tokenizer with other rules, of whose added tokens some are left out. It shares the
+    vocabulary: reading one of 262,144 tokens again takes a second and 100 MB."""
+    rules = Tokenizer.from_str(json.dumps({**settings, "model": _NO_WORDS, "added_tokens": []}))
+    made = Tokenizer(base.model)
+    made.normalizer, made.pre_tokenizer = rules.normalizer, rules.pre_tokenizer
+    made.post_processor, made.decoder = rules.post_processor, rules.decoder
+    if rules.truncation is not None:
+        made.enable_truncation(**rules.truncation)
+    if rules.padding is not None:
+        made.enable_padding(**rules.padding)
+    added: dict[int, AddedToken] = base.get_added_tokens_decoder()
+    tokens = []
+    for token_id, token in sorted(added.items()):
+        if token_id not in left_out:
+            tokens.append(token)
+        elif base.model.token_to_id(token.content) is None:
+            # The vocabulary lacks it, and the library numbers such tokens in their order: a text
+            # that no client can guess keeps its place, or the next one would get its id.
+            tokens.append(AddedToken(f"\0{token_hex(16)}", normalized=False))
+    made.add_tokens(tokens)
+    return made
 
 
 def _without_prefix(part: Any) -> Any:
@@ -291,9 +322,7 @@ def _without_prefix(part: Any) -> Any:
         return part
     if part.get("type") == "Prepend":
         return None
-    found = {name: _without_prefix(value) for name, value in part.items() if name != "model"}
-    if "model" in part:
-        found["model"] = part["model"]
+    found = {name: _without_prefix(value) for name, value in part.items()}
     if "prepend_scheme" in found:
         found["prepend_scheme"] = "never"
     if found.get("add_prefix_space") is True:

@@ -162,7 +162,7 @@ class Kernels:
             "head_dim_step": (c_int32, ()),
             "pool_new": (c_void_p, (c_int32,)),
             "pool_free": (None, (c_void_p,)),
-            "pack": (None, (c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_int32)),
+            "pack": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
             "pack_mxfp4": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
             "product": (None, (c_void_p, POINTER(CProduct))),
             "llama_forward": (None, (c_void_p, POINTER(CModel), POINTER(CWork))),
@@ -187,21 +187,29 @@ class Kernels:
         too."""
         self._end()
 
-    def pack(self, weight: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """Return weight [N, K] (bf16 or fp32) in the panels that products read, padded to 32
-        columns.
+    def pack(
+        self,
+        weight: torch.Tensor,
+        columns: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return weight [N, K] (bf16, then K is even, or fp32) in the panels that products read,
+        padded to 32 columns.
 
         `columns` int32: row of `weight` for each column (-1: zeros), already padded; None keeps the
-        order.
+        order. `out`: where to write them, [padded columns * K] of the weight's dtype.
         """
         rows, depth = weight.shape
         columns = _order(rows) if columns is None else columns
         weight = weight.contiguous()
-        packed = torch.empty(len(columns) * depth, dtype=weight.dtype)
-        is_bf16 = weight.dtype == torch.bfloat16
+        packed = torch.empty(len(columns) * depth, dtype=weight.dtype) if out is None else out
+        words = len(columns) * depth * weight.dtype.itemsize // 4
+        assert packed.dtype == weight.dtype, packed.dtype
+        assert packed.nbytes == 4 * words, packed.shape
         self._c.pack(
-            weight.data_ptr(), packed.data_ptr(), columns.data_ptr(), len(columns), depth, is_bf16
-        )
+            self._pool, weight.data_ptr(), packed.data_ptr(), columns.data_ptr(), len(columns),
+            words // len(columns),
+        )  # fmt: skip
         return packed
 
     def pack_mxfp4(
@@ -247,9 +255,14 @@ class Kernels:
         )
 
 
+def padded_columns(rows: int) -> int:
+    """Return the columns of a packed weight of `rows` rows."""
+    return -(-rows // COLUMNS_STEP) * COLUMNS_STEP
+
+
 def _order(rows: int) -> torch.Tensor:
     """Return the columns of a packed weight in the weight's own order, padded."""
-    columns = torch.arange(-(-rows // COLUMNS_STEP) * COLUMNS_STEP, dtype=torch.int32)
+    columns = torch.arange(padded_columns(rows), dtype=torch.int32)
     columns[rows:] = -1
     return columns
 

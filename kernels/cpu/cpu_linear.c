@@ -8,11 +8,39 @@
 #define CACHED (192 * 1024) /* bytes of activations that should stay in the L2 cache */
 #define ROWS_MAX 32       /* rows computed together, whatever the kind */
 #define CHUNK 16          /* rows of a task that converts them */
+#define AHEAD 16          /* lines of a panel that are asked for before their turn */
+#define PACKED 16         /* panels of a task that packs them */
+#define LINE 16           /* words of a line of the cache */
 
 /* Return the words of one panel, as it is multiplied. */
 static size_t panel_words(const Product *p) {
     return (size_t)PANEL * (p->kind == WIDE ? p->depth : p->depth / 2);
 }
+
+#if HAS_DOT
+/* Do what `multiply` does for one row by DOT, whose time is the memory's, and ask for each line
+ * AHEAD of its turn: the CPU foresees the lines of a panel, but not the panels that follow. The line
+ * goes to the L2 cache; fetched into L1, it takes the place of a load that waits. `skip`: words
+ * between the end of a panel and the start of the one that the row takes next. */
+INLINE void multiply_row(const int vecs, vf *acc, const float *a, const uint32_t *const *b,
+                         size_t skip, int pairs) {
+#pragma GCC unroll 1
+    for (int p = 0; p < pairs; p++) {
+        const size_t ahead = (size_t)(p + AHEAD) * PANEL + (p + AHEAD < pairs ? 0 : skip);
+        int word;
+        memcpy(&word, a + p, 4);
+        const __m512bh x = (__m512bh)_mm512_set1_epi32(word);
+#pragma GCC unroll 16
+        for (int v = 0; v < vecs; v++) {
+            _mm_prefetch((const char *)(b[v] + ahead), _MM_HINT_T1);
+            const __m512bh w = (__m512bh)_mm512_loadu_si512(b[v] + (size_t)p * PANEL);
+            acc[v] = (vf)_mm512_dpbf16_ps((__m512)acc[v], x, w);
+        }
+    }
+}
+#else
+#define multiply_row(...) ((void)0)
+#endif
 
 #define TILE_OF(ROWS, VECS)                                                                   \
     static void tile_##ROWS##_##VECS(const Product *p, const float *a, const uint32_t *b,     \
@@ -28,6 +56,8 @@ static size_t panel_words(const Product *p) {
             memset(acc, 0, sizeof acc);                                                       \
             if (p->kind == WIDE)                                                              \
                 multiply(ROWS, VECS, WIDE, acc, a, lda, columns, PANEL, p->depth / 2);        \
+            else if (HAS_DOT && p->kind == DOT && (ROWS) == 1)                                \
+                multiply_row(VECS, acc, a, columns, ((VECS) - 1) * panel, p->depth / 2);      \
             else if (HAS_DOT && p->kind == DOT)                                               \
                 multiply(ROWS, VECS, DOT, acc, a, lda, columns, PANEL, p->depth / 2);         \
             else                                                                              \
@@ -303,23 +333,39 @@ void to_pairs(const float *x, uint32_t *out, int count) {
         out[i] = (uint32_t)to_bf16(x[2 * i]) | (uint32_t)to_bf16(x[2 * i + 1]) << 16;
 }
 
-/* Write weight [columns, depth] to b in panels. `is_bf16`: both are bf16, else fp32. `from`: the
- * weight's row of each of `count` columns of b, -1 for padding; `count` is a multiple of 32. */
-void pack(const void *weight, void *b, const int32_t *from, int count, int depth, int is_bf16) {
-    for (int column = 0; column < count; column++) {
-        int panel = column / PANEL, lane = column % PANEL;
-        if (is_bf16) {
-            const uint16_t *row = (const uint16_t *)weight + (ptrdiff_t)from[column] * depth;
-            uint16_t *to = (uint16_t *)b + (size_t)panel * PANEL * depth + 2 * lane;
-            for (int k = 0; k < depth; k++)
-                to[(size_t)(k / 2) * 2 * PANEL + k % 2] = from[column] < 0 ? 0 : row[k];
-        } else {
-            const float *row = (const float *)weight + (ptrdiff_t)from[column] * depth;
-            float *to = (float *)b + (size_t)panel * PANEL * depth + lane;
-            for (int k = 0; k < depth; k++)
-                to[(size_t)k * PANEL] = from[column] < 0 ? 0 : row[k];
+typedef struct {
+    const char *weight;
+    uint32_t *b;
+    const int32_t *from;
+    int count, words;
+} Packing;
+
+/* Pack PACKED panels, a line of 16 rows at a time: the words that it reads and the lines that it
+ * writes stay in the L1 cache. */
+static void pack_task(void *arg, int task) {
+    const Packing *p = arg;
+    const int left = p->count / PANEL - task * PACKED;
+    for (int panel = task * PACKED; panel < task * PACKED + (left < PACKED ? left : PACKED); panel++)
+        for (int k = 0; k < p->words; k += LINE) {
+            const int end = k + LINE < p->words ? k + LINE : p->words;
+            uint32_t *to = p->b + (size_t)panel * PANEL * p->words;
+            for (int lane = 0; lane < PANEL; lane++) {
+                const int32_t row = p->from[panel * PANEL + lane];
+                const char *from = p->weight + (ptrdiff_t)row * p->words * 4;
+                for (int i = k; i < end; i++)
+                    if (row < 0)
+                        to[(size_t)i * PANEL + lane] = 0;
+                    else
+                        memcpy(to + (size_t)i * PANEL + lane, from + (size_t)i * 4, 4);
+            }
         }
-    }
+}
+
+/* Write weight [columns, words] to b in panels; a word is one fp32 or two bf16. `from`: the weight's
+ * row of each of `count` columns of b, -1 for padding; `count` is a multiple of 32. */
+void pack(Pool *pool, const void *weight, void *b, const int32_t *from, int count, int words) {
+    pool_run(pool, pack_task, &(Packing){weight, b, from, count, words},
+             (count / PANEL + PACKED - 1) / PACKED);
 }
 
 /* Return whether the CPU multiplies bf16 directly. */

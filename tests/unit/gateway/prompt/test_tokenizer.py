@@ -28,7 +28,16 @@ def byte_level(card: ModelCard) -> PieceTokenizer:
 
 
 @pytest.fixture(scope="session")
-def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
+def sentence_piece(
+    tmp_path_factory: pytest.TempPathFactory, sentence_piece_settings: dict[str, Any]
+) -> PieceTokenizer:
+    path = tmp_path_factory.mktemp("spm") / "tokenizer.json"
+    path.write_text(json.dumps(sentence_piece_settings))
+    return PieceTokenizer(path, (0, 1, 2))
+
+
+@pytest.fixture(scope="session")
+def sentence_piece_settings() -> dict[str, Any]:
     """BPE with byte fallback and a space before each text, as in Llama 2."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["\u2581", "a", "b", "\u2581a", "ab", "\u2581ab"]
@@ -46,9 +55,8 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
     )
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     made.add_special_tokens([AddedToken(word, normalized=False) for word in words[:3]])
-    path = tmp_path_factory.mktemp("spm") / "tokenizer.json"
-    made.save(str(path))
-    return PieceTokenizer(path, (0, 1, 2))
+    settings: dict[str, Any] = json.loads(made.to_str())
+    return settings
 
 
 def spell(tokenizer: PieceTokenizer, ids: tuple[int, ...]) -> str:
@@ -238,6 +246,50 @@ def test_a_long_text_stops_when_its_budget_is_spent(byte_level: PieceTokenizer) 
     with pytest.raises(TooManyTokensError):
         byte_level.encode("some words " * 50_000, specials=False, budget=TokenBudget(9_000, ask))
     assert len(asked) <= 3
+
+
+@given(st.lists(st.sampled_from(["<think>", "<|s|>", "<th", "ab", " ", "\0"]), max_size=6))
+def test_added_tokens_keep_their_ids_beside_special_ones(
+    added: PieceTokenizer, parts: list[str]
+) -> None:
+    """Folders name added tokens outside of the vocabulary, which are numbered in their order: left
+    out, a special token gave its id to the next one, and a client's <think> vanished as special."""
+    text = "".join(parts)
+    ids = added.encode(text, specials=False)
+
+    assert spell(added, ids) == text
+    assert ids.count(added.encode("<think>", specials=True)[0]) == text.count("<think>")
+
+
+@pytest.fixture(scope="session")
+def added(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
+    """A special token and an ordinary one behind it, both outside of the vocabulary."""
+    settings: dict[str, Any] = tokenizer_document()
+    vocab = settings["model"]["vocab"]
+    first = max([*vocab.values(), *(token["id"] for token in settings["added_tokens"])]) + 1
+    shape = settings["added_tokens"][0]
+    settings["added_tokens"] += [
+        {**shape, "id": first, "content": "<|s|>", "special": True},
+        {**shape, "id": first + 1, "content": "<think>", "special": False},
+    ]
+    path = tmp_path_factory.mktemp("added") / "tokenizer.json"
+    path.write_text(json.dumps(settings))
+    return PieceTokenizer(path, (*SPECIAL_IDS, first))
+
+
+@given(TEXT)
+def test_tokenizers_that_share_a_vocabulary_are_those_that_read_it(
+    sentence_piece: PieceTokenizer, sentence_piece_settings: dict[str, Any], text: str
+) -> None:
+    """Without special tokens, and without the space before a text."""
+    settings = {**sentence_piece_settings, "added_tokens": []}
+    later = {**settings, "normalizer": settings["normalizer"]["normalizers"][1]}
+    for is_first, document in ((True, settings), (False, later)):
+        alone = Tokenizer.from_str(json.dumps(document)).encode(text, add_special_tokens=False)
+
+        ids = sentence_piece.encode(text, specials=False, is_first=is_first)
+
+        assert [*ids] == [one for one in alone.ids if one > 2]
 
 
 def test_a_text_that_cannot_fit_is_not_tokenized(byte_level: PieceTokenizer) -> None:

@@ -62,6 +62,27 @@ def test_products_equal_torch(kernels: cpu.Kernels, depth: int, columns: int) ->
             assert torch.equal(added, out + 7.0)
 
 
+@pytest.mark.parametrize(("rows", "depth"), [(32, 2), (40, 34), (600, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_panels_hold_16_columns_side_by_side(
+    kernels: cpu.Kernels, rows: int, depth: int, dtype: torch.dtype
+) -> None:
+    """In words of a value, or of two in bf16; 40 rows leave columns of zeros, 34 is no whole number
+    of lines, and 600 are several tasks."""
+    weight = random(rows, depth, seed=2).to(dtype)
+    columns = torch.arange(cpu.padded_columns(rows), dtype=torch.int32).flip(0)
+    columns[columns >= rows] = -1
+    out = torch.full((len(columns) * depth,), 7.0, dtype=dtype)
+
+    packed = kernels.pack(weight, columns, out)
+
+    words = 2 if dtype == torch.bfloat16 else 1
+    chosen = torch.cat([weight, torch.zeros(1, depth, dtype=dtype)])[columns.long()]
+    panels = chosen.view(-1, cpu.PANEL, depth // words, words).transpose(1, 2)
+    assert packed is out
+    assert torch.equal(out, panels.flatten())
+
+
 def mxfp4(columns: int, depth: int) -> torch.Tensor:
     """Return random values of MXFP4 in bf16, some groups all zero, exponents from -9 to 9."""
     generator = torch.Generator().manual_seed(9)
