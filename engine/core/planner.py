@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from engine.cache import BlockTable, PrefixCache
-from engine.core.tree_order import find_groups, order_key
+from engine.core.tree_order import find_groups, order_key, shared_blocks
 from engine.plan import BegunSequence, Group, Mask, Row, StepPlan
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
@@ -59,6 +60,7 @@ class StepPlanner:
         self._signature: Signature = ([], [])
         self._order: list[int] = []
         self._groups: tuple[Group, ...] = ()
+        self._runs: dict[tuple[BlockTable, int, BlockTable, int], int] = {}
 
     def plan(
         self, step: int, slices: abc.Sequence[Slice], now_s: float
@@ -196,12 +198,29 @@ class StepPlanner:
                 for piece, version in zip(slices, versions, strict=True)
             ]
             self._order = sorted(range(len(keys)), key=keys.__getitem__)
-            full = [
-                0 if keys[i] is LAST_KEY else min(slices[i].start // size, len(keys[i]) // 4)
-                for i in self._order
-            ]
-            self._groups = find_groups([keys[i] for i in self._order], full)
+            self._groups = find_groups(self._shared_runs(slices, versions, keys))
         return [slices[i] for i in self._order]
+
+    def _shared_runs(
+        self, slices: abc.Sequence[Slice], versions: list[int], keys: list[bytes]
+    ) -> list[int]:
+        """Return how many whole blocks each slice shares with the next one in order.
+
+        Most neighbours were neighbours in the last batch, and what two tables share changes only
+        with a version.
+        """
+        size, known, runs = self._cache.block_size, self._runs, list[int]()
+        self._runs = {}
+        for i, j in pairwise(self._order):
+            pair = slices[i].table, versions[i], slices[j].table, versions[j]
+            run = known.get(pair)
+            if run is None:
+                full = min(slices[i].start, slices[j].start) // size
+                is_last = WINDOWED in (versions[i], versions[j])
+                run = 0 if is_last else shared_blocks(keys[i], keys[j], full)
+            self._runs[pair] = run
+            runs.append(run)
+        return runs
 
 
 def _reads_window(piece: Slice, block_size: int) -> bool:
