@@ -366,7 +366,7 @@ class TokenLogprob(Struct, frozen=True, forbid_unknown_fields=True):
     logprob: float
 
 
-class SampledToken(Struct, frozen=True, forbid_unknown_fields=True):
+class SampledToken(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One output token. `logprob` and `top` (best first) are set when the request asked for
     them.
     """
@@ -447,7 +447,7 @@ class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_
     tokens: tuple[SampledToken, ...]
 
 
-class Tokens(Struct, frozen=True, tag="tokens", forbid_unknown_fields=True):
+class Tokens(Struct, frozen=True, tag="tokens", forbid_unknown_fields=True, gc=False):
     """New output tokens of one sample, in order."""
 
     request_id: str

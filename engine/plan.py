@@ -90,7 +90,7 @@ class BegunSequence(Struct, frozen=True):
     sample_index: int = 0
 
 
-class Row(Struct, frozen=True):
+class Row(Struct, frozen=True, gc=False):
     """Compute `count` tokens of a sequence from position `start`; their KV goes to its own blocks.
 
     `block_ids`: the sequence's block table, covering `start + count` slots. `beside`: its tables in
@@ -144,7 +144,7 @@ class StepPlan(Struct, frozen=True):
     masks: dict[int, Mask] = {}
 
 
-class Sampled(Struct, frozen=True):
+class Sampled(Struct, frozen=True, gc=False):
     """The tokens that one sequence sampled in a step, in order: one, or more where the runner
     verified drafts.
 

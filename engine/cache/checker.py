@@ -92,6 +92,7 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
     for table in tables:
         references.update(table.pinned)
         _check_holes(table)
+        _check_writable(manager, table)
         for block in _check_windows(table):
             references[block] += 1
     references.update(c.src for c in manager.copies.values() if owner[c.src] is account)
@@ -157,6 +158,17 @@ def _check_holes(table: BlockTable) -> None:
     shared = table.attention.shared_blocks
     _expect(table.committed <= shared, f"{table.committed} committed blocks", shared)
     _expect(not table.holes or table.committed <= first, "holes in the tree's part", first)
+
+
+def _check_writable(manager: BlockManager, table: BlockTable) -> None:
+    """Check that the last block that a table may write without asking is whole and its own (I2)."""
+    whole, rest = divmod(table.writable_tokens, manager.block_size)
+    _expect(not rest and whole <= len(table.blocks), f"{whole} writable blocks", len(table.blocks))
+    if whole <= table.committed:
+        return
+    for row in (table.blocks, *table.beside):
+        refs = manager.pool.ref_count[row[whole - 1]]
+        _expect(refs == 1, f"writable block {row[whole - 1]}: {refs} references", 1)
 
 
 def _check_windows(table: BlockTable) -> list[int]:

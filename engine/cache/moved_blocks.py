@@ -55,7 +55,7 @@ class MovedBlocks:
         """Pin the blocks of a table from entry `first` on for moves that fill them, until
         `unhold`. The table may end before that. O(blocks).
         """
-        blocks = table.blocks[first:]
+        table.writable_tokens, blocks = 0, table.blocks[first:]
         for row, start in zip(table.beside, table.first, strict=True):
             blocks += row[max(first, start) :]
         for block in blocks:
@@ -164,7 +164,7 @@ class MovedBlocks:
         self._manager.unpin_all(table.account, reversed(table.blocks[whole:]))
         del table.blocks[whole:]
         table.first = [before for before, _ in table.aside]
-        table.aside = ()
+        table.aside, table.writable_tokens = (), 0
         table.version += 1
         return 0
 

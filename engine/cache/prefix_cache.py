@@ -7,7 +7,7 @@ callers pass `now_s`. One thread calls it. The numbered rules are in `engine/cac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.api import Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.attention_windows import AttentionWindows
@@ -277,7 +277,7 @@ class PrefixCache:
 
         `start` is table.kv_tokens if not given; it lies further on when steps in flight write the
         tokens before it. Allocates, evicts by rule 9, and copies on write where a slot's block has
-        other holders. O(1) when the slots exist.
+        other holders. O(1) when the slots exist; no call is needed below `table.writable_tokens`.
         """
         start = table.kv_tokens if start is None else start
         blocks, refs = table.blocks, self._manager.pool.ref_count
@@ -287,6 +287,7 @@ class PrefixCache:
             shared += [(row, i) for i in range(first, len(row)) if refs[row[i]] > 1]
         missing = max(0, self._blocks_for(tokens) - len(blocks))
         if not shared and not missing:
+            table.writable_tokens = len(blocks) * self.block_size
             return True
         wanted = len(shared) + missing * self.windows.groups
         new_blocks = self._allocate(table.account, wanted, now_s)
@@ -303,6 +304,7 @@ class PrefixCache:
         blocks.extend(new_blocks[:missing])
         for group, row in enumerate(table.beside, start=1):
             row.extend(new_blocks[group * missing : (group + 1) * missing])
+        table.writable_tokens = len(blocks) * self.block_size
         return True
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -332,6 +334,13 @@ class PrefixCache:
             self._windows.advance(table, now_s)
         if attention is not None:
             self._attention.advance(table, attention, now_s)
+
+    def commit_tokens(self, tables: Iterable[BlockTable]) -> None:
+        """Commit the KV of one more token of each table, where that fills no block and no window
+        moves on: `commit` would do nothing else. O(tables).
+        """
+        for table in tables:
+            table.kv_tokens += 1
 
     def _commit_full(
         self, table: BlockTable, tokens: Sequence[int], full: int, now_s: float
@@ -375,6 +384,7 @@ class PrefixCache:
         fork.node, fork.committed = table.node, table.committed
         fork.write_epoch = table.write_epoch
         fork.requested_leases = tuple((lease, 0) for lease, _ in table.requested_leases)
+        table.writable_tokens = 0
         table.account.tables += 1
         self._manager.tables.add(fork)
         for block in fork.pinned:

@@ -57,9 +57,9 @@ from engine.plan import Runner, StepResult
 from engine.scheduler.loading import Loading
 from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.request_table import RequestTable
-from engine.scheduler.scheduler import Scheduler, Slice, cost_of
+from engine.scheduler.scheduler import Scheduler, Slice, work_of
 from engine.scheduler.sequence import ActiveRequest, Sequence
-from engine.scheduler.step_cost import StepCost, StepWork
+from engine.scheduler.step_cost import StepCost
 
 FAILURES = {
     "nan_logits": "The model produced logits that are not numbers.",
@@ -300,8 +300,9 @@ class Core:
         step ends the requests it concerns.
         """
         now_s = self.clock()
-        for overdue in list(self._timeouts.overdue(self.requests, now_s)):
-            self._finish(*overdue)
+        if self.requests.waiting_requests or self._timeouts.is_draining:
+            for overdue in list(self._timeouts.overdue(self.requests, now_s)):
+                self._finish(*overdue)
         self._take_compiled()
         if self.scheduler.loading is not None:
             self._take_loaded(self.scheduler.loading, now_s)
@@ -328,7 +329,7 @@ class Core:
 
     def _launch(self, slices: list[Slice], now_s: float) -> bool:
         for piece in slices:
-            if piece.sequence.parent.started_at_s is None:
+            if not piece.is_plain and piece.sequence.parent.started_at_s is None:
                 self._mark_started(piece.sequence, now_s)
         plan, pending = self._planner.plan(self.engine_stats.next_step(), slices, now_s)
         self._timeouts.record_progress()
@@ -355,17 +356,17 @@ class Core:
         cost = self.engine_stats.step_cost
         if len(self._pending_steps) != 1 or not cost.is_measured:
             return
-        pieces = [piece for piece, _ in self._pending_steps[0].slices if piece.count]
-        if len(pieces) > ROWS_MAX:
+        pending = self._pending_steps[0]
+        if pending.rows > ROWS_MAX:
             return
         now_s = self.clock()
         has_prompts = len(self.requests) > self.scheduler.running.totals.requests or any(
             piece.start + piece.count < len(piece.sequence.parent.request.tokens)
-            for piece in pieces
+            for piece in pending.slices
         )
         if has_prompts and not self.scheduler.is_shared(now_s):
             return
-        self._pacing.running_alone(now_s, cost.seconds(StepWork.of(cost_of(pieces))))
+        self._pacing.running_alone(now_s, cost.seconds(work_of(pending.slices)))
 
     def _collect(self) -> None:
         pending = self._pending_steps.popleft()
@@ -390,34 +391,43 @@ class Core:
                 namespace = sequence.parent.request.grant.namespace
                 self._erasures.erase(Erase(0, namespace, tokens=tuple(beginning)))
                 self._fail(sequence.parent, code)
-        computed = 0
-        for piece, table in pending.slices:
-            computed += piece.count
-            if not piece.sequence.parent.is_finished:
-                self._commit_slice(piece, table, result, now_s)
-        drawn = {sampled.sequence_id: sampled.tokens for sampled in result.sampled}
-        for sequence_id, sequence in pending.sampling.items():
-            sequence.in_flight -= 1
-            if not sequence.is_ended:
-                if not drawn.get(sequence_id):
-                    raise InvariantViolation(f"sequence {sequence_id} sampled no token")
-                self._accept_tokens(sequence, drawn[sequence_id], now_s)
+        computed = self._commit_slices(pending, result, now_s)
+        self._accept_tokens(pending, result, now_s)
         self.engine_stats.record_step(
             pending.launched_at_s,
             now_s,
             computed - len(pending.sampling),
-            cost_of(piece for piece, _ in pending.slices if piece.count),
+            lambda: work_of(pending.slices),
             result.elapsed_s,
         )
 
-    def _commit_slice(
-        self, piece: Slice, table: BlockTable, result: StepResult, now_s: float
-    ) -> None:
+    def _commit_slices(self, pending: InFlightStep, result: StepResult, now_s: float) -> int:
+        """Commit what a step has computed; return how many tokens that is."""
+        size, computed = self.cache.block_size, 0
+        grown: list[BlockTable] = []
+        for piece in pending.slices:
+            sequence, table, end = piece.sequence, piece.table, piece.start + piece.count
+            computed += piece.count
+            if (
+                piece.is_plain
+                and end % size
+                and sequence.table is table
+                and sequence.computed_before < end
+                and not table.beside
+            ):  # as `_commit_slice`, without a call: most slices of most steps
+                sequence.computed_before = end
+                grown.append(table)
+            elif not sequence.parent.is_finished:
+                self._commit_slice(piece, result, now_s)
+        self.cache.commit_tokens(grown)
+        return computed
+
+    def _commit_slice(self, piece: Slice, result: StepResult, now_s: float) -> None:
         """Commit a slice that a step has computed: count it and make its blocks findable.
 
         The work is counted even where the table is gone (preempted while in flight).
         """
-        sequence, end = piece.sequence, piece.start + piece.count
+        sequence, table, end = piece.sequence, piece.table, piece.start + piece.count
         active, prompt = sequence.parent, len(sequence.parent.request.tokens)
         recomputed = max(0, min(end, sequence.computed_before) - piece.start)
         sequence.computed_before = max(sequence.computed_before, end)
@@ -453,35 +463,41 @@ class Core:
             active.prompt_logprobs_sent = sent + len(fresh)
             self._events.append(PromptLogprobs(request.request_id, fresh))
 
-    def _accept_tokens(
-        self, sequence: Sequence, tokens: tuple[SampledToken, ...], now_s: float
-    ) -> None:
-        """Append output tokens until the sample ends; tokens after its end are dropped."""
-        for token in tokens:
-            self._accept_token(sequence, token, now_s)
+    def _accept_tokens(self, pending: InFlightStep, result: StepResult, now_s: float) -> None:
+        """Append the output tokens of a step, and end each sample at its last one; tokens after
+        that are dropped.
+        """
+        drawn = {sampled.sequence_id: sampled.tokens for sampled in result.sampled}
+        events, accepted = self._events, 0
+        for sequence_id, sequence in pending.sampling.items():
+            sequence.in_flight -= 1
             if sequence.is_ended:
-                break
-
-    def _accept_token(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
-        """Append one output token, and end the sample if it was the last."""
-        active, request = sequence.parent, sequence.parent.request
-        if code := self.constraints.consume(sequence, token.token_id):
-            self._fail(active, code)
-            return
-        sequence.tokens.append(token.token_id)
-        sequence.output_tokens += 1
-        self.engine_stats.output_tokens += 1
-        if token.logprob is not None:
-            sequence.cumulative_logprob += token.logprob
-        if active.first_token_at_s is None:
-            active.first_token_at_s = now_s
-        self._events.append(Tokens(request.request_id, sequence.index, (token,)))
-        is_stop = token.token_id in request.stop_token_ids
-        is_stop = is_stop and sequence.output_tokens >= request.min_tokens
-        if is_stop or self.constraints.is_complete(sequence):
-            self._finish_sample(sequence, "stop")
-        elif sequence.output_tokens >= request.max_tokens:
-            self._finish_sample(sequence, "length")
+                continue
+            if not (tokens := drawn.get(sequence_id)):
+                raise InvariantViolation(f"sequence {sequence_id} sampled no token")
+            active, request = sequence.parent, sequence.parent.request
+            is_constrained = sequence.matcher is not None
+            for token in tokens:
+                token_id = token.token_id
+                if is_constrained and (code := self.constraints.consume(sequence, token_id)):
+                    self._fail(active, code)
+                    break
+                sequence.tokens.append(token_id)
+                sequence.output_tokens = count = sequence.output_tokens + 1
+                accepted += 1
+                if token.logprob is not None:
+                    sequence.cumulative_logprob += token.logprob
+                if active.first_token_at_s is None:
+                    active.first_token_at_s = now_s
+                events.append(Tokens(request.request_id, sequence.index, (token,)))
+                is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
+                if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
+                    self._finish_sample(sequence, "stop")
+                    break
+                if count >= request.max_tokens:
+                    self._finish_sample(sequence, "length")
+                    break
+        self.engine_stats.output_tokens += accepted
 
     # -- endings ------------------------------------------------------------------------------
 
@@ -541,7 +557,7 @@ class Core:
         for drawer in pending.sampling.values():
             drawer.in_flight -= 1
         message = f"The step that computed this request failed ({type(error).__name__})."
-        concerned = [piece.sequence.parent for piece, _ in pending.slices]
+        concerned = [piece.sequence.parent for piece in pending.slices]
         concerned += [sequence.parent for sequence in pending.copy_targets]
         for active in concerned:
             if not active.is_finished:

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from engine.cache import BlockTable, PrefixCache
-from engine.core.tree_order import find_groups, order_key
-from engine.plan import BegunSequence, Group, Row, StepPlan
+from engine.core.tree_order import find_groups, order_key, shared_blocks
+from engine.plan import BegunSequence, Group, Mask, Row, StepPlan
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
-Signature = list[tuple[BlockTable, int]]
+Signature = tuple[list[BlockTable], list[int]]
 
 WINDOWED: Final = -1
 """The version in a signature of a table that a row reads by an attention window."""
@@ -30,14 +31,17 @@ LAST_KEY: Final = b"\xff" * 4
 class InFlightStep:
     """A launched step that has not been collected.
 
-    `slices`: each with the block table it was planned on. `sampling`: the sequences that sample a
-    token, by id. `copy_targets`: sequences without a row whose pending copy runs with the step.
+    `slices`: those of its `rows`, in their order, then one of no tokens for each fork. `sampling`:
+    the sequences that sample a token, by id; `masks`: of those under a grammar. `copy_targets`:
+    sequences without a row whose pending copy runs with the step.
     """
 
     step: int
     launched_at_s: float
-    slices: list[tuple[Slice, BlockTable]] = field(default_factory=list)
+    slices: list[Slice]
+    rows: int
     sampling: dict[int, Sequence] = field(default_factory=dict)
+    masks: dict[int, Mask] = field(default_factory=dict)
     copy_targets: list[Sequence] = field(default_factory=list)
 
 
@@ -53,9 +57,10 @@ class StepPlanner:
         self._cache = cache
         self._scheduler = scheduler
         self._add_sequence = add_sequence
-        self._signature: Signature = []
+        self._signature: Signature = ([], [])
         self._order: list[int] = []
         self._groups: tuple[Group, ...] = ()
+        self._runs: dict[tuple[BlockTable, int, BlockTable, int], int] = {}
 
     def plan(
         self, step: int, slices: abc.Sequence[Slice], now_s: float
@@ -65,15 +70,14 @@ class StepPlanner:
         Counts each slice as computed, and takes the pending copies and the ended sequences.
         O(rows), and O(rows * log blocks) when the batch or a table changed.
         """
-        pending = InFlightStep(step, now_s)
+        pending = InFlightStep(step, now_s, self._in_tree_order(slices), len(slices))
         begun: list[BegunSequence] = []
-        rows = [self._row(piece, pending, begun) for piece in self._in_tree_order(slices)]
+        rows = self._rows(pending, begun)
         copies = self._cache.take_copies()
         if copies:
             self._add_copy_targets(pending, {copy.dst for copy in copies})
         ended = tuple(self._scheduler.ended_ids)
         self._scheduler.ended_ids.clear()
-        masks = {i: s.mask for i, s in pending.sampling.items() if s.mask is not None}
         plan = StepPlan(
             step=step,
             rows=tuple(rows),
@@ -81,7 +85,7 @@ class StepPlanner:
             begun=tuple(begun),
             ended=ended,
             copies=copies,
-            masks=masks,
+            masks=pending.masks,
         )
         return plan, pending
 
@@ -89,26 +93,47 @@ class StepPlanner:
         """Fork the samples of each prompt that this step finishes: each gets a table over its
         blocks.
         """
-        for piece, table in list(pending.slices):
+        for piece in [piece for piece in pending.slices if not piece.is_plain]:
             active = piece.sequence.parent
             if active.is_forked or piece.sequence.sequence_id not in pending.sampling:
                 continue
             forks = active.sequences[1:]
             for fork in forks:
-                fork.table = self._cache.fork(table)
+                fork.table = self._cache.fork(piece.table)
                 fork.computed = fork.computed_before = piece.sequence.computed
-                pending.slices.append((Slice(fork, fork.computed, 0), fork.table))
+                pending.slices.append(Slice(fork, fork.table, fork.computed, 0))
             self._scheduler.fork(piece.sequence, forks)
 
     # -- rows ---------------------------------------------------------------------------------
 
+    def _rows(self, pending: InFlightStep, begun: list[BegunSequence]) -> list[Row]:
+        """Return the rows of the step's slices, and count these as computed."""
+        rows, sampling = list[Row](), pending.sampling
+        for piece in pending.slices:
+            sequence = piece.sequence
+            if not (piece.is_plain and sequence.is_known_to_runner):
+                rows.append(self._row(piece, pending, begun))
+                continue
+            # As `_row`, without a call: most rows of most steps.
+            sequence_id, table, tokens = sequence.sequence_id, piece.table, sequence.tokens
+            start = piece.start
+            sequence.computed = start + 1
+            sequence.in_flight += 1
+            sampling[sequence_id] = sequence
+            known = tokens[start : start + 1] if start < len(tokens) else None
+            rows.append(
+                Row(
+                    sequence_id, start, 1, table.blocks, table.version, known, (sequence_id,),
+                    None, None, table.beside,
+                )
+            )  # fmt: skip
+        return rows
+
     def _row(self, piece: Slice, pending: InFlightStep, begun: list[BegunSequence]) -> Row:
         """Return the plan's row for a slice, and count the slice as computed."""
         sequence, end = piece.sequence, piece.start + piece.count
-        active, table, tokens = sequence.parent, sequence.table, sequence.tokens
+        active, table, tokens = sequence.parent, piece.table, sequence.tokens
         request = active.request
-        assert table is not None, "a slice belongs to a running sequence"
-        pending.slices.append((piece, table))
         if not sequence.is_known_to_runner:
             begun.append(_introduce(sequence))
         sampling: list[Sequence] = []
@@ -126,6 +151,8 @@ class StepPlanner:
         for sampler in sampling:
             sampler.in_flight += 1
             pending.sampling[sampler.sequence_id] = sampler
+            if sampler.mask is not None:
+                pending.masks[sampler.sequence_id] = sampler.mask
         return Row(
             sequence_id=sequence.sequence_id,
             start=piece.start,
@@ -141,7 +168,7 @@ class StepPlanner:
         )
 
     def _add_copy_targets(self, pending: InFlightStep, copied: set[int]) -> None:
-        present = {piece.sequence.sequence_id for piece, _ in pending.slices}
+        present = {piece.sequence.sequence_id for piece in pending.slices}
         for sequence in self._scheduler.running:
             table = sequence.table
             if sequence.sequence_id in present or table is None:
@@ -158,27 +185,42 @@ class StepPlanner:
         sequence. Rows that read by an attention window come last and share no run.
         """
         size = self._cache.block_size
-        signature: Signature = []
-        for piece in slices:
-            table = piece.sequence.table
-            assert table is not None, "a slice belongs to a running sequence"
-            version = table.version
-            if table.attention is not None and _reads_window(piece, size):
-                version = WINDOWED
-            signature.append((table, version))
+        tables = [piece.table for piece in slices]
+        versions = [table.version for table in tables]
+        for index, piece in enumerate(slices):
+            if not piece.is_plain and _reads_window(piece, size):
+                versions[index] = WINDOWED
+        signature = tables, versions
         if signature != self._signature:
             self._signature = signature
             keys = [
-                LAST_KEY if version == WINDOWED else _order_key(piece.sequence, table)
-                for piece, (table, version) in zip(slices, signature, strict=True)
+                LAST_KEY if version == WINDOWED else _order_key(piece.sequence, piece.table)
+                for piece, version in zip(slices, versions, strict=True)
             ]
             self._order = sorted(range(len(keys)), key=keys.__getitem__)
-            full = [
-                0 if keys[i] is LAST_KEY else min(slices[i].start // size, len(keys[i]) // 4)
-                for i in self._order
-            ]
-            self._groups = find_groups([keys[i] for i in self._order], full)
+            self._groups = find_groups(self._shared_runs(slices, versions, keys))
         return [slices[i] for i in self._order]
+
+    def _shared_runs(
+        self, slices: abc.Sequence[Slice], versions: list[int], keys: list[bytes]
+    ) -> list[int]:
+        """Return how many whole blocks each slice shares with the next one in order.
+
+        Most neighbours were neighbours in the last batch, and what two tables share changes only
+        with a version.
+        """
+        size, known, runs = self._cache.block_size, self._runs, list[int]()
+        self._runs = {}
+        for i, j in pairwise(self._order):
+            pair = slices[i].table, versions[i], slices[j].table, versions[j]
+            run = known.get(pair)
+            if run is None:
+                full = min(slices[i].start, slices[j].start) // size
+                is_last = WINDOWED in (versions[i], versions[j])
+                run = 0 if is_last else shared_blocks(keys[i], keys[j], full)
+            self._runs[pair] = run
+            runs.append(run)
+        return runs
 
 
 def _reads_window(piece: Slice, block_size: int) -> bool:

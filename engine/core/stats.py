@@ -5,7 +5,7 @@ Counters only grow. This module decides nothing; core updates it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.api import LevelStats, Namespace, NamespaceStats, Payer, Stats
 from engine.cache import NamespaceUse, PrefixCache
@@ -72,14 +72,14 @@ class EngineStats:
         launched_at_s: float,
         now_s: float,
         prefill_tokens: int,
-        slices: Iterable[tuple[int, int]] = (),
+        work: Callable[[], StepWork],
         device_s: float = 0.0,
     ) -> None:
         """Record a collected step; `prefill_tokens` of its tokens were not the last of a sequence.
 
-        `slices`: the first position and the tokens of each row. A step's time runs from its launch,
-        or from the end of the previous step where they overlap; the cost of steps takes `device_s`,
-        the device's own time, where the runner measured it.
+        `work`: returns the step's work. A step's time runs from its launch, or from the end of the
+        previous step where they overlap; the cost of steps takes `device_s`, the device's own time,
+        where the runner measured it.
         """
         elapsed_s = now_s - max(launched_at_s, self._stepped_at_s)
         self._stepped_at_s = now_s
@@ -88,7 +88,7 @@ class EngineStats:
             if prefill_tokens > 0:
                 self._prefill_per_s = _smooth(self._prefill_per_s, prefill_tokens / elapsed_s)
             if prefill_tokens > 0 or self.step % DECODES_PER_RECORD == 0:
-                self.step_cost.record(StepWork.of(slices), device_s or elapsed_s)
+                self.step_cost.record(work(), device_s or elapsed_s)
 
     def wait_s(self, requests: RequestTable, turn: Payer) -> float:
         """Return the seconds until a payer's waiting requests have started, by its share of the

@@ -36,21 +36,17 @@ def shared_blocks(a: bytes, b: bytes, limit: int) -> int:
     return low
 
 
-def find_groups(keys: Sequence[bytes], full_blocks: Sequence[int]) -> tuple[Group, ...]:
+def find_groups(runs: Sequence[int]) -> tuple[Group, ...]:
     """Return the groups of rows that stand in depth-first order, shallower before deeper.
 
-    `full_blocks[i]`: blocks of row i that lie whole before its start; only these can be shared. A
-    group is a run of at least two rows over a run of at least one block: every level of the tree
-    where rows part. O(rows * log blocks).
+    `runs[i]`: how many leading blocks rows i and i + 1 share, all of them whole before the start of
+    both. A group is a run of at least two rows over a run of at least one block: every level of the
+    tree where rows part. O(rows).
     """
     groups: list[tuple[int, int, int, int]] = []
     open_nodes: list[tuple[int, int]] = []  # (first row, depth in blocks), deeper last
-    for row in range(1, len(keys) + 1):
-        shared = 0
-        if row < len(keys):
-            limit = min(full_blocks[row - 1], full_blocks[row])
-            shared = shared_blocks(keys[row - 1], keys[row], limit)
-        first = row - 1
+    for first, shared in enumerate((*runs, 0)):
+        row = first + 1
         while open_nodes and open_nodes[-1][1] > shared:
             first, depth = open_nodes.pop()
             above = max(shared, open_nodes[-1][1] if open_nodes else 0)

@@ -50,6 +50,9 @@ class PrefixSharing:
         namespace, best = sequence.parent.request.grant.namespace, None
         missing_block = _block_at(sequence, target_tokens, size)
         for other in running:
+            whole = len(other.parent.request.tokens) // size * size
+            if other.table is None or other.table.kv_tokens >= whole:
+                continue  # it commits no more of its prompt
             # Nearly all sequences differ in the first missing block: compare that one first.
             if _block_at(other, target_tokens, size) != missing_block or not self._will_commit_more(
                 other, namespace
@@ -58,8 +61,9 @@ class PrefixSharing:
             common = min(usable, common_tokens(sequence, other, size))
             if other.parent.attention is not None:
                 common = other.shared_tokens(common, size)
-            reached = 0 if other.table is None else other.table.kv_tokens
-            if common > target_tokens and common > reached:  # else nothing is left to wait for
+            if (
+                common > target_tokens and common > other.table.kv_tokens
+            ):  # else nothing is left to wait for
                 best, target_tokens = other, common
                 missing_block = _block_at(sequence, target_tokens, size)
         if best is None:
@@ -95,8 +99,10 @@ class PrefixSharing:
 
     def release_stalled(self, running: Iterable[Sequence], scheduled: Container[int]) -> None:
         """Release the followers of leaders that make no progress. `scheduled`: ids that have a
-        slice.
+        slice. O(running), and O(1) where none waits.
         """
+        if not self.waiting:
+            return
         for leader in running:
             if not leader.followers or leader.table is None:
                 continue

@@ -101,6 +101,13 @@ class RequestQueue:
             self._active.remove((self._bounds[payer], payer))
             self._refresh_bound(payer)
 
+    def charge_each(self, sequences: Iterable[Sequence]) -> None:
+        """Add a token to the counter of each sequence's payer. O(sequences)."""
+        served = self.served
+        for sequence in sequences:
+            active = sequence.parent
+            served[active.turn] += 1 / active.request.weight
+
     def add(self, sequence: Sequence) -> None:
         """Add a waiting sequence. O(log n)."""
         key = queue_key(sequence)

@@ -7,13 +7,17 @@ changes it.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
+from operator import attrgetter
 
 from engine.api import Payer
 from engine.errors import InvariantViolation
 from engine.scheduler.request_table import RequestTotals
 from engine.scheduler.sequence import ActiveRequest, Sequence
+
+_rank = attrgetter("rank")
 
 
 class RunningSet:
@@ -27,6 +31,7 @@ class RunningSet:
     def __init__(self, preemptions_max: int) -> None:
         self._preemptions_max = preemptions_max
         self._by_id: dict[int, Sequence] = {}
+        self._ranked: list[Sequence] = []
         self._slots: dict[int, int] = {}
         self._pinned: dict[int, Sequence] = {}
         self._samples: dict[ActiveRequest, int] = {}
@@ -44,6 +49,11 @@ class RunningSet:
         return sequence_id in self._by_id
 
     @property
+    def ranked(self) -> list[Sequence]:
+        """Return the sequences by rank, best first. O(running), without a comparison."""
+        return self._ranked.copy()
+
+    @property
     def pinned(self) -> list[Sequence]:
         """Return the sequences that only a higher priority may preempt. O(these)."""
         return list(self._pinned.values())
@@ -53,9 +63,10 @@ class RunningSet:
         return sequence.preemptions >= self._preemptions_max
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence. O(1)."""
+        """Add a sequence. O(log running)."""
         assert sequence.sequence_id not in self._by_id, "a sequence is added only once"
         self._by_id[sequence.sequence_id] = sequence
+        insort(self._ranked, sequence, key=_rank)
         self._take_slots(sequence)
         if self.is_pinned(sequence):
             self._pinned[sequence.sequence_id] = sequence
@@ -72,8 +83,9 @@ class RunningSet:
         self._take_slots(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence if it is running. O(1)."""
+        """Remove a sequence if it is running. O(log running)."""
         if self._by_id.pop(sequence.sequence_id, None) is not None:
+            del self._ranked[bisect_left(self._ranked, sequence.rank, key=_rank)]
             self._leave_slots(sequence)
             self._pinned.pop(sequence.sequence_id, None)
             active = sequence.parent
@@ -93,6 +105,11 @@ class RunningSet:
             slots_of[sequence.parent.turn] += sequence.batch_slots
         if slots_of != self.slots_of:
             raise InvariantViolation(f"slots by payer {self.slots_of}, recounted: {slots_of}")
+        if (ranked := sorted(self, key=_rank)) != self._ranked:
+            found = [s.sequence_id for s in ranked]
+            raise InvariantViolation(
+                f"by rank {[s.sequence_id for s in self._ranked]}, recounted: {found}"
+            )
         if pinned != self._pinned:
             raise InvariantViolation(f"pinned {list(self._pinned)}, recounted: {list(pinned)}")
         if (samples := Counter(s.parent for s in self)) != self._samples:

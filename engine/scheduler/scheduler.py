@@ -11,13 +11,14 @@ always get room; the others run as room allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Final, Literal
 
+from msgspec import Struct
+
 from engine.api import Payer
-from engine.cache import PrefixCache, TreeMatch
+from engine.cache import BlockTable, PrefixCache, TreeMatch
 from engine.config import EngineConfig
 from engine.levels.levels import Levels
 from engine.plan import block_window
@@ -57,17 +58,22 @@ its throughput on a slow machine.
 """
 
 
-@dataclass(slots=True)
-class Slice:
-    """Compute `count` tokens of a sequence from position `start`."""
+class Slice(Struct, frozen=True, gc=False):
+    """Compute `count` tokens of a sequence from position `start`, on its table.
+
+    `is_plain`: the last output token alone, of a sequence that decodes plainly; one token is
+    sampled after it.
+    """
 
     sequence: Sequence
+    table: BlockTable
     start: int
     count: int
+    is_plain: bool = False
 
 
-def cost_of(pieces: Iterable[Slice]) -> Iterator[tuple[int, int]]:
-    """Yield what the cost of slices depends on: the tokens that the first one of each reads before
+def _cost_of(pieces: Iterable[Slice]) -> Iterator[tuple[int, int]]:
+    """Yield what the work of slices depends on: the tokens that the first one of each reads before
     itself, and how many there are.
     """
     for piece in pieces:
@@ -75,6 +81,13 @@ def cost_of(pieces: Iterable[Slice]) -> Iterator[tuple[int, int]]:
         if attention is not None:
             before = min(before, attention.sink_tokens + attention.tokens)
         yield before, piece.count
+
+
+def work_of(pieces: Collection[Slice]) -> StepWork:
+    """Return the work of a step's slices. O(slices)."""
+    contexts = [piece.start for piece in pieces if piece.is_plain]
+    others = StepWork.of(_cost_of(piece for piece in pieces if piece.count and not piece.is_plain))
+    return others.with_rows(len(contexts), sum(contexts))
 
 
 class Scheduler:
@@ -180,7 +193,7 @@ class Scheduler:
 
     def _schedule_turn(self, turn: Turn, now_s: float) -> list[Slice]:
         slices: dict[int, Slice] = {}
-        ranked = sorted(self.running, key=lambda s: s.rank)
+        ranked = self.running.ranked
         in_turn = ranked
         if self.isolation:
             in_turn = [s for s in ranked if self.isolation.allows(s, turn)]
@@ -267,13 +280,32 @@ class Scheduler:
         """
         left = self.config.step_tokens_max
         prefilling: list[Sequence] = []
+        decoding: list[Sequence] = []
         for sequence in ranked:
-            if not sequence.is_schedulable:
+            table, start = sequence.table, sequence.computed
+            # Without a call, since most sequences of most steps decode plainly.
+            is_plain = (
+                sequence.plain_from <= start < sequence.plain_until
+                and start + 1 == len(sequence.tokens) + sequence.in_flight
+            )
+            if not is_plain:
+                if not sequence.is_schedulable:
+                    continue
+                if not sequence.is_decoding:
+                    prefilling.append(sequence)
+                    continue
+            elif sequence.is_halted:
                 continue
-            if not sequence.is_decoding:
-                prefilling.append(sequence)
-            elif left > 0:
-                left -= self._decode(sequence, slices, now_s)
+            if left <= 0 or table is None:
+                continue
+            if start >= table.writable_tokens and not self._grow(
+                sequence, start + 1, slices, now_s
+            ):
+                continue
+            slices[sequence.sequence_id] = Slice(sequence, table, start, 1, is_plain)
+            decoding.append(sequence)
+            left -= 1
+        self.queue.charge_each(decoding)
         return [s for s in prefilling if s.table is not None]  # not preempted by a decode above
 
     def _prompt_budget(self, decodes: dict[int, Slice], now_s: float) -> PromptBudget:
@@ -286,11 +318,10 @@ class Scheduler:
         if len(self.running.slots_of.keys() | self.queue.waiting_slots.keys()) > 1:
             self._shared_at_s = now_s
         is_shared = self.is_shared(now_s)
-        if not any(sequence.is_decoding for sequence in self.running):
+        if not decodes and not any(sequence.is_decoding for sequence in self.running):
             longest_s = shared_s if is_shared else target_s * STEPS_WITHOUT_STREAMS
             return PromptBudget(self.step_cost, tokens, longest_s)
-        work = StepWork.of(cost_of(decodes.values()))
-        decodes_s = self.step_cost.seconds(work)
+        decodes_s = self.step_cost.seconds(work_of(decodes.values()))
         if is_shared:
             target_s = min(target_s, max(shared_s, DECODES_OF_SHARED_STEP * decodes_s))
         else:
@@ -300,15 +331,6 @@ class Scheduler:
     def is_shared(self, now_s: float) -> bool:
         """Return whether several payers have prompts, or had within `ALONE_AFTER_S`. O(1)."""
         return now_s - self._shared_at_s <= ALONE_AFTER_S
-
-    def _decode(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> int:
-        if sequence.sequence_id not in self.running:
-            return 0  # preempted for a sequence before it
-        if not self._grow(sequence, sequence.computed + 1, slices, now_s):
-            return 0
-        slices[sequence.sequence_id] = Slice(sequence, sequence.computed, 1)
-        self.queue.charge(sequence, 1)
-        return 1
 
     def _prefill(
         self, sequence: Sequence, budget: PromptBudget, slices: dict[int, Slice], now_s: float
@@ -334,7 +356,7 @@ class Scheduler:
                     return  # it keeps its blocks and waits for room
             elif not self._grow(sequence, start + count, slices, now_s):
                 return
-        slices[sequence.sequence_id] = Slice(sequence, start, count)
+        slices[sequence.sequence_id] = Slice(sequence, table, start, count)
         self.queue.charge(sequence, count)
         budget.spend(before, count)
 

@@ -18,6 +18,10 @@ from engine.plan import BlockWindow, Mask
 class Sequence:
     """One sample of a request. Prefill and decode are the same: `computed` approaches `length`.
 
+    It decodes plainly where only its last output token is to be computed and nothing but lengths
+    decides about the next one: no grammar, no attention window. `plain_from`, `plain_until`: the
+    positions of tokens for which that holds where `tokens_to_compute` is 1; none with either.
+
     `parent`: the active request. `tokens`: prompt and outputs known to the host. `in_flight`:
     tokens being sampled by steps not yet collected. `computed`: tokens whose KV is in place or
     being written by a launched step; `table.kv_tokens` lags behind it by the steps in flight.
@@ -55,6 +59,8 @@ class Sequence:
         "output_tokens",
         "parent",
         "passes",
+        "plain_from",
+        "plain_until",
         "preemptions",
         "sequence_id",
         "stalled_steps",
@@ -69,6 +75,10 @@ class Sequence:
         self.tokens: list[int] = list(active.request.tokens)
         self.output_tokens = 0
         self.in_flight = 0
+        request = active.request
+        self.plain_from = self.plain_until = len(request.tokens)
+        if request.grammar is None and request.attention is None:
+            self.plain_until += request.max_tokens - 1
         self.computed = 0
         self.computed_before = 0
         self.table: BlockTable | None = None

@@ -64,6 +64,12 @@ class StepWork(NamedTuple):
                 row_context += start
         return cls(rows, prompt_tokens, row_context, prompt_context)
 
+    def with_rows(self, rows: int, context: int) -> StepWork:
+        """Return the work with `rows` more rows of one token, of `context` positions in all."""
+        return StepWork(
+            self.rows + rows, self.prompt_tokens, self.row_context + context, self.prompt_context
+        )
+
 
 def attended(start: int, count: int) -> int:
     """Return the tokens that `count` tokens from position `start` attend, summed."""

@@ -3,17 +3,21 @@
     python -m tests.bench.core_step
 
 Decoding sequences that share a prefix, four to a namespace, over a runner that does nothing. The
-figure is the host time of one step, for which a device would wait if steps did not overlap. Prints
-median and ninth decile of five hundred steps.
+figure is the process's own time for one step, without the runner's part: a device would wait for it
+if steps did not overlap. Prints median and ninth decile of five hundred steps: of one batch that
+stays as it is, and of one in which each sequence that ends, after about 150 tokens, makes room for
+a new one.
 """
 
 from __future__ import annotations
 
+import gc
+import random
 import sys
 import time
 from collections import deque
 
-from engine.api import CacheGrant, Request, SampledToken, Sampling
+from engine.api import CacheGrant, Finished, Request, SampledToken, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
@@ -23,73 +27,101 @@ BLOCK_SIZE = 16
 SHARED_TOKENS = 1024
 OWN_TOKENS = 64
 STEPS = 500
+FILLING_STEPS = 200
+"""Steps after which all prompts have been computed, with room to spare."""
+OUTPUT_TOKENS = (20, 280)
+"""The least and the most tokens of a sequence that makes room for another."""
 
 
 class IdleRunner:
-    """Samples the same token for every sequence, at negligible cost."""
+    """Samples the same token for every sequence. `spent_s`: process time of its last launch."""
 
     def __init__(self) -> None:
         self.results: deque[StepResult] = deque()
+        self.spent_s = 0.0
+        self._token = (SampledToken(1),)
 
     def launch(self, plan: StepPlan) -> None:
         """Record the step; its result is ready at once."""
-        token = SampledToken(1)
-        drawn = tuple(Sampled(s, (token,)) for row in plan.rows for s in row.samples)
+        began_s = time.process_time()
+        drawn = tuple(Sampled(s, self._token) for row in plan.rows for s in row.samples)
         self.results.append(StepResult(step=plan.step, sampled=drawn))
+        self.spent_s = time.process_time() - began_s
 
     def collect(self) -> StepResult:
         """Return the oldest launched step's result."""
         return self.results.popleft()
 
 
-def measure(rows: int, depth: int) -> list[float]:
-    """Return sorted seconds of each of `STEPS` steps with `rows` decoding sequences."""
-    config = EngineConfig(sequences_max=rows, queue_requests_max=rows)
-    own_blocks = -(-(OWN_TOKENS + STEPS + 64) // BLOCK_SIZE)
-    blocks = SHARED_TOKENS // BLOCK_SIZE * (rows // 4 + 1) + (own_blocks + 4) * rows
-    core = Core(
-        PrefixCache(blocks=blocks, block_size=BLOCK_SIZE),
-        IdleRunner(),
-        config,
-        time.perf_counter,
-        vocab_size=50_000,
-        context_tokens=8192,
-        pipeline_depth=depth,
-    )
-    shared = tuple(range(SHARED_TOKENS))
-    for index in range(rows):
-        own = tuple((index * 31 + k) % 50_000 for k in range(OWN_TOKENS))
-        namespace = (index // 4).to_bytes(4, "little")
-        core.submit(
+class Batch:
+    """A core with `rows` decoding sequences. `is_changing`: those that end are replaced."""
+
+    def __init__(self, rows: int, depth: int, *, is_changing: bool = False) -> None:
+        self.is_changing, self._rows, self._asked = is_changing, rows, 0
+        self._chance = random.Random(rows)
+        own_blocks = -(-(OWN_TOKENS + FILLING_STEPS + STEPS) // BLOCK_SIZE)
+        blocks = SHARED_TOKENS // BLOCK_SIZE * (rows // 4 + 1) + (own_blocks + 4) * rows
+        self.runner = IdleRunner()
+        self.core = Core(
+            PrefixCache(blocks=blocks, block_size=BLOCK_SIZE),
+            self.runner,
+            EngineConfig(sequences_max=rows, queue_requests_max=2 * rows),
+            time.perf_counter,
+            vocab_size=50_000,
+            context_tokens=8192,
+            pipeline_depth=depth,
+        )
+        for _ in range(rows):
+            self._ask()
+        for _ in range(FILLING_STEPS):
+            self.step()
+
+    def measure(self) -> list[float]:
+        """Return sorted seconds of each of `STEPS` steps."""
+        gc.collect()
+        gc.freeze()
+        spent = sorted(self.step() for _ in range(STEPS))
+        gc.unfreeze()
+        return spent
+
+    def _ask(self) -> None:
+        number = self._asked
+        self._asked += 1
+        own = tuple((number * 31 + k) % 50_000 for k in range(OWN_TOKENS))
+        output = self._chance.randint(*OUTPUT_TOKENS) if self.is_changing else STEPS + 1000
+        self.core.submit(
             Request(
-                request_id=str(index),
-                tokens=shared + own,
-                max_tokens=STEPS + 1000,
-                grant=CacheGrant(namespace),
+                request_id=str(number),
+                tokens=(*range(SHARED_TOKENS), *own),
+                max_tokens=output,
+                grant=CacheGrant((number % self._rows // 4).to_bytes(4, "little")),
                 sampling=Sampling(temperature=0),
             )
         )
-    while core.scheduler.waiting or any(
-        not sequence.is_decoding for sequence in core.scheduler.running
-    ):
-        core.step()
-    spent = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        core.step()
-        spent.append(time.perf_counter() - began)
-    return sorted(spent)
+
+    def step(self) -> float:
+        """Run a step; return the seconds it took."""
+        began_s = time.process_time()
+        self.runner.spent_s = 0.0
+        events = self.core.step()
+        spent_s = time.process_time() - began_s - self.runner.spent_s
+        if self.is_changing:
+            for event in events:
+                if isinstance(event, Finished):
+                    self._ask()
+        return spent_s
 
 
 def main() -> None:
     """Print a line for each batch and depth."""
     out = sys.stdout.write
-    out("rows  depth  median us  p90 us\n")
-    for rows in (16, 64, 256):
-        for depth in (1, 2):
-            spent = measure(rows, depth)
+    out("rows  depth  batch      median us  p90 us\n")
+    for rows in (16, 64, 256, 512):
+        for depth, is_changing in ((1, False), (2, False), (2, True)):
+            spent = Batch(rows, depth, is_changing=is_changing).measure()
             median, late = spent[STEPS // 2] * 1e6, spent[STEPS * 9 // 10] * 1e6
-            out(f"{rows:4}  {depth:5}  {median:9.0f}  {late:6.0f}\n")
+            name = "changing" if is_changing else "the same"
+            out(f"{rows:4}  {depth:5}  {name}  {median:10.0f}  {late:6.0f}\n")
 
 
 if __name__ == "__main__":

@@ -278,10 +278,10 @@ def recomputed_charged_to_the_client() -> Plant:
 def group_claims_too_much() -> Plant:
     """Groups contain one block more than their rows share."""
 
-    def wider(keys: Any, full: Any) -> Any:
+    def wider(runs: Any) -> Any:
         return tuple(
             msgspec.structs.replace(group, end_block=group.end_block + 1)
-            for group in find_groups(keys, full)
+            for group in find_groups(runs)
         )
 
     return lambda patch: patch.setattr(engine.core.planner, "find_groups", wider)

@@ -306,8 +306,10 @@ class BlockManager:
         node, shorter = account.tree.insert(parent, run, block)
         if shorter is not None and shorter.promised:
             parent.promised_children -= 1
-        added = 1 + len(beside) - list(beside).count(HOLE)
-        lost: list[WindowBlock | None] = [None] * len(beside)
+        added, lost = 1, list[WindowBlock | None]()
+        if beside:
+            added += len(beside) - list(beside).count(HOLE)
+            lost = [None] * len(beside)
         if shorter is not None:  # may be the same block, left earlier by a fork of this sequence
             node.terms = shorter.terms
             account.lease_endpoints.replace_node(shorter, node)
@@ -316,8 +318,9 @@ class BlockManager:
         self.pool.add_ref(block)
         self.node_of[block] = node
         node.inserted_at_s = node.last_use_s = now_s
-        if beside:
-            node.beside = [None] * len(beside)
+        if not beside:
+            return node, added
+        node.beside = [None] * len(beside)
         for group, (window_block, before) in enumerate(zip(beside, lost, strict=True)):
             if window_block == HOLE:
                 continue

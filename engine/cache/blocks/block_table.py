@@ -14,7 +14,9 @@ class BlockTable:
     Readers may use `blocks` (live: the list itself grows; under an attention window with a hole
     where a block was let go), `beside` (the same for each window group, with holes behind its
     window), `version` (grows when an existing entry changes to another block), `kv_tokens` (tokens
-    whose KV is in place), `namespace`, `leases` and `attention` (the window of its sequence).
+    whose KV is in place), `writable_tokens` (up to it the slots that the next step may write exist
+    and are this table's alone; 0 where only `PrefixCache.grow` can tell), `namespace`, `leases` and
+    `attention` (the window of its sequence).
 
     `window_gone_tokens`: what the match lost because a window group lacked blocks.
 
@@ -57,6 +59,7 @@ class BlockTable:
         "version",
         "window_gone_tokens",
         "window_promises",
+        "writable_tokens",
         "write",
         "write_epoch",
     )
@@ -82,6 +85,7 @@ class BlockTable:
         self.resumed: list[WindowBlock] = []
         self.version = 0
         self.kv_tokens = 0
+        self.writable_tokens = 0
         self.prompt_tokens = 0
         self.window_gone_tokens = 0
         self.leases: tuple[LeaseGrant, ...] = ()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from engine.api import CacheGrant, Request, Sampling
 from engine.config import EngineConfig
+from engine.core.tree_order import find_groups, order_key, shared_blocks
 from engine.plan import StepPlan
 from tests.checkers import World
 
@@ -79,6 +84,38 @@ def test_groups_are_kept_while_batch_and_tables_stay() -> None:
         world.step()
 
     assert plans[-1].groups is plans[-2].groups
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_are_those_of_the_batch_as_it_changes(seed: int) -> None:
+    """What neighbours share is kept from batch to batch; nothing of another batch may be left."""
+    chance = random.Random(seed)
+    config = EngineConfig(step_tokens_max=24, sequences_max=6, preemptions_max=2)
+    world = World(config, blocks=26, block_size=2, depth=1 + seed % 2, context_tokens=40)
+    launch, grouped = world.runner.launch, 0
+
+    def watch(plan: StepPlan) -> None:
+        nonlocal grouped
+        keys = [order_key(row.block_ids) for row in plan.rows]
+        full = [row.start // 2 for row in plan.rows]
+        runs = map(shared_blocks, keys, keys[1:], map(min, full, full[1:]))
+        assert keys == sorted(keys)
+        assert plan.groups == find_groups(list(runs))
+        grouped += len(plan.groups)
+        launch(plan)
+
+    world.runner.launch = watch  # type: ignore[method-assign]
+    for step in range(120):
+        if len(world.live) < 7 and chance.random() < 0.5:
+            length = chance.randrange(1, 9)
+            prompt = tuple(chance.randrange(2) for _ in range(length))
+            world.submit(ask(f"r{step}", SHARED[: chance.randrange(8)] + prompt))
+        if world.live and chance.random() < 0.1:
+            world.cancel(chance.choice(sorted(world.live)))
+        world.step()
+    world.settle()
+
+    assert grouped > 60
 
 
 def test_a_preempted_sequence_is_begun_again_with_its_outputs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +36,11 @@ def in_order(tables: Tables) -> Tables:
 
 def groups_of(tables: Tables, full: list[int] | None = None) -> tuple[Group, ...]:
     full = [len(table) for table in tables] if full is None else full
-    return find_groups([order_key(table) for table in tables], full)
+    keys = [order_key(table) for table in tables]
+    limits = map(min, pairwise(full))
+    return find_groups(
+        [shared_blocks(*two, n) for two, n in zip(pairwise(keys), limits, strict=True)]
+    )
 
 
 @given(trees)

@@ -12,8 +12,9 @@ from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
 
-def sequence(payer: bytes) -> Sequence:
-    return Sequence(ActiveRequest(Request("r", (1,), 1, CacheGrant(payer)), 0, 0.0), 0, 0)
+def sequence(payer: bytes, weight: float = 1.0) -> Sequence:
+    request = Request("r", (1,), 1, CacheGrant(payer), weight=weight)
+    return Sequence(ActiveRequest(request, 0, 0.0), 0, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -74,3 +75,18 @@ def test_arrivals_and_departures_do_not_scan_active_payers() -> None:
     line.count_departure(b"more")
 
     assert line.served.reads < 10
+
+
+def test_a_token_of_each_sequence_is_charged_at_once() -> None:
+    """As `charge` does it for each; payers differ in weight."""
+    together, alone = RequestQueue(), RequestQueue()
+    sequences = [sequence(b"%d" % (number % 3), weight=1.0 + number % 3) for number in range(8)]
+    for queue in (together, alone):
+        for payer in (b"0", b"1", b"2"):
+            queue.count_arrival(payer)
+
+    together.charge_each(sequences)
+    for each in sequences:
+        alone.charge(each, 1)
+
+    assert together.served == alone.served == {b"0": 3.0, b"1": 1.5, b"2": 2 / 3}

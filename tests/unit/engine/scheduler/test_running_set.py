@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from engine.api import CacheGrant, Request
@@ -71,4 +73,33 @@ def test_the_check_finds_a_wrong_sum() -> None:
     prompt.parent.is_forked = True
 
     with pytest.raises(InvariantViolation, match="2 slots"):
+        running.check()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_set_is_kept_in_order_of_rank(seed: int) -> None:
+    """Sorting a large batch would be a tenth of its step."""
+    chance, running = random.Random(seed), RunningSet(PREEMPTIONS_MAX)
+    alive: list[Sequence] = []
+    for number in range(120):
+        if alive and chance.random() < 0.4:
+            running.remove(alive.pop(chance.randrange(len(alive))))
+        else:
+            made = sequence(number)
+            made.parent.arrival = chance.randrange(1_000_000)
+            alive.append(made)
+            running.add(made)
+        running.check()
+
+        assert running.ranked == sorted(alive, key=lambda s: s.rank)
+
+
+def test_the_check_finds_a_wrong_order() -> None:
+    running = RunningSet(PREEMPTIONS_MAX)
+    for number in (0, 1):
+        running.add(sequence(number))
+
+    next(iter(running)).parent.arrival = 2
+
+    with pytest.raises(InvariantViolation, match="by rank"):
         running.check()

@@ -144,3 +144,10 @@ def test_prompts_progress_however_slow_the_machine_is() -> None:
 def test_attended_tokens_are_those_of_every_position() -> None:
     """Position p attends to p tokens before it."""
     assert abs(attended(10, 4) - sum(10 + k + 0.5 for k in range(4))) <= 1
+
+
+def test_rows_of_one_token_are_added_to_the_work_of_others() -> None:
+    """Rows that decode plainly are counted without a look at each."""
+    others, plain = [(0, 40), (7, 1)], [(100, 1), (200, 1)]
+
+    assert StepWork.of(others).with_rows(2, 300) == StepWork.of([*others, *plain])
