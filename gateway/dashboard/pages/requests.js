@@ -141,6 +141,7 @@ function Prefix({ one }) {
         count(n)]),
       ["copies allowed; read", one.fidelity && one.fidelity !== "exact"
         ? `${one.fidelity}; ${one.read_fidelity}` : null],
+      ["attention window", one.attention ? one.attention.replace(";", ", ") : null],
       ["waited for its load", one.load_ms ? ms(one.load_ms) : null],
       ["missed", one.missed_tokens ? count(one.missed_tokens) : null], ["promised, but recomputed",
         one.recomputed_promised_tokens ? count(one.recomputed_promised_tokens) : null],
