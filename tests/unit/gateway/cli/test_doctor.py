@@ -17,6 +17,7 @@ from gateway.cli.doctor import Check, checks_text
 from gateway.cli.level_checks import check_levels
 from gateway.cli.pool_checks import PoolCheck, check_pool, check_pools
 from gateway.config import Config, ModelSettings
+from gateway.engines import memory
 from gateway.engines.memory import available_memory_mib
 from tests.models import prepared
 
@@ -217,6 +218,23 @@ def test_levels_that_the_machine_cannot_have_are_errors(
     assert "engine.levels.disk_gib" in found["fix"]
     assert main(["serve"]) == 2
     assert "engine.levels.disk_gib" in capsys.readouterr().err
+
+
+def test_says_what_host_memory_auto_would_get_now(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number, the reason where it is none, and nothing where a number is configured."""
+    config.write_text(config.read_text() + '[engine.levels]\nhost_mib = "auto"\n')
+    monkeypatch.setattr(memory, "available_memory_mib", lambda *_: 100_000)
+    rich = checks(capsys)
+    monkeypatch.setattr(memory, "available_memory_mib", lambda *_: 10)
+    poor = checks(capsys)["host level"]
+
+    assert rich["host level"]["found"] == "auto: 512 MiB of host memory at a start now"
+    assert "512 for the host levels of the cache" in rich["memory"]["found"]
+    assert poor["ok"]
+    assert poor["found"].startswith("auto: none, 10 MiB free, about ")
+    assert "lower engine.kv_memory_mib" in poor["fix"]
 
 
 def test_worth_compares_loading_with_computing(tmp_path: Path) -> None:
