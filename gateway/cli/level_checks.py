@@ -36,6 +36,9 @@ from gateway.levels.placement import (
     total_memory_mib,
 )
 from gateway.levels.worth import level_worth
+from tenancy.accounts.tenants import list_tenant_records
+from tenancy.errors import StoreError
+from tenancy.storage import backends
 
 FIXES = {
     "engine.levels.dir": "mkdir, chown or chmod 700 it, or set engine.levels.dir to another folder",
@@ -73,6 +76,7 @@ def check_levels(config: Config) -> list[LevelCheck]:
     found = _check_host(config)
     if levels.disk_gib:
         found += [*_check_seal(config), *_check_disk(config), *_check_remote(levels)]
+        found += _check_remote_tenants(config)
     return found
 
 
@@ -124,6 +128,30 @@ def _check_remote(levels: LevelsConfig) -> list[LevelCheck]:
         return [LevelCheck(name, False, f"{remote.url}: {error}", fix)]
     took_ms = 1_000 * (time.perf_counter() - began_s)
     return [LevelCheck(name, True, f"{remote.url} answers in {took_ms:.0f} ms")]
+
+
+def _check_remote_tenants(config: Config) -> list[LevelCheck]:
+    """Advise where a remote store is configured and no tenant's KV may go there."""
+    if not config.engine.levels.remote.url:
+        return []
+    rests = {one.name: one.at_rest for one in config.tenants or ()}
+    try:
+        place = config.tenancy.database
+        with backends.closing_existing(place, config.data, os.environ) as (store, has_tables):
+            for one in list_tenant_records(store) if store is not None and has_tables else ():
+                if one.tenant.status == "active":
+                    rests.setdefault(one.tenant.name, one.policy.at_rest)
+    except StoreError:  # told by the check of the database
+        return []
+    name, allowed = "remote level use", sum(one == "remote" for one in rests.values())
+    if allowed:
+        return [LevelCheck(name, True, f"{allowed} of {len(rests)} tenants allow it")]
+    fix = (
+        'trunkline tenant set NAME --at-rest remote, or at_rest = "remote" in its table of'
+        " [[tenants]]: the default is this server's disk alone"
+    )
+    text = f"none of {len(rests)} tenants allows it: nothing will be stored there"
+    return [LevelCheck(name, True, text, fix)]
 
 
 def _check_disk(config: Config) -> list[LevelCheck]:
