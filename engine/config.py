@@ -33,7 +33,8 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Levels of the cache below the device: host memory and a disk.
 
     `host_mib`: host memory for copies of blocks; 0: none beyond the stage through which the disk
-    reads and writes (`stage_mib`). `disk_gib`: room on disk, index included; 0: no disk. `dir`: the
+    reads and writes (`stage_mib`); "auto": a share of what is free at the start, which the gateway
+    puts in its place. `disk_gib`: room on disk, index included; 0: no disk. `dir`: the
     folder on disk. `disk_write_gib_per_day`: wear; 0: as much as `disk_gib`; promised prefixes are
     counted and never refused for it. `disk_tokens_min`, `host_tokens_min`: shortest prefix that is
     stored without a promise, or loaded. `look_ms`: the longest wait for the disk's index.
@@ -45,7 +46,7 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     has it.
     """
 
-    host_mib: Annotated[int, Meta(ge=0)] = 0
+    host_mib: Annotated[int, Meta(ge=0)] | Literal["auto"] = 0
     stage_mib: Positive = 256
     disk_gib: Annotated[float, Meta(ge=0)] = 0.0
     dir: str = ""
@@ -66,7 +67,14 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_on(self) -> bool:
         """Whether there is any level below the device."""
-        return self.host_mib > 0 or self.disk_gib > 0
+        return self.host_mib != 0 or self.disk_gib > 0
+
+    @property
+    def arena_mib(self) -> int:
+        """The host memory that the levels take, with the disk's stage. An "auto" that is still
+        without its number takes no more than the stage."""
+        own = 0 if isinstance(self.host_mib, str) else self.host_mib
+        return own or (self.stage_mib if self.disk_gib else 0)
 
 
 GAP_TARGET_SHARED_MS = {"cuda": 20.0}

@@ -79,6 +79,7 @@ from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.memory import size_host_levels
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.errors import Refusal
 from gateway.findings.books import FindingBooks
@@ -97,7 +98,7 @@ from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, P
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
-from gateway.levels.placement import engine_config
+from gateway.levels.placement import engine_config, with_host_mib
 from gateway.levels.report import holds_promises, unkept_tokens
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
@@ -537,10 +538,16 @@ async def serve(
 def _supervisors(config: Config, cards: Sequence[ModelCard], log: Log) -> list[EngineSupervisor]:
     """Return a supervisor for each model; its reports name the model, if there are several."""
     found = []
+    plan, host_mib = size_host_levels(config)
     for settings, card in zip(config.served_models(), cards, strict=True):
         is_alone = len(cards) == 1
         report = log if is_alone else partial(_report, log, settings.name)
         own = config.engine_of(settings)
+        if settings.name in host_mib:
+            size_mib = host_mib[settings.name]
+            own = with_host_mib(own, size_mib)
+            free_mib = None if plan is None else plan.free_mib
+            report("host_level_sized", {"host_mib": size_mib, "free_mib": free_mib})
         engine = engine_config(config, own, "" if is_alone else settings.name)
         found.append(EngineSupervisor(Path(card.folder), engine, report))
     return found

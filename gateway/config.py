@@ -442,8 +442,8 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
         message, _, path = str(error).partition(" - at `$.")
         key = path.rstrip("`")
         value = f" (it is {_get_path(tree, key)!r})" if "[" not in key else ""
-        if options := _options(key):
-            message = f"Expected one of {', '.join(map(repr, options))}"
+        if expected := _expected(key, message):
+            message = f"Expected {expected}"
         raise ConfigError(f"{where}: {key}: {message}{value}") from error
 
 
@@ -530,13 +530,21 @@ def _check_tables(tables: object, kind: Any, where: str, path: str) -> None:
             raise ConfigError(f"{where}: {at}{path.rstrip('`')}: {message}") from error
 
 
-def _options(path: str) -> tuple[object, ...]:
-    """Return the allowed values of a setting that is one of a few; else an empty tuple."""
+def _expected(path: str, message: str) -> str:
+    """Return the allowed values of a setting that is one of a few, or a number or one of a few;
+    else "". `message`: the decoder's."""
     kind: Any = Config
     for name in path.split("."):
         fields = msgspec.structs.fields(kind) if isinstance(kind, type) else ()
         kind = {field.name: field.type for field in fields}.get(name)
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    words = [
+        one for part in get_args(kind) if get_origin(part) is Literal for one in get_args(part)
+    ]
+    if words and message.startswith(("Invalid enum value", "Expected `int | str`")):
+        return f"a whole number, or {' or '.join(map(repr, words))}"
+    return ""
 
 
 def _check_names(tree: dict[str, Any], kind: Any, where: str, above: str) -> None:

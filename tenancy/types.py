@@ -50,6 +50,14 @@ AtRest = Literal["local", "remote", "never"]
 AT_REST: tuple[AtRest, ...] = get_args(AtRest)
 
 
+ATTENTION_WORDS = ("allowed", "never")
+"""What a tenant's `attention` may be beside a window: its requests may ask for one, or may not."""
+WINDOW_TOKENS_MIN, WINDOW_TOKENS_MAX = 64, 2**20
+"""The least and the most tokens of an attention window."""
+SINK_TOKENS_MAX = 2**16
+"""The most sink tokens of an attention window."""
+
+
 class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant: the paying party. `name` is unique and has 1 to 64 characters of [a-z0-9-_.].
 
@@ -73,7 +81,8 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
     `promised_blocks_max`: how many blocks may be promised to the tenant at a time; None leaves the
     bound to the engine. `fidelity`: the least strict that the tenant's requests may ask for, and
     what they get if they ask for none. `at_rest`: "local" keeps the tenant's KV on the server,
-    "never" off its disk, too.
+    "never" off its disk, too. `attention`: "allowed" lets its requests ask for attention windows,
+    "never" does not; "window=W;sinks=S" is the window of those that ask for nothing.
     """
 
     floor_blocks: int = 0
@@ -85,6 +94,7 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
     default_class: str | None = None
     fidelity: Fidelity = "exact"
     at_rest: AtRest = "local"
+    attention: str = "allowed"
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -118,6 +128,7 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     default_class: str | None = None
     fidelity: Fidelity = "exact"
     at_rest: AtRest = "local"
+    attention: str = "allowed"
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     input_tokens_per_minute: int | None = None
@@ -137,6 +148,7 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             default_class=self.default_class,
             fidelity=self.fidelity,
             at_rest=self.at_rest,
+            attention=self.attention,
         )
 
     @property

@@ -68,7 +68,7 @@ def build_levels(
     wanted, kv_format = config.levels, kv.format
     if not wanted.is_on:
         return None, ()
-    slots = (wanted.host_mib or wanted.stage_mib) * 2**20 // kv_format.block_bytes
+    slots = wanted.arena_mib * 2**20 // kv_format.block_bytes
     if kv_format.windows and kv.data.is_cuda:
         windows = kv_format.windows
         return _off(wanted, f"the model has windows of {windows} tokens; a GPU copies one KV group")

@@ -19,7 +19,12 @@ from msgspec.structs import replace
 from engine.api import Peeked
 from gateway.api.routes import find_endpoint
 from gateway.background.erasure import list_holdings
-from gateway.caching.attention import ATTENTION_HEADER, findable, parse_attention
+from gateway.caching.attention import (
+    ATTENTION_HEADER,
+    findable,
+    parse_attention,
+    with_attention,
+)
 from gateway.caching.contract import Contract
 from gateway.context import Context
 from gateway.dialects.canonical import Boundary, UsageRecord
@@ -61,7 +66,8 @@ def _quote_handler(gateway: Context) -> Handler:
         tenant = state.identity.tenant
         asked = request.headers.getall(FIDELITY_HEADER, [])
         fidelity = parse_fidelity(asked, state.identity.policy.fidelity)
-        attention = parse_attention(request.headers.getall(ATTENTION_HEADER, []))
+        asked = request.headers.getall(ATTENTION_HEADER, [])
+        attention = parse_attention(asked, state.identity.policy.attention)
         data = await read_body(request, gateway.config.server)
         body = await parse_body(gateway, tenant.tenant_id, _parse, data)
         found = find_endpoint(body.endpoint)
@@ -80,7 +86,7 @@ def _quote_handler(gateway: Context) -> Handler:
             call = await parse_with_history(
                 gateway, endpoint.dialect, sent, metadata, call, state.identity
             )
-        call = replace(call, fidelity=fidelity, attention=attention)
+        call = with_attention(replace(call, fidelity=fidelity), attention)
         made = await prepare(gateway, model, call, state.identity)
         output_tokens(made.call, made.rendered, state.identity, made.now)
         namespace, shared = made.scope.namespace, made.scope.shared_tokens

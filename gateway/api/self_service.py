@@ -122,6 +122,7 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
             "default_class": policy.default_class,
             "fidelity": policy.fidelity,
             "at_rest": policy.at_rest,
+            "attention": policy.attention,
             "promised_blocks_max": policy.promised_blocks_max,
         },
         "leases": [_lease(gateway, entry) for entry in entries[-LEASES_MAX:]],

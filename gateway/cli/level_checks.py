@@ -16,6 +16,8 @@ from engine.storage.remote.address import open_remote
 from engine.storage.remote.objects import RemoteFailed
 from engine.storage.sealing.master_key import read_key
 from gateway.config import Config
+from gateway.engines.device_memory import runs_on_device
+from gateway.engines.memory import size_host_levels
 from gateway.levels.disk_speed import DiskSpeed, measure_disk
 from gateway.levels.model_cost import (
     find_architecture,
@@ -30,9 +32,13 @@ from gateway.levels.placement import (
     find_problems,
     find_remote_problem,
     levels_dir,
+    own_cgroups,
     total_memory_mib,
 )
 from gateway.levels.worth import level_worth
+from tenancy.accounts.tenants import list_tenant_records
+from tenancy.errors import StoreError
+from tenancy.storage import backends
 
 FIXES = {
     "engine.levels.dir": "mkdir, chown or chmod 700 it, or set engine.levels.dir to another folder",
@@ -60,18 +66,40 @@ def check_levels(config: Config) -> list[LevelCheck]:
     """Return the findings; none where no level is configured. Writes and removes 64 MiB at most."""
     if not config.engine.levels.is_on:
         return []
-    memory_mib = total_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
+    memory_mib = total_memory_mib(Path("/proc/meminfo"), *own_cgroups())
     problems = find_problems(config, memory_mib)
     levels = config.engine.levels
     wrong = find_key_problem(levels, os.environ), find_remote_problem(levels)
     problems += [one for one in wrong if one is not None]
     if problems:
         return [LevelCheck("levels", False, str(one), FIXES.get(one.key)) for one in problems]
-    found = []
-    if levels.host_mib:
-        found.append(LevelCheck("host level", True, f"{levels.host_mib} MiB of host memory"))
+    found = _check_host(config)
     if levels.disk_gib:
         found += [*_check_seal(config), *_check_disk(config), *_check_remote(levels)]
+        found += _check_remote_tenants(config)
+    return found
+
+
+def _check_host(config: Config) -> list[LevelCheck]:
+    """Say how much host memory each model's level takes; of "auto", what it would get now."""
+    name, found = "host level", []
+    try:
+        plan, sizes = size_host_levels(config)
+    except ModelError:  # told by the check of models
+        return [LevelCheck(name, True, "auto: told once the model is here")]
+    free = "this system does not tell its free memory" if plan is None else plan.describe()
+    for model in config.served_models():
+        levels, check = config.engine_of(model).levels, f"{name} {model.name}".strip()
+        if not levels.host_mib:
+            continue
+        if model.name not in sizes:
+            found.append(LevelCheck(check, True, f"{levels.host_mib} MiB of host memory"))
+        elif sizes[model.name]:
+            text = f"auto: {sizes[model.name]} MiB of host memory at a start now"
+            found.append(LevelCheck(check, True, text))
+        else:
+            fix = "add memory, lower engine.kv_memory_mib, or set a number for host_mib"
+            found.append(LevelCheck(check, True, f"auto: none, {free}", fix))
     return found
 
 
@@ -100,6 +128,30 @@ def _check_remote(levels: LevelsConfig) -> list[LevelCheck]:
         return [LevelCheck(name, False, f"{remote.url}: {error}", fix)]
     took_ms = 1_000 * (time.perf_counter() - began_s)
     return [LevelCheck(name, True, f"{remote.url} answers in {took_ms:.0f} ms")]
+
+
+def _check_remote_tenants(config: Config) -> list[LevelCheck]:
+    """Advise where a remote store is configured and no tenant's KV may go there."""
+    if not config.engine.levels.remote.url:
+        return []
+    rests = {one.name: one.at_rest for one in config.tenants or ()}
+    try:
+        place = config.tenancy.database
+        with backends.closing_existing(place, config.data, os.environ) as (store, has_tables):
+            for one in list_tenant_records(store) if store is not None and has_tables else ():
+                if one.tenant.status == "active":
+                    rests.setdefault(one.tenant.name, one.policy.at_rest)
+    except StoreError:  # told by the check of the database
+        return []
+    name, allowed = "remote level use", sum(one == "remote" for one in rests.values())
+    if allowed:
+        return [LevelCheck(name, True, f"{allowed} of {len(rests)} tenants allow it")]
+    fix = (
+        'trunkline tenant set NAME --at-rest remote, or at_rest = "remote" in its table of'
+        " [[tenants]]: the default is this server's disk alone"
+    )
+    text = f"none of {len(rests)} tenants allows it: nothing will be stored there"
+    return [LevelCheck(name, True, text, fix)]
 
 
 def _check_disk(config: Config) -> list[LevelCheck]:
@@ -134,9 +186,9 @@ def _check_worth(config: Config, speed: DiskSpeed) -> LevelCheck:
         shape = None
     if shape is None:
         return LevelCheck(name, True, "told once a server has prepared the model")
-    if has_windows(shape):
+    if has_windows(shape) and runs_on_device(config.engine):
         fix = "remove [engine.levels], or serve a model without windows"
-        return LevelCheck(name, True, "none: models with windows are served without levels", fix)
+        return LevelCheck(name, True, "none: a GPU has no levels of models with windows", fix)
     bytes_per_token = kv_bytes_per_token(shape, config.engine.kv_dtype)
     room = int(config.engine.levels.disk_gib * 2**30 / bytes_per_token)
     load_us = bytes_per_token / speed.read_bytes_per_s * 1e6

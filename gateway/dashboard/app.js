@@ -18,11 +18,12 @@ import { OneRequest, Requests } from "./pages/requests.js";
 import { Tenant } from "./pages/tenant.js";
 import { Tenants } from "./pages/tenants.js";
 
-// name: {title, page, one: the page of a thing in it, hasRange}
+// name: {title, page, one: the page of a thing in it, hasRange, isMoment: a thing has no range}
 const PAGES = {
   overview: { title: "Overview", page: Overview, hasRange: true },
   tenants: { title: "Tenants", page: Tenants, one: Tenant, hasRange: true },
-  requests: { title: "Requests", page: Requests, one: OneRequest, hasRange: true },
+  requests: { title: "Requests", page: Requests, one: OneRequest, hasRange: true,
+    isMoment: true },
   findings: { title: "Findings", page: Findings },
   cache: { title: "Cache", page: Cache },
   memory: { title: "Memory", page: Memory },
@@ -86,7 +87,8 @@ function App() {
     : null;
   const can = (scope) => me.scopes.includes(scope);
   return html`<${Session.Provider} value=${{ me, can, query, range: rangeOf(query) }}>
-    <${Frame} links=${links} title=${title} hasRange=${shown.hasRange} query=${query} leave=${leave}
+    <${Frame} links=${links} title=${title}
+      hasRange=${shown.hasRange && !(thing && shown.isMoment)} query=${query} leave=${leave}
       who=${me.label || (me.actor === "admin_key" ? `key ${me.actor_id}` : me.actor_id)}
         main=${main}
       above=${thing && shown.one ? { href: href([name]), title: shown.title } : null}>

@@ -286,7 +286,8 @@ class Call(Struct, frozen=True):
     the prompt; they have no other effect. `ignored`: names of fields that were taken and have no
     effect (`gateway.dialects.tolerance`). `continuous_usage`: every chunk of a stream has usage.
     `fidelity`: that the request asks of copies of its KV; None leaves it to the tenant.
-    `attention`: the attention window that it asks for.
+    `attention`: the attention window that it asks for; `asks_full_attention`: it asks for none,
+    whatever its tenant's default is.
     """
 
     model: str
@@ -305,6 +306,7 @@ class Call(Struct, frozen=True):
     thread: ThreadDirectives = NO_THREAD
     fidelity: Fidelity | None = None
     attention: AttentionWindow | None = None
+    asks_full_attention: bool = False
 
 
 class StoredItem(Struct, frozen=True):

@@ -3,15 +3,17 @@
 Estimates before anything is loaded: a model's files, its KV blocks, and the programs. `serve`
 refuses several models that do not fit, `doctor` reports. Models on an NVIDIA device take its
 memory, which is summed by itself (`device_memory`), and of the host's their programs and the host
-levels of their caches.
+levels of their caches. A host level of "auto" gets a share of what is left.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -24,7 +26,8 @@ from gateway.engines.device_memory import (
     read_device_memory,
     runs_on_device,
 )
-from gateway.levels.model_cost import find_architecture, weights_of
+from gateway.levels.model_cost import find_architecture, kv_bytes_per_token, weights_of
+from gateway.levels.placement import own_cgroups
 
 WORK_MIB = 500
 """Memory of the programs: gateway, ledger, analytics and an engine with its library."""
@@ -32,16 +35,25 @@ ENCODER_MIB = 450
 """Memory of the encoder's process with the built-in embedding model."""
 ENGINE_MIB = 300
 """Memory of each further engine's program."""
+HOST_LEVEL_PART = 2
+"""A host level of "auto" takes at most one part in so many of the memory that is left."""
+HOST_LEVEL_POOLS = 4
+"""It takes at most so many times the pool of an engine on a device: what is let down beyond that is
+rarely read again before it goes."""
+HOST_LEVEL_MIB_MIN = 64
+"""With less than this it is left out; with less than the disk's stage it is that."""
 
 
 class ModelMemory(Struct, frozen=True):
     """The host memory of one model, in MiB. `name`: "" for a single model. `host_mib`: of the host
-    level of its cache. Weights and KV of a model on an NVIDIA device count nothing here."""
+    level of its cache; `host_mib_max`: the most that it may get where it is "auto", else 0. Weights
+    and KV of a model on an NVIDIA device count nothing here."""
 
     name: str
     model_mib: int
     kv_mib: int
     host_mib: int = 0
+    host_mib_max: int = 0
 
 
 class MemoryPlan(Struct, frozen=True):
@@ -88,13 +100,52 @@ def plan_memory(config: Config) -> MemoryPlan | None:
     """Return the host memory of all models, and what is free; None where the system does not tell,
     or if all models are on an NVIDIA device and have no host level. Reads the sizes of files.
     Raises ModelError for a model that is not here."""
-    free_mib = available_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
+    free_mib = available_memory_mib(Path("/proc/meminfo"), *own_cgroups())
     models = tuple(_host_share(config, one) for one in config.served_models())
     own = config.embeddings
     embeddings_mib = ENCODER_MIB + own.cache_mib if own.model else 0
-    if free_mib is None or not any(one.model_mib + one.kv_mib + one.host_mib for one in models):
+    if free_mib is None:
         return None
-    return MemoryPlan(models, free_mib, embeddings_mib)
+    if not any(one.model_mib + one.kv_mib + one.host_mib + one.host_mib_max for one in models):
+        return None
+    return with_host_levels(MemoryPlan(models, free_mib, embeddings_mib))
+
+
+def with_host_levels(plan: MemoryPlan) -> MemoryPlan:
+    """Return the plan with a number for each host level of "auto".
+
+    Together they take at most half of what is free beyond all needs, the rest is the file cache's
+    and the machine's; each takes at most its bound, and where the half is less than all bounds, its
+    part by these.
+    """
+    wanted = sum(one.host_mib_max for one in plan.models)
+    if not wanted:
+        return plan
+    left = min(wanted, max(0, plan.free_mib - plan.need_mib) // HOST_LEVEL_PART)
+    sizes = [one.host_mib_max * left // wanted for one in plan.models]
+    return replace(
+        plan,
+        models=tuple(
+            replace(one, host_mib=size) if size >= max(HOST_LEVEL_MIB_MIN, one.host_mib) else one
+            for one, size in zip(plan.models, sizes, strict=True)
+        ),
+    )
+
+
+def size_host_levels(config: Config) -> tuple[MemoryPlan | None, dict[str, int]]:
+    """Return the plan of memory, and the host memory of each model, in MiB, whose level is "auto":
+    0 where there is none left, or where the system does not tell. Raises ModelError."""
+    names = [
+        one.name
+        for one in config.served_models()
+        if config.engine_of(one).levels.host_mib == "auto"
+    ]
+    if not names:
+        return None, {}
+    plan = plan_memory(config)
+    models = () if plan is None else plan.models
+    sizes = {one.name: one.host_mib for one in models if one.host_mib_max}
+    return plan, {name: sizes.get(name, 0) for name in names}
 
 
 def plan_device_memory(config: Config) -> DevicePlan | None:
@@ -125,11 +176,28 @@ def lacking_memory(config: Config) -> str:
 
 def _host_share(config: Config, model: ServedModelSettings) -> ModelMemory:
     engine = config.engine_of(model)
-    levels = engine.levels
-    host_mib = levels.host_mib or (levels.stage_mib if levels.disk_gib else 0)
-    if runs_on_device(engine):
-        return ModelMemory(model.name, 0, 0, host_mib)
-    return ModelMemory(model.name, _file_mib(config, model), _kv_mib(engine), host_mib)
+    is_auto, is_on_device = engine.levels.host_mib == "auto", runs_on_device(engine)
+    most, own = 0, engine.levels.arena_mib
+    if is_auto:
+        # On a CPU the pool is host memory itself: more of it would serve better than a level.
+        most = _pool_mib(config, model, engine) * (HOST_LEVEL_POOLS if is_on_device else 1)
+    if is_on_device:
+        return ModelMemory(model.name, 0, 0, own, most)
+    return ModelMemory(model.name, _file_mib(config, model), _kv_mib(engine), own, most)
+
+
+def _pool_mib(config: Config, model: ServedModelSettings, engine: EngineConfig) -> int:
+    """Return the memory of an engine's pool; of one told in blocks once its model is prepared."""
+    if not engine.kv_blocks:
+        return engine.kv_memory_mib
+    try:
+        shape = find_architecture(resolve(model.source, config.models_dir), config.models_dir)
+    except ModelError:
+        shape = None
+    if shape is None:
+        return engine.kv_memory_mib
+    tokens = engine.kv_blocks * engine.block_size
+    return tokens * kv_bytes_per_token(shape, engine.kv_dtype) // 2**20
 
 
 def _kv_mib(engine: EngineConfig) -> int:
@@ -159,19 +227,28 @@ def _file_mib(config: Config, model: ServedModelSettings) -> int:
     return sum(file.stat().st_size for file in files) // 2**20
 
 
-def available_memory_mib(meminfo: Path, cgroup: Path) -> int | None:
-    """Return the MiB that a new process may take, of the machine and its container.
-
-    None where the system does not tell.
+def available_memory_mib(meminfo: Path, *cgroups: Path) -> int | None:
+    """Return the MiB that a new process may take, of the machine and its containers, by
+    `memory.max`. What a container uses for files that it could drop is free, as the machine counts
+    its own. None where the system does not tell.
     """
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         free_mib = int(fields["MemAvailable"].split()[0]) // 1024
     except (OSError, KeyError, ValueError):
         return None
+    for cgroup in cgroups:
+        with suppress(OSError, ValueError):  # no group, or one without a limit ("max")
+            limit = int((cgroup / "memory.max").read_text())
+            used = int((cgroup / "memory.current").read_text()) - _droppable(cgroup)
+            free_mib = min(free_mib, max(0, limit - used) // 2**20)
+    return free_mib
+
+
+def _droppable(cgroup: Path) -> int:
+    """Return the bytes of files that a group has in memory and does not use; 0 if not told."""
     try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return free_mib
-    return min(free_mib, max(0, limit - used) // 2**20)
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+        return int(dict(line.split(" ", 1) for line in lines).get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 0

@@ -21,7 +21,12 @@ from engine.api import Request
 from engine.client.client import RequestStream
 from engine.errors import EngineError
 from gateway.caching import Contract
-from gateway.caching.attention import ATTENTION_HEADER, findable, parse_attention
+from gateway.caching.attention import (
+    ATTENTION_HEADER,
+    findable,
+    parse_attention,
+    with_attention,
+)
 from gateway.context import Context
 from gateway.dialects.canonical import Begin, Call, ChoiceEnd, Delta, End, Reply, Text
 from gateway.dialects.protocol import Dialect, Encoder
@@ -104,7 +109,8 @@ class Generation:
             fidelity = parse_fidelity(asked, identity.policy.fidelity)
         attention = None
         if ATTENTION_HEADER in self._request.headers:
-            attention = parse_attention(self._request.headers.getall(ATTENTION_HEADER))
+            asked = self._request.headers.getall(ATTENTION_HEADER)
+            attention = parse_attention(asked, identity.policy.attention)
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = await parse_body(
@@ -126,7 +132,7 @@ class Generation:
             call = self._without_honoured(model, call)
         del body
         call = call if fidelity is None else replace(call, fidelity=fidelity)
-        call = call if attention is None else replace(call, attention=attention)
+        call = call if attention is None else with_attention(call, attention)
         prepared = await prepare(gateway, model, call, identity)
         share = self._request[BODY_SHARE]
         share.budget.release(share)

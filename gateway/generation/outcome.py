@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from gateway.analytics.aggregates import CompletedPrompt
 from gateway.analytics.prompt_findings import PromptContext
+from gateway.caching.attention import setting_of
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.tolerance import label_of
@@ -63,6 +64,9 @@ class Outcome:
         state.fidelity = self._prepared.contracts[0].fidelity
         if state.fidelity != "exact":
             state.read_fidelity = read_fidelity(self._prepared.contracts)
+        if (attention := self._prepared.contracts[0].attention) is not None:
+            state.attention = setting_of(attention)
+            telemetry.attention_requests.add(1, "window")
         wait = longest_wait(self._prepared.contracts)
         if wait is not None and wait.level is not None:
             state.load_s, state.load_level = wait.load_s, wait.level

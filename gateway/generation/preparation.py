@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from engine.api import Retention
 from gateway.caching import CacheScope, Contract, PrefixOrigin
-from gateway.caching.attention import check_attention
+from gateway.caching.attention import check_attention, with_default
 from gateway.caching.namespaces import fidelity_of, namespace_of
 from gateway.context import Context
 from gateway.dialects.canonical import Call, Prompt, Rendered
@@ -29,7 +29,7 @@ from gateway.http.request_body import check_values
 from gateway.levels.fidelity import check_fidelity
 from gateway.prompt import Renderer
 from gateway.prompt.token_budget import TokenBudget, TooManyTokensError
-from tenancy.types import Identity
+from tenancy.types import ATTENTION_WORDS, Identity
 
 PARSED_BYTES_MAX = 65_536
 """Bodies up to this many bytes are parsed on the event loop, longer ones in a thread."""
@@ -141,6 +141,9 @@ async def prepare(
             prompt_tokens=max(map(len, map(_token_ids, rendered))),
             prompt_logprobs=call.generation.prompt_logprobs,
         )
+    elif identity.policy.attention not in ATTENTION_WORDS:
+        tokens = max(map(len, map(_token_ids, rendered)))
+        call = with_default(call, identity.policy.attention, now.info, tokens)
     scope = scope_of(call, identity, now)
     contracts = [
         gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered

@@ -91,7 +91,7 @@ class RequestState(Struct):
     `loaded_tokens`: of the cached ones, by the level below the device that had them. `load_s`: the
     part of `queue_s` that it waited for its load from `load_level`, the slowest one; "": no load.
     `fidelity`: how far from exact copies might be; `read_fidelity`: how far those may be that were
-    found.
+    found. `attention`: the attention window, as "window=W;sinks=S"; "" for all tokens.
     `missed`: the cause of the first miss. `segments`: the parts of a single prompt. `first_token_s`
     is relative to `submitted_s`; the other times are readings of the gateway's monotonic clock, in
     seconds.
@@ -116,6 +116,7 @@ class RequestState(Struct):
     loaded_tokens: dict[str, int] = {}
     fidelity: Fidelity = "exact"
     read_fidelity: Fidelity = "exact"
+    attention: str = ""
     load_s: float = 0.0
     load_level: str = ""
     cache_read_tokens: int = 0
@@ -233,6 +234,7 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         fidelity=state.fidelity,
         read_fidelity=state.read_fidelity,
         load_s=state.load_s if state.load_level else None,
+        attention=state.attention,
     )
 
 

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -72,6 +73,11 @@ def engine_config(config: Config, engine: EngineConfig, model: str = "") -> Engi
     return replace(engine, levels=replace(levels, dir=str(folder.absolute()), **files))
 
 
+def with_host_mib(engine: EngineConfig, host_mib: int) -> EngineConfig:
+    """Return an engine's settings with the number that its host level of "auto" gets."""
+    return replace(engine, levels=replace(engine.levels, host_mib=host_mib))
+
+
 def find_remote_problem(levels: LevelsConfig) -> LevelProblem | None:
     """Return why this machine cannot reach the remote store as it is installed; asks no network."""
     if not levels.remote.url or can_reach(levels.remote.url):
@@ -105,17 +111,32 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def total_memory_mib(meminfo: Path, cgroup: Path) -> int | None:
+def own_cgroups(
+    listing: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> tuple[Path, ...]:
+    """Return the folders of this process's control group and of those above it, in version 2 of
+    them; the root alone where the system does not tell. Any of them may bound its memory."""
+    try:
+        lines = listing.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return (root,)
+    own = [line[3:] for line in lines if line.startswith("0::/")]
+    folder = root / own[0].lstrip("/") if own else root
+    # A container sees its own group as the root, and sometimes its path outside beside it.
+    return tuple(one for one in (folder, *folder.parents) if one.is_relative_to(root))
+
+
+def total_memory_mib(meminfo: Path, *cgroups: Path) -> int | None:
     """Return the memory of the machine, or of its container if that is less; None if not told."""
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         total_mib = int(fields["MemTotal"].split()[0]) // 1024
     except (OSError, KeyError, ValueError):
         return None
-    try:
-        return min(total_mib, int((cgroup / "memory.max").read_text()) // MIB)
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return total_mib
+    for cgroup in cgroups:
+        with suppress(OSError, ValueError):  # no group, or one without a limit ("max")
+            total_mib = min(total_mib, int((cgroup / "memory.max").read_text()) // MIB)
+    return total_mib
 
 
 def find_problems(config: Config, memory_mib: int | None) -> list[LevelProblem]:
@@ -124,9 +145,10 @@ def find_problems(config: Config, memory_mib: int | None) -> list[LevelProblem]:
     `memory_mib`: of the machine; None if that is not known.
     """
     levels, found = config.engine.levels, []
-    host_mib = _host_mib(levels)
+    host_mib = levels.arena_mib
     if levels.is_on and memory_mib is not None and host_mib >= memory_mib:
-        key = "engine.levels.host_mib" if levels.host_mib else "engine.levels.stage_mib"
+        is_stage = levels.host_mib in (0, "auto")
+        key = "engine.levels.stage_mib" if is_stage else "engine.levels.host_mib"
         text = (
             f"{host_mib} MiB, and this machine has {memory_mib} MiB of memory; expected less than"
             f" {memory_mib}"
@@ -156,18 +178,13 @@ def find_problems(config: Config, memory_mib: int | None) -> list[LevelProblem]:
 
 def check_levels(config: Config) -> None:
     """Raise ConfigError if this machine cannot have the configured levels."""
-    memory_mib = total_memory_mib(Path("/proc/meminfo"), Path("/sys/fs/cgroup"))
+    memory_mib = total_memory_mib(Path("/proc/meminfo"), *own_cgroups())
     for problem in find_problems(config, memory_mib):
         raise ConfigError(str(problem))
     levels = config.engine.levels
     for wrong in (find_key_problem(levels, os.environ), find_remote_problem(levels)):
         if wrong is not None:
             raise ConfigError(str(wrong))
-
-
-def _host_mib(levels: LevelsConfig) -> int:
-    """Return the host memory that the levels take, with the disk's stage."""
-    return levels.host_mib or (levels.stage_mib if levels.disk_gib else 0)
 
 
 class ServerLock:

@@ -277,6 +277,7 @@ class Metrics:
         self.ignored_fields = counter(
             "ignored_fields", "Requests with a field that had no effect, by field.", "field"
         )
+        self.attention_requests = _attention_counter(counter)
         self.misses = counter("cache_misses", "Breakpoints not read in full, by cause.", "cause")
         self.unreadable = counter("unreadable_requests", "Connections that did not speak HTTP.")
         self.first_token_s = seconds(
@@ -402,6 +403,13 @@ class EngineState(Struct, frozen=True):
     stats: Stats
     is_ready: bool
     restarts: int
+
+
+def _attention_counter(counter: Callable[..., LabelledCounter]) -> LabelledCounter:
+    """Make the counter of requests by attention policy, each policy's with its first value."""
+    found = counter("attention_requests", "Requests that ran under an attention policy.", "policy")
+    found.add(0, "window")
+    return found
 
 
 def _embedding_counts() -> CounterGroup:

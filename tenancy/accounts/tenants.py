@@ -7,6 +7,7 @@ The module knows no HTTP and no engine. The admin API and the command line call 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -27,7 +28,11 @@ from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Row, Store, Transaction
 from tenancy.types import (
     AT_REST,
+    ATTENTION_WORDS,
     FIDELITIES,
+    SINK_TOKENS_MAX,
+    WINDOW_TOKENS_MAX,
+    WINDOW_TOKENS_MIN,
     CachePolicy,
     Limits,
     Status,
@@ -65,7 +70,8 @@ class TenantRecord(Struct, frozen=True):
 
 _TENANTS = (
     "select tenant_id, name, status, created_ms, tier, is_declared, floor_blocks, ceiling_blocks,"
-    " weight, priority, classes, promised_blocks_max, default_class, fidelity, at_rest, limits"
+    " weight, priority, classes, promised_blocks_max, default_class, fidelity, at_rest,"
+    " attention, limits"
     " from tenants"
 )
 
@@ -279,7 +285,7 @@ def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) ->
     db.execute(
         "update tenants set tier = ?, floor_blocks = ?, ceiling_blocks = ?, weight = ?,"
         " priority = ?, classes = ?, promised_blocks_max = ?, default_class = ?, fidelity = ?,"
-        " at_rest = ?, limits = ? where tenant_id = ?",
+        " at_rest = ?, attention = ?, limits = ? where tenant_id = ?",
         (
             settings.tier,
             settings.floor_blocks,
@@ -291,6 +297,7 @@ def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) ->
             settings.default_class,
             settings.fidelity,
             settings.at_rest,
+            settings.attention,
             encode_limits(settings.limits),
             tenant_id,
         ),
@@ -334,6 +341,7 @@ def check_settings(settings: TenantSettings) -> None:
         raise BadName("bad_policy", f"too many retention classes: limit {CLASSES_MAX}")
     for name in settings.classes or ():
         check_name(name, "retention class")
+    _check_attention(settings.attention)
     default = settings.default_class
     if default is not None:
         check_name(default, "retention class")
@@ -343,6 +351,27 @@ def check_settings(settings: TenantSettings) -> None:
                 f"default_class is not allowed: {default!r}; expected one of the tenant's classes:"
                 f" {', '.join(settings.classes) or 'none'}",
             )
+
+
+_WINDOW = re.compile(r"window=([0-9]{1,7});sinks=([0-9]{1,5})")
+
+
+def _check_attention(setting: str) -> None:
+    """Raise BadName if a tenant's setting of attention windows is of another form, or out of
+    range."""
+    if setting in ATTENTION_WORDS:
+        return
+    found = _WINDOW.fullmatch(setting)
+    if found is not None:
+        window, sinks = map(int, found.groups())
+        if WINDOW_TOKENS_MIN <= window <= WINDOW_TOKENS_MAX and sinks <= SINK_TOKENS_MAX:
+            return
+    raise BadName(
+        "bad_setting",
+        f"attention: {setting[:80]!r}; expected 'allowed', 'never', or 'window=W;sinks=S' with"
+        f" {WINDOW_TOKENS_MIN} to {WINDOW_TOKENS_MAX} tokens of window and at most"
+        f" {SINK_TOKENS_MAX} sinks",
+    )
 
 
 def find_tenant_in(db: Transaction, name: str) -> TenantRecord:
@@ -358,8 +387,8 @@ def _record_of(row: Row) -> TenantRecord:
     classes = None if row[10] is None else tuple(row[10].split())
     return TenantRecord(
         Tenant(*(*row[:5], bool(row[5]))),
-        CachePolicy(*(*row[6:10], classes, *row[11:15])),
-        decode_limits(row[15]),
+        CachePolicy(*(*row[6:10], classes, *row[11:16])),
+        decode_limits(row[16]),
     )
 
 

@@ -37,7 +37,8 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     of their ends; of many, the first and the last. `loaded_tokens`: of the cached tokens, those
     that were loaded for the request, by level. `load_s`: the part of the time before `started_s`
     that it waited for that; None without a load. `fidelity`: how far from exact their copies might
-    be; `read_fidelity`: how far the cached tokens may have been.
+    be; `read_fidelity`: how far the cached tokens may have been. `attention`: the attention window
+    that it ran under, as "window=W;sinks=S"; "" for all tokens.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     fidelity: str = "exact"
     read_fidelity: str = "exact"
     load_s: float | None = None
+    attention: str = ""
 
 
 class RequestFilter(Struct, frozen=True):

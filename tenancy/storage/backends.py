@@ -7,7 +7,8 @@ only for a URL. The composition roots and the command line call this module.
 from __future__ import annotations
 
 import getpass
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,24 @@ def open_store(place: str, folder: Path, environment: Mapping[str, str]) -> Stor
 
 def describe_place(place: str, folder: Path, environment: Mapping[str, str]) -> str:
     """Describe the database in words without creating it. Raises StoreError."""
+    with closing_existing(place, folder, environment) as (store, is_ours):
+        if store is None:
+            return f"{folder / place}, made at the first start"
+        return store.place if is_ours else f"{store.place}, filled at the first start"
+
+
+@contextmanager
+def closing_existing(
+    place: str, folder: Path, environment: Mapping[str, str]
+) -> Iterator[tuple[Store | None, bool]]:
+    """Open a database that exists, and close it: (the store, whether it has our tables). None for
+    a file that the first start makes. Raises StoreError."""
     if not is_server(place) and not (folder / place).exists():
-        return f"{folder / place}, made at the first start"
+        yield None, False
+        return
     store = _open(place, folder, environment, is_ready=True)
     try:
-        is_ours = not is_server(place) or store.query(_HAS_SCHEMA)[0][0]
-        return store.place if is_ours else f"{store.place}, filled at the first start"
+        yield store, not is_server(place) or bool(store.query(_HAS_SCHEMA)[0][0])
     finally:
         store.close()
 

@@ -11,6 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
+from engine.api import LevelStats, PayerBytes
 from gateway.config import AdminConfig
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_admin_key
@@ -127,6 +128,23 @@ async def test_memory_shows_levels_their_owners_and_why_one_is_off(
     assert "88 cached tokens" in text
     assert "not measured yet" in text
     assert await asyncio.to_thread(page.faults) == []
+
+
+async def test_memory_shows_what_a_remote_store_has(
+    signed_in: tuple[Page, AdminClient], gateway: GatewayFixture
+) -> None:
+    """Its bytes by tenant beside the other levels'."""
+    page, _ = signed_in
+    context = gateway.gateway.context
+    remote = LevelStats("remote", "open", payers=(PayerBytes(b"1", 7 * 2**20, 2**20),))
+    stats = msgspec.structs.replace(STATS, levels=(*STATS.levels, remote))
+    context.models.default.engine = ReportedEngine(context.engine, stats)
+    await asyncio.to_thread(page.open, "memory", "Load or compute")
+    text = await asyncio.to_thread(page.see, "ada")
+
+    owners = text[text.index("Bytes by tenant") :]
+    assert owners.index("disk") < owners.index("remote") < owners.index("promised")
+    assert "7.0 MiB" in owners[: owners.index("Where cached")]
 
 
 async def test_makes_a_tenant_and_a_key_that_works(

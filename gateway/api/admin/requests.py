@@ -103,6 +103,7 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
         "load_ms": None if record is None or record.load_s is None else _ms(record.load_s),
         "fidelity": None if record is None else record.fidelity,
         "read_fidelity": None if record is None else record.read_fidelity,
+        "attention": None if record is None else record.attention or None,
         "segments": _segments(found),
         "missed_tokens": None if record is None else record.missed_tokens,
         "recomputed_promised_tokens": None if entry is None else entry.recomputed_promised_tokens,

@@ -92,6 +92,7 @@ class TenantAnswer(Struct, frozen=True):
     default_class: str | None
     fidelity: Fidelity
     at_rest: AtRest
+    attention: str
     promised_blocks_max: int | None
     requests_per_minute: int | None
     tokens_per_minute: int | None

@@ -166,7 +166,8 @@ class RequestAnswer(RequestRow, frozen=True):
     """Everything known of an ended request. `loaded_tokens`: of the cached ones, by the level below
     the device that had them; `load_ms`: how long it waited for them before its first step, null
     without a load. `fidelity`: how far from exact copies might be; `read_fidelity`: how far the
-    cached tokens may have been. `entry`: its ledger entry."""
+    cached tokens may have been. `attention`: the attention window that it ran under, as
+    "window=W;sinks=S"; null for all tokens. `entry`: its ledger entry."""
 
     times: RequestTimes
     cached_tokens: int
@@ -174,6 +175,7 @@ class RequestAnswer(RequestRow, frozen=True):
     fidelity: str | None
     read_fidelity: str | None
     load_ms: float | None
+    attention: str | None
     segments: list[RequestSegment] | None
     missed_tokens: int | None
     recomputed_promised_tokens: int | None

@@ -12,6 +12,14 @@ const UNITS = [[/tokens_per_s$/, "tokens per second"], [/_per_s$/, "per second"]
   "bytes"], [/block_size/, "tokens"], [/blocks/, "blocks"], [/tokens/, "tokens"],
   [/_ms$/, "ms"], [/_s$/, "s"],
   [/requests|running|waiting|loading|compiling|preemptions/, "requests"], [/step/, "steps"]];
+const NAMES = { step: "steps", kv_bytes_per_block: "KV memory of a block",
+  floor_blocks_asked: "floors asked", floor_blocks_max: "floors, at most",
+  context_tokens: "context", waiting_tokens: "waiting prompt tokens",
+  window_gone_tokens_total: "computed again, as a window's blocks had gone",
+  unneeded_tokens_total: "sampled after the end of their text" };
+// `step` counts since the start too, without the usual end of a counter's name.
+const isCounter = (name) => name.endsWith("_total") || name === "step";
+const nameOf = (name) => NAMES[name] ?? words(name.replace(/_total$|_per_s$/, ""));
 const unitOf = (name) => UNITS.find(([form]) => form.test(name))?.[1] ?? "";
 
 const openTo = ({ tenants }) => (!tenants ? "" : tenants.length ? `open to ${tenants.join(", ")}`
@@ -32,9 +40,9 @@ function OneEngine({ engine }) {
     && !["call_id", "restarts"].includes(name));
   const table = (title, caption, isTotal) => html`<${Panel} title=${title}><${Table}
     caption=${caption} isHidden isPlain id=${([name]) => name}
-    rows=${numbers.filter(([name]) => name.endsWith("_total") === isTotal)} columns=${[
-      { head: "counter", get: ([name]) => words(name.replace(/_total$|_per_s$/, "")),
-        kind: "text" },
+    rows=${numbers.filter(([name]) => isCounter(name) === isTotal)} columns=${[
+      { head: isTotal ? "counter" : "value of", get: ([name]) => nameOf(name),
+        kind: "text wrap" },
       { head: "value", get: ([, v]) => (Number.isInteger(v) ? count(v) : number(2)(v)) },
       { head: "unit", get: ([name]) => unitOf(name.replace(/_total$/, "")), kind: "text" }]}
         /><//>`;

@@ -33,9 +33,10 @@ export function Memory() {
     <//>
     <div class="grid">${levels.map((one) => html`<${Level} level=${one} />`)}
       <${Panel} title="Bytes by tenant" wide>${instead(tenants, "bytes by tenant")
-        ?? html`<${Owners} rows=${tenants.data.tenants} />`}<//>
+        ?? html`<${Owners} rows=${tenants.data.tenants}
+          names=${names} />`}<//>
       ${all.is_on && html`<${Found} minutes=${all.minutes} names=${names} />
-        <${Flows} minutes=${all.minutes} /><${Choices} all=${all} />`}
+        <${Flows} minutes=${all.minutes} names=${names} /><${Choices} all=${all} />`}
     </div>`;
 }
 
@@ -68,17 +69,17 @@ function Level({ level }) {
       class=${colour}></i>${name} <b>${bytes(n)}</b></li>`)}</ul><//>`;
 }
 
-function Owners({ rows }) {
+function Owners({ rows, names }) {
   const of = (row, name, field) => row.levels[name]?.[field] ?? 0;
   const column = (name) => ({ head: name, get: (row) => of(row, name, "used_bytes"),
     show: (row) => bytes(of(row, name, "used_bytes")) });
-  const promised = (row) => NAMES.reduce((sum, name) => sum + of(row, name, "promised_bytes"), 0);
+  const promised = (row) => names.reduce((sum, name) => sum + of(row, name, "promised_bytes"), 0);
   return html`<${Table} caption="Now, on each level" isHidden rows=${rows} id=${(row) => row.tenant}
     file="levels" first=${12} order=${-2} none="The cache is empty." columns=${[
       { head: "tenant", get: (row) => row.tenant, show: (row) => html`<${TenantLink}
         name=${row.tenant} />`, kind: "text" },
       { head: "all", get: (row) => row.bytes, show: (row) => bytes(row.bytes) },
-      ...NAMES.map(column),
+      ...names.map(column),
       { head: "promised", get: promised, show: (row) => bytes(promised(row)) }]} />`;
 }
 
@@ -92,12 +93,13 @@ function Found({ minutes, names }) {
     lines=${drawn(minutes, names, ["read", "write", "fresh", "out"])} /><//>`;
 }
 
-function Flows({ minutes }) {
-  const names = ["device_host", "host_device", "host_disk", "disk_host"];
+function Flows({ minutes, names }) {
+  const flows = ["device_host", "host_device", "host_disk", "disk_host",
+    ...(names.includes("remote") ? ["disk_remote", "remote_host"] : [])];
   return html`<${Panel} title="Between the levels" wide><${Chart} title="Blocks per minute"
     unit="blocks copied, last two hours" at=${minutes.minute.map((n) => n * 60_000)} write=${count}
     none="No block moved in the last two hours."
-    lines=${drawn(minutes, names, ["read", "write", "fresh", "out"])} /><//>`;
+    lines=${drawn(minutes, flows, ["read", "write", "fresh", "out", "violet", "bad"])} /><//>`;
 }
 
 function Choices({ all }) {

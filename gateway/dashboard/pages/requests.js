@@ -141,11 +141,13 @@ function Prefix({ one }) {
         count(n)]),
       ["copies allowed; read", one.fidelity && one.fidelity !== "exact"
         ? `${one.fidelity}; ${one.read_fidelity}` : null],
+      ["attention window", one.attention ? one.attention.replace(";", ", ") : null],
       ["waited for its load", one.load_ms ? ms(one.load_ms) : null],
       ["missed", one.missed_tokens ? count(one.missed_tokens) : null], ["promised, but recomputed",
         one.recomputed_promised_tokens ? count(one.recomputed_promised_tokens) : null],
-      ...Object.entries(one.read_by_class ?? {}).map(([name, n]) => [`read, ${name}`, count(n)]),
-      ...Object.entries(one.written_by_class ?? {}).map(([name, n]) => [`written, ${name}`,
+      ...Object.entries(one.read_by_class ?? {}).map(([name, n]) => [`read, ${words(name)}`,
+        count(n)]),
+      ...Object.entries(one.written_by_class ?? {}).map(([name, n]) => [`written, ${words(name)}`,
         count(n)])]} /><//>`;
 }
 

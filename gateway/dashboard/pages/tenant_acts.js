@@ -46,6 +46,9 @@ export function SETTINGS(tenant, classes) {
     { name: "at_rest", label: "Copies at rest", kind: "select", value: tenant?.at_rest ?? "local",
       options: [["local", "on the server's disk"], ["remote", "in the remote store, too"],
         ["never", "nowhere"]] },
+    { name: "attention", label: "Attention windows", value: tenant?.attention ?? "allowed",
+      isRequired: true, pattern: "allowed|never|window=[0-9]{1,7};sinks=[0-9]{1,5}",
+      hint: "allowed, never, or a window for requests that name none: window=4096;sinks=64" },
     { name: "classes", label: "Retention classes allowed (none chosen: all)", kind: "checks",
       value: tenant?.classes ?? [],
       options: classes },
@@ -57,7 +60,7 @@ export function settingsOf(values) {
     weight: Number(values.weight || 1), ...numbers,
     classes: values.classes.length ? values.classes : null,
     default_class: values.default_class || null,
-    fidelity: values.fidelity, at_rest: values.at_rest };
+    fidelity: values.fidelity, at_rest: values.at_rest, attention: values.attention };
 }
 
 export function EditTenant({ tenant, classes, close, done }) {

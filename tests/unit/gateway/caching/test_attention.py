@@ -12,6 +12,8 @@ from engine.api import AttentionWindow
 from engine.config import EngineConfig
 from gateway.caching.attention import ATTENTION_HEADER, parse_attention
 from gateway.errors import Refusal
+from tenancy.accounts.tenants import change_tenant
+from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CHAT = "/v1/chat/completions"
@@ -56,7 +58,8 @@ def gemini(text: str) -> dict[str, Any]:
 )
 def test_windows_are_rounded_up_to_blocks(value: str, expected: AttentionWindow) -> None:
     """Sinks are a block where the header does not name them."""
-    assert parse_attention([value]) == expected
+    assert parse_attention([value], "allowed") == expected
+    assert parse_attention([value], "window=64;sinks=16") == expected
 
 
 @pytest.mark.parametrize(
@@ -77,12 +80,14 @@ def test_windows_are_rounded_up_to_blocks(value: str, expected: AttentionWindow)
         ["quest=64"],
         ["window=" + "9" * 5_000],
         ["window=64", "window=64"],
+        ["full", "full"],
+        ["Full"],
     ],
 )
 def test_other_values_are_refused_with_the_form(values: list[str]) -> None:
     """The error is short for any header, and says what would be right."""
-    with pytest.raises(Refusal, match=r"expected window=W;sinks=S") as caught:
-        parse_attention(values)
+    with pytest.raises(Refusal, match=r"expected full, or window=W;sinks=S") as caught:
+        parse_attention(values, "allowed")
 
     assert caught.value.code == "invalid_value"
     assert len(str(caught.value)) < 400
@@ -231,3 +236,109 @@ async def test_logprobs_of_a_cut_prompt_are_refused(gateway: GatewayFixture) -> 
     )
 
     assert status == 200, answer
+
+
+def allow(gateway: GatewayFixture, attention: str) -> None:
+    """Change the setting of ada, whose key the requests have."""
+    change_tenant(gateway.store, "ada", {"attention": attention})
+    gateway.gateway.context.registry.refresh_now()
+
+
+async def test_a_tenant_may_be_denied_windows(gateway: GatewayFixture) -> None:
+    """In each dialect and in quotes; what asks for all tokens, or for nothing, runs as before."""
+    allow(gateway, "never")
+    for path, body in (
+        (CHAT, gateway.chat()),
+        ("/v1/messages", anthropic(gateway, "short")),
+        (f"/v1beta/models/{gateway.model}:generateContent", gemini("short")),
+        ("/v1/cache/quote", {"endpoint": CHAT, "request": gateway.chat()}),
+    ):
+        status, answer, _ = await gateway.ask(path, body, headers=WINDOW)
+        assert status == 400, answer
+        assert "not allowed to this tenant; leave the header out" in json.dumps(answer)
+        if path == CHAT:
+            assert answer["error"]["code"] == "attention_not_allowed"
+    for headers in ({}, {ATTENTION_HEADER: "full"}):
+        status, answer, _ = await gateway.ask(CHAT, gateway.chat(), headers=headers)
+        assert status == 200, answer
+    await gateway.check_quiet()
+
+
+async def test_a_tenants_window_is_that_of_requests_without_the_header(
+    gateway: GatewayFixture,
+) -> None:
+    """A request's own header comes first, and `full` asks for no window."""
+    allow(gateway, "window=70;sinks=16")
+    quote = {"endpoint": "/v1/messages", "request": anthropic(gateway, LONG)}
+    seen = []
+    for headers in ({}, {ATTENTION_HEADER: "window=96"}, {ATTENTION_HEADER: "full"}):
+        status, answer, response = await gateway.ask(CHAT, gateway.chat(LONG), headers=headers)
+        assert status == 200, answer
+        seen.append(told(response).get("window"))
+    await gateway.ask("/v1/messages", anthropic(gateway, LONG), headers={ATTENTION_HEADER: "full"})
+    _, bounded, _ = await gateway.ask("/v1/cache/quote", quote)
+    _, whole, _ = await gateway.ask("/v1/cache/quote", quote, headers={ATTENTION_HEADER: "full"})
+
+    assert seen == ["80", "96", None]
+    assert bounded["physical"]["cached_tokens"] == 80 + 16 + 16
+    assert whole["physical"]["cached_tokens"] > 80 + 16 + 16
+    await gateway.check_quiet()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_policies": ()},
+        {"attention_lacks": "no kernel computes them"},
+        {"kv_windows": (128,)},
+    ],
+)
+async def test_a_tenants_window_refuses_nothing(
+    gateway: GatewayFixture, change: dict[str, Any]
+) -> None:
+    """Where the header would be refused, requests without it are computed in full."""
+    allow(gateway, "window=64;sinks=16")
+    assert gateway.engine.info is not None
+    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, **change)
+    status, answer, response = await gateway.ask(CHAT, gateway.chat(LONG))
+
+    assert status == 200, answer
+    assert "attention" not in told(response)
+
+
+async def test_a_tenants_window_spares_logprobs_and_prewarms(gateway: GatewayFixture) -> None:
+    """Logprobs of a prompt that it would cut, and what is computed for later requests."""
+    allow(gateway, "window=64;sinks=16")
+    body = {"model": gateway.model, "prompt": LONG, "max_tokens": 1, "echo": True, "logprobs": 1}
+    status, answer, response = await gateway.ask("/v1/completions", body)
+    assert status == 200, answer
+    assert "attention" not in told(response)
+    warm = {**anthropic(gateway, LONG), "max_tokens": 0}
+    status, answer, response = await gateway.ask("/v1/messages", warm)
+
+    assert status == 200, answer
+    assert "attention" not in told(response)
+    assert answer["usage"]["cache_creation_input_tokens"] > SHARED
+
+
+async def test_the_record_and_a_counter_tell_the_window(gateway: GatewayFixture) -> None:
+    """Requests without a window have null, and are not counted."""
+    admin = AdminClient(gateway)
+    ids = []
+    for headers in ({}, WINDOW):
+        _, _, response = await gateway.ask(CHAT, gateway.chat(LONG), headers=headers)
+        ids.append(response.headers["X-Request-Id"])
+    await gateway.check_quiet()
+    found = [(await admin.ask("GET", f"/admin/v1/requests/{one}"))[1]["attention"] for one in ids]
+
+    assert found == [None, "window=64;sinks=16"]
+    async with gateway.session.get(f"{gateway.admin_url}/metrics") as answer:
+        assert 'trunkline_attention_requests_total{policy="window"} 1.0' in await answer.text()
+
+
+async def test_a_workspace_sees_its_tenants_setting(gateway: GatewayFixture) -> None:
+    """Beside the other settings of its policy."""
+    allow(gateway, "window=64;sinks=16")
+    _, found, _ = await gateway.ask("/v1/cache", method="GET")
+
+    assert found["policy"]["attention"] == "window=64;sinks=16"

@@ -186,10 +186,10 @@ def test_first_command_creates_admin_key_file(run: Run, data: Path) -> None:
 def test_sets_and_removes_tier_limits_and_classes(run: Run) -> None:
     """`none` is no limit, `all` all classes; omitted settings stay."""
     words = "--tier gold --classes 5m,1h --promised 7 --requests-per-minute 60 --requests-at-once 4"
-    words += " --default-class 1h --fidelity near --at-rest never"
+    words += " --default-class 1h --fidelity near --at-rest never --attention never"
     first = data_of(run, "tenant", "create", "ada", *words.split())
     words = "--classes all --promised none --requests-per-minute none --tokens-per-minute 9"
-    words += " --default-class none --at-rest local"
+    words += " --default-class none --at-rest local --attention window=4096;sinks=64"
     second = data_of(run, "tenant", "set", "ada", *words.split())
     names = ("tier", "classes", "promised_blocks_max", "requests_per_minute", "tokens_per_minute")
 
@@ -199,6 +199,7 @@ def test_sets_and_removes_tier_limits_and_classes(run: Run) -> None:
     assert (first["default_class"], second["default_class"]) == ("1h", None)
     assert (first["fidelity"], second["fidelity"]) == ("near", "near")
     assert (first["at_rest"], second["at_rest"]) == ("never", "local")
+    assert (first["attention"], second["attention"]) == ("never", "window=4096;sinks=64")
     assert "input_tokens_per_minute" not in run("tenant", "list")[1]
 
 

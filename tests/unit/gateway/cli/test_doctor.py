@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from engine.config import EngineConfig, LevelsConfig
+from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.model_store.architecture import Latent
 from gateway.__main__ import main
+from gateway.cli.database import connect
 from gateway.cli.doctor import Check, checks_text
 from gateway.cli.level_checks import check_levels
 from gateway.cli.pool_checks import PoolCheck, check_pool, check_pools
 from gateway.config import Config, ModelSettings
+from gateway.engines import memory
 from gateway.engines.memory import available_memory_mib
+from tenancy.accounts.declared_tenants import DeclaredTenant
+from tenancy.accounts.tenants import create_tenant, set_status
+from tenancy.types import AtRest, CachePolicy, wall_ms
 from tests.models import prepared
 
 ASKED = {"disk speed", "clock", "host names", "encryption", "descriptors", "configuration"}
@@ -217,6 +223,68 @@ def test_levels_that_the_machine_cannot_have_are_errors(
     assert "engine.levels.disk_gib" in found["fix"]
     assert main(["serve"]) == 2
     assert "engine.levels.disk_gib" in capsys.readouterr().err
+
+
+def test_says_what_host_memory_auto_would_get_now(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number, the reason where it is none, and nothing where a number is configured."""
+    config.write_text(config.read_text() + '[engine.levels]\nhost_mib = "auto"\n')
+    monkeypatch.setattr(memory, "available_memory_mib", lambda *_: 100_000)
+    rich = checks(capsys)
+    monkeypatch.setattr(memory, "available_memory_mib", lambda *_: 10)
+    poor = checks(capsys)["host level"]
+
+    assert rich["host level"]["found"] == "auto: 512 MiB of host memory at a start now"
+    assert "512 for the host levels of the cache" in rich["memory"]["found"]
+    assert poor["ok"]
+    assert poor["found"].startswith("auto: none, 10 MiB free, about ")
+    assert "lower engine.kv_memory_mib" in poor["fix"]
+
+
+def remote_levels(folder: Path) -> LevelsConfig:
+    """Return a sealed disk with a remote store, whose key is made."""
+    key = folder / "master.key"
+    key.write_text("0" * 64)
+    key.chmod(0o400)
+    remote = RemoteConfig(url=f"file://{folder}/remote")
+    return LevelsConfig(disk_gib=1.0, seal=True, key_file=str(key), remote=remote)
+
+
+@pytest.mark.parametrize(
+    ("registered", "declared", "found"),
+    [
+        ((), (), "none of 0 tenants allows it"),
+        (("local", "never"), ("local",), "none of 3 tenants allows it"),
+        (("local", "remote"), (), "1 of 2 tenants allow it"),
+        (("local",), ("remote", "local"), "1 of 3 tenants allow it"),
+    ],
+)
+def test_says_whether_any_tenants_kv_may_go_to_the_remote_store(
+    tmp_path: Path, registered: tuple[AtRest, ...], declared: tuple[AtRest, ...], found: str
+) -> None:
+    """By default no tenant's may, and the store would stay empty without a word."""
+    pytest.importorskip("cryptography")
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o700)
+    config = Config(
+        data_dir=str(folder),
+        engine=EngineConfig(levels=remote_levels(tmp_path)),
+        tenants=tuple(DeclaredTenant(name=f"d{n}", at_rest=one) for n, one in enumerate(declared)),
+    )
+    if registered:
+        with closing(connect(config)) as store:
+            for number, at_rest in enumerate(registered):
+                create_tenant(store, wall_ms, f"r{number}", CachePolicy(at_rest=at_rest))
+            create_tenant(store, wall_ms, "gone", CachePolicy(at_rest="remote"))
+            set_status(store, "gone", "suspended")
+    check = {one.check: one for one in check_levels(config)}["remote level use"]
+
+    assert check.ok
+    assert check.found.startswith(found)
+    assert (check.fix is None) == found[0].isdigit()
+    assert check.fix is None or "--at-rest remote" in check.fix
+    assert (folder / "trunkline.db").exists() == bool(registered)
 
 
 def test_worth_compares_loading_with_computing(tmp_path: Path) -> None:

@@ -9,15 +9,19 @@ from msgspec.structs import replace
 
 from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import CATALOGUE, DEFAULT_MODEL
-from gateway.config import Config, ServedModelSettings
+from gateway.config import Config, ModelSettings, ServedModelSettings
 from gateway.engines import device_memory, memory
 from gateway.engines.device_memory import ENGINE_DEVICE_MIB, DeviceMemory
 from gateway.engines.memory import (
     ENGINE_MIB,
+    HOST_LEVEL_MIB_MIN,
+    HOST_LEVEL_POOLS,
     WORK_MIB,
+    available_memory_mib,
     lacking_memory,
     plan_device_memory,
     plan_memory,
+    size_host_levels,
 )
 
 
@@ -163,3 +167,80 @@ def test_auto_is_the_device_if_there_is_one_and_torch_can(
 
     assert (plan_device_memory(models) is not None) == is_on_device
     assert (plan_memory(models) is None) == is_on_device
+
+
+AUTO = LevelsConfig(host_mib="auto")
+
+
+def alone(config: Config, **engine: object) -> Config:
+    """Return the configuration with one model, whose host level is "auto"."""
+    own = replace(EngineConfig(levels=AUTO), **engine)
+    name = config.models[0].path
+    return replace(config, models=(), model=ModelSettings(name), engine=own)
+
+
+def test_a_host_level_of_auto_gets_half_of_what_is_left(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU at most as much as the pool, which is host memory itself; on a device at most four
+    times the pool; none where nothing is left, or where the system does not tell."""
+    need = WORK_MIB + 3 + 700
+    single = alone(config, kv_memory_mib=700)
+
+    def sized(one: Config, free_mib: int | None) -> int:
+        set_free(monkeypatch, free_mib)
+        return size_host_levels(one)[1][""]
+
+    assert sized(single, need + 1_000) == 500
+    assert sized(single, need + 100_000) == 700
+    assert sized(single, need + 2 * HOST_LEVEL_MIB_MIN) == HOST_LEVEL_MIB_MIN
+    assert sized(single, need + 2 * HOST_LEVEL_MIB_MIN - 1) == 0
+    assert (sized(single, 1), sized(single, None)) == (0, 0)
+    on_gpu = alone(config, kv_memory_mib=700, device="cuda")
+    assert sized(on_gpu, WORK_MIB + 100_000) == HOST_LEVEL_POOLS * 700
+    staged = alone(config, levels=LevelsConfig(host_mib="auto", disk_gib=1.0, stage_mib=256))
+    assert sized(staged, 1) == 256
+
+
+def test_several_host_levels_share_what_is_left_by_their_pools(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of one model stays, and is no longer free for the others; all fit together."""
+    models = (
+        config.models[0],
+        replace(config.models[1], engine={"kv_memory_mib": 300}),
+        ServedModelSettings("own", config.models[0].path, engine={"levels": {"host_mib": 7}}),
+    )
+    several = replace(config, models=models, engine=EngineConfig(levels=AUTO))
+    need = WORK_MIB + 2 * ENGINE_MIB + 3 * 3 + 700 + 300 + 512 + 7
+    set_free(monkeypatch, need + 1_000)
+    plan, sizes = size_host_levels(several)
+
+    assert sizes == {"big": 350, "small": 150}
+    assert plan is not None
+    assert plan.need_mib == need + 500
+    assert f"{500 + 7} for the host levels of the cache" in plan.describe()
+    assert lacking_memory(several) == ""
+
+
+def test_a_fixed_number_asks_for_nothing(config: Config) -> None:
+    """Nor does a configuration without levels."""
+    assert size_host_levels(config) == (None, {})
+
+
+def test_free_memory_is_that_of_the_narrowest_group(tmp_path: Path) -> None:
+    """Files that a group could drop are free, as in the machine's own count."""
+    (tmp_path / "meminfo").write_text("MemAvailable: 4096000 kB\n")
+    inner = tmp_path / "a"
+    inner.mkdir()
+    for folder, limit, used in ((tmp_path, 3_000, 500), (inner, 2_000, 1_500)):
+        (folder / "memory.max").write_text(f"{limit * 2**20}\n")
+        (folder / "memory.current").write_text(f"{used * 2**20}\n")
+    found = [available_memory_mib(tmp_path / "meminfo", inner, tmp_path)]
+    (inner / "memory.stat").write_text(f"anon 5\ninactive_file {900 * 2**20}\n")
+    found.append(available_memory_mib(tmp_path / "meminfo", inner, tmp_path))
+    (inner / "memory.stat").write_text("nothing known\n")
+    found.append(available_memory_mib(tmp_path / "meminfo", inner, tmp_path))
+    found.append(available_memory_mib(tmp_path / "meminfo"))
+
+    assert found == [500, 1_400, 500, 4_000]

@@ -15,6 +15,7 @@ from gateway.levels.placement import (
     engine_config,
     find_problems,
     levels_dir,
+    own_cgroups,
     total_memory_mib,
 )
 
@@ -103,6 +104,32 @@ def test_memory_is_the_containers_if_that_is_less(
     assert total_memory_mib(tmp_path / "none", tmp_path) is None
 
 
+def test_limits_of_all_groups_above_a_process_count(tmp_path: Path) -> None:
+    """A service's own group, its slice, and the container's root: the least of them."""
+    own = tmp_path / "system.slice" / "trunkline.service"
+    own.mkdir(parents=True)
+    (tmp_path / "meminfo").write_text("MemTotal:    4096000 kB\n")
+    (own / "memory.max").write_text("max\n")
+    (own.parent / "memory.max").write_text(f"{2**30}\n")
+    listing = tmp_path / "cgroup"
+    listing.write_text("1:name=systemd:/elsewhere\n0::/system.slice/trunkline.service\n")
+    groups = own_cgroups(listing, tmp_path)
+
+    assert groups == (own, own.parent, tmp_path)
+    assert total_memory_mib(tmp_path / "meminfo", *groups) == 1_024
+    assert own_cgroups(tmp_path / "none", tmp_path) == (tmp_path,)
+    listing.write_text("0::/\n")
+    assert own_cgroups(listing, tmp_path) == (tmp_path,)
+
+
+def test_auto_is_a_level_that_any_machine_can_have(tmp_path: Path) -> None:
+    """Its number is what is left; the disk's stage is checked as before."""
+    assert LevelsConfig(host_mib="auto").is_on
+    assert find_problems(config(tmp_path, host_mib="auto"), 1) == []
+    (problem,) = find_problems(config(tmp_path, host_mib="auto", disk_gib=1.0, stage_mib=9), 9)
+    assert problem.key == "engine.levels.stage_mib"
+
+
 def test_a_folder_is_one_servers(tmp_path: Path) -> None:
     """The second server is told at its start; the folder is free once the first has ended."""
     folder = tmp_path / "a" / "levels"
@@ -123,7 +150,12 @@ def test_a_folder_is_one_servers(tmp_path: Path) -> None:
         ("look_ms = inf", "engine.levels.look_ms: inf"),
         ("dir = 'a\\u0000b'", "expected a path without NUL"),
         ("disk = 1", "unknown setting engine.levels.disk; did you mean engine.levels.disk_gib?"),
-        ("host_mib = 'auto'", "engine.levels.host_mib: Expected `int`, got `str`"),
+        ("host_mib = 'half'", "engine.levels.host_mib: Expected a whole number, or 'auto' (it is"),
+        (
+            "host_mib = 1.5",
+            "engine.levels.host_mib: Expected a whole number, or 'auto' (it is 1.5)",
+        ),
+        ("host_mib = -1", "engine.levels.host_mib: Expected `int` >= 0"),
     ],
 )
 def test_file_with_impossible_values_is_refused(tmp_path: Path, line: str, told: str) -> None:

@@ -419,6 +419,12 @@ def test_concurrent_changes_do_not_undo_each_other(store: Store, wall: Wall) -> 
         ({"tier": ""}, "invalid tier name"),
         ({"fidelity": "lossy"}, "fidelity: 'lossy'; expected one of 'exact', 'near', 'rough'"),
         ({"at_rest": "bucket"}, "at_rest: 'bucket'; expected one of 'local', 'remote', 'never'"),
+        ({"attention": "always"}, "attention: 'always'; expected 'allowed', 'never', or 'window="),
+        ({"attention": "window=63;sinks=0"}, "with 64 to 1048576 tokens of window"),
+        ({"attention": "window=64;sinks=65537"}, "at most 65536 sinks"),
+        ({"attention": "window=64"}, "attention: 'window=64'"),
+        ({"attention": "window=64;sinks=16\n"}, "attention: 'window=64;sinks=16"),
+        ({"attention": None}, "Expected `str`, got `null` - at `attention`"),
         ({"requests_per_minute": 0}, "expected 1 to"),
         ({"tokens_per_minute": 10**30}, "expected 1 to"),
     ],
@@ -432,6 +438,17 @@ def test_invalid_change_names_the_value_and_changes_nothing(
     with pytest.raises(BadName, match=what):
         change_tenant(store, "ada", {"weight": 2, **changes})
     assert find_tenant_record(store, "ada").settings == TenantSettings()
+
+
+def test_attention_windows_of_a_tenant_are_kept(store: Store, wall: Wall) -> None:
+    """Both bounds are allowed, and an older tenant's requests may ask for windows."""
+    create_tenant(store, wall, "ada")
+    before = find_tenant_record(store, "ada").policy.attention
+    for setting in ("window=64;sinks=0", "window=1048576;sinks=65536", "never"):
+        assert change_tenant(store, "ada", {"attention": setting}).policy.attention == setting
+
+    assert before == "allowed"
+    assert find_tenant_record(store, "ada").settings.attention == "never"
 
 
 def test_unwritable_database_raises_store_error(tmp_path: Path, wall: Wall) -> None:

@@ -17,7 +17,6 @@ from tenancy.errors import ConstraintBroken, StoreBusy, StoreError
 from tenancy.storage import sqlite
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import APPLICATION_ID, SQLITE_MIN, SqliteStore, check_sqlite, migrations
-from tenancy.types import CachePolicy
 from tests.crash.power_cut import Disk, disk_of
 from tests.unit.tenancy.conftest import Wall
 
@@ -99,8 +98,10 @@ def test_settings_survive_a_check_that_grows(
     with monkeypatch.context() as patched:
         patched.setattr(sqlite, "migrations", lambda: older)
         first = SqliteStore(tmp_path / "test.db")
-        create_tenant(first, Wall(), "ada", CachePolicy(at_rest="never"))
-        create_tenant(first, Wall(), "bob")
+        insert = "insert into tenants (name, status, created_ms, at_rest) values (?, ?, ?, ?)"
+        with first.change() as db:
+            db.execute(insert, ("ada", "active", 1, "never"))
+            db.execute(insert, ("bob", "active", 1, "local"))
         first.close()
     with closing(SqliteStore(tmp_path / "test.db")) as store:
         found = store.query("select name, at_rest from tenants order by name")
