@@ -61,9 +61,8 @@ class PrefixSharing:
             common = min(usable, common_tokens(sequence, other, size))
             if other.parent.attention is not None:
                 common = other.shared_tokens(common, size)
-            if (
-                common > target_tokens and common > other.table.kv_tokens
-            ):  # else nothing is left to wait for
+            # Up to what the other has reached there is nothing to wait for.
+            if common > max(target_tokens, other.table.kv_tokens):
                 best, target_tokens = other, common
                 missing_block = _block_at(sequence, target_tokens, size)
         if best is None:

@@ -258,15 +258,18 @@ class EngineService:
 
     def _deliver(self, step: int, events: list[Event]) -> None:
         """Send one batch of events per connection."""
-        batches: dict[int, tuple[ResponseSink, list[Event | Reply]]] = {}
+        batches: dict[ResponseSink, list[Event | Reply]] = {}
+        latest, batch = None, list[Event | Reply]()
         for event in events:
             owner = self._owners.get(event.request_id)
             if owner is None:
                 continue
-            batches.setdefault(id(owner), (owner, []))[1].append(event)
+            if owner is not latest:  # events of one connection mostly follow each other
+                latest, batch = owner, batches.setdefault(owner, [])
+            batch.append(event)
             if isinstance(event, Finished):
                 del self._owners[event.request_id]
-        for sink, batch in batches.values():
+        for sink, batch in batches.items():
             sink.send(step, tuple(batch))
 
     def _send_heartbeat(self, core: Core) -> None:

@@ -84,6 +84,26 @@ def test_connections_receive_only_their_own_events(service: EngineService) -> No
     assert theirs.until(Stats, call_id=1).running == 1
 
 
+def test_a_connection_receives_the_tokens_of_a_step_together(service: EngineService) -> None:
+    """Also where rows of two connections take turns in the batch."""
+    steps: dict[int, list[int]] = {}
+
+    class StepSink(RecordingSink):
+        def send(self, step: int, messages: tuple[Any, ...]) -> None:
+            if any(isinstance(message, Tokens) for message in messages):
+                steps.setdefault(id(self), []).append(step)
+            super().send(step, messages)
+
+    sinks = (StepSink(), StepSink())
+    for number in range(6):
+        service.post(sinks[number % 2], Submit(request(f"r{number}", 40)))
+
+    for number, sink in enumerate(sinks):
+        names = {sink.until(Finished).request_id for _ in range(3)}
+        assert names == {f"r{index}" for index in range(number, 6, 2)}
+    assert all(len(of) == len(set(of)) for of in steps.values())
+
+
 def test_leaving_connection_cancels_only_its_requests(service: EngineService) -> None:
     gone, stays = RecordingSink(), RecordingSink()
     service.post(gone, Submit(request("gone", LONG)))
