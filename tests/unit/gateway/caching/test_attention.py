@@ -80,7 +80,7 @@ def test_windows_are_rounded_up_to_blocks(value: str, expected: AttentionWindow)
     ],
 )
 def test_other_values_are_refused_with_the_form(values: list[str]) -> None:
-    """The error is short for any header, and says what would be right."""
+    """Whatever the header has, the error is short and says what would be right."""
     with pytest.raises(Refusal, match=r"expected window=W;sinks=S") as caught:
         parse_attention(values)
 
