@@ -89,11 +89,10 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     pays for the recomputation. `promised_share_default`: the share of the promisable blocks that a
     tenant without `promised_blocks_max` may promise itself beside other tenants;
     `promised_together_default`: the share up to which all promises together leave room for those of
-    such tenants. `entries_max`:
-    written prefixes indexed; `entries_per_tenant_max`: of one tenant. `fingerprints_max` and
-    `fingerprint_life_s`: prompts kept (as digests) to explain misses of later ones.
-    `resources_per_tenant_max`, `resource_bytes_per_tenant_max`: number and total size of a tenant's
-    cached contents.
+    such tenants. `entries_max`: written prefixes indexed; `entries_per_tenant_max`: of one tenant.
+    `fingerprints_max` and `fingerprint_life_s`: prompts kept (as digests) to explain misses of
+    later ones. `resources_per_tenant_max`, `resource_bytes_per_tenant_max`: number and total size
+    of a tenant's cached contents.
     """
 
     classes: dict[str, RetentionClass] = {}

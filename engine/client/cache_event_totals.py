@@ -2,8 +2,8 @@
 
 The gateway explains cache misses by them and shows which namespace evicted whose blocks. Memory is
 bounded: beyond `namespaces_max` namespaces, the group with the most of them forgets the one whose
-blocks moved longest ago, so that a client with many namespaces pushes out its own.
-Each engine connection has one; `engine.server.cache_event_collector` is the other end.
+blocks moved longest ago, so that a client with many namespaces pushes out its own. Each engine
+connection has one; `engine.server.cache_event_collector` is the other end.
 """
 
 from __future__ import annotations

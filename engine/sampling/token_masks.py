@@ -1,7 +1,7 @@
 """Token masks on logits: minus infinity for tokens that a grammar forbids.
 
-It knows no grammar and no sampler state.
-`engine.sampling.sampler` applies masks before every other change of a row.
+It knows no grammar and no sampler state. `engine.sampling.sampler` applies masks before every other
+change of a row.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ What waits when a batch returns leaves together in the next one (`text_queue`). 
 or that takes too long over a batch is replaced, and what waits is encoded by the next one. The
 texts of a process that died are tried once more, in batches of their own: one of them may be the
 reason. A request with texts in two such batches fails, and so does one in a batch that took too
-long. It knows no text, no
-tenant but as a number, and no HTTP. `app.serve` opens one. It belongs to one event loop.
+long. It knows no text, no tenant but as a number, and no HTTP. `app.serve` opens one. It belongs to
+one event loop.
 """
 
 from __future__ import annotations

@@ -139,9 +139,8 @@ def cache_header(contracts: Sequence[Contract]) -> str:
     It has the tokens read and written by contract, computed and found; of the found ones those on
     each level, if any were loaded, and the time that the call waited for its loads; the fidelity
     that was allowed, if not exact, and how far from exact the found ones may be; the attention
-    window, as it was rounded, if the request has one; the first lease
-    that was not fully granted, with its bound; and the cause of a miss with the segment of the
-    first token that was not found.
+    window, as it was rounded, if the request has one; the first lease that was not fully granted,
+    with its bound; and the cause of a miss with the segment of the first token that was not found.
     """
     records: list[UsageRecord] = []
     short: LeaseGrant | None = None

@@ -34,8 +34,8 @@ _OPTIONS = {
 stands alone: whether unsupported keywords are ignored, and how much white space JSON may have."""
 
 _LENIENT_OPTIONS = {**_OPTIONS, "lenient": True, "coerce_one_of": True}
-"""Options for callable tools and formats that are not strict: keywords that
-cannot be enforced during decoding are ignored."""
+"""Options for callable tools and formats that are not strict: keywords that cannot be enforced
+during decoding are ignored."""
 
 _SPACE = r"/[ \t\r\n]{0,8}/"
 """White space around a thought: what the splitter drops, and no more than templates write."""

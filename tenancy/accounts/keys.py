@@ -56,9 +56,9 @@ class Key(Struct, frozen=True):
     """A key as lists show it.
 
     `tenant` is None for an administrator's key, whose scopes are `admin` for all, or some of
-    `ADMIN_SCOPES`. `shown`: the beginning of the key, never more.
-    `replaced_by`: the id of the key it was rotated to. `is_declared`: the configuration file
-    declares the key. `tolerance`: None leaves it to the server.
+    `ADMIN_SCOPES`. `shown`: the beginning of the key, never more. `replaced_by`: the id of the key
+    it was rotated to. `is_declared`: the configuration file declares the key. `tolerance`: None
+    leaves it to the server.
     """
 
     key_id: int

@@ -55,8 +55,7 @@ _FIRST_RULE_CHARGED = ("done", "cancelled", "interrupted")
 class ChargingRules:
     """The rules by which stored entries were charged: the present one, and the first one before it.
 
-    By the first rule every failure was free. Migration 2 notes the last entry
-    that it priced.
+    By the first rule every failure was free. Migration 2 notes the last entry that it priced.
     """
 
     def __init__(self, db: EntryReader) -> None:

@@ -200,14 +200,6 @@ class House:
         return [line for line in lines if line.get("event") == event]
 
 
-def read_until_closed(connection: socket.socket) -> bytes:
-    """Read a connection to its end. Raises OSError for a reset or after `ANSWER_S`."""
-    found = b""
-    while data := connection.recv(65_536):
-        found += data
-    return found
-
-
 @contextlib.contextmanager
 def flood(act: Callable[[], object], threads: int = 4) -> Iterator[list[object]]:
     """Call `act` again and again in threads; yield the list of what it returned.

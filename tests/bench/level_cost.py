@@ -2,8 +2,7 @@
 
 A prefix of 512 blocks of 16 tokens: matching its copies, importing its records, deciding what to
 load, and a turn with nothing to do; one copy: noting it for the next engine, and recovering it; and
-taking over one promise of the disk.
-Median and ninth decile, in microseconds.
+taking over one promise of the disk. Median and ninth decile, in microseconds.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 `stay`: answers a promised prompt with the prefix computed, on the device, and from host memory,
 says that the disk has it, and waits to be killed; `read`: answers it from disk. Each for an exact
 and a packed namespace. Prints one JSON line for each answer. Such a small model computes a prefix
-as soon as it could be loaded, so the cost of computing is made up: whatever is known is loaded.
+as soon as it could be loaded, so the cost of computing is made up: all that is known is loaded.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.api import Finished, Request, SampleEnded, Tokens
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
@@ -29,11 +30,11 @@ from engine.runner.cpu_runner import CpuRunner
 BLOCKS, CONTEXT = 200, 1024
 
 
-def real_card() -> ModelCard:
-    """Return the model; skips the test if it was not fetched."""
+def real_card(name: str = DEFAULT_MODEL) -> ModelCard:
+    """Return a model; skips the test if it was not fetched."""
     models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
     try:
-        return prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
+        return prepare(name, resolve(name, models), models)
     except ModelError as error:
         pytest.skip(error.message)
 
@@ -61,3 +62,19 @@ def real_core(card: ModelCard) -> Iterator[Core]:
     if kernels is not None:
         kernels.close()
     torch.set_num_threads(before)
+
+
+def run_samples(core: Core, request: Request) -> tuple[list[list[int]], list[str]]:
+    """Run one request to its end; return each sample's token ids and finish reason."""
+    core.submit(request)
+    drawn: list[list[int]] = [[] for _ in range(request.samples)]
+    reasons = [""] * request.samples
+    while core.has_work():
+        for event in core.step():
+            if isinstance(event, Tokens):
+                drawn[event.index] += [token.token_id for token in event.tokens]
+            if isinstance(event, SampleEnded):
+                reasons[event.index] = event.reason
+            if isinstance(event, Finished):
+                assert event.ending == "done", event
+    return drawn, reasons

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 
 from tests.e2e.device_levels_engine import PROMPT_TOKENS
+from tests.e2e.test_levels_model import facts
 from tests.models import prepared
 
 pytestmark = [pytest.mark.slow]
@@ -24,13 +22,6 @@ def run_engine(model: Path, folder: Path, task: str, device: str) -> subprocess.
     command = [sys.executable, "-m", "tests.e2e.device_levels_engine"]
     command += [str(model), str(folder), task, device]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-
-
-def facts(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """Yield what the engine says."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        yield msgspec.json.decode(line)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

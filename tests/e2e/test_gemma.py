@@ -7,10 +7,8 @@ SentencePiece vocabulary. Needs the model on disk: `trunkline pull gemma-3-270m`
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +17,12 @@ from tokenizers import Tokenizer
 
 from engine.attention.batch import make_batch
 from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.model_store import ModelCard, prepare, resolve
+from engine.model_store import ModelCard
 from engine.models.cpu_llama import load_kernels
 from engine.plan import Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner
 from engine.weights import load_weights
+from tests.e2e.real_core import real_card
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -45,11 +43,7 @@ about 10^7, with the theta of full layers in window layers 3.4."""
 
 @pytest.fixture(scope="module")
 def card() -> ModelCard:
-    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
-    try:
-        return prepare("gemma-3-270m", resolve("gemma-3-270m", models), models)
-    except ModelError as error:
-        pytest.skip(error.message)
+    return real_card("gemma-3-270m")
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from engine.api import CacheGrant, Finished, Grammar, Request, SampleEnded, Sampling, Tokens
+from engine.api import CacheGrant, Grammar, Request, Sampling
 from engine.core.core import Core
 from engine.model_store import ModelCard
+from tests.e2e.real_core import run_samples
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -50,17 +51,7 @@ def answers(
         stop_token_ids=card.stop_token_ids,
         grammar=grammar,
     )
-    core.submit(request)
-    drawn: list[list[int]] = [[] for _ in range(samples)]
-    reasons = [""] * samples
-    while core.has_work():
-        for event in core.step():
-            if isinstance(event, Tokens):
-                drawn[event.index] += [token.token_id for token in event.tokens]
-            if isinstance(event, SampleEnded):
-                reasons[event.index] = event.reason
-            if isinstance(event, Finished):
-                assert event.ending == "done", event
+    drawn, reasons = run_samples(core, request)
     return list(zip((tokenizer.decode(ids) for ids in drawn), reasons, strict=True))
 
 

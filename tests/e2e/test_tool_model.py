@@ -12,13 +12,14 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from engine.api import CacheGrant, Finished, Request, SampleEnded, Sampling, Tokens
+from engine.api import CacheGrant, Request, Sampling
 from engine.core.core import Core
 from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Segment, Tool, ToolChoice
 from gateway.prompt import Renderer
 from gateway.structured_output.output_check import satisfies
 from gateway.structured_output.tool_call_parser import ParsedCall, ParsedText, ToolCallParser
+from tests.e2e.real_core import run_samples
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -51,28 +52,17 @@ def answers(
     """Return each sample's text, calls (name, arguments) and finish reason."""
     asked = Segment("user", "What is the weather in Paris, in celsius?", "messages[0]")
     rendered = renderer.render(replace(prompt, segments=(asked,), tools=TOOLS))
-    core.submit(
-        Request(
-            request_id="r",
-            tokens=rendered.token_ids,
-            max_tokens=160,
-            grant=CacheGrant(b"n"),
-            sampling=sampling,
-            samples=samples,
-            stop_token_ids=renderer.stop_token_ids,
-            grammar=rendered.grammar,
-        )
+    request = Request(
+        request_id="r",
+        tokens=rendered.token_ids,
+        max_tokens=160,
+        grant=CacheGrant(b"n"),
+        sampling=sampling,
+        samples=samples,
+        stop_token_ids=renderer.stop_token_ids,
+        grammar=rendered.grammar,
     )
-    drawn: list[list[int]] = [[] for _ in range(samples)]
-    reasons = [""] * samples
-    while core.has_work():
-        for event in core.step():
-            if isinstance(event, Tokens):
-                drawn[event.index] += [token.token_id for token in event.tokens]
-            if isinstance(event, SampleEnded):
-                reasons[event.index] = event.reason
-            if isinstance(event, Finished):
-                assert event.ending == "done", event
+    drawn, reasons = run_samples(core, request)
     return [(*parse_answer(renderer, ids), why) for ids, why in zip(drawn, reasons, strict=True)]
 
 

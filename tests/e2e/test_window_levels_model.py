@@ -4,7 +4,6 @@ disk, by a tiny model and by Gemma 3 270M where it is on disk.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from pathlib import Path
@@ -25,34 +24,17 @@ from engine.api import (
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
-from engine.errors import ModelError
 from engine.kv.format import deal_groups
-from engine.model_store import ModelCard, prepare, resolve
+from engine.model_store import ModelCard
 from engine.runner.cpu_runner import build_runner
 from engine.server.levels_below import build_levels
-from tests.models import prepared, tiny_config
+from tests.e2e.real_core import real_card
+from tests.models import prepared_with_windows
 
 pytestmark = [pytest.mark.slow]
 
 WAIT_S = 60.0
 HOUR = Retention("hour", 3600, 7200)
-
-
-def tiny(folder: Path) -> ModelCard:
-    """Return a tiny model of which each fourth layer has no window."""
-    plain = tiny_config(layers=4, context=512, head_dim=32)
-    made = prepared(folder, plain)
-    layers = tuple(replace(layer, window=24) for layer in plain.layers[:3])
-    return replace(made, config=replace(plain, layers=(*layers, plain.layers[3])))
-
-
-def gemma() -> ModelCard:
-    """Return Gemma 3 270M, or skip the test."""
-    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
-    try:
-        return prepare("gemma-3-270m", resolve("gemma-3-270m", models), models)
-    except ModelError as error:
-        pytest.skip(error.message)
 
 
 class LeveledEngine:
@@ -173,10 +155,12 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_tiny_model_answers_the_same_from_each_level(tmp_path: Path, folder: Path) -> None:
     """In fp32, token by token; the prompt is many windows long."""
-    check_levels(tiny(tmp_path / "model"), 256, 60, folder)
+    card = prepared_with_windows(tmp_path / "model", 24, context=512)
+
+    check_levels(card, 256, 60, folder)
 
 
 @pytest.mark.model
 def test_gemma_answers_the_same_from_each_level(folder: Path) -> None:
     """A prompt beyond its window of 512 tokens."""
-    check_levels(gemma(), 912, 200_000, folder)
+    check_levels(real_card("gemma-3-270m"), 912, 200_000, folder)

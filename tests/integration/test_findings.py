@@ -281,9 +281,9 @@ async def test_sentence_says_where_the_system_text_changes(
 # --- causes that the cache or the operator has ---------------------------------------------------
 
 
-def plain(count: int = 8, system: str = HANDBOOK, mark: str = "") -> list[Turns]:
-    """Questions behind one system text."""
-    return [Turns((question,), system, mark=mark) for question in (*QUESTIONS, *ANSWERS)[:count]]
+def plain(mark: str = "") -> list[Turns]:
+    """Eight questions behind one system text."""
+    return [Turns((question,), HANDBOOK, mark=mark) for question in (*QUESTIONS, *ANSWERS)[:8]]
 
 
 @pytest.mark.parametrize("is_one_key", [False, True])

@@ -16,7 +16,6 @@ from gateway.retention_classes import CachingConfig
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 WORDS = ["trunk", "branch", "leaf", "root", "bark", "ring", "sap", "bud", "twig", "crown"]
-SHORT_FIRST = ("5m", "1h")
 
 
 @dataclass(frozen=True)

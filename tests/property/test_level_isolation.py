@@ -2,8 +2,8 @@
 
 As `test_isolation` for the device: the same requests of a victim run twice over a whole engine with
 host memory and a disk, with and without an attacker's between them, and the victim's hits on each
-level are compared. The disk itself, which has quotas of its own, is tested
-below: the same stores and looks over the real store, with and without another payer's.
+level are compared. The disk itself, which has quotas of its own, is tested below: the same stores
+and looks over the real store, with and without another payer's.
 """
 
 from __future__ import annotations

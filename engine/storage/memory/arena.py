@@ -3,8 +3,7 @@
 It is one anonymous file (`memfd`), mapped by both processes, so it lives as long as either, and as
 long as the gateway where that keeps it (`kept_memory`). Its layout says where a slot of a size
 lies; the arena knows no block, no record and no free list: its caller decides which slot holds
-what, and of what size it is. Core dumps leave it out, since it
-holds what prompts say.
+what, and of what size it is. Core dumps leave it out, since it holds what prompts say.
 """
 
 from __future__ import annotations

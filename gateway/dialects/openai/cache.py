@@ -119,8 +119,8 @@ def apply(
     """Return the segments with their breakpoints, and the call's cache directives.
 
     Without caching fields the directives are the default: read any cached prefix. Breakpoints
-    beyond `WRITES_MAX`, the earlier ones, are only looked up, as OpenAI does.
-    Cost: O(tools + segments). Raises Refusal.
+    beyond `WRITES_MAX`, the earlier ones, are only looked up, as OpenAI does. Cost: O(tools +
+    segments). Raises Refusal.
     """
     check_settings(settings)
     parts = list(segments)

@@ -179,12 +179,10 @@ class CompletionEncoder(wire.StreamEnd):
             case Begin(usage=usage):
                 self._usage.begin(usage)
                 return b""
-            case Thought():
-                return b""  # a raw prompt has no thoughts
+            case Thought() | CallText():
+                return b""  # a raw prompt has no thoughts and no tools
             case OutputCount():
                 self._usage.count(delta)
-                return b""
-            case CallText():
                 return b""
             case Text(index=index):
                 return sse.event(self._encode([self._choice(index, delta.text, delta.tokens)]))

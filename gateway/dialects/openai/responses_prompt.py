@@ -268,8 +268,8 @@ def segments_of(
     """Return the segments of the instructions, the history and the items in order. Raises Refusal.
 
     `history`: stored items of earlier responses, without calls that were truncated, whose paths
-    begin with `history_field`. Changes:
-    `tolerance` notes ignored fields of the items that are earlier output.
+    begin with `history_field`. Changes: `tolerance` notes ignored fields of the items that are
+    earlier output.
     """
     sent = 1 if isinstance(items, str) else len(items)
     if len(history) + sent > ITEMS_MAX:

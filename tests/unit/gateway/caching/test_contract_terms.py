@@ -26,14 +26,10 @@ def written(tokens: int, name: str, *, is_granted: bool = True) -> tuple[int, In
     return tokens, entry
 
 
-def terms(
-    *tries: tuple[int, IndexedPrefix],
-    writes: dict[int, str],
-    lookup: str = "written",
-    total: int = 40,
-) -> ContractTerms:
+def terms(*tries: tuple[int, IndexedPrefix], writes: dict[int, str]) -> ContractTerms:
+    """Return the terms of a prompt of 40 tokens."""
     asked = tuple(PlannedWrite(tokens, retention(name), b"") for tokens, name in writes.items())
-    return ContractTerms(CacheProfile(), lookup, total, tries, asked, False, True)
+    return ContractTerms(CacheProfile(), "written", 40, tries, asked, False, True)
 
 
 def parts(record: UsageRecord) -> tuple[int, dict[str, int], int]:

@@ -30,9 +30,9 @@ AT_MS = 1_800_000_000_000
 ALWAYS = RequestFilter(0, 2**44)
 
 
-def id_at(at_ms: int, suffix: int = 0) -> str:
+def id_at(at_ms: int) -> str:
     """Return the id of a request received at this instant."""
-    return f"{at_ms:012x}{suffix:020x}"
+    return f"{at_ms:012x}{0:020x}"
 
 
 def record(at_ms: int, code: str = "rate_limit_exceeded", tenant_id: int = 1) -> RequestRecord:
