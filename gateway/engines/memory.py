@@ -41,7 +41,8 @@ HOST_LEVEL_POOLS = 4
 """It takes at most so many times the pool of an engine on a device: what is let down beyond that is
 rarely read again before it goes."""
 HOST_LEVEL_MIB_MIN = 64
-"""With less than this it is left out; with less than the disk's stage it is that."""
+"""With less than this, and less than its bound, it is left out; with less than the disk's stage it
+is that."""
 
 
 class ModelMemory(Struct, frozen=True):
@@ -122,14 +123,12 @@ def with_host_levels(plan: MemoryPlan) -> MemoryPlan:
     if not wanted:
         return plan
     left = min(wanted, max(0, plan.free_mib - plan.need_mib) // HOST_LEVEL_PART)
-    sizes = [one.host_mib_max * left // wanted for one in plan.models]
-    return replace(
-        plan,
-        models=tuple(
-            replace(one, host_mib=size) if size >= max(HOST_LEVEL_MIB_MIN, one.host_mib) else one
-            for one, size in zip(plan.models, sizes, strict=True)
-        ),
-    )
+    models = []
+    for one in plan.models:
+        size = one.host_mib_max * left // wanted
+        is_enough = size >= max(min(HOST_LEVEL_MIB_MIN, one.host_mib_max), one.host_mib)
+        models.append(replace(one, host_mib=size) if is_enough else one)
+    return replace(plan, models=tuple(models))
 
 
 def size_host_levels(config: Config) -> tuple[MemoryPlan | None, dict[str, int]]:

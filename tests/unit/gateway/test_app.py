@@ -83,6 +83,25 @@ async def test_first_start_creates_private_key_and_sigterm_drains(
     assert entries == [("done", 400)]
 
 
+async def test_a_host_level_of_auto_gets_its_number_at_the_start(
+    model: Path, tmp_path: Path
+) -> None:
+    """The log tells it, and the engine has a level of it: here as much as the pool."""
+    data, settings = tmp_path / "data", tmp_path / "auto.toml"
+    text = SETTINGS.replace("kv_blocks = 256", "kv_blocks = 4096")
+    await asyncio.to_thread(settings.write_text, f'{text}[engine.levels]\nhost_mib = "auto"\n')
+    async with run_server(model, data, settings) as server, server.request(max_tokens=1) as answer:
+        status, content = answer
+        await content.read()
+    lines = (await asyncio.to_thread(data.with_suffix(".log").read_text)).splitlines()
+    told = [json.loads(line) for line in lines if '"host_level_sized"' in line]
+
+    assert status == 200
+    assert [one["host_mib"] for one in told] == [16]
+    assert told[0]["free_mib"] > 16
+    assert not any("level_off" in line for line in lines)
+
+
 async def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path) -> None:
     """A service manager may stop it right after its start; no file is left behind."""
     place, log = tmp_path / "place", tmp_path / "log"

@@ -196,6 +196,7 @@ def test_a_host_level_of_auto_gets_half_of_what_is_left(
     assert sized(single, need + 2 * HOST_LEVEL_MIB_MIN) == HOST_LEVEL_MIB_MIN
     assert sized(single, need + 2 * HOST_LEVEL_MIB_MIN - 1) == 0
     assert (sized(single, 1), sized(single, None)) == (0, 0)
+    assert sized(alone(config, kv_memory_mib=5), need) == 5, "as much as a small pool"
     on_gpu = alone(config, kv_memory_mib=700, device="cuda")
     assert sized(on_gpu, WORK_MIB + 100_000) == HOST_LEVEL_POOLS * 700
     staged = alone(config, levels=LevelsConfig(host_mib="auto", disk_gib=1.0, stage_mib=256))
