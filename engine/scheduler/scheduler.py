@@ -243,12 +243,13 @@ class Scheduler:
 
         Its blocks stay cached, so blocks that are not evicted meanwhile are found again. Inside its
         payer's floor its partly filled block is not kept: the sequence would need one more beside
-        it, and at a ceiling that is an older block of the payer's, lost for another's priority.
+        it, and at a ceiling that is an older block of the payer's, lost for another's priority. The
+        room of its promises waits for it.
         `is_claimed`: for another payer's share, which never pins a sequence.
         """
         grant = sequence.parent.request.grant
         is_inside = self.cache.is_inside_floor(grant.namespace, grant.quota, 0)
-        self._release(sequence, now_s, keep=not is_inside)
+        self._release(sequence, now_s, keep=not is_inside, is_preempted=True)
         if is_claimed:
             sequence.claims += 1
         else:
@@ -435,7 +436,9 @@ class Scheduler:
             write=active.may_write,
             found=found,
             attention=active.attention,
+            suspended=sequence.suspended,
         )
+        sequence.suspended = None
         sequence.computed = sequence.table.kv_tokens
         self.queue.remove(sequence)
         self.running.add(sequence)
@@ -666,15 +669,21 @@ class Scheduler:
         grant = sequence.parent.request.grant
         return self.cache.available_blocks(grant.namespace, grant.quota, found)
 
-    def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
+    def _release(
+        self, sequence: Sequence, now_s: float, *, keep: bool, is_preempted: bool = False
+    ) -> None:
         self.running.remove(sequence)
         if sequence.load is not None and self.loading is not None:
             self.loading.remove(sequence)
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False
             self.ended_ids.append(sequence.sequence_id)
-        if sequence.table is not None:
-            self.cache.release(sequence.table, sequence.tokens, now_s, keep=keep)
+        table, sequence.suspended = sequence.table or sequence.suspended, None
+        if table is not None:
+            if is_preempted and self.cache.suspend(table, sequence.tokens, now_s, keep=keep):
+                sequence.suspended = table
+            else:
+                self.cache.release(table, sequence.tokens, now_s, keep=keep)
             sequence.table = None
         sequence.computed = 0
         sequence.order_key = b""

@@ -136,6 +136,35 @@ def test_a_higher_priority_takes_a_slot_in_a_full_batch() -> None:
     assert (world.preemptions("batch 1"), world.preemptions("batch 2")) == (0, 1)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_preempted_request_keeps_what_it_was_promised(depth: int, is_cancelled: bool) -> None:
+    """Its client was told; the request that passes it is told that this room is taken."""
+    world = RecordedWorld(blocks=16, sequences_max=1, depth=depth)
+    hour = Retention("1h", promise_s=3600, limit_s=3600)
+
+    def grant(count: int) -> CacheGrant:
+        return CacheGrant(b"n", leases=(LeaseRequest(count, hour, "lease"),))
+
+    world.ask("long", tokens(44, 1), grant=grant(44))
+    world.step()
+    world.ask("urgent", tokens(24, 2), grant=grant(24), priority=1)
+    while "urgent" in world.live:
+        world.step()
+    if is_cancelled:
+        world.cancel("long")
+    world.settle()
+    long, urgent = world.streams["long"].started, world.streams["urgent"].started
+
+    assert long is not None
+    assert urgent is not None
+    assert world.preemptions("long") == 1
+    assert (long.leases[0].outcome, urgent.leases[0].tokens) == ("granted", 12)
+    promised = sum(world.cache.use(b"n").promised.values())
+    assert promised < 3 + 11 if is_cancelled else promised == 3 + 11
+    world.cache.check()
+
+
 def test_a_flood_from_one_namespace_does_not_keep_another_waiting() -> None:
     """Rule 13: arrival order counts only inside a namespace."""
     world = RecordedWorld(sequences_max=2)
