@@ -397,28 +397,30 @@ class PrefixCache:
             self._windows.add_marks(table, {tokens})
 
     def release(
-        self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool = True
-    ) -> None:
+        self, table: BlockTable, tokens: Sequence[int], now_s: float, *,
+        keep: bool = True, is_complete: bool = False,
+    ) -> None:  # fmt: skip
         """Release a table once, when its sequence ends. O(blocks).
 
         With `keep`, the partly filled last block (tokens up to table.kv_tokens) goes to the tree as
-        well. Promises for blocks that were never computed lapse. Raises: InvariantViolation on a
-        second call.
+        well. Promises for blocks that were never computed lapse; they are told as lost where the
+        sequence `is_complete`. Raises: InvariantViolation on a second call.
         """
         if table not in self._manager.tables:
             raise InvariantViolation("a block table was released twice")
         if not table.is_suspended:
             self._let_go(table, tokens, now_s, keep=keep, covered=0)
+        elif is_complete and table.reserved and not self._is_erased(table):
+            self._emit(PromiseLost(table.namespace, table.reserved))
         self._leases.release_reservations(table, now_s)
         self._manager.remove_table(table)
 
     def suspend(
         self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool = True
     ) -> bool:
-        """Let the blocks of a table go whose sequence is preempted, as `release` does, but keep the
-        room of its promises until it is given to `begin` or released. A tail inside them is not
-        kept: its block would take room twice. Return False, changing nothing, where the table
-        promises nothing. O(blocks).
+        """Let the blocks of a preempted sequence's table go; keep the room of its promises until it
+        is given to `begin` or released. A tail inside them, whose block would take room twice, is
+        not kept. Return False, changing nothing, where it promises nothing. O(blocks).
         """
         if not (covered := promised_blocks(table)):
             return False
@@ -429,9 +431,7 @@ class PrefixCache:
     def _let_go(
         self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool, covered: int
     ) -> None:
-        """Unpin the blocks of a table whose use ends; renew the leases that count from there. What
-        resuming here reads in window groups is left in `table.resumed`.
-        """
+        """Unpin the blocks of a table whose use ends; renew the leases that count from there."""
         if keep and table.committed >= covered:
             self._commit_tail(table, tokens, now_s)
         if keep and self._has_windows:
@@ -756,12 +756,12 @@ class PrefixCache:
         """Return whether the table may commit: not after an erasure, nor under a prefix that left
         the tree.
         """
-        if table.write and (
-            table.write_epoch != table.account.write_epoch
-            or not table.account.tree.contains(table.node)
-        ):
+        if self._is_erased(table) or not table.account.tree.contains(table.node):
             table.write = False
         return table.write
+
+    def _is_erased(self, table: BlockTable) -> bool:
+        return not table.write or table.write_epoch != table.account.write_epoch
 
     def _insert(
         self, table: BlockTable, run: tuple[int, ...], index: int, now_s: float

@@ -149,15 +149,19 @@ class Scheduler:
         self.isolation.remove(active)
         self.queue.count_departure(active.turn)
 
-    def stop(self, sequence: Sequence, now_s: float, *, keep: bool = True) -> None:
-        """End one sequence, whether it runs, waits, or waits for a leader."""
+    def stop(
+        self, sequence: Sequence, now_s: float, *, keep: bool = True, is_complete: bool = False
+    ) -> None:
+        """End one sequence, whether it runs, waits, or waits for a leader. `is_complete`: by its
+        last token, which may come from a step that was in flight when the sequence was preempted.
+        """
         sequence.is_ended = sequence.is_halted = True
         self.queue.remove(sequence)
         self.compiling.pop(sequence.sequence_id, None)
         if self.loading is not None:
             self.loading.remove(sequence)
         self.prefix_sharing.remove(sequence)
-        self._release(sequence, now_s, keep=keep)
+        self._release(sequence, now_s, keep=keep, is_complete=is_complete)
 
     def fork(self, sequence: Sequence, forks: list[Sequence]) -> None:
         """Start the forks of a sequence whose prompt is being finished; they have their tables
@@ -670,7 +674,13 @@ class Scheduler:
         return self.cache.available_blocks(grant.namespace, grant.quota, found)
 
     def _release(
-        self, sequence: Sequence, now_s: float, *, keep: bool, is_preempted: bool = False
+        self,
+        sequence: Sequence,
+        now_s: float,
+        *,
+        keep: bool,
+        is_preempted: bool = False,
+        is_complete: bool = False,
     ) -> None:
         self.running.remove(sequence)
         if sequence.load is not None and self.loading is not None:
@@ -680,10 +690,11 @@ class Scheduler:
             self.ended_ids.append(sequence.sequence_id)
         table, sequence.suspended = sequence.table or sequence.suspended, None
         if table is not None:
-            if is_preempted and self.cache.suspend(table, sequence.tokens, now_s, keep=keep):
+            tokens = sequence.tokens
+            if is_preempted and self.cache.suspend(table, tokens, now_s, keep=keep):
                 sequence.suspended = table
             else:
-                self.cache.release(table, sequence.tokens, now_s, keep=keep)
+                self.cache.release(table, tokens, now_s, keep=keep, is_complete=is_complete)
             sequence.table = None
         sequence.computed = 0
         sequence.order_key = b""
