@@ -69,7 +69,10 @@ class BlocksErased(Struct, frozen=True, gc=False):
 
 
 class PromiseLost(Struct, frozen=True, gc=False):
-    """`blocks` were promised, had left the tree, and the level that kept them has lost them."""
+    """`blocks` are no longer promised before their time. They had left the tree, and the level that
+    kept them has lost them; or their promise ran out while their sequence was preempted, and there
+    is no room to promise them again.
+    """
 
     namespace: Namespace
     blocks: int

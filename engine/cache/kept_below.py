@@ -82,6 +82,13 @@ class PromiseRoom:
         """Return the bound that is met first."""
         return self.total_bound if self.total <= self.device - self.waiting else self.device_bound
 
+    def keep(self, blocks: int, held_up: int) -> None:
+        """Leave room for `blocks` that were promised to the taker before, and for `held_up` above
+        them that return to the device with them, whatever the bounds are now.
+        """
+        self.total = max(self.total, blocks)
+        self.device = max(self.device, blocks + held_up)
+
     def take(self) -> bool:
         """Take room for one more block on the device, and for those that wait; return whether there
         was any.

@@ -52,18 +52,24 @@ class LeaseManager:
         tokens: Sequence[int],
         leases: Sequence[LeaseRequest],
         now_s: float,
-    ) -> None:
+        suspended: BlockTable | None = None,
+    ) -> int:
         """Grant, clip or refuse each lease of a prompt of `tokens`, and apply its terms to the
         cached blocks of `path`, and to those behind it whose promises a level below keeps.
 
         A promise is clipped to the room that the payer's bounds and the promisable part of the pool
         leave, and to a prefix whose last windows are there (rule 19). Promised blocks that are not
-        computed yet are reserved. Sets `table.leases` and `table.requested_leases`. O(blocks
-        promised).
+        computed yet are reserved. Sets `table.leases` and `table.requested_leases`. A sequence that
+        begins again takes over the room of its `suspended` table; returns how many blocks fewer are
+        promised all the same. O(blocks promised).
         """
         size, prompt_tokens = self._manager.block_size, len(tokens)
         requested, covered_blocks = [], 0
-        room = self._room(table.account) if leases else NO_ROOM_ASKED
+        if suspended is None:
+            room = self._room(table.account) if leases else NO_ROOM_ASKED
+        else:
+            prompt_tokens = min(prompt_tokens, suspended.prompt_tokens)
+            room = self._take_over_room(table, suspended)
         kept = self._kept_below(table, len(path), tokens, leases, now_s)
         grants: dict[int, LeaseGrant] = {}
         for position, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
@@ -102,6 +108,20 @@ class LeaseManager:
             for node in path:
                 if node.terms:
                     node.terms.limit_at_s = math.inf
+        if suspended is None or not table.write:
+            return 0
+        return max(0, promised_blocks(suspended, now_s) - promised_blocks(table, now_s))
+
+    def _take_over_room(self, table: BlockTable, suspended: BlockTable) -> PromiseRoom:
+        """Release what a suspended table has reserved; return the room of the one that goes on."""
+        reserved, held_up = suspended.reserved, suspended.held_up
+        table.account.add_reserved(-reserved)
+        self._release_held_up(suspended, held_up)
+        suspended.reserved = 0
+        table.started_s = suspended.started_s
+        room = self._room(table.account)
+        room.keep(reserved, held_up)
+        return room
 
     def apply_leases(
         self, table: BlockTable, node: Node, index: int, now_s: float, *, is_new: bool = False
@@ -337,32 +357,44 @@ class LeaseManager:
     def release_reservations(self, table: BlockTable, now_s: float) -> None:
         """Release the promises for blocks that were never computed.
 
-        In window groups the promise moves to where the sequence ended, so that what it computed can
-        be resumed. O(blocks of the windows).
+        In window groups the promise moves to where the sequence ended, whose window blocks are in
+        `table.resumed`, so that what it computed can be resumed. O(blocks of the windows).
         """
         is_cut_short = table.reserved > 0
         table.account.add_reserved(-table.reserved)
         table.reserved = 0
         self._release_held_up(table, table.held_up)
-        if is_cut_short and table.beside:
+        if is_cut_short and table.resumed:
             self._promise_last_windows(table, now_s)
+
+    def last_windows(self, table: BlockTable) -> list[WindowBlock]:
+        """Return the blocks of the tree that resuming at the end of a table reads in window groups.
+        O(these).
+        """
+        found = (
+            self._manager.node_of[block]
+            for row, first in zip(table.beside, table.first, strict=True)
+            for block in row[first:]
+        )
+        return [block for block in found if isinstance(block, WindowBlock)]
 
     def _promise_last_windows(self, table: BlockTable, now_s: float) -> None:
         """Promise the window blocks that resuming at the end of a table reads, under the leases
-        that reach beyond it, while there is room.
+        that reach beyond it, while there is room. Those that have left the tree since the table was
+        suspended, or whose nodes are no longer promised, are passed over.
         """
         spans = [span for span in _spans(table, now_s) if span[1] > table.committed]
         room = self._room(table.account).blocks
-        for row, first in zip(table.beside, table.first, strict=True):
-            for block_id in row[first:]:
-                block = self._manager.node_of[block_id]
-                if not isinstance(block, WindowBlock) or not (block.promised or room > 0):
-                    continue
-                room -= not block.promised
-                block.terms = block.terms or BlockTerms(math.inf)
-                for _, _, requested in spans:
-                    block.terms.extend(requested, promised=True)
-                self.update_deadlines(table.account, block, now_s)
+        for block in table.resumed:
+            if block.parent is None or not (block.promised or room > 0):
+                continue
+            if table.is_suspended and not block.parent.promised:
+                continue
+            room -= not block.promised
+            block.terms = block.terms or BlockTerms(math.inf)
+            for _, _, requested in spans:
+                block.terms.extend(requested, promised=True)
+            self.update_deadlines(table.account, block, now_s)
 
     def revoke(self, account: NamespaceAccount, lease_id: str) -> list[Node]:
         """Remove a lease. Return the topmost nodes that it alone covered.
@@ -467,10 +499,15 @@ class LeaseManager:
 
     def keep_below(self, account: NamespaceAccount, node: Node) -> bool:
         """Let a level below keep the promise of a block, so that the device may evict it; return
-        whether that may be: not while a block under it is promised on the device. O(log n).
+        whether that may be: not while a block under it is promised on the device, or will be, for a
+        sequence that has yet to compute it. O(log n), and O(tables) where there are such blocks.
         """
         terms, promised_class = node.terms, node.promised_class
         if terms is None or promised_class is None or node.promised_children:
+            return False
+        if account.reserved and any(
+            table.reserved and _last_on_device(table) is node for table in self._manager.tables
+        ):
             return False
         self._manager.set_promised(account, node, None)
         terms.below_class = promised_class
@@ -561,24 +598,27 @@ class LeaseManager:
         account.add_away(-1)
         self.renew_on_read(account, (node,), now_s)
 
-    def regain(self, table: BlockTable, node: Node, index: int) -> None:
+    def regain(self, table: BlockTable, node: Node, index: int) -> int:
         """Make room for the promise of block `index`, which a level below kept when the table began
-        and has lost since; without room the table's promises end above it. O(depth).
+        and has lost since; without room the table's promises end above it. Return how many blocks
+        behind those that the level kept are no longer promised by that. O(depth).
         """
         if not table.kept_from <= index < table.kept_to or node.promised or node.promised_below:
-            return
+            return 0
         room, above = self._room(table.account), node.parent
         while above is not None and above.promised_below:
             room.waiting, above = room.waiting + 1, above.parent
         has_device = table.held_up > 0 or room.device - room.waiting > 0
         if room.total > 0 and has_device:
-            return
+            return 0
+        dropped = table.reserved
         table.requested_leases = tuple(
             (lease, min(covered, index)) for lease, covered in table.requested_leases
         )
-        table.account.add_reserved(-table.reserved)
+        table.account.add_reserved(-dropped)
         table.reserved = 0
         self._release_held_up(table, table.held_up)
+        return dropped
 
     def _return_to_device(self, account: NamespaceAccount, node: Node | None, now_s: float) -> None:
         """Bring the promises from a node upward back to the device, up to one that is there."""
@@ -683,6 +723,23 @@ def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]
         (lease.tokens, covered_blocks, spans_of(lease.retention, table.started_s, now_s))
         for lease, covered_blocks in table.requested_leases
     ]
+
+
+def _last_on_device(table: BlockTable) -> Node | None:
+    """Return the last node of a table's path whose promise no level below keeps. O(depth)."""
+    node: Node | None = table.node
+    while node is not None and node.promised_below:
+        node = node.parent
+    return node
+
+
+def promised_blocks(table: BlockTable, now_s: float | None = None) -> int:
+    """Return how many leading blocks the leases of a table promise, beyond `now_s` if that is
+    given. O(leases).
+    """
+    at_s = table.started_s if now_s is None else now_s
+    spans = _spans(table, at_s)
+    return max((covered for _, covered, one in spans if one.promise_at_s > at_s), default=0)
 
 
 def _least(promised: int, *bounds: tuple[int | None, Bound]) -> tuple[int, Bound]:

@@ -67,9 +67,7 @@ class MovedBlocks:
         if held not in self._manager.tables:
             raise InvariantViolation("blocks were let go twice")
         self.unhold_except(held, ())
-        self._manager.tables.remove(held)
-        held.account.tables -= 1
-        self._manager.forget_if_idle(held.account)
+        self._manager.remove_table(held)
 
     def unhold_except(self, held: BlockTable, kept: Collection[int]) -> None:
         """Let go the blocks of a hold that are not in `kept`. O(blocks)."""
@@ -83,8 +81,7 @@ class MovedBlocks:
         held = BlockTable(account, now_s, write=False)
         held.blocks = blocks
         self._manager.moving.update(blocks)
-        account.tables += 1
-        self._manager.tables.add(held)
+        self._manager.add_table(held)
         self._manager.version += 1
         return held
 

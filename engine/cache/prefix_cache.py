@@ -29,7 +29,7 @@ from engine.cache.events import (
     peek_of,
 )
 from engine.cache.kept_below import FoundPromise, KeptBelow
-from engine.cache.lease_manager import LeaseManager
+from engine.cache.lease_manager import LeaseManager, promised_blocks
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
@@ -235,6 +235,7 @@ class PrefixCache:
         write: bool = True,
         found: TreeMatch | None = None,
         attention: BlockWindow | None = None,
+        suspended: BlockTable | None = None,
     ) -> BlockTable:
         """Match and pin the longest live prefix of `tokens`, token-exact, at most len(tokens) - 1.
 
@@ -242,13 +243,14 @@ class PrefixCache:
         block is matched by a new block and a pending copy (see `take_copies`); when no block is
         available the cache drops the partial match, never the request. Renews the leases of the
         blocks it read, and puts the answers to `leases` in `table.leases`. With an `attention`
-        window only what the window shares is matched and promised. O(blocks matched).
+        window only what the window shares is matched and promised. `suspended`: the table of the
+        sequence before it was preempted, which ends; its promises need no room, and what of them
+        cannot be given again is told as lost. O(blocks matched).
         """
         self.expire(now_s)
         account = self._manager.account(namespace, quota)
-        account.tables += 1
         table = BlockTable(account, now_s, write, len(self.windows.windows), attention)
-        self._manager.tables.add(table)
+        self._manager.add_table(table)
         path: list[Node] = []
         prompt_tokens, asked = len(tokens), leases
         if attention is not None:
@@ -259,7 +261,10 @@ class PrefixCache:
             path = self._match(table, found, now_s)
             table.window_gone_tokens = found.matched_tokens - found.cached_tokens
             self._window_gone += table.window_gone_tokens
-        self._leases.grant(table, path, tokens, leases, now_s)
+        if lost := self._leases.grant(table, path, tokens, leases, now_s, suspended):
+            self._emit(PromiseLost(namespace, lost))
+        if suspended is not None:
+            self._manager.remove_table(suspended)
         if len(leases) < len(asked):
             self._attention.refuse_others(table, asked)
         if table.beside:
@@ -361,7 +366,8 @@ class PrefixCache:
                 table.version += 1
             if table.beside and not is_new:
                 new += self._windows.commit(table, node, index, now_s)
-            self._leases.regain(table, node, index)
+            if dropped := self._leases.regain(table, node, index):
+                self._emit(PromiseLost(table.namespace, dropped))
             self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
             table.node = node
             self._leases.release_reservation(table, index)
@@ -385,8 +391,7 @@ class PrefixCache:
         fork.write_epoch = table.write_epoch
         fork.requested_leases = tuple((lease, 0) for lease, _ in table.requested_leases)
         table.writable_tokens = 0
-        table.account.tables += 1
-        self._manager.tables.add(fork)
+        self._manager.add_table(fork)
         for block in fork.pinned:
             self._manager.pin_again(block)
         for row, start in zip(fork.beside, fork.first, strict=True):
@@ -402,20 +407,45 @@ class PrefixCache:
             self._windows.add_marks(table, {tokens})
 
     def release(
-        self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool = True
-    ) -> None:
-        """Release a table once, when its sequence ends or is preempted. O(blocks).
+        self, table: BlockTable, tokens: Sequence[int], now_s: float, *,
+        keep: bool = True, is_complete: bool = False,
+    ) -> None:  # fmt: skip
+        """Release a table once, when its sequence ends. O(blocks).
 
         With `keep`, the partly filled last block (tokens up to table.kv_tokens) goes to the tree as
-        well. Promises for blocks that were never computed lapse. Raises: InvariantViolation on a
-        second call.
+        well. Promises for blocks that were never computed lapse; they are told as lost where the
+        sequence `is_complete`. Raises: InvariantViolation on a second call.
         """
         if table not in self._manager.tables:
             raise InvariantViolation("a block table was released twice")
-        if keep:
+        if not table.is_suspended:
+            self._let_go(table, tokens, now_s, keep=keep, covered=0)
+        elif is_complete and table.reserved and not self._is_erased(table):
+            self._emit(PromiseLost(table.namespace, table.reserved))
+        self._leases.release_reservations(table, now_s)
+        self._manager.remove_table(table)
+
+    def suspend(
+        self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool = True
+    ) -> bool:
+        """Let the blocks of a preempted sequence's table go; keep the room of its promises until it
+        is given to `begin` or released. A tail inside them, whose block would take room twice, is
+        not kept. Return False, changing nothing, where it promises nothing. O(blocks).
+        """
+        if not (covered := promised_blocks(table)):
+            return False
+        self._let_go(table, tokens, now_s, keep=keep, covered=covered)
+        table.is_suspended = True
+        return True
+
+    def _let_go(
+        self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool, covered: int
+    ) -> None:
+        """Unpin the blocks of a table whose use ends; renew the leases that count from there."""
+        if keep and table.committed >= covered:
             self._commit_tail(table, tokens, now_s)
-            if self._has_windows:
-                self._windows.mark_resume(table, table.kv_tokens, now_s)
+        if keep and self._has_windows:
+            self._windows.mark_resume(table, table.kv_tokens, now_s)
         nodes = (self._manager.node_of[block] for block in table.blocks[: table.committed])
         used = [node for node in nodes if isinstance(node, Node)]  # deeper ones may have left
         for node in used:
@@ -428,13 +458,9 @@ class PrefixCache:
             self._manager.unpin_all(table.account, row[first:])
         for _, aside in table.aside:
             self._manager.unpin_all(table.account, aside)
-        self._leases.release_reservations(table, now_s)
-        self._manager.tables.remove(table)
         self._manager.version += 1
-        table.blocks, table.beside, table.first, table.resumed, table.holes = [], (), [], [], 0
-        table.aside = ()
-        table.account.tables -= 1
-        self._manager.forget_if_idle(table.account)
+        table.resumed = self._leases.last_windows(table)
+        table.blocks, table.beside, table.first, table.holes, table.aside = [], (), [], 0, ()
 
     # -- levels below -------------------------------------------------------------------------
 
@@ -740,12 +766,12 @@ class PrefixCache:
         """Return whether the table may commit: not after an erasure, nor under a prefix that left
         the tree.
         """
-        if table.write and (
-            table.write_epoch != table.account.write_epoch
-            or not table.account.tree.contains(table.node)
-        ):
+        if self._is_erased(table) or not table.account.tree.contains(table.node):
             table.write = False
         return table.write
+
+    def _is_erased(self, table: BlockTable) -> bool:
+        return not table.write or table.write_epoch != table.account.write_epoch
 
     def _insert(
         self, table: BlockTable, run: tuple[int, ...], index: int, now_s: float

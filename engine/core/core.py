@@ -503,7 +503,7 @@ class Core:
 
     def _finish_sample(self, sequence: Sequence, reason: FinishReason) -> None:
         request = sequence.parent.request
-        self.scheduler.stop(sequence, self.clock())
+        self.scheduler.stop(sequence, self.clock(), is_complete=True)
         logprob = None if request.sampling.logprobs is None else sequence.cumulative_logprob
         self._events.append(
             SampleEnded(request.request_id, sequence.index, reason, sequence.output_tokens, logprob)

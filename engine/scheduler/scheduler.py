@@ -162,15 +162,19 @@ class Scheduler:
         self.isolation.remove(active)
         self.queue.count_departure(active.turn)
 
-    def stop(self, sequence: Sequence, now_s: float, *, keep: bool = True) -> None:
-        """End one sequence, whether it runs, waits, or waits for a leader."""
+    def stop(
+        self, sequence: Sequence, now_s: float, *, keep: bool = True, is_complete: bool = False
+    ) -> None:
+        """End one sequence, whether it runs, waits, or waits for a leader. `is_complete`: by its
+        last token, which may come from a step that was in flight when the sequence was preempted.
+        """
         sequence.is_ended = sequence.is_halted = True
         self.queue.remove(sequence)
         self.compiling.pop(sequence.sequence_id, None)
         if self.loading is not None:
             self.loading.remove(sequence)
         self.prefix_sharing.remove(sequence)
-        self._release(sequence, now_s, keep=keep)
+        self._release(sequence, now_s, keep=keep, is_complete=is_complete)
 
     def fork(self, sequence: Sequence, forks: list[Sequence]) -> None:
         """Start the forks of a sequence whose prompt is being finished; they have their tables
@@ -256,12 +260,13 @@ class Scheduler:
 
         Its blocks stay cached, so blocks that are not evicted meanwhile are found again. Inside its
         payer's floor its partly filled block is not kept: the sequence would need one more beside
-        it, and at a ceiling that is an older block of the payer's, lost for another's priority.
+        it, and at a ceiling that is an older block of the payer's, lost for another's priority. The
+        room of its promises waits for it.
         `is_claimed`: for another payer's share, which never pins a sequence.
         """
         grant = sequence.parent.request.grant
         is_inside = self.cache.is_inside_floor(grant.namespace, grant.quota, 0)
-        self._release(sequence, now_s, keep=not is_inside)
+        self._release(sequence, now_s, keep=not is_inside, is_preempted=True)
         if is_claimed:
             sequence.claims += 1
         else:
@@ -457,7 +462,9 @@ class Scheduler:
             write=active.may_write,
             found=found,
             attention=active.attention,
+            suspended=sequence.suspended,
         )
+        sequence.suspended = None
         sequence.computed = sequence.table.kv_tokens
         self.queue.remove(sequence)
         self.running.add(sequence)
@@ -688,15 +695,28 @@ class Scheduler:
         grant = sequence.parent.request.grant
         return self.cache.available_blocks(grant.namespace, grant.quota, found)
 
-    def _release(self, sequence: Sequence, now_s: float, *, keep: bool) -> None:
+    def _release(
+        self,
+        sequence: Sequence,
+        now_s: float,
+        *,
+        keep: bool,
+        is_preempted: bool = False,
+        is_complete: bool = False,
+    ) -> None:
         self.running.remove(sequence)
         if sequence.load is not None and self.loading is not None:
             self.loading.remove(sequence)
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False
             self.ended_ids.append(sequence.sequence_id)
-        if sequence.table is not None:
-            self.cache.release(sequence.table, sequence.tokens, now_s, keep=keep)
+        table, sequence.suspended = sequence.table or sequence.suspended, None
+        if table is not None:
+            tokens = sequence.tokens
+            if is_preempted and self.cache.suspend(table, tokens, now_s, keep=keep):
+                sequence.suspended = table
+            else:
+                self.cache.release(table, tokens, now_s, keep=keep, is_complete=is_complete)
             sequence.table = None
         sequence.computed = 0
         sequence.order_key = b""

@@ -32,7 +32,8 @@ class Sequence:
     computes nothing. `matcher`: its place in the
     request's grammar; `mask`: the tokens that may come next, None until it is computed for the last
     token; `has_slow_mask`: computing it took long. `preemptions`: how often it was preempted for
-    lack of blocks or for a higher priority; `claims`: for another payer's share.
+    lack of blocks or for a higher priority; `claims`: for another payer's share. `suspended`: its
+    table from before the last preemption, which keeps the room of its promises.
     """
 
     __slots__ = (
@@ -64,6 +65,7 @@ class Sequence:
         "preemptions",
         "sequence_id",
         "stalled_steps",
+        "suspended",
         "table",
         "tokens",
     )
@@ -82,6 +84,7 @@ class Sequence:
         self.computed = 0
         self.computed_before = 0
         self.table: BlockTable | None = None
+        self.suspended: BlockTable | None = None
         self.cumulative_logprob = 0.0
         self.preemptions = 0
         self.claims = 0

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from engine.api import LeaseRequest, Quota
 from engine.cache import BlockTable, EvictionPolicy, Fact, LeastRecentlyUsed, PrefixCache
-from engine.cache.events import BlocksErased, Committed, Evicted, Expired
+from engine.cache.events import BlocksErased, Committed, Evicted, Expired, PromiseLost
 from engine.cache.tree.prefix_tree import tree_blocks
 from tests.fakes import FirstInFirstOut
 from tests.strategies import NAMESPACES, leases, namespaces, quotas, tokens
@@ -71,7 +71,7 @@ class ShadowKv:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences begin, compute, fork and end; time passes; prefixes are erased."""
+    """Sequences begin, compute, fork, are preempted and end; time passes; prefixes are erased."""
 
     windows: tuple[int, ...] = ()
 
@@ -111,6 +111,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.quotas |= dict.fromkeys(NAMESPACES[:2], joint)
         self.now_s = 0.0
         self.live: list[Writer] = []
+        self.preempted: list[Writer] = []
+        self.told_lost = 0
         self.past: list[Writer] = []
         self.touched: dict[tuple[bytes, Prefix], float] = defaultdict(lambda: -math.inf)
         self.promised: list[tuple[bytes, Prefix, float]] = []
@@ -121,6 +123,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.in_trees[fact.namespace] += fact.new_blocks
         elif isinstance(fact, Evicted | Expired | BlocksErased):
             self.in_trees[fact.namespace] -= fact.blocks
+        elif isinstance(fact, PromiseLost):
+            self.told_lost += fact.blocks
 
     # -- the model ----------------------------------------------------------------------------
 
@@ -221,14 +225,72 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.append(writer)
         self.touch(writer)
         for grant, lease in zip(table.leases, asked, strict=True):
-            covers = min(lease.tokens, len(prompt)) if write else 0
-            kind = lease.retention
-            promise_s = (kind.limit_s or 0.0) if kind.pinned else kind.promise_s
             assert grant.tokens <= min(lease.tokens, len(prompt)), "granted more than was asked"
             assert (grant.outcome == "granted") == (grant.tokens == min(lease.tokens, len(prompt)))
-            if promise_s and covers:
-                writer.promises.append((self.now_s + promise_s, grant.tokens))
+        writer.promises = self.promises_of(writer)
         return writer
+
+    def promises_of(self, writer: Writer) -> list[tuple[float, int]]:
+        """Return until when at least each grant of a writer promises anything, and how many
+        tokens."""
+        found = []
+        for grant, lease in zip(writer.table.leases, writer.leases, strict=True):
+            kind = lease.retention
+            promise_s = (kind.limit_s or 0.0) if kind.pinned else kind.promise_s
+            if promise_s and writer.write:
+                found.append((writer.started_s + promise_s, grant.tokens))
+        return found
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), keep=st.booleans())
+    def preempt(self, data: st.DataObject, keep: bool) -> None:
+        """Preempt a sequence; one without promises ends."""
+        writer = data.draw(st.sampled_from(self.live))
+        tokens_now = list(writer.tokens)
+        if not self.cache.suspend(writer.table, writer.tokens, self.now_s, keep=keep):
+            self.finish(writer, keep=keep)
+            return
+        self.touch(writer)
+        self.live.remove(writer)
+        self.preempted.append(writer)
+        if writer.write:
+            self.past.append(replace(writer, tokens=tokens_now))
+        if not self.windows:  # there, a prefix stands where its windows are promised
+            self.keep_promises(writer, writer.table.kv_tokens)
+
+    @precondition(lambda self: self.preempted)
+    @rule(data=st.data(), gives_up=st.sampled_from([False, False, True]))
+    def begin_again(self, data: st.DataObject, gives_up: bool) -> None:
+        """Begin a preempted sequence again: what it was promised and has not run out is promised
+        again; where windows are cut, or told as lost."""
+        writer = data.draw(st.sampled_from(self.preempted))
+        self.preempted.remove(writer)
+        if gives_up:
+            self.cache.release(writer.table, writer.tokens, self.now_s, keep=False)
+            return
+        reach = self.extend(writer.namespace, tuple(writer.tokens))
+        told, before = self.told_lost, self.promised_blocks(writer.promises)
+        writer.table = self.cache.begin(
+            writer.namespace,
+            writer.tokens,
+            self.now_s,
+            quota=self.quotas[writer.namespace],
+            leases=writer.leases,
+            write=writer.write,
+            suspended=writer.table,
+        )
+        assert writer.table.kv_tokens <= reach, "more found than may be"
+        writer.promises = self.promises_of(writer)
+        fewer = before - self.promised_blocks(writer.promises)
+        told = self.told_lost - told if self.windows else 0
+        assert fewer <= told, f"{fewer} promised blocks dropped by a preemption"
+        self.live.append(writer)
+        self.touch(writer)
+
+    def promised_blocks(self, promises: list[tuple[float, int]]) -> int:
+        """Return how many blocks promises cover whose time is not over."""
+        tokens_now = [granted for until_s, granted in promises if until_s > self.now_s]
+        return -(-max(tokens_now, default=0) // self.size)
 
     @rule(data=st.data())
     def peek(self, data: st.DataObject) -> None:
@@ -322,6 +384,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.remove(writer)
         if writer.write:
             self.past.append(writer)
+        self.keep_promises(writer, kv_tokens)
+
+    def keep_promises(self, writer: Writer, kv_tokens: int) -> None:
+        """Note what a writer was promised of its first `kv_tokens` tokens."""
         for until_s, granted in writer.promises:
             whole = min(granted, kv_tokens) // self.size * self.size
             if writer.write and whole:
@@ -362,7 +428,7 @@ class CacheMachine(RuleBasedStateMachine):
         """
         self.promised = [entry for entry in self.promised if entry[0] != namespace]
         theirs = [writer for writer in self.past if writer.namespace == namespace]
-        for writer in self.live:
+        for writer in [*self.live, *self.preempted]:
             if writer.namespace == namespace:
                 writer.promises.clear()
                 if writer.write:
@@ -425,6 +491,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for writer in self.live:
             self.cache.release(writer.table, writer.tokens, self.now_s)
+        for writer in self.preempted:
+            self.cache.release(writer.table, writer.tokens, self.now_s, keep=False)
         self.launch()
         assert self.cache.stats().pinned == 0
         for namespace in NAMESPACES:

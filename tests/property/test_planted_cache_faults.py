@@ -67,7 +67,20 @@ def window_not_promised(original: Any) -> Any:
     return lambda self, table, node, index, spans, now_s: None
 
 
+def room_given_to_others(original: Any) -> Any:
+    """What a preempted sequence has yet to compute is promised to whoever asks first."""
+
+    def suspend(self: Any, table: Any, *rest: Any, keep: bool = True) -> bool:
+        is_suspended = bool(original(self, table, *rest, keep=keep))
+        table.account.add_reserved(-table.reserved)
+        table.reserved = 0
+        return is_suspended
+
+    return suspend
+
+
 PLANTS: tuple[tuple[Any, str, Fault], ...] = (
+    (PrefixCache, "suspend", room_given_to_others),
     (PrefixCache, "expire", expired_still_found),
     (BlockManager, "set_promised", promise_not_kept),
     (BlockManager, "shortage", ceiling_ignored),

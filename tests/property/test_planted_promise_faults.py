@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from engine.levels.stored_prefixes import Copy
 from tests.property.planted import check_caught
 from tests.property.test_promises_machine import HostPromisesMachine, PromisesMachine
 from tests.property.test_restarted_promises import RestartedHostMachine, RestartedMachine
+from tests.unit.engine.cache import test_leases as leases
 from tests.unit.engine.levels import test_promises_below as unit
+from tests.unit.engine.scheduler import test_scheduler as schedules
 
 Fault = Callable[[Any], Any]
 
@@ -109,6 +112,33 @@ def dropped_after_restart(original: Any) -> Any:
     return keep
 
 
+def room_given_up(original: Any) -> Any:
+    """A preempted sequence gives up the room of its promises, and asks anew."""
+    return lambda self, table, *rest, keep=True: False
+
+
+def clipped_in_silence(original: Any) -> Any:
+    """What was promised before a preemption, and is not after it, is not told."""
+
+    def grant(self: Any, *rest: Any) -> int:
+        original(self, *rest)
+        return 0
+
+    return grant
+
+
+def moved_down_before_its_end(original: Any) -> Any:
+    """A promise moves down above blocks whose promise will bring it back."""
+
+    def keep_below(self: Any, account: Any, node: Any) -> bool:
+        kept, account.reserved = account.reserved, 0
+        is_kept = bool(original(self, account, node))
+        account.reserved = kept
+        return is_kept
+
+    return keep_below
+
+
 PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
     (PromisesMachine, PrefixCache, "end_below", loss_not_told),
     (PromisesMachine, KeptPromises, "_end_overdue", never_ended),
@@ -160,6 +190,24 @@ RARE: tuple[tuple[Any, str, Fault, Callable[[], None]], ...] = (
         "_kept_below",
         charged_twice,
         unit.test_host_memory_keeps_promises_where_it_may,
+    ),
+    (
+        PrefixCache,
+        "suspend",
+        room_given_up,
+        partial(schedules.test_a_preempted_request_keeps_what_it_was_promised, 1, False),
+    ),
+    (
+        LeaseManager,
+        "grant",
+        clipped_in_silence,
+        leases.test_a_promise_that_ran_out_while_its_sequence_waited_is_told_as_lost,
+    ),
+    (
+        LeaseManager,
+        "keep_below",
+        moved_down_before_its_end,
+        partial(leases.test_a_promise_stays_above_blocks_that_are_to_be_promised, True),
     ),
 )
 """Faults that the machine meets once in hundreds of runs, each with a test that always meets it."""

@@ -59,6 +59,7 @@ class PromisesMachine(RuleBasedStateMachine):
         ceiling=st.sampled_from([None, 6]),
         promised_max=st.sampled_from([None, 4, 12]),
         depth=st.integers(1, 2),
+        step_tokens=st.sampled_from([16, 16, 4]),
     )
     def start(
         self,
@@ -69,6 +70,7 @@ class PromisesMachine(RuleBasedStateMachine):
         ceiling: int | None,
         promised_max: int | None,
         depth: int,
+        step_tokens: int,
     ) -> None:
         """Make an engine."""
         self.chance, self.weather = random.Random(1), Weather()
@@ -82,7 +84,7 @@ class PromisesMachine(RuleBasedStateMachine):
         )
 
         self.world = World(
-            EngineConfig(step_tokens_max=16, sequences_max=4, queue_requests_max=8),
+            EngineConfig(step_tokens_max=step_tokens, sequences_max=4, queue_requests_max=8),
             blocks=blocks,
             block_size=2,
             depth=depth,
@@ -144,7 +146,8 @@ class PromisesMachine(RuleBasedStateMachine):
             LeaseRequest(end, retention, f"{self.count}/{number}")
             for number, (end, retention) in enumerate(ends)
         )
-        self.submit(namespace, prompt, leases, data.draw(st.sampled_from([1, 1, 3])))
+        priority = data.draw(st.sampled_from([0, 0, 1]))  # it preempts what runs
+        self.submit(namespace, prompt, leases, data.draw(st.sampled_from([1, 1, 3])), priority)
 
     def submit(
         self,
@@ -152,6 +155,7 @@ class PromisesMachine(RuleBasedStateMachine):
         prompt: tuple[int, ...],
         leases: tuple[LeaseRequest, ...],
         max_tokens: int,
+        priority: int = 0,
     ) -> None:
         """Submit a request and run a step."""
         self.count += 1
@@ -162,6 +166,7 @@ class PromisesMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             grant=CacheGrant(namespace, self.quotas[namespace], leases),
             sampling=Sampling(temperature=0),
+            priority=priority,
         )
         self.asked[name] = request, self.world.clock(), {}
         self.known[name] = set(self.promised)

@@ -118,6 +118,20 @@ class BlockManager:
         self.fair_share.forget_if_idle(payer_account)
         return leaves
 
+    # -- tables -------------------------------------------------------------------------------
+
+    def add_table(self, table: BlockTable) -> None:
+        """Count a new table. O(1)."""
+        self.tables.add(table)
+        table.account.tables += 1
+
+    def remove_table(self, table: BlockTable) -> None:
+        """Forget a table that holds no block, and its account where that is idle. O(1)."""
+        self.tables.remove(table)
+        self.version += 1
+        table.account.tables -= 1
+        self.forget_if_idle(table.account)
+
     # -- pins ---------------------------------------------------------------------------------
 
     def pin(self, node: TreeBlock) -> None:

@@ -31,7 +31,9 @@ class BlockTable:
     `holes`: entries of `blocks` that are holes, behind the sinks.
     `marks`: positions still to be passed at which there is a reason to resume, ascending.
     `window_promises`: by group, the entries that the promises cover. `resumed`: window blocks whose
-    promises the end of the sequence renews.
+    promises the end of the sequence renews, and once it has ended, those that resuming there reads.
+    `is_suspended`: the sequence was preempted and has no blocks; the table keeps the room of its
+    promises until it begins again.
     """
 
     __slots__ = (
@@ -45,6 +47,7 @@ class BlockTable:
         "first",
         "held_up",
         "holes",
+        "is_suspended",
         "kept_from",
         "kept_to",
         "kv_tokens",
@@ -95,6 +98,7 @@ class BlockTable:
         self.reserved = 0
         self.kept_from = self.kept_to = self.held_up = 0
         self.started_s = started_s
+        self.is_suspended = False
         self.write = write
         self.write_epoch = account.write_epoch
 

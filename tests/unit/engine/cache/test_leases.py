@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 
 from engine.api import LeaseGrant, LeaseRequest, Quota, Retention
-from engine.cache import PrefixCache
+from engine.cache import BlockTable, Fact, PrefixCache
+from engine.cache.events import PromiseLost
+from engine.cache.kept_below import FoundPromise
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.leases import BlockTerms
+from engine.cache.tree.prefix_tree import Node
+from engine.errors import InvariantViolation
 
 SIZE = 4
 US, THEM = b"us", b"them"
@@ -297,6 +306,208 @@ def test_a_promise_is_clipped_to_the_quota_of_promises() -> None:
 
     assert (grant.outcome, grant.tokens, grant.bound) == ("clipped", 4, "quota")
     assert found(cache, WORDS, 1.0) == len(WORDS)
+
+
+LONG = list(range(28))
+"""Seven blocks, all that may be promised of eight."""
+
+
+def preempted(
+    cache: PrefixCache, *leases: LeaseRequest, committed: int = 8, now_s: float = 0.0
+) -> BlockTable:
+    """Begin the prompt `LONG` under leases that are granted, and preempt it after `committed`
+    tokens."""
+    table = cache.begin(US, LONG, now_s, leases=leases)
+    assert all(one.outcome == "granted" for one in table.leases)
+    assert cache.grow(table, committed, now_s)
+    cache.commit(table, LONG, committed, now_s)
+    assert cache.suspend(table, LONG, now_s)
+    cache.check()
+    return table
+
+
+def test_a_preempted_sequence_keeps_the_room_of_its_promise() -> None:
+    """What it was granted, it is granted again, whatever others ask for in between."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    table = preempted(cache, lease(FIVE, tokens=28))
+    (other,) = run(cache, list(range(100, 116)), 1.0, lease(FIVE, tokens=16), namespace=THEM)
+    again = cache.begin(US, LONG, 2.0, leases=(lease(FIVE, tokens=28),), suspended=table)
+    cache.check()
+
+    assert (other.outcome, other.bound) == ("refused", "pool")
+    assert [one.outcome for one in again.leases] == ["granted"]
+    assert cache.grow(again, 28, 2.0)
+    cache.commit(again, LONG, 28, 2.0)
+    cache.release(again, LONG, 2.0)
+    cache.check()
+    assert promised(cache) == 7
+
+
+def test_the_room_outlives_a_quota_that_shrinks() -> None:
+    """A changed quota holds from the next request on; this one has begun already."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    table = preempted(cache, lease(FIVE, tokens=28))
+    small = Quota(promised_blocks_max=1)
+    again = cache.begin(
+        US, LONG, 2.0, quota=small, leases=(lease(FIVE, tokens=28),), suspended=table
+    )
+
+    assert [one.outcome for one in again.leases] == ["granted"]
+    cache.release(again, LONG, 2.0)
+    cache.check()
+
+
+def test_a_preempted_sequence_that_ends_leaves_no_reservation() -> None:
+    """Cancelled while it waits, it keeps the promises of what it computed alone; once."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    table = preempted(cache, lease(FIVE, tokens=28), committed=4)
+    cache.release(table, LONG, 1.0, keep=False)
+    cache.check()
+
+    (grant,) = run(cache, list(range(100, 128)), 1.0, lease(FIVE, tokens=28), namespace=THEM)
+    assert grant.tokens == 24
+    with pytest.raises(InvariantViolation, match="released twice"):
+        cache.release(table, LONG, 1.0, keep=False)
+
+
+def test_a_sequence_without_promises_leaves_nothing_when_preempted() -> None:
+    """It is released, as ever."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    table = cache.begin(US, LONG, 0.0, leases=(lease(Retention("none", limit_s=9), 28),))
+
+    assert not cache.suspend(table, LONG, 0.0)
+    cache.release(table, LONG, 0.0)
+    assert not cache.namespaces()
+
+
+def test_a_promise_that_ran_out_while_its_sequence_waited_is_told_as_lost() -> None:
+    """The room was another's by then. What was not computed yet had kept its room."""
+    facts: list[Fact] = []
+    cache = PrefixCache(blocks=8, block_size=SIZE, facts=facts.append)
+    table = preempted(cache, lease(FIVE, tokens=28))
+    (other,) = run(cache, WORDS, 300.0, lease(FIVE), namespace=THEM)
+    again = cache.begin(US, LONG, 300.0, leases=(lease(FIVE, tokens=28),), suspended=table)
+
+    assert other.outcome == "granted"
+    assert [one.tokens for one in again.leases] == [20]
+    assert [fact for fact in facts if isinstance(fact, PromiseLost)] == [PromiseLost(US, 2)]
+    cache.release(again, LONG, 300.0)
+    cache.check()
+
+
+def test_a_preemption_restarts_no_clock() -> None:
+    """An absolute promise, and an absolute limit, count from the first time it began."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    asked = lease(ABSOLUTE_PROMISE, tokens=28)
+    table = preempted(cache, asked)
+    again = cache.begin(US, LONG, 50.0, leases=(asked,), suspended=table)
+    assert cache.grow(again, 28, 50.0)
+    cache.commit(again, LONG, 28, 50.0)
+    cache.release(again, LONG, 50.0)
+
+    cache.expire(99.9)
+    assert promised(cache) == 7
+    cache.expire(100.0)
+    assert promised(cache) == 0
+    assert found(cache, LONG, 499.9) == 28
+    assert found(cache, LONG, 500.0) == 0
+
+
+def test_an_erased_sequence_is_promised_nothing_again() -> None:
+    """Nor is that a loss: it was asked for."""
+    facts: list[Fact] = []
+    cache = PrefixCache(blocks=8, block_size=SIZE, facts=facts.append)
+    table = preempted(cache, lease(FIVE, tokens=28))
+    cache.erase(US)
+    again = cache.begin(
+        US, LONG, 2.0, leases=(lease(FIVE, tokens=28),), write=False, suspended=table
+    )
+
+    assert [one.outcome for one in again.leases] == ["refused"]
+    assert not any(isinstance(fact, PromiseLost) for fact in facts)
+    cache.release(again, LONG, 2.0)
+    cache.check()
+    assert not cache.namespaces()
+
+
+def test_a_lease_beyond_the_prompt_covers_no_output_after_a_preemption() -> None:
+    """It is granted what it was granted before the outputs were there."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    asked = lease(FIVE, tokens=28)
+    table = cache.begin(US, WORDS, 0.0, leases=(asked,))
+    assert cache.grow(table, 8, 0.0)
+    cache.commit(table, WORDS, 8, 0.0)
+    assert cache.suspend(table, WORDS, 0.0)
+    again = cache.begin(US, LONG, 0.0, leases=(asked,), suspended=table)
+
+    assert [one.tokens for one in again.leases] == [8]
+    cache.release(again, LONG, 0.0)
+    cache.check()
+
+
+class FewBelow:
+    """A level below the device that keeps the promises of the first blocks of any prompt, or of
+    none."""
+
+    def __init__(self, *kept: BlockTerms) -> None:
+        self.kept = kept
+
+    def terms_of(
+        self, namespace: bytes, tokens: Sequence[int], now_s: float
+    ) -> list[BlockTerms | None]:
+        """See `KeptBelow`."""
+        return [*self.kept]
+
+    def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> BlockTerms | None:
+        """See `KeptBelow`."""
+        return None
+
+    def returned(self, node: Node) -> None:
+        """See `KeptBelow`."""
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_promise_stays_above_blocks_that_are_to_be_promised(is_preempted: bool) -> None:
+    """It would return with the next of them, to a device whose room is promised to others."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    cache.keep_promises_below(FewBelow(), 16)
+    table = cache.begin(US, WORDS, 0.0, leases=(lease(FIVE),))
+    assert cache.grow(table, 8, 0.0)
+    cache.commit(table, WORDS, 4, 0.0)
+    node = table.node
+    if is_preempted:
+        assert cache.suspend(table, WORDS, 0.0)
+
+    assert not cache.keep_below(node)
+    cache.release(table, WORDS, 0.0, keep=False)
+    assert cache.keep_below(node)
+
+
+def test_what_hangs_on_a_block_that_its_level_lost_is_told_as_lost() -> None:
+    """Without room for that block, what was to be promised under it is not promised either."""
+    facts: list[Fact] = []
+    cache = PrefixCache(blocks=8, block_size=SIZE, facts=facts.append)
+    terms, other, quota = (
+        BlockTerms(math.inf),
+        BlockTerms(math.inf),
+        Quota(payer=US, promised_blocks_max=7),
+    )
+    for one in (terms, other):
+        one.extend_promise(300.0, "five")
+    below = FewBelow(terms)
+    cache.keep_promises_below(below, 16)
+    cache.take_over(FoundPromise(US, US, terms), 0.0)
+    table = cache.begin(US, LONG, 0.0, quota=quota, leases=(lease(FIVE, tokens=28),))
+    assert [one.outcome for one in table.leases] == ["granted"]
+    below.kept = ()
+    cache.end_below(US, terms, is_away=True, is_lost=True)
+    cache.take_over(FoundPromise(US, US, other), 0.0)  # it takes the last of the quota
+    assert cache.grow(table, 8, 0.0)
+    cache.commit(table, LONG, 8, 0.0)
+
+    assert [one.blocks for one in facts if isinstance(one, PromiseLost)] == [1, 6]
+    cache.release(table, LONG, 0.0)
+    cache.check()
 
 
 def test_a_promise_never_computed_lapses_with_its_request() -> None:

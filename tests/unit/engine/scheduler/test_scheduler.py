@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.api import CacheGrant, LeaseRequest, Quota, Retention, Sampling
-from engine.cache import PrefixCache, TreeMatch
+from engine.cache import Fact, PrefixCache, TreeMatch
+from engine.cache.events import PromiseLost
 from engine.cache.tree.prefix_tree import Node, PrefixTree
 from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
@@ -134,6 +135,59 @@ def test_a_higher_priority_takes_a_slot_in_a_full_batch() -> None:
 
     assert world.first_step_of("urgent") == 1
     assert (world.preemptions("batch 1"), world.preemptions("batch 2")) == (0, 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_preempted_request_keeps_what_it_was_promised(depth: int, is_cancelled: bool) -> None:
+    """Its client was told; the request that passes it is told that this room is taken."""
+    world = RecordedWorld(blocks=16, sequences_max=1, depth=depth)
+    hour = Retention("1h", promise_s=3600, limit_s=3600)
+
+    def grant(count: int) -> CacheGrant:
+        return CacheGrant(b"n", leases=(LeaseRequest(count, hour, "lease"),))
+
+    world.ask("long", tokens(44, 1), grant=grant(44))
+    world.step()
+    world.ask("urgent", tokens(24, 2), grant=grant(24), priority=1)
+    while "urgent" in world.live:
+        world.step()
+    if is_cancelled:
+        world.cancel("long")
+    world.settle()
+    long, urgent = world.streams["long"].started, world.streams["urgent"].started
+
+    assert long is not None
+    assert urgent is not None
+    assert world.preemptions("long") == 1
+    assert (long.leases[0].outcome, urgent.leases[0].tokens) == ("granted", 12)
+    promised = sum(world.cache.use(b"n").promised.values())
+    assert promised < 3 + 11 if is_cancelled else promised == 3 + 11
+    world.cache.check()
+
+
+@pytest.mark.parametrize("is_erased", [False, True])
+def test_a_request_that_ends_in_a_step_in_flight_tells_what_it_does_not_leave(
+    is_erased: bool,
+) -> None:
+    """Preempted in its last step, it gets its token and never runs again: its blocks are gone. What
+    was erased meanwhile is no loss."""
+    world, facts = RecordedWorld(sequences_max=1, depth=2), list[Fact]()
+    world.cache.facts = facts.append
+    hour = Retention("1h", promise_s=3600, limit_s=3600)
+    grant = CacheGrant(b"n", leases=(LeaseRequest(8, hour, "lease"),))
+    world.ask("last", tokens(8, 1), grant=grant, max_tokens=1)
+    world.step()
+    world.ask("urgent", tokens(8, 2), priority=1, namespace=b"other")
+    if is_erased:
+        world.erase(b"n")
+    world.settle()
+
+    assert world.preemptions("last") == 1
+    assert world.endings == {"done": 2}
+    lost = [fact for fact in facts if isinstance(fact, PromiseLost)]
+    assert lost == ([] if is_erased else [PromiseLost(b"n", 2)])
+    world.cache.check()
 
 
 def test_a_flood_from_one_namespace_does_not_keep_another_waiting() -> None:
