@@ -176,7 +176,8 @@ class PromiseTerms(Struct, frozen=True):
 
     `name`: the retention class that it is counted under. A read moves its end to `renew_promise_s`
     and its limit to `renew_limit_s` after the read, the end of a use to `use_*_s` after that, under
-    the class `renew_name` or `use_name`; minus infinity where nothing does.
+    the class `renew_name` or `use_name`; minus infinity where nothing does. `window_groups`: those
+    whose blocks are promised with the run.
     """
 
     name: str
@@ -186,6 +187,7 @@ class PromiseTerms(Struct, frozen=True):
     renew_promise_s: float = -math.inf
     use_limit_s: float = -math.inf
     use_promise_s: float = -math.inf
+    window_groups: tuple[Count, ...] = ()
 
 
 class RunToStore(Struct, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.api import LeaseGrant, LeaseRequest, Namespace
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.prefix_tree import Node, WindowBlock
@@ -28,8 +30,9 @@ class BlockTable:
     has ended. `advanced`: the whole blocks up to which blocks were let go.
     `holes`: entries of `blocks` that are holes, behind the sinks.
     `marks`: positions still to be passed at which there is a reason to resume, ascending.
-    `window_promises`: by group, the entries that the promises cover. `resumed`: window blocks whose
-    promises the end of the sequence renews.
+    `window_promises`: by group, the entries that the promises cover; `window_kept`: those of them,
+    with their groups, whose promises a level below kept when the table began. `resumed`: window
+    blocks whose promises the end of the sequence renews.
     """
 
     __slots__ = (
@@ -56,6 +59,7 @@ class BlockTable:
         "started_s",
         "version",
         "window_gone_tokens",
+        "window_kept",
         "window_promises",
         "write",
         "write_epoch",
@@ -79,6 +83,7 @@ class BlockTable:
         self.aside: tuple[tuple[int, list[int]], ...] = ()
         self.marks: list[int] = []
         self.window_promises: tuple[set[int], ...] = tuple(set() for _ in self.beside)
+        self.window_kept: Collection[tuple[int, int]] = ()
         self.resumed: list[WindowBlock] = []
         self.version = 0
         self.kv_tokens = 0
