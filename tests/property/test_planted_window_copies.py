@@ -12,6 +12,7 @@ from engine.cache.lease_manager import LeaseManager
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.prefix_tree import WindowBlock
 from engine.cache.window_manager import WindowManager
+from engine.errors import InvariantViolation
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
 from tests.property.planted import check_caught
@@ -19,8 +20,8 @@ from tests.property.test_window_levels_machine import WindowLevelsMachine
 from tests.property.test_window_promises import (
     RestartedWindowMachine,
     WindowHostPromisesMachine,
-    WindowPromisesMachine,
 )
+from tests.unit.engine.levels import test_window_copies as unit
 
 Fault = Callable[[Any], Any]
 
@@ -102,7 +103,6 @@ PLANTS: tuple[tuple[Any, Any, str, Fault], ...] = (
     (WindowLevelsMachine, MovedBlocks, "hold", too_few_held),
     (WindowLevelsMachine, WindowCopies, "blocks_of", wrong_group),
     (WindowLevelsMachine, WindowManager, "commit", holes_committed),
-    (WindowPromisesMachine, WindowCopies, "keeps_whole", group_0_is_enough),
     (WindowHostPromisesMachine, LeaseManager, "keep_below", windows_not_charged),
     (WindowHostPromisesMachine, LeaseManager, "adopt_window", windows_not_adopted),
     (WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
@@ -120,3 +120,15 @@ def test_a_planted_fault_of_window_copies_is_caught(
     """A machine that misses this fault proves nothing when it passes."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
     check_caught(machine)
+
+
+def test_promises_moved_to_copies_of_group_0_fail_their_own_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine meets such a copy under a promised window too seldom."""
+    check = unit.test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone
+    check(12, "granted")
+    monkeypatch.setattr(WindowCopies, "keeps_whole", group_0_is_enough(None))
+
+    with pytest.raises((AssertionError, InvariantViolation)):
+        check(12, "granted")
