@@ -1,8 +1,9 @@
 """Copies for models with window groups: which have the blocks of all groups, and where loads stand.
 
-A run's copy has group 0's block alone, or, in the format `WHOLE`, the blocks of all groups. A query
-reads no further back than a window in a window group, so a load brings it where the runs of the
-last windows are whole. Without window groups every copy is enough, and nothing is asked of one.
+A run's copy has group 0's block alone, or, in the format `WHOLE` or a packed one like it, the
+blocks of all groups. A query reads no further back than a window in a window group, so a load
+brings it where the runs of the last windows are whole. Without window groups
+every copy is enough, and nothing is asked of one.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class WindowCopies:
         form = copy.record_format
         if copy.slot >= 0:
             form = self._book.accounts.pool.format_of(copy.slot)
-        return form == self._book.formats.whole
+        return self._book.formats.is_whole(form)
 
     def keeps_whole(self, copy: Copy, level: LevelName | None = None) -> bool:
         """Return whether a level has the blocks of all groups of a copy; None: any level. O(1)."""
         formats, pool = self._book.formats, self._book.accounts.pool
-        if level != "disk" and copy.slot >= 0 and pool.format_of(copy.slot) == formats.whole:
+        if level != "disk" and copy.slot >= 0 and formats.is_whole(pool.format_of(copy.slot)):
             return True
-        return level != "host" and copy.record_id != 0 and copy.record_format == formats.whole
+        return level != "host" and copy.record_id != 0 and formats.is_whole(copy.record_format)
 
     def blocks_of(self, node: Node, index: int, ends: Sequence[int]) -> list[WindowBlock]:
         """Return the window blocks that go into the copy of a node, run `index` of its path: all,
