@@ -28,8 +28,8 @@ RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
 WHOLE = "whole"
-"""The format of a copy with a run's blocks of all KV groups, as they are; another one has the block
-of group 0 alone."""
+"""The format of a copy with a run's blocks of all KV groups, as they are. Followed by a minus and a
+packed format: with each of them packed. Another format has the block of group 0 alone."""
 ALIGNMENT = 64
 """Bytes: slots begin at multiples, for the vector instructions that pack and unpack them."""
 
@@ -99,13 +99,28 @@ def stride_of(slot_bytes: int) -> int:
     return -(-slot_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def whole_format(packed: str) -> str:
+    """Return the format of a copy of all KV groups, each of whose blocks is in a packed format."""
+    return f"{WHOLE}-{packed}"
+
+
+def packed_part(name: str) -> str:
+    """Return the packed format of each block of a copy; empty where blocks are as they are."""
+    return "" if name == WHOLE else name.removeprefix(f"{WHOLE}-")
+
+
+def is_whole_format(name: str) -> bool:
+    """Return whether copies of a format have the blocks of all KV groups."""
+    return name == WHOLE or name.startswith(f"{WHOLE}-")
+
+
 class Move(Struct, frozen=True, gc=False):
     """Copy the device's block `block` to host slot `slot` (`offload`), or back (`load`).
 
     The caller holds blocks and slot until the outcome. `check`: for a load, the digest that the
     slot's bytes must have; empty where it need not be checked. `format`: the packed format of the
-    copy, or `WHOLE`; empty: the block's own bytes. `beside`: with `WHOLE`, the blocks of the window
-    groups in their order; below 0 for one that a load does not fill.
+    copy, or one of all groups; empty: the block's own bytes. `beside`: for a copy of all groups the
+    blocks of the window groups in their order; below 0 for one that a load does not fill.
     """
 
     move_id: int
@@ -176,7 +191,8 @@ class PromiseTerms(Struct, frozen=True):
 
     `name`: the retention class that it is counted under. A read moves its end to `renew_promise_s`
     and its limit to `renew_limit_s` after the read, the end of a use to `use_*_s` after that, under
-    the class `renew_name` or `use_name`; minus infinity where nothing does.
+    the class `renew_name` or `use_name`; minus infinity where nothing does. `window_groups`: those
+    whose blocks are promised with the run.
     """
 
     name: str
@@ -186,6 +202,7 @@ class PromiseTerms(Struct, frozen=True):
     renew_promise_s: float = -math.inf
     use_limit_s: float = -math.inf
     use_promise_s: float = -math.inf
+    window_groups: tuple[Count, ...] = ()
 
 
 class RunToStore(Struct, frozen=True):

@@ -44,7 +44,10 @@ from engine.moves import (
     StoredErased,
     StoredRun,
     StoreRuns,
+    is_whole_format,
+    packed_part,
     stride_of,
+    whole_format,
 )
 from engine.storage.memory.slot_table import SlotTable, table_bytes
 from tests.fakes import BROKEN, FakeRunner, Slot
@@ -59,6 +62,15 @@ RECALLED_MAX = 2
 def whole_of(groups: int) -> tuple[SlotFormat, SlotFormat]:
     """Return the formats of a model with so many KV groups."""
     return PLAIN, SlotFormat(WHOLE, groups * PLAIN.slot_bytes)
+
+
+def packed_whole_of(groups: int) -> tuple[SlotFormat, ...]:
+    """Return the formats of a model with so many KV groups, with packed ones."""
+    packed = PACKED[1:]
+    wholes = [
+        SlotFormat(whole_format(one.name), groups * one.slot_bytes, one.fidelity) for one in packed
+    ]
+    return (*whole_of(groups), *packed, *wholes)
 
 
 class MoveError(AssertionError):
@@ -176,10 +188,11 @@ class FakeTransferEngine:
     def _run(self, move: Move) -> Moved:
         if self._chance.random() < self._weather.fails:
             return Moved(move.move_id, is_done=False)
-        if move.format and move.kind == "offload" and self._chance.random() < self.unpackable:
+        is_packed = packed_part(move.format) != ""
+        if is_packed and move.kind == "offload" and self._chance.random() < self.unpackable:
             return Moved(move.move_id, is_done=False, is_unpackable=True)
         size, slots = self._runner().block_size, self._runner().slots
-        if move.format == WHOLE:
+        if is_whole_format(move.format):
             return self._run_whole(move)
         if move.format:
             found = self.contents[move.slot] if move.kind == "load" else slots[move.block * size :]
@@ -202,15 +215,20 @@ class FakeTransferEngine:
         """Copy the blocks of all KV groups; a load leaves those below 0 alone."""
         size, slots = self._runner().block_size, self._runner().slots
         blocks = (move.block, *move.beside)
-        if len(blocks) * PLAIN.slot_bytes != self.size_of(WHOLE):
+        part = packed_part(move.format)
+        if len(blocks) * self.size_of(part) != self.size_of(move.format):
             raise MoveError(f"{move}: blocks of {len(blocks)} groups")
+        if part:
+            first = slots[move.block * size :] if move.kind == "offload" else ()
+            found = self.contents[move.slot] if move.kind == "load" else first
+            self.packed |= {one[0] for one in found[:size] if one is not None}
         if move.kind == "offload":
             content = tuple(x for b in blocks for x in slots[b * size : (b + 1) * size])
-            self.write(move.slot, content, WHOLE)
+            self.write(move.slot, content, move.format)
             self.copied += 1
             return Moved(move.move_id, True, digest(content), self._weather.seconds)
         content = self.contents[move.slot]
-        if self.written[move.slot] != WHOLE:
+        if self.written[move.slot] != move.format:
             raise MoveError(f"{move}: the slot was written as {self.written[move.slot]!r}")
         if move.check and move.check != digest(content):
             return Moved(move.move_id, is_done=False, is_damaged=True)

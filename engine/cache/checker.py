@@ -200,6 +200,8 @@ def _check_window_blocks(manager: BlockManager, node: Node) -> None:
         is_pinned, is_node_pinned = refs[block.block] > 1, refs[node.block] > 1
         _expect(is_node_pinned or not is_pinned, "a window block pinned alone", node.run)
         _expect(node.promised or not block.promised, "a window block promised alone", node.run)
+        is_twice = block.promised and block.promised_below
+        _expect(not is_twice, "a window block promised on the device and below it", node.run)
 
 
 def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) -> Steps:

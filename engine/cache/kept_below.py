@@ -4,7 +4,8 @@ for promises.
 A promise of a block is *on the device* (the block is not evicted) or *below* (a copy keeps it, and
 the device may evict the block like any other). It is never both. A block's promise stays on the
 device while a block under it is promised there, so that no evictable block stands above one that is
-not. This module knows no copy, no disk and no clock; `lease_manager` calls it.
+not. A window block's moves down with its node's or before it, and never back up with it. This
+module knows no copy, no disk and no clock; `lease_manager` calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from typing import NamedTuple, Protocol
 from engine.api import Bound, LeaseRequest, Namespace, Payer
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms, promised_seconds
-from engine.cache.tree.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
+
+
+class KeptWindows(NamedTuple):
+    """What a copy keeps of a run's window blocks.
+
+    `terms`: of their promises, by window group; empty where it keeps none. `is_fixed`: it has the
+    block of group 0 alone, and no other copy will take its place.
+    """
+
+    terms: Sequence[BlockTerms | None]
+    is_fixed: bool
 
 
 class KeptBelow(Protocol):
@@ -31,10 +43,22 @@ class KeptBelow(Protocol):
         that the copy keeps, or None. O(runs).
         """
 
+    def windows_of(
+        self, namespace: Namespace, tokens: Sequence[int], now_s: float
+    ) -> list[KeptWindows]:
+        """Return what the copy of each leading whole run of `tokens` keeps of its window blocks.
+        O(runs).
+        """
+
     def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> BlockTerms | None:
         """Return the terms of the promise that a copy keeps of a run which has just entered the
         device's tree, or None. O(1).
         """
+
+    def adopt_window(
+        self, account: NamespaceAccount, block: WindowBlock, now_s: float
+    ) -> BlockTerms | None:
+        """Return the same for a window block that a node of the tree has just got. O(1)."""
 
     def returned(self, node: Node) -> None:
         """Take note that the promise of a node is on the device again. O(1)."""
@@ -44,14 +68,14 @@ class FoundPromise(NamedTuple):
     """A promise that a level below has kept for an engine before.
 
     `fresh`: its terms; `known`: those that the copy has already, if any. `node`: the device's node
-    of the same tokens, if it has one.
+    of the same tokens, or its window block, if it has one.
     """
 
     namespace: Namespace
     payer: Payer
     fresh: BlockTerms
     known: BlockTerms | None = None
-    node: Node | None = None
+    node: TreeBlock | None = None
 
 
 class PromiseRoom:

@@ -22,6 +22,7 @@ from engine.cache.kept_below import (
     NO_ROOM_ASKED,
     FoundPromise,
     KeptBelow,
+    KeptWindows,
     PromiseRoom,
     asks_promise,
     cover,
@@ -29,6 +30,7 @@ from engine.cache.kept_below import (
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
 from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
+from engine.cache.window_promises import WindowCover, first_promised
 
 
 class LeaseManager:
@@ -71,14 +73,18 @@ class LeaseManager:
             prompt_tokens = min(prompt_tokens, suspended.prompt_tokens)
             room = self._take_over_room(table, suspended)
         kept = self._kept_below(table, len(path), tokens, leases, now_s)
+        windows = self._window_cover(table, path, kept, tokens, leases, now_s)
         grants: dict[int, LeaseGrant] = {}
         for position, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
             covered_tokens = min(lease.tokens, prompt_tokens)
             granted, has_gap = covered_tokens if table.write else 0, False
             if table.write and promised_seconds(lease.retention) > 0:
-                covered_blocks, has_gap = self._cover(
-                    table, path, kept, covered_blocks, covered_tokens, room
-                )
+                if windows is None:
+                    covered_blocks = self._cover(
+                        table, path, kept, covered_blocks, covered_tokens, room
+                    )
+                else:
+                    covered_blocks, has_gap = windows.cover(covered_blocks, covered_tokens, room)
                 granted = min(covered_tokens, covered_blocks * size)
             grants[position] = LeaseGrant(
                 lease_id=lease.lease_id,
@@ -101,6 +107,8 @@ class LeaseManager:
                 if table.beside:
                     self._extend_windows(table, node, index, spans, now_s)
             self._extend_below(table, path, kept, spans, now_s)
+            if windows is not None:
+                self._extend_kept_windows(table, windows, spans)
             for lease, _ in table.requested_leases:
                 if last := min(len(path), -(-lease.tokens // size)):
                     table.account.lease_endpoints.extend(lease.lease_id, path[last - 1])
@@ -178,18 +186,58 @@ class LeaseManager:
         """Apply the terms of the leases whose last windows contain block `index` to its window
         blocks.
         """
-        windows = self._manager.windows
+        if self.below is not None and len(node.run) < self._manager.block_size:
+            return  # levels copy whole blocks alone
         for group, promises in enumerate(table.window_promises):
             block = None if node.beside is None else node.beside[group]
             if block is None or index not in promises:
                 continue
+            if (group, index) in table.window_kept and not self._may_promise(table.account, block):
+                continue
             for lease_tokens, covered_blocks, requested in spans:
-                tokens = min(lease_tokens, table.prompt_tokens, covered_blocks * windows.block_size)
-                if windows.first_read(group, tokens) <= index < covered_blocks:
+                if self._is_read(table, group, index, lease_tokens, covered_blocks):
                     block.terms = block.terms or BlockTerms(math.inf)
                     block.terms.extend(requested, promised=True)
             self.update_deadlines(table.account, block, now_s)
             table.resumed.append(block)
+
+    def _is_read(
+        self, table: BlockTable, group: int, index: int, lease_tokens: int, covered_blocks: int
+    ) -> bool:
+        """Return whether resuming at the end of what a lease's promise covers reads block `index`
+        of a window group. O(1).
+        """
+        windows = self._manager.windows
+        tokens = min(lease_tokens, table.prompt_tokens, covered_blocks * windows.block_size)
+        first = first_promised(windows, group, tokens, has_level=self.below is not None)
+        return first <= index < covered_blocks
+
+    def _may_promise(self, account: NamespaceAccount, block: WindowBlock) -> bool:
+        """Return whether a window block is promised, or may be now: beside its node, and where
+        there is room for it and for the promises that return to the device with it. O(depth).
+        """
+        node = block.parent
+        if block.promised or block.promised_below:
+            return True
+        if node is None or not (node.promised or node.promised_below):
+            return False
+        return self._room_under(account, node).blocks > 0
+
+    def _extend_kept_windows(
+        self,
+        table: BlockTable,
+        windows: WindowCover,
+        spans: Sequence[tuple[int, int, LeaseSpans]],
+    ) -> None:
+        """Apply the leases of a table to window blocks that a level below alone has, and keeps the
+        promises of. O(these).
+        """
+        table.window_kept = windows.kept.keys()
+        for (group, index), terms in windows.kept.items():
+            for tokens, covered_blocks, requested in spans:
+                if self._is_read(table, group, index, tokens, covered_blocks):
+                    terms.extend(requested, promised=True)
+            self._follow_below(table.account, terms)
 
     def _cover(
         self,
@@ -199,25 +247,37 @@ class LeaseManager:
         covered_blocks: int,
         tokens: int,
         room: PromiseRoom,
-    ) -> tuple[int, bool]:
+    ) -> int:
         """Cover a promise of `tokens` tokens, beyond the `covered_blocks` that earlier leases of
         the table cover, as far as `room` allows.
 
         `kept`: the terms of the blocks behind `path` whose promises a level below keeps. Returns
-        the blocks then covered, and whether a freed window block stood in the way. Reserves the
-        blocks that are not computed yet. O(blocks).
+        the blocks then covered. Reserves the blocks that are not computed yet. O(blocks).
         """
-        if table.beside:
-            covered, room.total, has_gap = self._cover_windows(
-                table, path, covered_blocks, tokens, room.total
-            )
-            return covered, has_gap
         wanted_blocks = -(-tokens // self._manager.block_size)
         covered, reserved = cover(path, len(kept), covered_blocks, wanted_blocks, room)
         if reserved and not table.reserved:
             table.held_up = len(kept)
         table.reserved += reserved
-        return covered, False
+        return covered
+
+    def _window_cover(
+        self,
+        table: BlockTable,
+        path: Sequence[Node],
+        kept: Sequence[BlockTerms],
+        tokens: Sequence[int],
+        leases: Sequence[LeaseRequest],
+        now_s: float,
+    ) -> WindowCover | None:
+        """Return what covers a table's promises with window blocks; None without window groups."""
+        if not table.beside or not leases:
+            return None
+        below: Sequence[KeptWindows] | None = None
+        if self.below is not None:
+            is_asked = table.write and asks_promise(leases)
+            below = self.below.windows_of(table.namespace, tokens, now_s) if is_asked else ()
+        return WindowCover(self._manager.windows, table, path, len(kept), below)
 
     def promisable(
         self,
@@ -292,65 +352,16 @@ class LeaseManager:
                     terms.extend(requested, promised=index < covered_blocks)
             self._follow_below(table.account, terms)
 
-    def _cover_windows(
-        self, table: BlockTable, path: Sequence[Node], covered_blocks: int, tokens: int, room: int
-    ) -> tuple[int, int, bool]:
-        """Cover a promise as `_cover` does, with the blocks of its last window in each window
-        group. Returns the room left, too.
-
-        O(blocks of the windows) where the promise is covered whole.
-        """
-        size, room, has_gap = self._manager.block_size, max(0, room), False
-        covered = -(-tokens // size)
-        while covered > covered_blocks:
-            wanted, gap = self._missing_promises(table, path, covered, min(tokens, covered * size))
-            fresh = range(covered_blocks, covered)
-            cost = sum(i >= len(path) or not path[i].promised for i in fresh)
-            cost += sum(is_new for _, _, is_new in wanted)
-            has_gap = gap is not None
-            if gap is not None:
-                covered = gap
-            elif cost > room:  # a block less takes at most one block of each group less
-                covered -= max(1, (cost - room) // self._manager.windows.groups)
-            else:
-                for group, index, _ in wanted:
-                    table.window_promises[group].add(index)
-                    table.reserved += index >= len(path)
-                table.reserved += max(0, covered - max(covered_blocks, len(path)))
-                return covered, room - cost, False
-        return covered_blocks, room, has_gap
-
-    def _missing_promises(
-        self, table: BlockTable, path: Sequence[Node], covered: int, tokens: int
-    ) -> tuple[list[tuple[int, int, bool]], int | None]:
-        """Return the window blocks that a promise of `tokens` tokens in `covered` blocks adds to
-        the table's promises: (group, index, whether it takes room); and the index of a block that
-        has been freed, or None.
-        """
-        windows, wanted = self._manager.windows, []
-        for group, promises in enumerate(table.window_promises):
-            for index in range(covered - 1, windows.first_read(group, tokens) - 1, -1):
-                if index in promises:
-                    continue
-                block = None
-                if index < len(path):
-                    beside = path[index].beside
-                    block = None if beside is None else beside[group]
-                    if block is None:
-                        return [], index
-                wanted.append((group, index, block is None or not block.promised))
-        return wanted, None
-
     def release_reservation(self, table: BlockTable, index: int) -> None:
         """Release the reservations of block `index` of the table, which is now in the tree."""
         if table.held_up and table.node.promised:  # so are the blocks above it
             self._release_held_up(table, min(index + 1, table.kept_to) - table.kept_from)
-        if index < table.kept_to:
+        if not table.reserved or (index < table.kept_to and not table.beside):
             return
-        if table.reserved and index < max(
-            covered_blocks for _, covered_blocks in table.requested_leases
-        ):
-            released = 1 + sum(index in promises for promises in table.window_promises)
+        if index < max(covered_blocks for _, covered_blocks in table.requested_leases):
+            released = int(index >= table.kept_to)
+            for group, promises in enumerate(table.window_promises):
+                released += index in promises and (group, index) not in table.window_kept
             table.reserved -= released
             table.account.add_reserved(-released)
 
@@ -384,17 +395,21 @@ class LeaseManager:
         suspended, or whose nodes are no longer promised, are passed over.
         """
         spans = [span for span in _spans(table, now_s) if span[1] > table.committed]
-        room = self._room(table.account).blocks
         for block in table.resumed:
-            if block.parent is None or not (block.promised or room > 0):
+            if block.parent is None or not self._may_promise_last(table, block):
                 continue
-            if table.is_suspended and not block.parent.promised:
+            if table.is_suspended and not (block.parent.promised or block.parent.promised_below):
                 continue
-            room -= not block.promised
             block.terms = block.terms or BlockTerms(math.inf)
             for _, _, requested in spans:
                 block.terms.extend(requested, promised=True)
             self.update_deadlines(table.account, block, now_s)
+
+    def _may_promise_last(self, table: BlockTable, block: WindowBlock) -> bool:
+        if self.below is None:
+            return block.promised or self._room(table.account).blocks > 0
+        is_whole = block.parent is not None and len(block.parent.run) == self._manager.block_size
+        return is_whole and self._may_promise(table.account, block)
 
     def revoke(self, account: NamespaceAccount, lease_id: str) -> list[Node]:
         """Remove a lease. Return the topmost nodes that it alone covered.
@@ -435,7 +450,8 @@ class LeaseManager:
         """Yield each block under a lease, its terms, and whether it may be promised. A window
         block comes after its node.
 
-        A block may be promised if it is already, or if there is room for its promise.
+        A block may be promised if it is already, or if there is room for its promise. Where a level
+        below keeps the promise of its node, a window block's is not begun again.
         """
         room, waiting = None, 0
         for node in nodes:
@@ -443,7 +459,9 @@ class LeaseManager:
                 continue
             has_room = node.promised
             if node.terms.below_class is not None:
-                has_room, waiting = True, waiting + 1
+                has_room, waiting = True, waiting + isinstance(node, Node)
+            elif isinstance(node, WindowBlock) and node.parent and node.parent.promised_below:
+                has_room = False
             elif not has_room and node.terms.renew_promise_s > 0:
                 room = self._room(account) if room is None else room
                 room.waiting += waiting
@@ -475,8 +493,9 @@ class LeaseManager:
         if promised_class != node.promised_class:
             is_new = node.promised_class is None
             self._manager.set_promised(account, node, promised_class)
-            if is_new and self.below is not None and isinstance(node, Node):
-                self.fresh.append(node)
+            if is_new and self.below is not None:
+                if isinstance(node, Node):
+                    self.fresh.append(node)
                 self._return_to_device(account, node.parent, now_s)
 
     def lapse_promises(self, now_s: float) -> None:
@@ -497,14 +516,19 @@ class LeaseManager:
 
     # -- promises that a level below keeps ----------------------------------------------------
 
-    def keep_below(self, account: NamespaceAccount, node: Node) -> bool:
+    def keep_below(self, account: NamespaceAccount, node: TreeBlock) -> bool:
         """Let a level below keep the promise of a block, so that the device may evict it; return
-        whether that may be: not while a block under it is promised on the device, or will be, for a
-        sequence that has yet to compute it. O(log n), and O(tables) where there are such blocks.
+        whether that may be: not while a block under it, or of its windows, is promised on the
+        device, or will be, for a sequence that has yet to compute it. O(log n), and O(tables) where
+        there are such blocks.
         """
         terms, promised_class = node.terms, node.promised_class
-        if terms is None or promised_class is None or node.promised_children:
+        if terms is None or promised_class is None:
             return False
+        if isinstance(node, Node):
+            beside = node.beside or ()
+            if node.promised_children or any(one is not None and one.promised for one in beside):
+                return False
         if account.reserved and any(
             table.reserved and _last_on_device(table) is node for table in self._manager.tables
         ):
@@ -557,10 +581,13 @@ class LeaseManager:
         if is_away:
             account.add_away(-1)
 
-    def take_back(self, account: NamespaceAccount, node: Node, now_s: float) -> bool:
+    def take_back(self, account: NamespaceAccount, node: TreeBlock, now_s: float) -> bool:
         """Bring the promise of a block back to the device, with those of the blocks above it, if
-        there is room for all of them; return whether there was. O(depth).
+        there is room for all of them; return whether there was. That of a window block returns to
+        a node that is promised there. O(depth).
         """
+        if isinstance(node, WindowBlock):
+            return self._take_back_window(account, node)
         wanted, above = 0, node
         while above.promised_below and above.parent is not None:
             wanted, above = wanted + 1, above.parent
@@ -569,16 +596,24 @@ class LeaseManager:
         self._return_to_device(account, node, now_s)
         return True
 
+    def _take_back_window(self, account: NamespaceAccount, block: WindowBlock) -> bool:
+        node, terms = block.parent, block.terms
+        if node is None or terms is None or not node.promised or self._room(account).device < 1:
+            return False
+        self.end_below(account, terms, is_away=False)
+        self._set_promise_deadline(account, block, terms)
+        self._manager.set_promised(account, block, terms.promised_class)
+        return True
+
     def promise_again(
-        self, account: NamespaceAccount, node: Node, until_s: float, name: str, now_s: float
+        self, account: NamespaceAccount, node: TreeBlock, until_s: float, name: str, now_s: float
     ) -> bool:
         """Promise a block on the device again whose keeping below was given up; return whether
         there was room. O(depth).
         """
-        room, above = self._room(account), node.parent
-        while above is not None and above.promised_below:
-            room.waiting, above = room.waiting + 1, above.parent
-        if node.terms is None or not room.take():
+        if isinstance(node, WindowBlock) and not (node.parent and node.parent.promised):
+            return False
+        if node.terms is None or not self._room_under(account, node.parent).take():
             return False
         node.terms.extend_promise(until_s, name)
         self.update_deadlines(account, node, now_s)
@@ -589,9 +624,22 @@ class LeaseManager:
         keeps of its tokens: its use is a read. O(1).
         """
         assert self.below is not None, "a level that keeps promises"
-        terms = self.below.adopt(account, node, now_s)
-        if terms is None:
-            return
+        if (terms := self.below.adopt(account, node, now_s)) is not None:
+            self._adopt(account, node, terms, now_s)
+        for block in filter(None, node.beside or ()):
+            self.adopt_window(account, block, now_s)
+
+    def adopt_window(self, account: NamespaceAccount, block: WindowBlock, now_s: float) -> None:
+        """Give a window block that a node has just got the terms of the promise that a level below
+        keeps of it. O(1).
+        """
+        terms = None if self.below is None else self.below.adopt_window(account, block, now_s)
+        if terms is not None:
+            self._adopt(account, block, terms, now_s)
+
+    def _adopt(
+        self, account: NamespaceAccount, node: TreeBlock, terms: BlockTerms, now_s: float
+    ) -> None:
         if node.terms is not None:
             terms.merge(node.terms)
         node.terms = terms
@@ -605,9 +653,7 @@ class LeaseManager:
         """
         if not table.kept_from <= index < table.kept_to or node.promised or node.promised_below:
             return 0
-        room, above = self._room(table.account), node.parent
-        while above is not None and above.promised_below:
-            room.waiting, above = room.waiting + 1, above.parent
+        room = self._room_under(table.account, node.parent)
         has_device = table.held_up > 0 or room.device - room.waiting > 0
         if room.total > 0 and has_device:
             return 0
@@ -685,6 +731,15 @@ class LeaseManager:
     def _room(self, account: NamespaceAccount) -> PromiseRoom:
         """Return the room for promises to this namespace's payer."""
         return self._room_of(account.payer_account, account.payer_account.quota)
+
+    def _room_under(self, account: NamespaceAccount, node: Node | None) -> PromiseRoom:
+        """Return the room for a promise on the device under a node: those above it that a level
+        below keeps return with it. O(depth).
+        """
+        room = self._room(account)
+        while node is not None and node.promised_below:
+            room.waiting, node = room.waiting + 1, node.parent
+        return room
 
     def _room_of(self, payer_account: PayerAccount | None, quota: Quota) -> PromiseRoom:
         """Return the room for promises to a payer, None for one without an account, and the bounds

@@ -464,7 +464,7 @@ class PrefixCache:
 
     # -- levels below -------------------------------------------------------------------------
 
-    def account_of(self, node: Node) -> NamespaceAccount | None:
+    def account_of(self, node: TreeBlock) -> NamespaceAccount | None:
         """Return the account whose tree has this node; None once it has left. O(1)."""
         return None if node.parent is None else self._manager.owner[node.block]
 
@@ -559,21 +559,22 @@ class PrefixCache:
         fresh, self._leases.fresh = self._leases.fresh, []
         return fresh
 
-    def keep_below(self, node: Node) -> bool:
-        """Let the level below keep the promise of a node; return whether that may be: not while a
-        block under it is promised on the device. Node and level share `node.terms` from then on.
+    def keep_below(self, node: TreeBlock) -> bool:
+        """Let the level below keep the promise of a node, or window block; return whether that may
+        be: not while a block under it, or of its windows, is promised on the device. Node and level
+        share `node.terms` from then on.
         """
         account = self.account_of(node)
         return account is not None and self._leases.keep_below(account, node)
 
-    def take_back(self, node: Node, now_s: float) -> bool:
+    def take_back(self, node: TreeBlock, now_s: float) -> bool:
         """Bring a promise that the level below kept back to the device, with those above it; return
         whether there was room. O(depth).
         """
         account = self.account_of(node)
         return account is not None and self._leases.take_back(account, node, now_s)
 
-    def promise_again(self, node: Node, until_s: float, name: str, now_s: float) -> bool:
+    def promise_again(self, node: TreeBlock, until_s: float, name: str, now_s: float) -> bool:
         """Promise a node on the device again whose keeping below an erasure has ended, but that the
         erasure did not take: another lease covers it. Without room that is told as a loss; return
         whether there was any. O(depth).
@@ -610,8 +611,8 @@ class PrefixCache:
             if account.below or account.away:
                 yield account.namespace, account.below_in, account.away
 
-    def is_in_use(self, node: Node) -> bool:
-        """Return whether a sequence uses a node of the tree. O(1)."""
+    def is_in_use(self, node: TreeBlock) -> bool:
+        """Return whether a sequence uses a node of the tree, or a window block. O(1)."""
         return node.parent is not None and self._manager.is_in_use(node.block)
 
     # -- expiry, erasure, checks --------------------------------------------------------------

@@ -65,7 +65,8 @@ class WindowManager:
             if row[index] == HOLE:
                 continue  # it was loaded, and no query behind it reads this block
             if block is None:
-                self._manager.fill(table.account, node, group, row[index], now_s)
+                fresh = self._manager.fill(table.account, node, group, row[index], now_s)
+                self._leases.adopt_window(table.account, fresh, now_s)
                 filled += 1
             elif block.block != row[index]:
                 self._manager.pin(block)

@@ -38,7 +38,10 @@ class GpuPacker:
     compiles them."""
 
     def __init__(self, storage: KvStorage, name: PackedName) -> None:
-        """Raises ValueError as `packed_format`."""
+        """Raises ValueError as `packed_format`, and for several KV groups."""
+        if storage.format.groups:
+            count = len(storage.format.groups)
+            raise ValueError(f"a GPU packs blocks of one KV group; this model has {count}")
         self._format = packed_format(name, storage.format)
         self._name = name
         self._blocks = storage.data

@@ -10,7 +10,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from engine.moves import WHOLE, Fidelity, Move, Moved, SlotFormat, SlotLayout
+from engine.moves import (
+    WHOLE,
+    Fidelity,
+    Move,
+    Moved,
+    SlotFormat,
+    SlotLayout,
+    stride_of,
+    whole_format,
+)
 from kernels.reference_kv import UnpackableError
 
 Kind = Literal["offload", "load"]
@@ -164,7 +173,7 @@ def formats_of(
     own: SlotFormat, packers: Mapping[str, SizedPacker], layout: SlotLayout, groups: int = 1
 ) -> tuple[SlotFormat, ...]:
     """Return the formats of a transfer engine's copies, the pool's own first; with several KV
-    groups, then that of a block in each.
+    groups, then that of a block in each, and at the end those of a packed block in each.
 
     Raises ValueError if the memory has no room for a copy of one of them.
     """
@@ -173,6 +182,11 @@ def formats_of(
         own,
         *([whole] if groups > 1 else []),
         *(SlotFormat(name, one.block_bytes, one.fidelity) for name, one in packers.items()),
+        *(
+            SlotFormat(whole_format(name), groups * stride_of(one.block_bytes), one.fidelity)
+            for name, one in packers.items()
+            if groups > 1
+        ),
     )
     for one in found:
         if not layout.capacity(one.slot_bytes):

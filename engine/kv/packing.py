@@ -50,8 +50,8 @@ def packed_format(name: str, kv: KvFormat) -> PackedFormat:
     """Return the packed format `name` of a pool.
 
     Raises ValueError for an unknown name, and for pools that the format does not fit: int8, whose
-    copies are as they are, latents, several KV groups, blocks that are not of 16 tokens, and for
-    `int4c` a head size that is no power of two.
+    copies are as they are, latents, blocks that are not of 16 tokens, and for `int4c` a head size
+    that is no power of two.
     """
     known: tuple[PackedName, ...] = get_args(PackedName)
     found = next((known_name for known_name in known if known_name == name), None)
@@ -63,8 +63,6 @@ def packed_format(name: str, kv: KvFormat) -> PackedFormat:
         raise ValueError(f"{name} packs blocks of 16 tokens; these have {kv.block_size}")
     if kv.parts != 2:
         raise ValueError(f"{name} packs keys and values; this model keeps latents")
-    if kv.groups:
-        raise ValueError(f"{name} packs blocks of one KV group; this model has {len(kv.groups)}")
     if found == "int4c" and kv.head_dim & (kv.head_dim - 1):
         raise ValueError(
             f"int4c rotates heads whose size is a power of two; this model's have {kv.head_dim}; "
@@ -142,8 +140,7 @@ def packers_of(
     library: Path | None = None,
     names: Sequence[PackedName] = get_args(PackedName),
 ) -> dict[str, StoragePacker]:
-    """Return a packer for each of these formats that fits the storage, by name; none for latents
-    and for several KV groups."""
+    """Return a packer by name for each of these formats that fits the storage; none for latents."""
     found: dict[str, StoragePacker] = {}
     for name in names:
         with contextlib.suppress(ValueError):

@@ -27,7 +27,16 @@ from engine.kv.move_queue import (
     verify,
 )
 from engine.kv.storage import KvStorage
-from engine.moves import LOADS_MAX, WHOLE, Move, Moved, SlotFormat
+from engine.moves import (
+    LOADS_MAX,
+    WHOLE,
+    Move,
+    Moved,
+    SlotFormat,
+    is_whole_format,
+    packed_part,
+    stride_of,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -128,56 +137,59 @@ class CpuTransferEngine:
         return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
 
     def _offload(self, move: Move) -> bytes:
-        """Copy or pack the block into the slot. Returns the digest of the slot."""
-        packer = self._packer(move)
-        block = self._block(move.block)
+        """Copy or pack the blocks into the slot. Returns the digest of the slot."""
+        packer, blocks = self._packer(move), self._group_blocks(move)
         slot = self._slot(move, packer)
-        if packer is not None:
-            packer.pack(move.block, slot)
-        elif move.beside:
-            for part, number in zip(self._parts(move, slot), self._group_blocks(move), strict=True):
+        for part, number in zip(self._parts(move, slot), blocks, strict=True):
+            if packer is None:
                 np.copyto(part, self._block(number))
-        else:
-            np.copyto(slot, block)
+                continue
+            packer.pack(number, part[: packer.block_bytes])
+            part[packer.block_bytes :] = 0  # what lay there before is of another copy
         return xxhash.xxh3_128_digest(slot.data)
 
     def _load(self, move: Move) -> bytes:
-        """Check the slot's bytes, then copy or unpack them into the block."""
-        packer = self._packer(move)
-        block = self._block(move.block)
+        """Check the slot's bytes, then copy or unpack them into the blocks."""
+        packer, blocks = self._packer(move), self._group_blocks(move)
         slot = self._slot(move, packer)
+        parts = self._parts(move, slot)
         if move.check:
             verify(move, xxhash.xxh3_128_digest(slot.data))
-        if packer is not None:
-            packer.unpack(slot, move.block)
-        elif move.beside:
-            for part, number in zip(self._parts(move, slot), self._group_blocks(move), strict=True):
-                if number >= 0:
-                    np.copyto(self._block(number), part)
-        else:
-            np.copyto(block, slot)
+        for part, number in zip(parts, blocks, strict=True):
+            if number < 0:
+                continue
+            if packer is None:
+                np.copyto(self._block(number), part)
+            else:
+                packer.unpack(part[: packer.block_bytes], number)
         return move.check
 
     def _group_blocks(self, move: Move) -> tuple[int, ...]:
         """Return the blocks of a move in all KV groups; below 0 for one that it leaves alone."""
         blocks = (move.block, *move.beside)
-        for number in blocks:
-            if number >= 0 or move.kind == "offload":
+        for index, number in enumerate(blocks):
+            if number >= 0 or move.kind == "offload" or not index:
                 self._block(number)  # all are known before the first one is touched
         return blocks
 
     def _parts(self, move: Move, slot: Bytes) -> Bytes:
-        """Return a slot's bytes by KV group: [1 + beside, block_bytes]."""
-        if move.format != WHOLE or 1 + len(move.beside) != self._groups:
-            raise ValueError(f"{1 + len(move.beside)} blocks; expected {self._groups} as {WHOLE!r}")
-        parts: Bytes = slot.reshape(1 + len(move.beside), -1)
+        """Return a slot's bytes by KV group: [1 + beside, bytes of a block]."""
+        count = 1 + len(move.beside)
+        if count != (self._groups if is_whole_format(move.format) else 1):
+            what = f"{self._groups} as {WHOLE!r}, one as any other"
+            raise ValueError(f"{count} blocks as {move.format!r}; expected {what}")
+        parts: Bytes = slot.reshape(count, -1)
         return parts
 
     def _bytes_of(self, move: Move) -> int:
         return int(self._blocks.shape[1]) * (1 + len(move.beside))
 
     def _slot(self, move: Move, packer: BlockPacker | None) -> Bytes:
-        size = self._bytes_of(move) if packer is None else packer.block_bytes
+        size = self._bytes_of(move)
+        if packer is not None:
+            size = packer.block_bytes
+            if is_whole_format(move.format):
+                size = stride_of(size) * self._groups
         return np.frombuffer(self._memory.view(move.slot, size), np.uint8)
 
     def _block(self, block: int) -> Bytes:
@@ -187,8 +199,9 @@ class CpuTransferEngine:
         return found
 
     def _packer(self, move: Move) -> BlockPacker | None:
-        if not move.format or move.format == WHOLE:
+        name = packed_part(move.format)
+        if not name:
             return None
-        if move.format not in self._packers:
-            raise unknown_format(move.format, self._packers)
-        return self._packers[move.format]
+        if name not in self._packers:
+            raise unknown_format(name, self._packers)
+        return self._packers[name]

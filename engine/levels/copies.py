@@ -39,7 +39,7 @@ class CopyBook:
     changed. `formats`: what copies are made in, and what each namespace allows. `notes`: what the
     next engine will know of them, None where host memory ends with this one. `remains`: whose bytes
     lie in which slots. `on_removed` is called with each copy that leaves the tree, while its node
-    is still known.
+    is still known; `on_lesser` with each that has lost its slot, or its record, and stays.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class CopyBook:
         self._held: Counter[int] = Counter()
         self._disk_only: OrderedDict[Copy, None] = OrderedDict()
         self.on_removed: Callable[[Copy], None] = lambda copy: None
+        self.on_lesser: Callable[[Copy], None] = lambda copy: None
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -131,6 +132,8 @@ class CopyBook:
         copy.record_id, copy.record_format = record_id, form
         self.accounts.update(copy)
         self._note_disk_only(copy)
+        if copy.window_terms and copy.parent is not None:
+            self.on_lesser(copy)
 
     def strike(self, copy: Copy, slot: int) -> None:
         """Give up the copy from which a move over `slot` failed: host memory's if it lies there,
@@ -146,6 +149,8 @@ class CopyBook:
             self.set_record(copy, 0)
         if copy.slot < 0 and not copy.record_id:
             self.prefixes.remove(copy)
+        elif copy.window_terms:
+            self.on_lesser(copy)
 
     def sync(self, copy: Copy, node: Node) -> None:
         """Apply a node's terms to its copy: limits and promises only ever lengthen."""
@@ -347,7 +352,7 @@ class CopyBook:
             if len(self._disk_only) <= DISK_ONLY_MAX:
                 break
             oldest = next(iter(self._disk_only))
-            if oldest.children or oldest.terms is not None:
+            if oldest.children or oldest.keeps_promise:
                 self._disk_only.move_to_end(oldest)
             else:
                 self.prefixes.remove(oldest)
@@ -357,6 +362,8 @@ class CopyBook:
         self._count_host(copy, -1, -size)
         if copy.record_id:
             self._note_disk_only(copy)
+            if copy.window_terms:
+                self.on_lesser(copy)
         else:
             self.prefixes.remove(copy)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine.api import AT_REST, FIDELITIES, AtRest, Fidelity, Namespace
-from engine.moves import WHOLE, SlotFormat
+from engine.moves import WHOLE, SlotFormat, is_whole_format
 
 OWN: Final = 0
 """The index of the pool's own format."""
@@ -31,9 +31,11 @@ class CopyFormats:
         names = [one.name for one in self.formats]
         self.whole = names.index(WHOLE) if WHOLE in names else None
         """The index of `WHOLE`, None for a model with one KV group."""
+        self._wholes = frozenset(i for i, name in enumerate(names) if is_whole_format(name))
         self._allowed: dict[Namespace, Fidelity] = {}
         self._at_rest: dict[Namespace, AtRest] = {}  # where it is less than `remote`
-        self._by_fidelity = {one: self._smallest(one) for one in FIDELITIES}
+        self._of_group_0 = {one: self._smallest(one, is_whole=False) for one in FIDELITIES}
+        self._of_all = {one: self._smallest(one, is_whole=True) for one in FIDELITIES}
 
     def allow(self, namespace: Namespace, fidelity: Fidelity) -> None:
         """Note how far from exact the copies of a namespace may be. O(1)."""
@@ -58,9 +60,16 @@ class CopyFormats:
         self._at_rest[namespace] = at_rest
         return before == "remote"
 
-    def of(self, namespace: Namespace) -> int:
-        """Return the format that copies of a namespace are made in. O(1)."""
-        return self._by_fidelity[self.allowed(namespace)]
+    def of(self, namespace: Namespace, *, is_whole: bool = False, is_own: bool = False) -> int:
+        """Return the format that copies of a namespace are made in. `is_whole`: with the blocks of
+        all KV groups; `is_own`: with blocks as they are. O(1).
+        """
+        found = self._of_all if is_whole else self._of_group_0
+        return found["exact" if is_own else self.allowed(namespace)]
+
+    def is_whole(self, form: int) -> bool:
+        """Return whether a format has the blocks of all KV groups. O(1)."""
+        return form in self._wholes
 
     def is_own(self, form: int) -> bool:
         """Return whether a format has blocks as they are. O(1)."""
@@ -73,7 +82,9 @@ class CopyFormats:
                 return index
         return None
 
-    def _smallest(self, allowed: Fidelity) -> int:
+    def _smallest(self, allowed: Fidelity, *, is_whole: bool) -> int:
         most = FIDELITIES.index(allowed)
         known = [i for i, one in enumerate(self.formats) if FIDELITIES.index(one.fidelity) <= most]
-        return min(known, key=lambda index: self.formats[index].slot_bytes, default=OWN)
+        known = [index for index in known if self.is_whole(index) == is_whole]
+        own = OWN if self.whole is None or not is_whole else self.whole
+        return min(known, key=lambda index: self.formats[index].slot_bytes, default=own)

@@ -277,7 +277,7 @@ class Loads:
     def _targets(self, table: BlockTable, index: int, form: int) -> tuple[int, tuple[int, ...]]:
         """Return the blocks that a copy of a format fills: group 0's, and those of the window
         groups; a hole there is not filled."""
-        is_whole = form == self._book.formats.whole
+        is_whole = self._book.formats.is_whole(form)
         return table.blocks[index], tuple(row[index] for row in table.beside if is_whole)
 
     def give_up(self, load: Load) -> None:

@@ -19,7 +19,6 @@ from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.levels.copies import CopyBook
-from engine.levels.copy_formats import OWN
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
 from engine.moves import Move, Moved
@@ -314,14 +313,13 @@ class Offloading:
         blocks that each takes with it.
         """
         kept, slots = parent.slot, list[int]()
-        form, payer = self._book.formats.of(account.namespace), account.payer_account.payer
+        formats, payer = self._book.formats, account.payer_account.payer
         if kept >= 0:
             self._book.hold(kept)
         for node, windows in zip(wanted, beside, strict=True):
-            own = OWN if node in self._unpackable else form
-            if windows and self._book.formats.whole is not None:
-                own = self._book.formats.whole
-            slot = self._book.take_slot(payer, account.namespace, own, used_at_s=used_at_s)
+            is_whole, is_own = bool(windows), node in self._unpackable
+            form = formats.of(account.namespace, is_whole=is_whole, is_own=is_own)
+            slot = self._book.take_slot(payer, account.namespace, form, used_at_s=used_at_s)
             if slot is None:
                 break
             slots.append(slot)
@@ -386,7 +384,7 @@ class Offloading:
         whether it has got it."""
         book = self._book
         if copy.slot >= 0:
-            is_better = book.accounts.pool.format_of(slot) == book.formats.whole
+            is_better = book.formats.is_whole(book.accounts.pool.format_of(slot))
             if not is_better or self._windows.is_whole(copy):
                 return False
             book.hold(slot)

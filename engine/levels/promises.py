@@ -6,6 +6,11 @@ until when it keeps it; from then on the device may evict the block. A copy that
 not given up for room. What the level loses all the same returns to the device where its block still
 is and there is room, else it is told as lost, once.
 
+A copy keeps the promise of its run, and those of the run's window blocks where it has the blocks
+of all groups. These move down before the run's does, which else stays; they end, return and are
+lost each by itself, since a run's promise may return to the device while its window blocks are
+gone from there.
+
 The disk is told of a promise's end when it moves, at the latest a while before the end that it
 knows; the slot table is, too. From there the next engine takes promises over (`take_over`), charges
 them to their payers and keeps them. This module moves no bytes and reads no clock: callers pass
@@ -22,13 +27,14 @@ from typing import Final
 
 from engine.api import LevelName, Namespace, Payer
 from engine.cache import PrefixCache
-from engine.cache.kept_below import FoundPromise
+from engine.cache.kept_below import FoundPromise, KeptWindows
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms, Deadlines
-from engine.cache.tree.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
 from engine.errors import InvariantViolation
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
+from engine.levels.window_copies import WholeCopies, WindowCopies
 from engine.moves import PromiseTerms, RecordId, Renew, Renewed
 
 RENEWED_PART: Final = 1 / 8
@@ -45,6 +51,8 @@ CLOCK_SLACK_S: Final = 0.01
 """Seconds by which the disk may round a time."""
 UNKNOWN_CLASS: Final = "unknown"
 """The class of a promise of which a level knows the end alone."""
+RUN: Final = -1
+"""In place of a window group: the promise of a run, for its block in KV group 0."""
 FOREVER_S: Final = 10 * 365 * 86_400.0
 """What the disk is told of a promise or a limit without an end."""
 
@@ -54,13 +62,13 @@ class KeptPromises:
 
     `kept`: blocks whose promise the level keeps; `kept_by_payer`: by payer. `lost_total`: promises
     that it lost. `is_erasing`: what leaves the book of copies now leaves by an erasure.
-    `is_keeping` False: promises stay on the device, and the level is told of them alone.
     """
 
     def __init__(
         self,
         cache: PrefixCache,
         book: CopyBook,
+        windows: WindowCopies,
         level: LevelName,
         next_id: Callable[[], int],
         send: Callable[[Renew], None],
@@ -69,19 +77,20 @@ class KeptPromises:
         self.kept = self.lost_total = 0
         self.kept_by_payer: Counter[Payer] = Counter()
         self.is_erasing = False
-        self.is_keeping = True
         self.copy_again: Callable[[Node], None] = lambda node: None
         self.store_again: Callable[[Copy], None] = lambda copy: None
-        self._cache, self._book = cache, book
+        self._cache, self._book, self._windows = cache, book, windows
+        self._room = WholeCopies(cache, book, windows, level)
         self._next_id, self._send = next_id, send
         self._ends: dict[Node, float] = {}
         self._due: Deadlines[Copy] = Deadlines()
         self._renewals: dict[int, tuple[list[Copy], list[RecordId], float]] = {}
         self._renewing: set[Copy] = set()
-        self._spared: list[tuple[Node, float, str]] = []
-        """Nodes whose copies an erasure has taken, with their promises: it may not take them."""
+        self._spared: list[tuple[TreeBlock, float, str]] = []
+        """Blocks whose copies an erasure has taken, with their promises: it may not take them."""
         self._now_s = 0.0
         book.on_removed = self._removed
+        book.on_lesser = self._lesser
 
     @property
     def renewals(self) -> int:
@@ -113,23 +122,42 @@ class KeptPromises:
 
     def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> BlockTerms | None:
         """See `KeptBelow`. The copy stands for the node from now on."""
-        above = node.parent
-        assert above is not None, "it has just entered the tree"
-        parent = self._book.of_node(above)
-        if not above.run:
-            parent = self._book.prefixes.root(account.namespace)
-        copy = None if parent is None else parent.children.get(node.run)
+        copy = self._copy_of(account, node)
         if copy is None:
             return None
-        self._book.link(copy, node)
         is_over = copy.terms is None or copy.terms.limit_at_s <= now_s
         return None if is_over else copy.terms
+
+    def windows_of(
+        self, namespace: Namespace, tokens: Sequence[int], now_s: float
+    ) -> list[KeptWindows]:
+        """See `KeptBelow`."""
+        found: list[KeptWindows] = []
+        children = self._book.prefixes.root(namespace).children
+        for run in zip(*[iter(tokens)] * self._cache.block_size, strict=False):
+            copy = children.get(run)
+            if copy is None or copy.is_over(now_s):
+                break
+            terms = [_live(one, now_s) for one in copy.window_terms]
+            found.append(KeptWindows(terms, self._is_fixed(copy)))
+            children = copy.children
+        return found
+
+    def adopt_window(
+        self, account: NamespaceAccount, block: WindowBlock, now_s: float
+    ) -> BlockTerms | None:
+        """See `KeptBelow`."""
+        assert block.parent is not None, "it has just entered the tree"
+        copy = self._copy_of(account, block.parent)
+        if copy is None or not copy.window_terms or copy.is_over(now_s):
+            return None
+        return copy.window_terms[block.group]
 
     def returned(self, node: Node) -> None:
         """See `KeptBelow`."""
         copy = self._book.of_node(node)
         if copy is not None:
-            self._forget(copy)
+            self._forget(copy, RUN)
 
     # -- what became of copies ----------------------------------------------------------------
 
@@ -147,16 +175,19 @@ class KeptPromises:
 
     def settle(self, node: Node, now_s: float) -> None:
         """Let the promises from a node upward move down, as far as they may. O(these)."""
-        above: Node | None = node if self.is_keeping else None
+        above: Node | None = node
+        seen = set[Node]()
         while above is not None and above.promised and not above.promised_children:
             copy = self._book.of_node(above)
-            if copy is None or not self._is_durable(copy, now_s):
+            if copy is None or not self._may_keep(copy, above, seen, now_s):
+                self._ends.setdefault(above, now_s + RETRY_S)
                 return
+            for block in filter(None, above.beside or ()):
+                if block.promised and self._cache.keep_below(block):
+                    self._keep(copy, block.group, block.terms)
             if not self._cache.keep_below(above):
                 return
-            copy.terms = above.terms
-            self.kept += 1
-            self.kept_by_payer[copy.payer] += 1
+            self._keep(copy, RUN, above.terms)
             self._book.accounts.update(copy)
             self._watch(copy, now_s)
             self._ends.pop(above, None)
@@ -217,8 +248,13 @@ class KeptPromises:
             terms = _terms_of(told, until_s, max(top.limit_at_s, copy.limit_at_s))
             if min(until_s, terms.limit_at_s) <= now_s:
                 return
-            self._take_over(top, terms, now_s)
+            self._take_over(top, RUN, terms, now_s)
             top = top.parent
+        if told is not None and self._windows.keeps_whole(copy):
+            for group in range(len(self._cache.windows.windows)):
+                if group in told.window_groups:
+                    terms = _terms_of(told, until_s, math.inf)
+                    self._take_over(copy, group, terms, now_s)
 
     def tell_all(self, now_s: float) -> None:
         """Tell the level what it does not know yet of the ends of promises: this engine ends.
@@ -226,7 +262,7 @@ class KeptPromises:
         moved = [
             copy
             for copy in self._book.prefixes
-            if copy.terms is not None and copy.record_id and self._is_short(copy, copy.terms)
+            if copy.record_id and any(self._is_short(copy, one) for _, one in _kept_by(copy))
         ]
         self._renew_each(reversed(moved), now_s)
 
@@ -260,7 +296,8 @@ class KeptPromises:
         self._now_s = now_s
         self._cache.expire(now_s)
         spared, self._spared = self._spared, []
-        for node, until_s, name in reversed(spared):  # those above first
+        spared.sort(key=lambda one: isinstance(one[0], Node))
+        for node, until_s, name in reversed(spared):  # those above first, then window blocks
             if node.parent is not None:
                 self.lost_total += not self._cache.promise_again(node, until_s, name, now_s)
         for node in self._cache.take_promised():
@@ -283,16 +320,17 @@ class KeptPromises:
         classes: Counter[tuple[Namespace, str]] = Counter()
         gone: Counter[Namespace] = Counter()
         for copy in self._book.prefixes:
-            terms = copy.terms
-            if terms is None:
-                continue
-            if terms.below_class is None or (copy.slot < 0 and not copy.record_id):
-                raise InvariantViolation(f"a promise of {copy.run} that no copy keeps")
-            kept += 1
-            classes[copy.namespace, terms.below_class] += 1
-            if not _is_here(copy, terms):
-                away += 1
-                gone[copy.namespace] += 1
+            for group, terms in _kept_by(copy):
+                has_bytes = copy.slot >= 0 or copy.record_id != 0
+                if group != RUN:
+                    has_bytes = self._windows.keeps_whole(copy)
+                if terms.below_class is None or not has_bytes:
+                    raise InvariantViolation(f"a promise of {copy.run} that no copy keeps")
+                kept += 1
+                classes[copy.namespace, terms.below_class] += 1
+                if _block_of(copy, group, terms) is None:
+                    away += 1
+                    gone[copy.namespace] += 1
         if kept != self.kept or kept != self.kept_by_payer.total():
             raise InvariantViolation(f"{self.kept} promises kept below, recounted: {kept}")
         for namespace, below, away_here in self._cache.promises_below():
@@ -308,6 +346,54 @@ class KeptPromises:
 
     # -- internals ----------------------------------------------------------------------------
 
+    def _copy_of(self, account: NamespaceAccount, node: Node) -> Copy | None:
+        """Return the copy that has the tokens of a node, and link them. O(1)."""
+        above = node.parent
+        assert above is not None, "it is in the tree"
+        parent = self._book.of_node(above)
+        if not above.run:
+            parent = self._book.prefixes.root(account.namespace)
+        copy = None if parent is None else parent.children.get(node.run)
+        if copy is not None:
+            self._book.link(copy, node)
+        return copy
+
+    def _may_keep(self, copy: Copy, node: Node, seen: set[Node], now_s: float) -> bool:
+        """Return whether a copy may keep the promises of a node and of its window blocks: these
+        with those of all nodes above it whose window blocks are promised on the device, since a
+        resume needs them all. `seen`: nodes that were looked at; it adds to them. O(these).
+        """
+        if not self._is_durable(copy, now_s) or not self._room.may_keep(copy):
+            return False
+        above: Node | None = node
+        while above is not None and above not in seen and _has_promised_windows(above):
+            one = self._book.of_node(above)
+            if one is None or not self._is_durable(one, now_s):
+                return False
+            if not self._windows.keeps_whole(one, self.level):
+                return False
+            seen.add(above)
+            above = above.parent
+        return True
+
+    def _is_fixed(self, copy: Copy) -> bool:
+        """Return whether a copy stays without window blocks: a record is not exchanged."""
+        has_record = self.level == "disk" and copy.record_id != 0
+        return has_record and not self._windows.keeps_whole(copy, "disk")
+
+    def _keep(self, copy: Copy, group: int, terms: BlockTerms | None) -> None:
+        """Note that a copy keeps the promise of its run (`RUN`), or of its window block."""
+        if group == RUN:
+            copy.terms = terms
+        else:
+            kept = list(copy.window_terms) or [None] * len(self._cache.windows.windows)
+            assert kept[group] is None, "a window block adopts what its copy keeps"
+            kept[group] = terms
+            copy.window_terms = kept
+        self.kept += 1
+        self.kept_by_payer[copy.payer] += 1
+        self._room.keep(copy)
+
     def _is_durable(self, copy: Copy, now_s: float) -> bool:
         if self.level == "host":
             return copy.slot >= 0
@@ -319,6 +405,8 @@ class KeptPromises:
         if copy is None:
             self.copy_again(node)
             return
+        if self._windows.lacks(copy, node):
+            self.copy_again(node)
         self._book.sync(copy, node)
         self.settle(node, now_s)
         if not node.promised or self.level == "host":
@@ -370,28 +458,30 @@ class KeptPromises:
             terms = node.terms
         return -math.inf if terms is None else terms.promise_at_s
 
-    def _take_over(self, copy: Copy, terms: BlockTerms, now_s: float) -> None:
-        node = self._book.find_node(copy)
-        found = FoundPromise(copy.namespace, copy.payer, terms, copy.terms, node)
+    def _take_over(self, copy: Copy, group: int, terms: BlockTerms, now_s: float) -> None:
+        block: TreeBlock | None = self._book.find_node(copy)
+        known = copy.terms
+        if group != RUN:
+            block = block.beside[group] if isinstance(block, Node) and block.beside else None
+            known = copy.window_terms[group] if copy.window_terms else None
+        found = FoundPromise(copy.namespace, copy.payer, terms, known, block)
         if self._cache.take_over(found, now_s):
-            copy.terms = terms
-            self.kept += 1
-            self.kept_by_payer[copy.payer] += 1
+            self._keep(copy, group, terms)
         self._book.note_promise(copy)
-        if copy.terms is not None:
+        if copy.keeps_promise:
             self._book.accounts.update(copy)
             self._watch(copy, now_s)
 
     def _watch(self, copy: Copy, now_s: float) -> None:
         """Have a kept promise examined when it may end, or has to be renewed on disk."""
-        assert copy.terms is not None, "it keeps a promise"
-        if copy.has_promise_deadline:
+        kept = [terms for _, terms in _kept_by(copy)]
+        if copy.has_promise_deadline or not kept:
             return
-        due_s = copy.terms.promise_at_s
+        due_s = min(terms.promise_at_s for terms in kept)
         if self.level == "disk":
             if copy.record_id and copy.renew_at_s > now_s:
                 due_s = min(due_s, copy.renew_at_s)
-            elif not copy.record_id or self._is_short(copy, copy.terms):
+            elif not copy.record_id or any(self._is_short(copy, terms) for terms in kept):
                 due_s = min(due_s, now_s + RETRY_S)
         if due_s < math.inf:
             copy.has_promise_deadline = True
@@ -402,26 +492,33 @@ class KeptPromises:
         renewed: list[Copy] = []
         for copy in self._due.take_due(now_s):
             copy.has_promise_deadline = False
-            terms = copy.terms
-            if terms is None or copy.parent is None:
+            if copy.parent is None:
                 continue
-            node = copy.node
-            if node is not None and _is_here(copy, terms) and self._cache.is_in_use(node):
-                terms.hold_promise(now_s)
-            if terms.promise_at_s <= now_s:
-                self._forget(copy)
-                if terms.limit_at_s > copy.limit_at_s:
-                    self._book.prefixes.set_limit(copy, terms.limit_at_s)
-                is_away = not _is_here(copy, terms)
-                self._cache.end_below(copy.namespace, terms, is_away=is_away)
+            for group, terms in _kept_by(copy):
+                block = _block_of(copy, group, terms)
+                if block is not None and self._cache.is_in_use(block):
+                    terms.hold_promise(now_s)
+                if terms.promise_at_s <= now_s:
+                    self._end(copy, group, terms)
+            if not copy.keeps_promise:
                 continue
+            kept = [terms for _, terms in _kept_by(copy)]
             if self.level == "disk" and not copy.record_id:
-                copy.promise_at_s = max(copy.promise_at_s, terms.promise_at_s)
+                ends = [copy.promise_at_s, *(terms.promise_at_s for terms in kept)]
+                copy.promise_at_s = max(ends)
                 self.store_again(copy)
-            elif self._is_short(copy, terms) and copy not in self._renewing:
+            elif any(self._is_short(copy, one) for one in kept) and copy not in self._renewing:
                 renewed.append(copy)
             self._watch(copy, now_s)
         self._renew_each(renewed, now_s)
+
+    def _end(self, copy: Copy, group: int, terms: BlockTerms) -> None:
+        """End a kept promise whose time is over."""
+        self._forget(copy, group)
+        if group == RUN and terms.limit_at_s > copy.limit_at_s:
+            self._book.prefixes.set_limit(copy, terms.limit_at_s)
+        is_away = _block_of(copy, group, terms) is None
+        self._cache.end_below(copy.namespace, terms, is_away=is_away)
 
     def _record_gone(self, copy: Copy) -> None:
         """The disk has lost a record."""
@@ -434,43 +531,81 @@ class KeptPromises:
             self.store_again(copy)
 
     def _removed(self, copy: Copy) -> None:
-        """A copy has left the book: its promise returns to the device, or ends."""
-        terms = copy.terms
-        if terms is None:
-            return
-        self._forget(copy)
+        """A copy has left the book: its promises return to the device, or end."""
+        for group, terms in _kept_by(copy):  # its run's first: those of window blocks stand on it
+            self._lost(copy, group, terms)
+
+    def _lesser(self, copy: Copy) -> None:
+        """A copy has lost its slot or its record: with the blocks of all groups go the promises of
+        its window blocks."""
+        if not self._windows.keeps_whole(copy):
+            for group, terms in _kept_by(copy):
+                if group != RUN:
+                    self._lost(copy, group, terms)
+
+    def _lost(self, copy: Copy, group: int, terms: BlockTerms) -> None:
+        self._forget(copy, group)
         if terms.below_class is None:
             return  # it returned with one of a block under it
-        is_over = self.is_erasing or min(terms.promise_at_s, terms.limit_at_s) <= self._now_s
-        is_here = _is_here(copy, terms)
-        node = copy.node
-        can_return = is_here and node is not None and not is_over
-        if can_return and node is not None and self._cache.take_back(node, self._now_s):
+        limit_at_s = terms.limit_at_s if group == RUN else copy.limit_at_s
+        is_over = self.is_erasing or min(terms.promise_at_s, limit_at_s) <= self._now_s
+        block = _block_of(copy, group, terms)
+        if block is not None and not is_over and self._cache.take_back(block, self._now_s):
             return
         self.lost_total += not is_over
         until_s, name = terms.promise_at_s, terms.promised_class
-        self._cache.end_below(copy.namespace, terms, is_away=not is_here, is_lost=not is_over)
-        if self.is_erasing and is_here and node is not None:
+        is_away = block is None
+        self._cache.end_below(copy.namespace, terms, is_away=is_away, is_lost=not is_over)
+        if self.is_erasing and block is not None:
             terms.end_promise()
-            self._spared.append((node, until_s, name))
+            self._spared.append((block, until_s, name))
 
-    def _forget(self, copy: Copy) -> None:
-        """Note that a copy keeps no promise any more."""
-        if copy.terms is None:
-            return
-        copy.terms = None
+    def _forget(self, copy: Copy, group: int) -> None:
+        """Note that a copy keeps the promise of its run, or of its window block, no more."""
+        if group == RUN:
+            if copy.terms is None:
+                return
+            copy.terms = None
+        else:
+            kept = [None if at == group else one for at, one in enumerate(copy.window_terms)]
+            copy.window_terms = kept if any(kept) else ()
         self.kept -= 1
         self.kept_by_payer[copy.payer] -= 1
         if not self.kept_by_payer[copy.payer]:
             del self.kept_by_payer[copy.payer]
+        if not copy.keeps_promise:
+            self._room.forget(copy)
         if copy.parent is not None:
             self._book.accounts.update(copy)
 
 
-def _is_here(copy: Copy, terms: BlockTerms) -> bool:
-    """Return whether the device has the block of a copy that keeps a promise."""
+def _kept_by(copy: Copy) -> list[tuple[int, BlockTerms]]:
+    """Return the promises that a copy keeps: of its run (`RUN`), and by group of window blocks."""
+    found: list[tuple[int, BlockTerms]] = [] if copy.terms is None else [(RUN, copy.terms)]
+    if copy.window_terms:
+        found += [(group, one) for group, one in enumerate(copy.window_terms) if one is not None]
+    return found
+
+
+def _has_promised_windows(node: Node) -> bool:
+    """Return whether the device keeps the promise of a window block of a node."""
+    return any(one is not None and one.promised for one in node.beside or ())
+
+
+def _live(terms: BlockTerms | None, now_s: float) -> BlockTerms | None:
+    """Return the terms of a kept promise, None where it is over."""
+    return None if terms is None or terms.promise_at_s <= now_s else terms
+
+
+def _block_of(copy: Copy, group: int, terms: BlockTerms) -> TreeBlock | None:
+    """Return the device's block of which a copy keeps the promise, None where it is gone."""
     node = copy.node
-    return node is not None and node.parent is not None and node.terms is terms
+    if node is None or node.parent is None:
+        return None
+    block: TreeBlock | None = node
+    if group != RUN:
+        block = None if node.beside is None else node.beside[group]
+    return block if block is not None and block.terms is terms else None
 
 
 def _terms_of(told: PromiseTerms | None, until_s: float, limit_at_s: float) -> BlockTerms:

@@ -31,7 +31,8 @@ class Copy:
     `record_id`: its record on disk, or 0; `record_format`: the format of that; `is_remote`: it was
     in the remote store alone when it was looked up. `limit_at_s`: not matched at or after;
     `promise_at_s`: promised until. `terms`: those of the promise that this copy keeps for the
-    device, or None; `kept_until_s`: until when the disk keeps the record at least, to be renewed
+    device, or None; `window_terms`: the same for its window blocks, by window group, empty where it
+    keeps none; `kept_until_s`: until when the disk keeps the record at least, to be renewed
     from `renew_at_s` on; `has_promise_deadline`: that will be examined. `hits`: how often it was
     matched. `node`: the device's node with the same tokens, where one is known. `ending_leases`:
     the leases whose last copy this is. `is_storing`: a store is under way. `order_key`: its place
@@ -67,6 +68,7 @@ class Copy:
         "serial",
         "slot",
         "terms",
+        "window_terms",
     )
 
     def __init__(
@@ -86,6 +88,7 @@ class Copy:
         self.limit_at_s = math.inf
         self.promise_at_s = -math.inf
         self.terms: BlockTerms | None = None
+        self.window_terms: Sequence[BlockTerms | None] = ()
         self.kept_until_s = self.renew_at_s = -math.inf
         self.has_promise_deadline = False
         self.last_use_s = 0.0
@@ -110,6 +113,11 @@ class Copy:
         """Return whether this is the root of its namespace, which has no copy."""
         return not self.run
 
+    @property
+    def keeps_promise(self) -> bool:
+        """Return whether it keeps a promise for the device: of its run, or of window blocks."""
+        return self.terms is not None or bool(self.window_terms)
+
     def is_over(self, now_s: float) -> bool:
         """Return whether its limit has passed; reads on the device may have moved it. O(1)."""
         if self.terms is not None and self.terms.limit_at_s > self.limit_at_s:
@@ -131,7 +139,16 @@ class Copy:
             terms.renew_promise_s,
             terms.use_limit_s,
             terms.use_promise_s,
+            self._promised_windows(),
         )
+
+    def _promised_windows(self) -> tuple[int, ...]:
+        """Return the window groups whose blocks of this run are promised, on any level."""
+        groups = {group for group, terms in enumerate(self.window_terms) if terms is not None}
+        if self.node is not None and self.node.parent is not None:
+            beside = enumerate(self.node.beside or ())
+            groups |= {group for group, one in beside if one is not None and one.promised}
+        return tuple(sorted(groups))
 
     def subtree(self) -> list[Copy]:
         """Return this copy and all below it, children before parents."""

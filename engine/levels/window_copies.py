@@ -1,8 +1,9 @@
 """Copies for models with window groups: which have the blocks of all groups, and where loads stand.
 
-A run's copy has group 0's block alone, or, in the format `WHOLE`, the blocks of all groups. A query
-reads no further back than a window in a window group, so a load brings it where the runs of the
-last windows are whole. Without window groups every copy is enough, and nothing is asked of one.
+A run's copy has group 0's block alone, or, in the format `WHOLE` or a packed one like it, the
+blocks of all groups. A query reads no further back than a window in a window group, so a load
+brings it where the runs of the last windows are whole. Without window groups
+every copy is enough, and nothing is asked of one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Sequence
 from engine.cache import PrefixCache
 from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.levels.copies import CopyBook
+from engine.levels.copy_formats import OWN
 from engine.levels.stored_prefixes import Copy
+from engine.moves import LevelName
 
 
 class WindowCopies:
@@ -42,19 +45,26 @@ class WindowCopies:
         form = copy.record_format
         if copy.slot >= 0:
             form = self._book.accounts.pool.format_of(copy.slot)
-        return form == self._book.formats.whole
+        return self._book.formats.is_whole(form)
+
+    def keeps_whole(self, copy: Copy, level: LevelName | None = None) -> bool:
+        """Return whether a level has the blocks of all groups of a copy; None: any level. O(1)."""
+        formats, pool = self._book.formats, self._book.accounts.pool
+        if level != "disk" and copy.slot >= 0 and formats.is_whole(pool.format_of(copy.slot)):
+            return True
+        return level != "host" and copy.record_id != 0 and formats.is_whole(copy.record_format)
 
     def blocks_of(self, node: Node, index: int, ends: Sequence[int]) -> list[WindowBlock]:
         """Return the window blocks that go into the copy of a node, run `index` of its path: all,
-        where resuming at one of `ends`, in tokens, or at a resume point of the tree needs them and
-        all are there; else none. O(groups, ends).
+        where resuming at one of `ends`, in tokens, or at a resume point of the tree needs them, or
+        one is promised, and all are there; else none. O(groups, ends).
         """
         beside = [] if node.beside is None or not self.is_on else node.beside
         blocks = [block for block in beside if block is not None]
         if not blocks or len(blocks) < len(beside):
             return []
         size = self._groups.block_size
-        if any(block.resumed_at_s > -math.inf for block in blocks):
+        if any(block.resumed_at_s > -math.inf or block.promised for block in blocks):
             return blocks
         is_read = any(self._first_read(end) <= index < -(-end // size) for end in ends)
         return blocks if is_read else []
@@ -73,3 +83,50 @@ class WindowCopies:
         """Return the first run that a query behind `tokens` reads in any window group."""
         groups = range(len(self._groups.windows))
         return min(self._groups.first_read(group, tokens) for group in groups)
+
+
+class WholeCopies:
+    """The room that kept copies of all groups take in host memory.
+
+    Promises are counted in blocks: of a window group those that resuming reads. A copy of all
+    groups takes a block's room in each, until the promise of its run ends. So that floors of others
+    keep their bytes, a copy keeps a promise only while all that do take no more room, beside the
+    floors, than promises may.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, book: CopyBook, windows: WindowCopies, level: LevelName
+    ) -> None:
+        self._cache, self._book = cache, book
+        self._is_on = windows.is_on and level == "host"
+        self._blocks: dict[Copy, int] = {}
+        self._total = 0
+
+    def may_keep(self, copy: Copy) -> bool:
+        """Return whether there is room for a copy to keep a promise. O(payers) where more than half
+        is taken, else O(1).
+        """
+        if not self._is_on or copy in self._blocks:
+            return True
+        most, total = self._cache.promisable_blocks, self._total + self._blocks_of(copy)
+        if 2 * total <= most:
+            return True
+        own_bytes = self._book.formats.formats[OWN].slot_bytes
+        floors = sum(one.floor for one in self._book.accounts.shares() if one.payer != copy.payer)
+        return total + floors // own_bytes <= most
+
+    def keep(self, copy: Copy) -> None:
+        """Note that a copy keeps a promise. O(1)."""
+        if self._is_on:
+            self.forget(copy)
+            self._blocks[copy] = blocks = self._blocks_of(copy)
+            self._total += blocks
+
+    def forget(self, copy: Copy) -> None:
+        """Note that a copy keeps no promise any more. O(1)."""
+        self._total -= self._blocks.pop(copy, 0)
+
+    def _blocks_of(self, copy: Copy) -> int:
+        formats = self._book.formats.formats
+        form = self._book.accounts.pool.format_of(copy.slot) if copy.slot >= 0 else OWN
+        return -(-formats[form].slot_bytes // formats[OWN].slot_bytes)

@@ -80,6 +80,7 @@ def build_levels(
     sizes = [kv_format.block_bytes, *(one.block_bytes for one in packed)]
     if groups > 1:
         sizes.insert(1, groups * kv_format.block_bytes)
+        sizes += [groups * stride_of(one.block_bytes) for one in packed]
     layout = layout_of(slots * stride_of(sizes[0]), sizes, groups)
     kept: KeptMemory | None = None
     try:

@@ -160,6 +160,37 @@ def test_a_tiny_model_answers_the_same_from_each_level(tmp_path: Path, folder: P
     check_levels(card, 256, 60, folder)
 
 
+def test_promises_of_a_tiny_model_outlive_the_device_and_the_engine(
+    tmp_path: Path, folder: Path
+) -> None:
+    """More is promised than the pool holds; all of it is read back, with the answer computed."""
+    card, chance = tiny(tmp_path / "model"), random.Random(2)
+    prompts = [tuple(chance.randrange(3, 60) for _ in range(245)) for _ in range(6)]
+    first = LeveledEngine(card, 256, folder=folder, runs=24)
+    computed = []
+    for number, prompt in enumerate(prompts, start=1):
+        computed.append(first.ask(prompt, is_promised=True)[0])
+        first.rest(15 * number)
+    use = first.cache.use(b"n")
+    assert sum(use.promised.values()) == use.below == 6 * (15 + 3 * 2) > first.cache.blocks
+    for prompt, answer in zip(prompts, computed, strict=True):
+        again, cached, loaded = first.ask(prompt)
+        assert (again, cached) == (answer, 240)
+        assert loaded
+        first.rest()
+    assert first.cache.use(b"n").below == use.below
+    first.core.close()
+
+    second = LeveledEngine(card, 256, folder=folder)
+    second.ask(prompts[0][::-1][:100])  # an engine that has computed nothing knows no pace of it
+    second.rest(15 * len(prompts))
+    kept = second.cache.use(b"n")
+    assert (sum(kept.promised.values()), kept.below) == (use.below, use.below)
+    for prompt, answer in zip(prompts, computed, strict=True):
+        assert second.ask(prompt) == (answer, 240, {"disk": 240})
+    second.core.close()
+
+
 @pytest.mark.model
 def test_gemma_answers_the_same_from_each_level(folder: Path) -> None:
     """A prompt beyond its window of 512 tokens."""

@@ -21,7 +21,7 @@ from engine.levels.host.accounts import HostAccounts
 from engine.levels.levels import Levels
 from engine.moves import SlotFormat
 from tests.checkers import expect
-from tests.fake_levels import PACKED
+from tests.fake_levels import PACKED, packed_whole_of
 from tests.property.planted import check_caught
 from tests.property.test_levels_machine import KeptMachine, LevelsMachine
 
@@ -49,7 +49,7 @@ class PackedMachine(LevelsMachine):
             most = FIDELITIES.index(ASKED[copy.namespace])
             if copy.slot >= 0:
                 name = self.memory.written[copy.slot]
-                form = next(one for one in PACKED if one.name == name)
+                form = next(one for one in self.formats if one.name == name)
                 expect(FIDELITIES.index(form.fidelity) <= most, "a slot", copy.namespace, name)
         for record in () if self.disk is None else self.disk.records.values():
             most = FIDELITIES.index(ASKED[record.namespace])
@@ -66,9 +66,26 @@ class KeptPackedMachine(PackedMachine, KeptMachine):
     """The same in host memory that outlives the engine."""
 
 
+class WindowPackedMachine(PackedMachine):
+    """The same for a model with two window groups, whose copies of all groups are packed too."""
+
+    windows = (3, 5)
+    formats = packed_whole_of(3)
+    slots = 30
+
+
+class KeptWindowPackedMachine(WindowPackedMachine, KeptMachine):
+    """The same in host memory that outlives the engine."""
+
+
 def always_the_smallest(original: Any) -> Any:
     """Every namespace gets the smallest format."""
-    return lambda self, namespace: len(self.formats) - 1
+    return lambda self, namespace, **kind: original(self, b"east", **kind)
+
+
+def any_is_whole(original: Any) -> Any:
+    """A packed copy of group 0 is taken for one of all groups."""
+    return lambda self, form: True
 
 
 def bytes_are_not_counted(original: Any) -> Any:
@@ -89,26 +106,38 @@ def never_told(original: Any) -> Any:
     return lambda self, namespace: "rough"
 
 
-PLANTS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-    (CopyFormats, "of", always_the_smallest),
-    (HostAccounts, "release", bytes_are_not_counted),
-    (Levels, "read_fidelity", never_told),
+PLANTS: tuple[tuple[Any, Any, str, Callable[[Any], Any]], ...] = (
+    (PackedMachine, CopyFormats, "of", always_the_smallest),
+    (PackedMachine, HostAccounts, "release", bytes_are_not_counted),
+    (PackedMachine, Levels, "read_fidelity", never_told),
+    (WindowPackedMachine, CopyFormats, "of", always_the_smallest),
+    (WindowPackedMachine, CopyFormats, "is_whole", any_is_whole),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "name", "fault"), PLANTS, ids=[fault.__name__ for *_, fault in PLANTS]
+    ("machine", "owner", "name", "fault"),
+    PLANTS,
+    ids=[f"{plant[3].__name__}-{plant[0].__name__}" for plant in PLANTS],
 )
 def test_planted_faults_are_found(
-    owner: Any, name: str, fault: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+    machine: Any,
+    owner: Any,
+    name: str,
+    fault: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each ends a run of the machine."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check_caught(PackedMachine)
+    check_caught(machine)
 
 
 TestPackedMachine = PackedMachine.TestCase
 TestPackedMachine.settings = settings(stateful_step_count=40)
 TestKeptPackedMachine = KeptPackedMachine.TestCase
 TestKeptPackedMachine.settings = settings(stateful_step_count=40)
+TestWindowPackedMachine = WindowPackedMachine.TestCase
+TestWindowPackedMachine.settings = settings(stateful_step_count=40)
+TestKeptWindowPackedMachine = KeptWindowPackedMachine.TestCase
+TestKeptWindowPackedMachine.settings = settings(stateful_step_count=40)

@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 
+from engine.cache import window_promises
+from engine.cache.lease_manager import LeaseManager
 from engine.cache.moved_blocks import MovedBlocks
+from engine.cache.tree.prefix_tree import WindowBlock
 from engine.cache.window_manager import WindowManager
+from engine.errors import InvariantViolation
+from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
 from tests.property.planted import check_caught
 from tests.property.test_window_levels_machine import WindowLevelsMachine
+from tests.property.test_window_promises import (
+    RestartedWindowMachine,
+    WindowHostPromisesMachine,
+)
+from tests.unit.engine.levels import test_window_copies as unit
 
 Fault = Callable[[Any], Any]
 
@@ -55,22 +65,70 @@ def holes_committed(original: Any) -> Any:
     return commit
 
 
-PLANTS: tuple[tuple[Any, str, Fault], ...] = (
-    (WindowCopies, "standing", ends_anywhere),
-    (MovedBlocks, "settle", never_settled),
-    (MovedBlocks, "hold", too_few_held),
-    (WindowCopies, "blocks_of", wrong_group),
-    (WindowManager, "commit", holes_committed),
+def group_0_is_enough(original: Any) -> Any:
+    """Promises of window blocks move down to a copy of group 0."""
+    return lambda self, copy, level=None: True
+
+
+def windows_not_charged(original: Any) -> Any:
+    """What is promised of window blocks below is known to the level alone."""
+
+    def keep(self: Any, account: Any, node: Any) -> Any:
+        is_kept = original(self, account, node)
+        if is_kept and isinstance(node, WindowBlock) and node.terms is not None:
+            account.add_below(node.terms.below_class, -1)
+        return is_kept
+
+    return keep
+
+
+def windows_not_adopted(original: Any) -> Any:
+    """A window block that comes back to the device does not know of its promise."""
+    return lambda self, account, block, now_s: None
+
+
+def windows_not_told(original: Any) -> Any:
+    """The next engine hears of the promises of runs alone."""
+    return lambda self: ()
+
+
+def a_part_moves_down(original: Any) -> Any:
+    """A promise covers what resuming at its last token reads, not at its last whole block."""
+    return lambda groups, group, tokens, *, has_level: groups.first_read(group, tokens)
+
+
+PLANTS: tuple[tuple[Any, Any, str, Fault], ...] = (
+    (WindowLevelsMachine, WindowCopies, "standing", ends_anywhere),
+    (WindowLevelsMachine, MovedBlocks, "settle", never_settled),
+    (WindowLevelsMachine, MovedBlocks, "hold", too_few_held),
+    (WindowLevelsMachine, WindowCopies, "blocks_of", wrong_group),
+    (WindowLevelsMachine, WindowManager, "commit", holes_committed),
+    (WindowHostPromisesMachine, LeaseManager, "keep_below", windows_not_charged),
+    (WindowHostPromisesMachine, LeaseManager, "adopt_window", windows_not_adopted),
+    (WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
+    (RestartedWindowMachine, Copy, "_promised_windows", windows_not_told),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "name", "fault"), PLANTS, ids=[plant[2].__name__ for plant in PLANTS]
+    ("machine", "owner", "name", "fault"), PLANTS, ids=[plant[3].__name__ for plant in PLANTS]
 )
 def test_a_planted_fault_of_window_copies_is_caught(
-    owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    machine: Any, owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that misses this fault proves nothing when it passes."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check_caught(WindowLevelsMachine)
+    check_caught(machine)
+
+
+def test_promises_moved_to_copies_of_group_0_fail_their_own_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine meets such a copy under a promised window too seldom."""
+    check = unit.test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone
+    check(12, "granted")
+    monkeypatch.setattr(WindowCopies, "keeps_whole", group_0_is_enough(None))
+
+    with pytest.raises((AssertionError, InvariantViolation)):
+        check(12, "granted")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,8 +31,9 @@ from engine.cache.events import PromiseLost
 from engine.cache.tree.leases import promised_seconds
 from engine.config import EngineConfig, LevelsConfig
 from engine.levels.levels import Levels
+from engine.moves import SlotFormat
 from tests.checkers import MakeLevels, World, expect
-from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fake_levels import PLAIN, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 from tests.strategies import tokens
 
@@ -50,6 +51,8 @@ class PromisesMachine(RuleBasedStateMachine):
     """Requests with leases over a small pool, host memory and disk."""
 
     has_disk = True
+    windows: tuple[int, ...] = ()
+    formats: Sequence[SlotFormat] = (PLAIN,)
 
     @initialize(
         blocks=st.integers(8, 14),
@@ -83,12 +86,14 @@ class PromisesMachine(RuleBasedStateMachine):
             host_keeps_promises=not self.has_disk,
         )
 
+        groups = 1 + len(self.windows)
         self.world = World(
             EngineConfig(step_tokens_max=step_tokens, sequences_max=4, queue_requests_max=8),
-            blocks=blocks,
+            blocks=blocks * groups,
             block_size=2,
             depth=depth,
-            make_levels=self.levels_below(config, slots, records_max),
+            windows=self.windows,
+            make_levels=self.levels_below(config, slots * groups, records_max),
         )
         self.world.cache.facts = self.note
         self.quotas = {
@@ -106,7 +111,7 @@ class PromisesMachine(RuleBasedStateMachine):
         """Return what makes the levels of the engine."""
 
         def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather)
+            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather, self.formats)
             if self.has_disk:
                 self.disk = FakeStorage(
                     self.memory, self.chance, self.weather, lambda: self.world.clock(), records_max
@@ -139,7 +144,7 @@ class PromisesMachine(RuleBasedStateMachine):
         ends: list[tuple[int, Retention]],
     ) -> None:
         """Submit a request, often over what is promised already."""
-        known = sorted(path for space, path in self.promised if space == namespace)
+        known = [path for space, path in self.promised_runs() if space == namespace]
         if again and known:
             prompt = (data.draw(st.sampled_from(known)) + prompt)[:14]
         leases = tuple(
@@ -189,11 +194,11 @@ class PromisesMachine(RuleBasedStateMachine):
             self.submit(namespace, prompt, (), 1)
             self.settle()
 
-    @precondition(lambda self: self.promised)
+    @precondition(lambda self: self.promised_runs())
     @rule(data=st.data(), fails=st.sampled_from([0.0, 0.0, 1.0]))
     def read_back(self, data: st.DataObject, fails: float) -> None:
         """Read what is promised, from levels that serve or do not."""
-        namespace, path = data.draw(st.sampled_from(sorted(self.promised)))
+        namespace, path = data.draw(st.sampled_from(self.promised_runs()))
         before, self.weather.fails = self.weather.fails, fails
         self.submit(namespace, (*path, 0), (), 1)
         self.settle()
@@ -262,14 +267,22 @@ class PromisesMachine(RuleBasedStateMachine):
         namespace, size = request.grant.namespace, self.world.block_size
         for grant, lease in zip(started.leases, request.grant.leases, strict=True):
             until_s = submitted_s + promised_seconds(lease.retention)
-            for end in range(size, grant.tokens + 1, size):
-                block = namespace, request.tokens[:end]
+            for block in self.blocks_of(namespace, request.tokens[: grant.tokens]):
                 owed[block] = max(until_s, owed.get(block, 0.0))
             covered = min(lease.tokens, len(request.tokens) - 1) // size * size  # may be matched
-            blocks = [(namespace, request.tokens[:end]) for end in range(size, covered + 1, size)]
+            blocks = self.blocks_of(namespace, request.tokens[:covered])
             known, now_s = self.known[request.request_id], self.world.clock() + 1.0
             if all(one in known and self.promised.get(one, 0.0) > now_s for one in blocks):
                 expect(grant.tokens >= covered, "a promise that was there is clipped", grant)
+
+    def blocks_of(self, namespace: bytes, tokens: tuple[int, ...]) -> list[Block]:
+        """Return the blocks that a promise of these tokens promises."""
+        size = self.world.block_size
+        return [(namespace, tokens[:end]) for end in range(size, len(tokens) + 1, size)]
+
+    def promised_runs(self) -> list[Block]:
+        """Return what is promised, of KV group 0."""
+        return sorted(self.promised)
 
     def is_there(self, block: Block) -> bool:
         """Return whether a level has a block."""

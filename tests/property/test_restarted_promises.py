@@ -35,7 +35,7 @@ class RestartedMachine(PromisesMachine):
         memories: list[FakeTransferEngine] = []
 
         def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather)
+            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather, self.formats)
             if self.has_disk:
                 before, self.disk = self.disk, None
                 self.disk = FakeStorage(

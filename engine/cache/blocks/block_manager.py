@@ -473,7 +473,7 @@ class BlockManager:
         if node.promised_class is not None:
             account.add_promised(node.promised_class, -1)
             node.promised_class = None
-        elif isinstance(node, Node) and node.promised_below:
+        elif node.promised_below:
             account.add_away(1)
         self.node_of[node.block] = None
         if self.pool.drop_ref(node.block) == 0:

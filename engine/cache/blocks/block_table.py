@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.api import LeaseGrant, LeaseRequest, Namespace
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.prefix_tree import Node, WindowBlock
@@ -30,8 +32,10 @@ class BlockTable:
     has ended. `advanced`: the whole blocks up to which blocks were let go.
     `holes`: entries of `blocks` that are holes, behind the sinks.
     `marks`: positions still to be passed at which there is a reason to resume, ascending.
-    `window_promises`: by group, the entries that the promises cover. `resumed`: window blocks whose
-    promises the end of the sequence renews, and once it has ended, those that resuming there reads.
+    `window_promises`: by group, the entries that the promises cover; `window_kept`: those of them,
+    with their groups, whose promises a level below kept when the table began. `resumed`: window
+    blocks whose promises the end of the sequence renews, and once it has ended, those that resuming
+    there reads.
     `is_suspended`: the sequence was preempted and has no blocks; the table keeps the room of its
     promises until it begins again.
     """
@@ -61,6 +65,7 @@ class BlockTable:
         "started_s",
         "version",
         "window_gone_tokens",
+        "window_kept",
         "window_promises",
         "writable_tokens",
         "write",
@@ -85,6 +90,7 @@ class BlockTable:
         self.aside: tuple[tuple[int, list[int]], ...] = ()
         self.marks: list[int] = []
         self.window_promises: tuple[set[int], ...] = tuple(set() for _ in self.beside)
+        self.window_kept: Collection[tuple[int, int]] = ()
         self.resumed: list[WindowBlock] = []
         self.version = 0
         self.kv_tokens = 0

@@ -145,6 +145,11 @@ class WindowBlock:
         """Return whether a live promise protects the block from eviction."""
         return self.promised_class is not None
 
+    @property
+    def promised_below(self) -> bool:
+        """Return whether a level below the device keeps the promise of this block."""
+        return self.terms is not None and self.terms.below_class is not None
+
 
 TreeBlock = Node | WindowBlock
 """A block that a tree refers to, in group 0 or in a window group."""

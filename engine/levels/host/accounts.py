@@ -438,7 +438,7 @@ class HostAccounts:
     def _is_bound(self, copy: Copy) -> bool:
         """Return whether a copy has to keep its slot, even if all that hangs on it went too: a move
         or a store reads it, or it alone keeps a promise."""
-        return self._refs[copy.slot] != 1 or (copy.terms is not None and not copy.record_id)
+        return self._refs[copy.slot] != 1 or (copy.keeps_promise and not copy.record_id)
 
     def _drop(self, copy: Copy) -> None:
         self.dropped_total += 1

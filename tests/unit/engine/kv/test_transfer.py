@@ -12,9 +12,10 @@ import xxhash
 
 from engine.kv.device_transfer import DeviceTransferEngine
 from engine.kv.format import KvFormat, KvGroup
+from engine.kv.packing import PackedName, packers_of
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import CpuTransferEngine
-from engine.moves import WHOLE, Move, Moved, SlotFormat, SlotLayout, TransferEngine
+from engine.moves import WHOLE, Move, Moved, SlotFormat, SlotLayout, TransferEngine, stride_of
 from engine.storage.memory.arena import HostArena
 from tests.unit.engine.kv.fake_device import FakeDevice
 from tests.unit.engine.kv.transfer_rig import (
@@ -95,6 +96,40 @@ def test_blocks_of_all_groups_come_back_as_they_left() -> None:
     expected = [*before[:3], before[0], before[4], before[2]]
     assert all(torch.equal(kv.data[block], expected[block]) for block in range(BLOCKS))
     assert [one.is_done for one in wrong] == [False] * 3
+
+
+@pytest.mark.parametrize("name", ["int8c", "int4c"])
+def test_blocks_of_all_groups_are_packed_each_by_itself(name: PackedName) -> None:
+    """As a block of group 0 is; one that is no number makes the whole copy unpackable."""
+    groups = (KvGroup(0, (0,)), KvGroup(8, (1,)), KvGroup(8, (2,)))
+    form = KvFormat(1, 1, 8, 16, torch.float32, groups=groups)
+    kv = KvStorage(form, BLOCKS, torch.device("cpu"))
+    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
+    packers = packers_of(kv, None, (name,))
+    arena = HostArena.create(SlotLayout.uniform(SLOTS, 3 * form.block_bytes))
+    ended = threading.Semaphore(0)
+    engine = CpuTransferEngine(kv, arena, packers=packers, on_moved=ended.release)
+
+    def run(move: Move) -> Moved:
+        engine.submit([move])
+        assert ended.acquire(timeout=WAIT_S)
+        return engine.poll()[0]
+
+    whole = f"{WHOLE}-{name}"
+    out = run(Move(1, "offload", 0, 1, format=whole, beside=(1, 2)))
+    back = run(Move(2, "load", 3, 1, out.check, whole, (-1, 5)))
+    alone = [run(Move(3, "offload", 2, 0, format=name)), run(Move(4, "load", 4, 0, format=name))]
+    kv.data[1, 0, 0, 0, 0, 0] = float("nan")
+    bad = run(Move(5, "offload", 0, 1, format=whole, beside=(1, 2)))
+    engine.close()
+    arena.close()
+
+    assert [one.is_done for one in (out, back, *alone)] == [True] * 4
+    assert torch.equal(kv.data[5], kv.data[4]), "the third group's block, as packed alone"
+    assert 0 < float((kv.data[5] - kv.data[2]).abs().max()) < 0.5
+    assert (bad.is_done, bad.is_unpackable) == (False, True)
+    sizes = {one.name: one.slot_bytes for one in engine.formats}
+    assert sizes[whole] == 3 * stride_of(sizes[name])
 
 
 def test_the_digest_is_that_of_the_whole_slot(rig: Rig) -> None:

@@ -1,0 +1,153 @@
+"""Promises over the levels of models with window groups: the machines of `test_promises_machine`
+and `test_restarted_promises`, whose model also knows which window blocks each promise covers.
+
+A window block is named by its group and the tokens up to its end: `(namespace, path)` with a last
+token of minus one for the first window group, minus two for the second.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+from engine.api import Request
+from engine.cache.tree.prefix_tree import Node
+from engine.cache.tree.window_groups import WindowGroups
+from engine.levels.stored_prefixes import Copy
+from tests.fake_levels import whole_of
+from tests.property.test_promises_machine import Block, PromisesMachine
+from tests.property.test_restarted_promises import BOOT_S, RestartedMachine
+
+WINDOWS = (3, 3)
+
+
+class WindowPromisesMachine(PromisesMachine):
+    """Promises of runs and of window blocks that move down to host memory and disk."""
+
+    windows = WINDOWS
+    formats = whole_of(1 + len(WINDOWS))
+
+    def blocks_of(self, namespace: bytes, tokens: tuple[int, ...]) -> list[Block]:
+        """Return the blocks that a promise of these tokens promises: in window groups those that a
+        prompt reads which resumes at the end of their last whole block, beside one token.
+        """
+        size = self.world.block_size
+        groups, runs = WindowGroups(self.windows, size), len(tokens) // size
+        found = super().blocks_of(namespace, tokens)
+        for group in range(len(self.windows)):
+            first = groups.first_read(group, max(0, len(tokens) - 1) // size * size)
+            for index in range(first, runs):
+                found.append((namespace, (*tokens[: (index + 1) * size], -1 - group)))
+        return found
+
+    def promised_runs(self) -> list[Block]:
+        """See `PromisesMachine`."""
+        return sorted(one for one in self.promised if one[1][-1] >= 0)
+
+    def note_grants(self, request: Request, submitted_s: float, owed: dict[Block, float]) -> None:
+        """See `PromisesMachine`. A load brings no window blocks but those that are read behind it:
+        what a lease promises there that ends before is not promised.
+        """
+        super().note_grants(request, submitted_s, owed)
+        started = self.world.streams[request.request_id].started
+        if started is not None and started.loaded_tokens:
+            for block in [one for one in owed if one[1][-1] < 0]:
+                del owed[block]
+
+    def is_there(self, block: Block) -> bool:
+        """Return whether a level has a block of any group."""
+        namespace, path = block
+        group = -1 - path[-1]
+        tokens = path if group < 0 else path[:-1]
+        node, copy = self.found(namespace, tokens)
+        if group < 0:
+            is_stored = copy is not None and self.has_bytes(copy.slot, copy.record_id)
+            return node is not None or is_stored
+        beside = None if node is None else node.beside
+        if beside is not None and beside[group] is not None:
+            return True
+        return copy is not None and self.has_whole(copy)
+
+    def found(self, namespace: bytes, tokens: tuple[int, ...]) -> tuple[Node | None, Copy | None]:
+        """Return the node and the copy of a run."""
+        size, now_s = self.world.block_size, self.world.clock()
+        root = self.world.cache.tree_root(namespace)
+        node, runs = root, len(tokens) // size
+        for index in range(runs):
+            run = tokens[index * size : (index + 1) * size]
+            node = None if node is None else node.children.get(run)
+        copies = self.levels.book.prefixes.match(namespace, (*tokens, 2), now_s)
+        return node, copies[-1] if len(copies) == runs else None
+
+    def has_whole(self, copy: Copy) -> bool:
+        """Return whether a level has the blocks of all groups of a copy."""
+        whole = self.formats[1]
+        if copy.slot >= 0 and self.memory.written[copy.slot] == whole.name:
+            return True
+        record = None if self.disk is None else self.disk.records.get(copy.record_id)
+        return record is not None and record.form == whole
+
+    def stored(self) -> set[Block]:
+        """Return the blocks of which the disk has records."""
+        found = super().stored()
+        whole = self.formats[1]
+        for number, one in {} if self.disk is None else self.disk.records.items():
+            assert self.disk is not None
+            if one.form == whole:
+                groups = range(len(self.windows))
+                path = self.disk.path(number)
+                found |= {(one.namespace, (*path, -1 - group)) for group in groups}
+        return found
+
+
+class WindowHostPromisesMachine(WindowPromisesMachine):
+    """The same without a disk: host memory keeps promises."""
+
+    has_disk = False
+
+
+class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
+    """The same under engines that are killed."""
+
+    def due_s(self, block: Block) -> float:
+        """See `RestartedMachine`."""
+        return super().due_s(block) if block[1][-1] >= 0 else 0.0
+
+    def kept_until_s(self, block: Block) -> float:
+        """See `RestartedMachine`: a window block's promise is told with that of its run."""
+        namespace, path = block
+        group = -1 - path[-1]
+        if group < 0:
+            return super().kept_until_s(block)
+        until_s, tokens = 0.0, path[:-1]
+        for number, record in {} if self.disk is None else self.disk.records.items():
+            assert self.disk is not None, "it has the records"
+            if record.namespace == namespace and self.disk.path(number) == tokens:
+                told = () if record.terms is None else record.terms.window_groups
+                is_kept = group in told and record.form == self.formats[1]
+                until_s = record.promise_at_s if is_kept else 0.0
+        copies = self.levels.book.prefixes.match(namespace, (*tokens, 2), self.world.clock())
+        if self.forgets_host or len(copies) * self.world.block_size < len(tokens):
+            return until_s
+        assert self.kept is not None, "it is made with the first engine"
+        entries = [self.kept.table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]
+        last = entries[-1]
+        if last is None or not all(entries) or last.terms is None or last.format != "whole":
+            return until_s
+        is_kept = group in last.terms.window_groups and copies[-1].terms is not None
+        return max(until_s, last.promise_at_s - BOOT_S) if is_kept else until_s
+
+
+class RestartedWindowHostMachine(RestartedWindowMachine):
+    """The same without a disk: host memory keeps promises, and outlives its engine."""
+
+    has_disk = False
+
+
+TestWindowPromisesMachine = WindowPromisesMachine.TestCase
+TestWindowPromisesMachine.settings = settings(stateful_step_count=40)
+TestWindowHostPromisesMachine = WindowHostPromisesMachine.TestCase
+TestWindowHostPromisesMachine.settings = settings(stateful_step_count=40)
+TestRestartedWindowMachine = RestartedWindowMachine.TestCase
+TestRestartedWindowMachine.settings = settings(stateful_step_count=40)
+TestRestartedWindowHostMachine = RestartedWindowHostMachine.TestCase
+TestRestartedWindowHostMachine.settings = settings(stateful_step_count=40)
