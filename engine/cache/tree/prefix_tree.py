@@ -282,9 +282,10 @@ class PrefixTree:
 
         The replaced tail, a strict prefix of `run`, is removed; its block belongs to the caller.
         """
-        shorter = next(
-            (n for n in self._neighbours(parent, run) if n.run == run[: len(n.run)]), None
-        )
+        shorter = None
+        if parent.children:
+            near = self._neighbours(parent, run)
+            shorter = next((node for node in near if node.run == run[: len(node.run)]), None)
         if shorter is not None:
             self.remove(shorter)
         node = Node(run, block, parent, next(self._serials))
