@@ -27,7 +27,7 @@ from engine.kv.move_queue import (
     verify,
 )
 from engine.kv.storage import KvStorage
-from engine.moves import LOADS_MAX, WHOLE, Move, Moved, SlotFormat
+from engine.moves import LOADS_MAX, OFFLOADS_MAX, WHOLE, Move, Moved, SlotFormat
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -57,6 +57,7 @@ class CpuTransferEngine:
 
     bytes_per_s = FIRST_BYTES_PER_S
     loads_max = LOADS_MAX
+    offloads_max = OFFLOADS_MAX
     unusable_bytes = 0
 
     def __init__(
