@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -600,19 +600,18 @@ class FidelityBytes(Struct, frozen=True):
 class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     """One level below the device. Totals count blocks unless they say otherwise, and never fall.
 
-    `state`: `open`, `full` (it takes nothing new) or `off`; `reason` says why it is not open, or
-    what of it is not used. `offloaded_total`: device -> host; `loaded_total`: to the device, from
-    this level; `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves
-    that failed; `damaged_total`: copies whose bytes were not those that were written.
-    `dropped_total`: copies given up for room; `expired_total`: at their limit. `regret_s_total`:
-    time lost by loads that took longer than computing would have. `bytes_per_s`: the measured rate
-    at which it is read. `written_bytes_today`: wear of a disk. `chosen_total`, `declined_total`:
-    prompts with a prefix on this level for which loading was chosen, or computing, since it was
-    faster. `pending_erasures`: erasures that the level has not confirmed. `recovered_total`: copies
-    in host memory that were taken over from the engine before; of those that were not, `torn_total`
-    were being written when it died, `orphaned_total` hung on a copy that is gone, `lapsed_total`
-    had reached their limit. `unnoted_total`: copies that the next engine will not find. `payers`:
-    bytes by payer. `copies`: by fidelity, those that there are.
+    `state`: `open`, `full` (it takes nothing new) or `off`; `reason`: why it is not open, or what
+    of it is not used. `offloaded_total`: device -> host; `loaded_total`: to the device, from here;
+    `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves that failed;
+    `damaged_total`: copies whose bytes were not those that were written. `dropped_total`: given up
+    for room; `expired_total`: at their limit. `regret_s_total`: time lost by loads that took longer
+    than computing. `bytes_per_s`: the measured rate of reading. `written_bytes_today`: wear of a
+    disk. `chosen_total`, `declined_total`: prompts with a prefix here that were loaded, or computed
+    since that was faster; `not_loaded`: those of which not all was loaded, by why.
+    `uncopied_total`: evicted from the device without a copy. `pending_erasures`: not confirmed yet.
+    `recovered_total`: copies in host memory taken over from the engine before; of the others,
+    `torn_total` were being written when it died, `orphaned_total` hung on one that is gone,
+    `lapsed_total` had reached their limit. `unnoted_total`: not found by the next. `payers`: bytes.
     """
 
     name: LevelName
@@ -637,6 +636,8 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     written_bytes_total: Count = 0
     chosen_total: Count = 0
     declined_total: Count = 0
+    not_loaded: dict[str, Count] = {}
+    uncopied_total: Count = 0
     pending_erasures: Count = 0
     recovered_total: Count = 0
     torn_total: Count = 0

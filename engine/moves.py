@@ -150,6 +150,8 @@ class Moved(Struct, frozen=True, gc=False):
 
 LOADS_MAX = 64
 """Loads of one block under way at a time, where the steps' memory is the host's too."""
+OFFLOADS_MAX = 64
+"""The same for offloads."""
 
 
 class TransferEngine(Protocol):
@@ -163,6 +165,8 @@ class TransferEngine(Protocol):
     """The rate of loads to expect until it is measured."""
     loads_max: int
     """Most loads of one block that are under way at a time: what is urgent waits behind them."""
+    offloads_max: int
+    """The same for offloads. More are begun once a step, so that these are what a step leaves."""
 
     @property
     def unusable_bytes(self) -> int:

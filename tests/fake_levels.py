@@ -17,6 +17,7 @@ import xxhash
 from engine.api import Namespace, Payer
 from engine.moves import (
     LOADS_MAX,
+    OFFLOADS_MAX,
     ROOT,
     WHOLE,
     EraseStored,
@@ -110,6 +111,7 @@ class FakeTransferEngine:
 
     bytes_per_s = 4e9
     loads_max = LOADS_MAX
+    offloads_max = OFFLOADS_MAX
     unusable_bytes = 0
 
     def __init__(

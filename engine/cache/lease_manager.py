@@ -149,6 +149,18 @@ class LeaseManager:
             if index * self._manager.block_size < lease.tokens:
                 table.account.lease_endpoints.extend(lease.lease_id, node)
 
+    def is_plain(self, table: BlockTable) -> bool:
+        """Return whether a table asks nothing of the blocks it commits: it has no lease, and none
+        of its blocks has a promise that a level below keeps. They have no limit from then on. O(1).
+        """
+        return not (
+            table.requested_leases
+            or table.reserved
+            or table.held_up
+            or table.kept_to > table.kept_from
+            or table.beside
+        )
+
     def _extend(
         self,
         table: BlockTable,

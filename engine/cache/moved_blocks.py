@@ -9,7 +9,6 @@ fails leaves the table as it was. `PrefixCache.moves` is the only object of this
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from engine.cache.blocks.block_manager import BlockManager
@@ -58,8 +57,9 @@ class MovedBlocks:
         table.writable_tokens, blocks = 0, table.blocks[first:]
         for row, start in zip(table.beside, table.first, strict=True):
             blocks += row[max(first, start) :]
+        add_ref = self._manager.pool.add_ref
         for block in blocks:
-            self._manager.pin_again(block)
+            add_ref(block)
         return self._hold_table(table.account, blocks, now_s)
 
     def unhold(self, held: BlockTable) -> None:
@@ -73,8 +73,23 @@ class MovedBlocks:
         """Let go the blocks of a hold that are not in `kept`. O(blocks)."""
         gone = [block for block in held.blocks if block not in kept]
         held.blocks = [block for block in held.blocks if block in kept]
-        self._manager.moving -= Counter(gone)
-        self._manager.unpin_all(held.account, reversed(gone))
+        self._let_go(held.account, gone)
+
+    def unhold_first(self, held: BlockTable, blocks: int) -> None:
+        """Let go the first `blocks` of a hold: those of group 0 come first. O(blocks held)."""
+        gone = held.blocks[:blocks]
+        del held.blocks[:blocks]
+        self._let_go(held.account, gone)
+
+    def _let_go(self, account: NamespaceAccount, blocks: list[int]) -> None:
+        moving = self._manager.moving
+        for block in blocks:
+            left = moving[block] - 1
+            if left:
+                moving[block] = left
+            else:
+                moving.pop(block)
+        self._manager.unpin_all(account, reversed(blocks))
         self._manager.version += 1
 
     def _hold_table(self, account: NamespaceAccount, blocks: list[int], now_s: float) -> BlockTable:

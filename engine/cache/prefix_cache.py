@@ -6,6 +6,7 @@ callers pass `now_s`. One thread calls it. The numbered rules are in `engine/cac
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -352,6 +353,7 @@ class PrefixCache:
     ) -> None:
         """Commit the blocks from `table.committed` to `full`, all of whose slots are written."""
         first, size, new = table.committed, self.block_size, 0
+        is_plain = self._leases.is_plain(table)
         for index in range(first, full):
             run = tuple(tokens[index * size : (index + 1) * size])
             node = table.node.children.get(run)
@@ -366,6 +368,11 @@ class PrefixCache:
                 table.version += 1
             if table.beside and not is_new:
                 new += self._windows.commit(table, node, index, now_s)
+            if is_plain:
+                if node.terms is not None:
+                    node.terms.limit_at_s = math.inf
+                table.node = node
+                continue
             if dropped := self._leases.regain(table, node, index):
                 self._emit(PromiseLost(table.namespace, dropped))
             self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
@@ -751,10 +758,10 @@ class PrefixCache:
             self.expire(now_s)
             if not self._manager.can_evict(account, count):
                 return None
-            for victim, node in self._manager.make_room(account, count):
-                self._evicted += 1
-                lived_s = now_s - node.inserted_at_s
-                self._emit(Evicted(victim.namespace, account.namespace, 1, lived_s))
+            for victim, gone in self._manager.make_room(account, count):
+                self._evicted += len(gone)
+                lived_s = sum([now_s - node.inserted_at_s for node in gone])
+                self._emit(Evicted(victim.namespace, account.namespace, len(gone), lived_s))
                 self._manager.forget_if_idle(victim)
         return self._manager.allocate(account, count)
 
@@ -781,8 +788,9 @@ class PrefixCache:
         node, added = self._manager.insert(table.account, table.node, run, block, now_s, beside)
         if self._leases.below is not None and len(run) == self.block_size:
             self._leases.adopt(table.account, node, now_s)
-        for tree_block in tree_blocks(node):
-            self._leases.update_deadlines(table.account, tree_block, now_s)
+        if node.terms is not None or beside:
+            for tree_block in tree_blocks(node):
+                self._leases.update_deadlines(table.account, tree_block, now_s)
         return node, added
 
     def _commit_tail(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:

@@ -50,7 +50,7 @@ BATCHES = 6
 """Batches in flight in a direction: 4 ms of copies. While the engine's thread plans a step, for two
 milliseconds and more, this thread may not get the interpreter: with 64 MiB in flight a direction
 ran at 10 GB/s beside decoding steps."""
-QUEUE_BYTES_MAX = 4 * 2**30
+QUEUE_BYTES_MAX = 16 * 2**30
 """Most bytes of blocks in moves without an outcome; what is submitted beyond it fails at once."""
 HELPERS = 8
 """Threads that digest and touch pages. One digests 10 to 28 GB/s, a direction copies 50. No more
@@ -59,9 +59,13 @@ DIGESTED = 2
 """Slots that a thread digests at a time: to hand one over takes a good part of digesting it."""
 FIRST_BYTES_PER_S = 25e9
 """The rate of loads until it is measured: half of what a PCIe 5 bus has."""
-LOADS_MAX = 1024
-"""Most loads of a block under way, and no more than half of the queue's bytes, 40 ms of copies: the
-turn of each step asks for more, and a step with prompts takes longer than that."""
+LOADS_MAX = 4096
+"""Most loads of a block under way, and no more than half of the queue's bytes, 160 ms of copies:
+the turn of each step asks for more, and a step with prompts takes as long as that."""
+OFFLOADS_MAX = 512
+"""Most offloads of a block under way, and no more than a quarter of the queue's bytes: what a step
+of 8,192 prompt tokens fills. With 64 most of what many long prompts had filled was evicted before
+it was copied."""
 
 
 class PinnableMemory(SlotMemory, Protocol):
@@ -189,6 +193,7 @@ class DeviceTransferEngine:
         own = SlotFormat("", form.block_bytes, form.fidelity)
         self.formats = formats_of(own, self._packers, self.layout)
         self.loads_max = max(1, min(LOADS_MAX, queue_bytes_max // 2 // form.block_bytes))
+        self.offloads_max = max(1, min(OFFLOADS_MAX, queue_bytes_max // 4 // form.block_bytes))
         self._batch_blocks = max(1, batch_bytes // form.block_bytes)
         self._clock = clock
         self._on_moved = on_moved

@@ -29,6 +29,7 @@ from engine.kv.move_queue import (
 from engine.kv.storage import KvStorage
 from engine.moves import (
     LOADS_MAX,
+    OFFLOADS_MAX,
     WHOLE,
     Move,
     Moved,
@@ -66,6 +67,7 @@ class CpuTransferEngine:
 
     bytes_per_s = FIRST_BYTES_PER_S
     loads_max = LOADS_MAX
+    offloads_max = OFFLOADS_MAX
     unusable_bytes = 0
 
     def __init__(

@@ -240,6 +240,12 @@ class CopyBook:
         None without room; see `HostAccounts.take`. O(payers).
         """
         self._set_share(payer, quota)
+        return self.take_another(payer, namespace, form, used_at_s)
+
+    def take_another(
+        self, payer: Payer, namespace: Namespace, form: int, used_at_s: float | None = None
+    ) -> int | None:
+        """Return a further slot as `take_slot` does, of a payer whose share it has just set."""
         slot = self.accounts.take(payer, form, used_at_s)
         if slot is None:
             self.accounts.forget_if_idle(payer)

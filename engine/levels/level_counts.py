@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from engine.api import FidelityBytes, LevelName, LevelStats, Payer, PayerBytes
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN
-from engine.levels.load_choice import LevelPace
-from engine.levels.loads import Loads
+from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
+from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.restarts.recovery import DropReason, Recovery
 from engine.levels.storing import Storing
@@ -20,13 +20,38 @@ from engine.moves import RemoteStats, StorageStats
 
 
 class LevelCounts:
-    """Totals by level: tokens that were loaded, and choices between loading and computing."""
+    """Totals by level: tokens that were loaded, choices between loading and computing, and prompts
+    that were not loaded as far as the level had them, by why. `uncopied`: blocks that were evicted
+    without a copy.
+    """
 
     def __init__(self, loads: Loads, paces: Mapping[LevelName, LevelPace]) -> None:
         self.loaded_tokens: Counter[LevelName] = Counter()
         self.chosen: Counter[LevelName] = Counter()
         self.declined: Counter[LevelName] = Counter()
+        self.uncopied = 0
+        self._not_loaded: Counter[tuple[LevelName, NotLoaded]] = Counter()
         self._loads, self._paces = loads, paces
+
+    def choose(self, level: LevelName, choice: LoadChoice) -> None:
+        """Count a choice about a prompt of which a level has the next run."""
+        (self.chosen if choice.blocks else self.declined)[level] += 1
+        if choice.why is not None:
+            self.miss(level, choice.why)
+
+    def miss(self, level: LevelName, why: NotLoaded) -> None:
+        """Count a prompt that is not loaded as far as a level has it."""
+        self._not_loaded[level, why] += 1
+
+    def ended(self, load: Load, run_tokens: int) -> None:
+        """Count what a load has brought, and why not all."""
+        for name, tokens in load.tokens_by_level(run_tokens):
+            self.loaded_tokens[name] += tokens
+        if load.missed is not None:
+            self.miss(*load.missed)
+
+    def _why(self, level: LevelName) -> dict[str, int]:
+        return {why: count for (name, why), count in self._not_loaded.items() if name == level}
 
     def of_host(
         self,
@@ -61,6 +86,8 @@ class LevelCounts:
             bytes_per_s=pace.bytes_per_s,
             chosen_total=self.chosen["host"],
             declined_total=self.declined["host"],
+            not_loaded=self._why("host"),
+            uncopied_total=self.uncopied,
             recovered_total=0 if recovery is None else recovery.recovered,
             torn_total=dropped["torn"],
             orphaned_total=dropped["orphaned"],
@@ -103,6 +130,7 @@ class LevelCounts:
             written_bytes_total=disk.written_bytes_total,
             chosen_total=self.chosen["disk"],
             declined_total=self.declined["disk"],
+            not_loaded=self._why("disk"),
             pending_erasures=erasures,
             payers=disk.payers,
             copies=disk.copies,
@@ -129,5 +157,6 @@ class LevelCounts:
             bytes_per_s=remote.read_bytes_per_s or pace.bytes_per_s,
             chosen_total=self.chosen["remote"],
             declined_total=self.declined["remote"],
+            not_loaded=self._why("remote"),
             pending_erasures=remote.pending_erasures,
         )

@@ -107,17 +107,12 @@ class Levels:
         self._last_id = 0
         sizes = [one.slot_bytes for one in transfer.formats]
         self.paces = first_paces(sizes, config.io_threads, transfer.bytes_per_s)
-        self.loads = Loads(
-            cache,
-            self.book,
-            storage,
-            self.paces,
-            self._next_id,
-            config.verify_host,
-            transfer.loads_max,
-        )
+        verify, most = config.verify_host, transfer.loads_max
+        self.loads = Loads(cache, self.book, storage, self.paces, self._next_id, verify, most)
         self.windows = WindowCopies(cache, self.book)
-        self.offloading = Offloading(cache, self.book, self._next_id, self._copied, self.windows)
+        self.offloading = Offloading(
+            cache, self.book, self._next_id, self._copied, self.windows, transfer.offloads_max
+        )
         self._lossy: dict[Namespace, Fidelity] = {}  # of what was loaded in this engine's life
         self._storing: Storing | None = None
         self.promises = self._promises_below()
@@ -131,8 +126,9 @@ class Levels:
         self._quotas: dict[bytes, Quota] = {}
         self._disk = StorageStats("off", "it has not been heard of yet")
         self.is_disk_lost = False
-        self._counts = LevelCounts(self.loads, self.paces)
-        self._now_s, self._silent_s, self._away_s = now_s, 0.0, 0.0
+        self.counts = LevelCounts(self.loads, self.paces)
+        self._now_s = self._before_s = now_s
+        self._silent_s = self._away_s = 0.0
         self._was_open = False
         self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
         self._kept = kept
@@ -199,9 +195,8 @@ class Levels:
             [copy.level == "remote" for copy in copies] if self.config.remote.url else (),
         )
         stands = windows.standing(copies, whole, choice.blocks)
-        choice = LoadChoice(stands, choice.load_s, choice.compute_s)
-        level = top.level
-        (self._counts.chosen if choice.blocks else self._counts.declined)[level] += 1
+        choice = LoadChoice(stands, choice.load_s, choice.compute_s, choice.why)
+        self.counts.choose(top.level, choice)
         return LoadPlan(whole, copies, choice)
 
     def begin(
@@ -210,10 +205,12 @@ class Levels:
         """Begin a planned load into a table that has grown to its end; None if it cannot begin.
 
         `after_step`: the last step that was launched before the table grew."""
-        load = self.loads.begin(table, plan.first, plan.copies, plan.choice, now_s)
-        if load is not None:
-            load.after_step = after_step
-        return load
+        return self.loads.begin(table, plan.first, plan.copies, plan.choice, after_step, now_s)
+
+    def begin_moves(self) -> None:
+        """Begin the moves of new loads, where no step in flight is in their way."""
+        if moves := self.loads.next_moves():
+            self._transfer.submit(moves)
 
     def give_up(self, load: Load) -> None:
         """End the load of a sequence that is released: its blocks are freed when its moves end."""
@@ -272,7 +269,7 @@ class Levels:
         """
         passed_s = min(1.0, max(0.0, now_s - self._now_s))
         self._silent_s += passed_s
-        self._now_s = now_s
+        self._before_s, self._now_s = self._now_s, now_s
         if self._kept is not None:
             self._recover(self._kept)
         outcomes = self._transfer.poll()
@@ -290,7 +287,8 @@ class Levels:
         if self.promises is not None:
             self.promises.turn(now_s)
         self.book.prefixes.expire(now_s)
-        moves = self.loads.next_moves(collected)
+        self.loads.collected = collected
+        moves = self.loads.next_moves()
         crowd = filter(self._may_lose_blocks, running) if self._is_crowded() else ()
         moves += self.offloading.next_moves(now_s, crowd)
         if moves:
@@ -452,7 +450,7 @@ class Levels:
     def stats(self) -> tuple[LevelStats, ...]:
         """Return the statistics of host memory, and of the disk and the remote store if there are
         any. O(payers)."""
-        counts, kept = self._counts, self.promises
+        counts, kept = self.counts, self.promises
         promised = kept.kept_by_payer if kept is not None and kept.level == "host" else Counter()
         unusable = self._transfer.unusable_bytes
         host = counts.of_host(self.book, self.offloading, promised, self._recovery, unusable)
@@ -753,6 +751,7 @@ class Levels:
     def _evicting(self, account: NamespaceAccount, node: Node) -> None:
         """The device is about to evict a leaf: its copy takes over what is known of it."""
         copy = self.book.evicting(account, node)
+        self.counts.uncopied += copy is None and len(node.run) == self.cache.block_size
         if copy is not None and copy.record_id and copy.terms is None and node.terms is not None:
             self._send_renew(copy)
 
@@ -777,9 +776,9 @@ class Levels:
             self.promises.renew(copy.path(), *until_s, self._now_s, lease_ids, terms)
 
     def _judge(self, load: Load, now_s: float) -> None:
-        """Count what a load has brought, and judge the slowest level it came from."""
-        for name, tokens in load.tokens_by_level(self.cache.block_size):
-            self._counts.loaded_tokens[name] += tokens
+        """Count what a load has brought, and judge the slowest level it came from, by the last turn
+        that did not find all of it: what is computed waits for the turn after it, too."""
+        self.counts.ended(load, self.cache.block_size)
         for copy in load.copies:
             if copy.parent is not None:
                 self.book.accounts.touch(copy, now_s)
@@ -787,5 +786,5 @@ class Levels:
             fidelity = self.book.formats.formats[form].fidelity
             self._lossy[load.namespace] = laxest(self.read_fidelity(load.namespace), fidelity)
         if load.loaded == len(load.pieces):
-            pace = self.paces[load.level]
-            pace.record_load(now_s - load.began_s, load.choice.compute_s, now_s)
+            took_s = max(0.0, self._before_s - load.began_s)
+            self.paces[load.level].record_load(took_s, load.choice.compute_s, now_s)

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from engine.moves import LevelName
 
+NotLoaded = Literal["slower", "short", "paused", "no_room", "late", "failed", "damaged"]
+"""Why a prompt was not loaded as far as a level had it: computing was predicted to be faster; less
+than the shortest load; the level's loads had lost time; no blocks or slots; not before the
+deadline; a move that failed; bytes that were not those that were written."""
 SMOOTHING: Final = 0.1
 """The weight of the latest measurement."""
 CHOICES: Final = 16
@@ -126,14 +130,13 @@ def first_paces(
 
 
 class LoadChoice(NamedTuple):
-    """How many blocks to load, what that is predicted to take, and what computing them would."""
+    """How many blocks to load, what that is predicted to take, and what computing them would;
+    `why` not more, None where there are no more."""
 
     blocks: int
     load_s: float
     compute_s: float
-
-
-NOTHING: Final = LoadChoice(0, 0.0, 0.0)
+    why: NotLoaded | None = None
 
 
 def choose_load(
@@ -156,16 +159,18 @@ def choose_load(
     """
     most = len(on_host)
     if not host.is_open(now_s):
-        return NOTHING
+        return LoadChoice(0, 0.0, 0.0, "paused")
     if not disk.is_open(now_s) and False in on_host:
         most = list(on_host).index(False)
     if True in on_remote and (remote is None or not remote.is_open(now_s)):
         most = min(most, list(on_remote).index(True))
+    why: NotLoaded | None = "paused" if most < len(on_host) else None
     step = max(1, most // CHOICES)
     for blocks in range(most, 0, -step):
         far = sum(on_remote[:blocks])
         fetched = blocks - sum(on_host[:blocks]) - far
         if blocks < blocks_min("remote" if far else "disk" if fetched else "host"):
+            why = why or "short"
             continue
         # Fetch and load overlap: the slowest of them, and one more block of the other.
         far_s = remote.seconds(far, form) if remote is not None else 0.0
@@ -173,5 +178,6 @@ def choose_load(
         load_s = FIXED_S + slowest_s + (host.block_s[form] if fetched or far else 0.0)
         wanted_s = compute_s(blocks)
         if load_s <= wanted_s:
-            return LoadChoice(blocks, load_s, wanted_s)
-    return NOTHING
+            return LoadChoice(blocks, load_s, wanted_s, why)
+        why = "slower"
+    return LoadChoice(0, 0.0, 0.0, why)

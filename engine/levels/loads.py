@@ -16,7 +16,7 @@ from itertools import count
 from engine.api import LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.levels.copies import CopyBook
-from engine.levels.load_choice import LevelPace, LoadChoice
+from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
 from engine.levels.stored_prefixes import Copy
 from engine.moves import Fetch, Fetched, LevelName, Move, Moved, Storage
 
@@ -27,6 +27,10 @@ PART = 64
 DEADLINE_S_MIN = 0.25
 DEADLINE_FACTOR = 4.0
 """A load is given up after this many times its predicted time, and not before the least."""
+SHARED_MIN = 64
+SHARED_PART = 1 / 4
+"""Of the most loads of a block under way, the part where several payers have requests, but not
+below the least: what another one's next load waits behind. Steps, and so turns, are short then."""
 TURNS_MIN = 8
 """Turns that a load has at least: with long prompts beside it a turn takes a step's time, and its
 blocks wait for the steps in flight before it begins."""
@@ -90,10 +94,11 @@ class Load:
     """The load of one sequence.
 
     `first`: the index of its first run. `loaded`: the runs that are in place, counted from the
-    first one, once it `is_ended`; `miss`: why not all are. `placed`: those that were handed over
-    before its end. `ready`: its pieces whose slots are full, and which no move copies yet.
-    `after_step`: it fills blocks only when this step has been collected, since a step in flight may
-    still write to their former owner. `turns`: those since its beginning.
+    first one, once it `is_ended`; `miss`: why not all are, and `missed`: the level that did not
+    bring the next one, with its reason. `placed`: those that were handed over before its end;
+    `done`: those that are in place so far. `ready`: its pieces whose slots are full, and which no
+    move copies yet. `after_step`: it fills blocks only when this step has been collected, since a
+    step in flight may still write to their former owner. `turns`: those since its beginning.
     """
 
     __slots__ = (
@@ -101,12 +106,14 @@ class Load:
         "began_s",
         "choice",
         "deadline_at_s",
+        "done",
         "epoch",
         "first",
         "held",
         "is_ended",
         "loaded",
         "miss",
+        "missed",
         "namespace",
         "payer",
         "pieces",
@@ -123,6 +130,7 @@ class Load:
         held: BlockTable,
         pieces: list[_Piece],
         choice: LoadChoice,
+        after_step: int,
         now_s: float,
     ) -> None:
         self.namespace = namespace
@@ -133,12 +141,13 @@ class Load:
         self.choice = choice
         self.began_s = now_s
         self.deadline_at_s = now_s + max(DEADLINE_S_MIN, DEADLINE_FACTOR * choice.load_s)
-        self.after_step = 0
+        self.after_step = after_step
         self.epoch = 0
         self.is_ended = False
         self.loaded = 0
         self.miss: LoadMiss = ""
-        self.placed = 0
+        self.missed: tuple[LevelName, NotLoaded] | None = None
+        self.placed = self.done = 0
         self.ready = deque(piece for piece in pieces if piece.state is _State.READY)
         self.turns = 0
         self.under_way = 0
@@ -159,6 +168,15 @@ class Load:
         """Return the formats of the copies it brought."""
         return {piece.form for piece in self.pieces[: self.loaded]}
 
+    def count_done(self) -> int:
+        """Return how many of its leading runs are in place, as `done` says from now on. O(those
+        that have come since the last call)."""
+        pieces, done = self.pieces, self.done
+        while done < len(pieces) and pieces[done].state is _State.DONE:
+            done += 1
+        self.done = done
+        return done
+
     @property
     def is_whole_or_nothing(self) -> bool:
         """Return whether a part of it is of no use: window groups have what its end reads alone."""
@@ -177,8 +195,9 @@ class Load:
 class Loads:
     """All loads whose moves have not ended.
 
-    `part`: runs that are handed over at a time. `loaded_blocks`: totals by level. `failed`: pieces
-    that failed, by level; `damaged`: those of them whose bytes were not those that were written.
+    `part`: runs that are handed over at a time. `collected`: the last step that was. `is_shared`:
+    several payers have requests. `loaded_blocks`: totals by level. `failed`: pieces that failed, by
+    level; `damaged`: those of them whose bytes were not those that were written.
     """
 
     def __init__(
@@ -191,7 +210,7 @@ class Loads:
         verify_host: int,
         moves_max: int,
     ) -> None:
-        """`moves_max`: loads of one block under way at a time, over all requests."""
+        """`moves_max`: most loads of one block under way at a time, over all requests."""
         self._cache = cache
         self._book = book
         self._storage = storage
@@ -199,7 +218,11 @@ class Loads:
         self._next_id = next_id
         self._verify_host = verify_host
         self._moves_max = moves_max
+        self._shared_max = min(moves_max, max(SHARED_MIN, int(moves_max * SHARED_PART)))
+        self._names = [form.name for form in book.formats.formats]
         self.part = PART
+        self.collected = 0
+        self.is_shared = False
         self._loads: dict[Load, None] = {}
         self._moves: dict[int, tuple[Load, _Piece]] = {}
         self._moving = Counter[Payer]()
@@ -228,16 +251,18 @@ class Loads:
         first: int,
         copies: Sequence[Copy],
         choice: LoadChoice,
+        after_step: int,
         now_s: float,
     ) -> Load | None:
         """Begin to fill the entries of a table from `first` on. Return None if there is no slot
-        for even one fetch. Only as many runs are loaded as slots could be had for.
+        for even one fetch. Only as many runs are loaded as slots could be had for. `after_step`:
+        the last step that was launched before the table grew.
         """
         pieces = self._pieces(table, first, copies)
         if not pieces:
             return None
         held = self._cache.moves.hold_blocks(table, first, now_s)
-        load = Load(table.namespace, first, held, pieces, choice, now_s)
+        load = Load(table.namespace, first, held, pieces, choice, after_step, now_s)
         load.under_way = len(pieces)
         load.epoch = self._book.epochs[table.namespace]
         self._loads[load] = None
@@ -249,9 +274,10 @@ class Loads:
     def _pieces(self, table: BlockTable, first: int, copies: Sequence[Copy]) -> list[_Piece]:
         """Return the pieces of a load, each with a slot that it holds."""
         on_host = [copy.slot >= 0 for copy in copies]
+        hold = self._book.hold
         for copy in copies:
             if copy.slot >= 0:
-                self._book.hold(copy.slot)  # before a fetch takes it for itself
+                hold(copy.slot)  # before a fetch takes it for itself
         payer, pieces = table.account.payer_account, list[_Piece]()
         pool = self._book.accounts.pool
         for copy, index, is_here in zip(copies, count(first), on_host, strict=False):
@@ -277,6 +303,8 @@ class Loads:
     def _targets(self, table: BlockTable, index: int, form: int) -> tuple[int, tuple[int, ...]]:
         """Return the blocks that a copy of a format fills: group 0's, and those of the window
         groups; a hole there is not filled."""
+        if not table.beside:
+            return table.blocks[index], ()
         is_whole = self._book.formats.is_whole(form)
         return table.blocks[index], tuple(row[index] for row in table.beside if is_whole)
 
@@ -292,31 +320,39 @@ class Loads:
                 self._end(load, 0)
                 self._ended.append(load)
 
-    def next_moves(self, collected_step: int) -> list[Move]:
+    def next_moves(self) -> list[Move]:
         """Return the moves to submit now: those of the payer with fewest under way first, and of
         its loads the oldest, so that no payer waits for the loads of another. O(loads, these).
         """
         moves: list[Move] = []
-        if not self._loads or len(self._moves) >= self._moves_max:
+        room = (self._shared_max if self.is_shared else self._moves_max) - len(self._moves)
+        if not self._loads or room <= 0:
             return moves
         ready: dict[Payer, deque[Load]] = {}
         for load in self._loads:
-            if load.ready and not load.is_ended and load.after_step <= collected_step:
+            if load.ready and not load.is_ended and load.after_step <= self.collected:
                 ready.setdefault(load.payer, deque()).append(load)
-        while ready and len(self._moves) < self._moves_max:
+        while ready and len(moves) < room:
             payer = min(ready, key=self._moving.__getitem__)
             load = ready[payer][0]
-            piece = load.ready.popleft()
+            count = 1 if len(ready) > 1 else min(room - len(moves), len(load.ready))
+            moves += self._moves_of(load, count)
+            self._moving[payer] += count
             if not load.ready:
                 ready[payer].popleft()
                 if not ready[payer]:
                     del ready[payer]
-            self._moving[payer] += 1
-            move_id = self._next_id()
+        return moves
+
+    def _moves_of(self, load: Load, count: int) -> list[Move]:
+        """Return the next `count` moves of a load, which are under way from now on."""
+        names, moves = self._names, list[Move]()
+        for _ in range(count):
+            piece = load.ready.popleft()
             piece.state = _State.MOVING
+            move_id = self._next_id()
             self._moves[move_id] = (load, piece)
-            name = self._book.formats.formats[piece.form].name
-            what = piece.slot, piece.check, name, piece.beside
+            what = piece.slot, piece.check, names[piece.form], piece.beside
             moves.append(Move(move_id, "load", piece.block, *what))
         return moves
 
@@ -370,11 +406,10 @@ class Loads:
             left = len(load.pieces) - load.placed
             if load.is_ended or left < 2 * self.part or load.is_whole_or_nothing:
                 continue
-            done = self._done(load)
+            done = load.count_done()
             if done - load.placed >= self.part:
+                self._cache.moves.unhold_first(load.held, done - load.placed)
                 load.placed = done
-                missing = {piece.block for piece in load.pieces[done:]}
-                self._cache.moves.unhold_except(load.held, missing)
                 found.append(load)
         return found
 
@@ -385,14 +420,13 @@ class Loads:
         ended, self._ended = self._ended, []
         for load in list(self._loads):
             if not load.is_ended:
-                done = self._done(load)
+                done = load.count_done()
                 load.turns += 1
                 is_late = now_s >= load.deadline_at_s and load.turns > TURNS_MIN
                 is_cut = done < len(load.pieces) and load.pieces[done].state is _State.FAILED
                 if done == len(load.pieces) or is_cut or is_late:
                     if done < len(load.pieces):
-                        load.miss = "damaged" if load.pieces[done].is_damaged else "level_failed"
-                        self.failed[load.pieces[done].level] += not is_cut
+                        self._note_miss(load, load.pieces[done], is_cut=is_cut)
                     self._end(load, done)
                     ended.append(load)
             if load.is_ended and not load.under_way:
@@ -421,25 +455,25 @@ class Loads:
             size = self._book.formats.formats[some[0].form].slot_bytes
             self._storage.send(Fetch(call_id, load.namespace, records, slots, size))
 
-    def _done(self, load: Load) -> int:
-        """Return how many leading pieces are done. O(those that were not handed over)."""
-        for index in range(load.placed, len(load.pieces)):
-            if load.pieces[index].state is not _State.DONE:
-                return index
-        return len(load.pieces)
+    def _note_miss(self, load: Load, piece: _Piece, *, is_cut: bool) -> None:
+        """Note why a load ends before a piece: that has failed (`is_cut`), or is late."""
+        load.miss = "damaged" if piece.is_damaged else "level_failed"
+        self.failed[piece.level] += not is_cut
+        why: NotLoaded = "failed" if is_cut else "late"
+        load.missed = piece.level, "damaged" if piece.is_damaged else why
 
     def _end(self, load: Load, loaded: int) -> None:
         load.is_ended, load.loaded = True, loaded
         load.ready.clear()
-        for piece in load.pieces[:loaded]:
-            self.loaded_blocks[piece.level] += 1
-        for piece in load.pieces:
+        for name, blocks in Counter(piece.level for piece in load.pieces[:loaded]).items():
+            self.loaded_blocks[name] += blocks
+        for piece in load.pieces[loaded:]:
             if piece.state is _State.READY:  # it was never begun
                 piece.state = _State.FAILED
                 self._let_go(load, piece)
         # A block that no move fills any more may be committed: a hold on it alone would pin a block
         # of the tree below unpinned ones.
-        moving = [piece for piece in load.pieces if piece.state is _State.MOVING]
+        moving = [piece for piece in load.pieces[loaded:] if piece.state is _State.MOVING]
         filling = {block for piece in moving for block in (piece.block, *piece.beside)}
         self._cache.moves.unhold_except(load.held, filling)
 

@@ -23,10 +23,9 @@ from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
 from engine.moves import Move, Moved
 
-MOVES_MAX: Final = 64
-"""Offloads of one block under way at a time."""
 CLEAN_AHEAD: Final = 256
-"""Of the next blocks to be evicted, how many are to have a copy; at most a part of the pool."""
+"""Of the next blocks to be evicted, how many are to have a copy: at least what may be under way,
+and at most a part of the pool."""
 CLEAN_PART: Final = 1 / 8
 """The part of the pool that is copied ahead, and that offloads may pin at a time."""
 VICTIMS_SEEN: Final = 16
@@ -95,7 +94,9 @@ class Offloading:
         next_id: Callable[[], int],
         on_copied: Callable[[list[Copy]], None],
         windows: WindowCopies,
+        moves_max: int,
     ) -> None:
+        """`moves_max`: offloads of one block under way at a time."""
         self._cache = cache
         self._book = book
         self._next_id = next_id
@@ -105,8 +106,9 @@ class Offloading:
         self._busy: set[Node] = set()
         self._pinned = 0
         self._promised: deque[tuple[Node, tuple[tuple[str, int], ...]]] = deque(maxlen=WAITING_MAX)
-        self._clean_ahead = min(CLEAN_AHEAD, max(1, int(cache.blocks * CLEAN_PART)))
+        self._moves_max = moves_max
         self._pinned_max = max(1, int(cache.blocks * CLEAN_PART))
+        self._clean_ahead = min(max(CLEAN_AHEAD, moves_max), self._pinned_max)
         self._failures = 0
         self._partial = 0
         self._unpackable: OrderedDict[Node, None] = OrderedDict()
@@ -164,7 +166,7 @@ class Offloading:
                     break
                 self._clean(victim, moves, now_s)
         for table in running:
-            if len(self._moves) >= MOVES_MAX:
+            if len(self._moves) >= self._moves_max:
                 break
             self._clean(table.node, moves, now_s, pins=False)
         return moves
@@ -192,7 +194,7 @@ class Offloading:
     # -- internals ----------------------------------------------------------------------------
 
     def _has_room(self, moves: Sequence[Move]) -> bool:
-        return len(self._moves) < MOVES_MAX and (
+        return len(self._moves) < self._moves_max and (
             not self._pinned or self._pinned < self._pinned_max
         )
 
@@ -232,7 +234,7 @@ class Offloading:
                 lacking.append(path[first])
             first, parent = first + 1, copy
         self._extend_leases(path, first, leases)
-        wanted = [*lacking, *path[first:]][: MOVES_MAX - len(self._moves)]
+        wanted = [*lacking, *path[first:]][: self._moves_max - len(self._moves)]
         if not wanted:
             return False
         if not self._busy.isdisjoint(wanted):
@@ -319,7 +321,8 @@ class Offloading:
         for node, windows in zip(wanted, beside, strict=True):
             is_whole, is_own = bool(windows), node in self._unpackable
             form = formats.of(account.namespace, is_whole=is_whole, is_own=is_own)
-            slot = self._book.take_slot(payer, account.namespace, form, used_at_s=used_at_s)
+            take = self._book.take_another if slots else self._book.take_slot
+            slot = take(payer, account.namespace, form, used_at_s=used_at_s)
             if slot is None:
                 break
             slots.append(slot)
@@ -346,10 +349,12 @@ class Offloading:
         book, namespace = self._book, offload.account.namespace
         items = zip(offload.slots, offload.checks, strict=True)
         arrived = dict(zip(offload.wanted, items, strict=True))
-        made: list[Copy] = []
+        found: list[tuple[Copy, Node, int, bytes]] = []
         is_void, reached = offload.epoch != book.epochs[namespace], 0
-        parent: Copy | None = None if is_void else book.prefixes.root(namespace)
-        for node in offload.nodes:
+        parent: Copy | None = None
+        if not is_void:
+            reached, parent = self._stands(offload)
+        for node in offload.nodes[reached:]:
             copy = None
             if parent is not None and node.parent is not None:
                 copy = book.child(parent, node)
@@ -358,11 +363,12 @@ class Offloading:
                 self._busy.discard(node)
                 if parent is not None and check is not None and node.parent is not None:
                     copy = copy or self._new_copy(parent, node, offload.account)
-                    if self._give(copy, node, slot, check):
-                        made.append(copy)
-                book.release(slot)
+                    found.append((copy, node, slot, check))
+                else:
+                    book.release(slot)
             parent = copy
             reached += copy is not None
+        made = self._give_all(found)
         if made:
             self._extend_leases(offload.nodes, reached, offload.leases)
         if offload.is_cut and offload.leases and not is_void:
@@ -373,24 +379,46 @@ class Offloading:
         if made:
             self._on_copied(made)
 
+    def _stands(self, offload: _Offload) -> tuple[int, Copy]:
+        """Return how many of an offload's nodes before its first new copy have copies that stand
+        for them, none where the last one has lost its own; and the copy below which it goes on.
+        """
+        first = offload.nodes.index(offload.wanted[0])
+        above = self._book.of_node(offload.nodes[first - 1]) if first else None
+        if above is None:
+            return 0, self._book.prefixes.root(offload.account.namespace)
+        return first, above
+
     def _new_copy(self, parent: Copy, node: Node, account: NamespaceAccount) -> Copy:
         payer = account.payer_account.payer
         copy = self._book.prefixes.add(parent, node.run, payer, node.last_use_s)
         self._book.link(copy, node)
         return copy
 
+    def _give_all(self, found: Sequence[tuple[Copy, Node, int, bytes]]) -> list[Copy]:
+        """Let copies have the slots that an offload has filled; return those that have got theirs,
+        from the root on. The last one gets its own first: what something hangs on may not be
+        dropped, so that it never enters the order of those that may.
+        """
+        made: list[Copy] = []
+        for copy, node, slot, check in reversed(found):
+            if self._give(copy, node, slot, check):
+                made.append(copy)
+            else:
+                self._book.release(slot)
+        made.reverse()
+        return made
+
     def _give(self, copy: Copy, node: Node, slot: int, check: bytes) -> bool:
-        """Let a copy have the slot that an offload has filled, unless it has as good a one; return
-        whether it has got it."""
+        """Let a copy have the slot that an offload has filled and holds, unless it has as good a
+        one; return whether it has got it, with that hold."""
         book = self._book
         if copy.slot >= 0:
             is_better = book.formats.is_whole(book.accounts.pool.format_of(slot))
             if not is_better or self._windows.is_whole(copy):
                 return False
-            book.hold(slot)
             book.exchange(copy, slot, check)
         else:
-            book.hold(slot)
             book.give(copy, slot, check)
             if not copy.record_id:
                 book.first_sync(copy, node)

@@ -39,6 +39,7 @@ class Loading:
         self.looking: dict[int, tuple[Sequence, float | None]] = {}
         self._loading: dict[Load, Sequence] = {}
         self._launched = 0
+        self._has_begun = False
         self._now_s = 0.0
 
     def __len__(self) -> int:
@@ -127,8 +128,18 @@ class Loading:
         if load is not None:
             sequence.load, sequence.is_halted = load, True
             self._loading[load] = sequence
+            self._has_begun = True
         if plan is not None and (load is None or len(load.pieces) < len(plan.copies)):
             _use_of(sequence).miss("level_failed")
+            self.levels.counts.miss(plan.copies[0].level, "no_room")
+
+    def begin_moves(self, *, is_shared: bool) -> None:
+        """Begin the moves of the loads that this step has begun, not a step later. `is_shared`:
+        several payers have requests."""
+        self.levels.loads.is_shared = is_shared
+        if self._has_begun:
+            self._has_begun = False
+            self.levels.begin_moves()
 
     # -- turns --------------------------------------------------------------------------------
 
@@ -209,6 +220,7 @@ class Loading:
             use, size = _use_of(sequence), self._cache.block_size
             use.know((len(sequence.findable_tokens(size)) - 1) // size * size)
             use.miss("level_failed")
+            self.levels.counts.miss("disk", "failed" if self.levels.is_disk_lost else "late")
         self._queue.add(sequence)
 
     def _commit(self, sequence: Sequence, load: Load, runs: int, since: int, now_s: float) -> None:

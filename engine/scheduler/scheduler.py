@@ -189,11 +189,14 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> list[Slice]:
         """Return the slices of one step. Pins, allocates, evicts and preempts as needed."""
+        slices: list[Slice] = []
         for turn in self.isolation.turns():
             if slices := self._schedule_turn(turn, now_s):
                 self.isolation.took(turn)
-                return slices
-        return []
+                break
+        if self.loading is not None:
+            self.loading.begin_moves(is_shared=self.is_shared(now_s))
+        return slices
 
     def _schedule_turn(self, turn: Turn, now_s: float) -> list[Slice]:
         slices: dict[int, Slice] = {}

@@ -27,7 +27,7 @@ STATES = ("open", "full", "off")
 _SUMMED = tuple(
     name
     for name in LevelStats.__struct_fields__
-    if name not in ("name", "state", "reason", "bytes_per_s", "copies")
+    if name not in ("name", "state", "reason", "bytes_per_s", "copies", "not_loaded")
 )
 ROWS_MAX = 1_000
 """Most rows of a table by tenant: those with most bytes."""
@@ -54,8 +54,9 @@ def sum_levels(each: Iterable[Sequence[LevelStats]]) -> tuple[LevelStats, ...]:
         worst = max(before, one, key=lambda level: STATES.index(level.state))
         sums = {name: getattr(before, name) + getattr(one, name) for name in _SUMMED}
         rate = max(before.bytes_per_s, one.bytes_per_s)
-        copies = _sum_copies((*before.copies, *one.copies))
-        found[one.name] = replace(worst, bytes_per_s=rate, copies=copies, **sums)
+        sums["copies"] = _sum_copies((*before.copies, *one.copies))
+        sums["not_loaded"] = dict(Counter(before.not_loaded) + Counter(one.not_loaded))
+        found[one.name] = replace(worst, bytes_per_s=rate, **sums)
     return tuple(found.values())
 
 

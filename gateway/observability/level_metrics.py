@@ -133,6 +133,14 @@ def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
         "Prompts with a prefix on a level, by what the cost model chose.",
         labels=("level", "choice"),
     )
+    missed = CounterMetricFamily(
+        "trunkline_not_loaded",
+        "Prompts of which a level had more than was loaded, by why.",
+        labels=("level", "reason"),
+    )
+    uncopied = CounterMetricFamily(
+        "trunkline_uncopied_evictions", "Blocks that were evicted without a copy on any level."
+    )
     written = CounterMetricFamily("trunkline_disk_written_bytes", "Bytes written to disk.")
     today = GaugeMetricFamily("trunkline_disk_written_today_bytes", "The same, of this day.")
     pending = GaugeMetricFamily(
@@ -143,8 +151,12 @@ def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
             moves.add_metric((origin, target, "done"), count)
         loads.add_metric((one.name, "load"), one.chosen_total)
         loads.add_metric((one.name, "compute"), one.declined_total)
+        for why, count in one.not_loaded.items():
+            missed.add_metric((one.name, why), count)
+        if one.name == "host":
+            uncopied.add_metric((), one.uncopied_total)
         if one.name == "disk":
             written.add_metric((), one.written_bytes_total)
             today.add_metric((), one.written_bytes_today)
     pending.add_metric((), sum(one.pending_erasures for one in below))
-    yield from (moves, loads, written, today, pending)
+    yield from (moves, loads, missed, uncopied, written, today, pending)

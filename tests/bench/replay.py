@@ -34,6 +34,7 @@ from engine.levels.levels import Levels
 from engine.levels.loads import Load
 from engine.moves import (
     LOADS_MAX,
+    OFFLOADS_MAX,
     ROOT,
     Fetch,
     Fetched,
@@ -90,6 +91,7 @@ class BlockMemory:
     formats: tuple[SlotFormat, ...] = (SlotFormat("", BLOCK_TOKENS),)
     bytes_per_s = 4e9
     loads_max = LOADS_MAX
+    offloads_max = OFFLOADS_MAX
     unusable_bytes = 0
 
     def __init__(self, slots: int, device: list[int], block_s: float) -> None:

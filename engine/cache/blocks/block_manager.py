@@ -21,6 +21,7 @@ from engine.cache.tree.eviction_policy import EvictionPolicy
 from engine.cache.tree.fair_share import FairShare
 from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
 from engine.cache.tree.window_groups import HOLE, WindowGroups
+from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
 
 PROMISABLE = 7 / 8
@@ -273,29 +274,33 @@ class BlockManager:
 
     def make_room(
         self, account: NamespaceAccount, count: int
-    ) -> list[tuple[NamespaceAccount, TreeBlock]]:
-        """Evict by rule 9 until `account` may take `count` blocks. Return each victim and its
-        account.
+    ) -> list[tuple[NamespaceAccount, list[TreeBlock]]]:
+        """Evict by rule 9 until `account` may take `count` blocks. Return the victims in order:
+        runs of one account, each a leaf and what became one by its end.
 
         A leaf's window blocks leave before its own block, one for each block that is wanted, so no
         payer gives more than it must. Call it only after `can_evict` returned true. O(evicted
         log n).
         """
         wanted, own = self.shortage(account, count)
-        payer_account = account.payer_account
-        own_left = self._own_to_evict(payer_account, count)
-        victims = []
-        for index in range(wanted):
-            giver = payer_account
-            if index >= own:
-                giver = self.fair_share.choose_victim(payer_account, count, own=own_left > 0)
-            own_left -= giver is payer_account
-            victims.append(self._evict(giver))
+        taker, share = account.payer_account, self.fair_share
+        own_left = self._own_to_evict(taker, count)
+        victims: list[tuple[NamespaceAccount, list[TreeBlock]]] = []
+        while wanted > 0:
+            giver, most = taker, min(own, wanted)
+            if own <= 0:
+                giver = share.choose_victim(taker, count, own=own_left > 0)
+                most = min(wanted, own_left) if giver is taker else wanted
+                if most > 1:
+                    most = share.given_in_a_row(giver, taker, count, most, own=own_left > 0)
+            victims += self._evict(giver, most)
+            wanted, own = wanted - most, own - most
+            own_left -= most if giver is taker else 0
         return victims
 
     def allocate(self, account: NamespaceAccount, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each. The caller has made room."""
-        blocks = [self.pool.allocate() for _ in range(count)]
+        blocks = self.pool.allocate(count)
         for block in blocks:
             self.owner[block] = account
         account.add_held(count)
@@ -426,15 +431,70 @@ class BlockManager:
         claimed = self.fair_share.claimed_by_others(payer_account)
         return min(floor, max(0, self.pool.blocks - claimed))
 
-    def _evict(self, payer_account: PayerAccount) -> tuple[NamespaceAccount, TreeBlock]:
-        victim = payer_account.next_victim()
+    def _evict(
+        self, giver: PayerAccount, count: int
+    ) -> list[tuple[NamespaceAccount, list[TreeBlock]]]:
+        """Evict `count` blocks of a payer that has as many; see `make_room`."""
+        if self.windows.windows:
+            return [self._evict_one(giver) for _ in range(count)]
+        victims: list[tuple[NamespaceAccount, list[TreeBlock]]] = []
+        while count > 0:
+            victims.append(self._evict_upwards(giver, count))
+            count -= len(victims[-1][1])
+        return victims
+
+    def _evict_upwards(
+        self, giver: PayerAccount, most: int
+    ) -> tuple[NamespaceAccount, list[TreeBlock]]:
+        """Evict the leaf that goes first, and the blocks above it for as long as each is the next
+        to go: at most `most`. Without window groups. O(evicted + log n).
+
+        A path that no request shares leaves whole in one call, and enters the order of leaves no
+        more than once.
+        """
+        order, refs, pool = giver.eviction_order, self.pool.ref_count, self.pool
+        leaf = order.take_first()
+        assert isinstance(leaf, Node), "there are no window groups"
+        account, gone, away = self._owner_of(leaf.block), list[TreeBlock](), 0
+        while True:
+            if self.on_evict is not None:
+                self.on_evict(account, leaf)
+            parent, block = leaf.parent, leaf.block
+            if leaf.ending_leases:
+                account.lease_endpoints.remove_node(leaf)
+            account.tree.remove(leaf)
+            away += leaf.promised_below
+            self.node_of[block] = self.owner[block] = None
+            if pool.drop_ref(block) != 0:
+                raise InvariantViolation(f"block {block} was evicted while it was in use")
+            gone.append(leaf)
+            assert parent is not None, "the root is never removed"
+            if parent.block < 0 or parent.children or parent.promised_class is not None:
+                break
+            if refs[parent.block] != 1:
+                break
+            if len(gone) == most:
+                order.add(parent)
+                break
+            if order.add_unless_first(parent):
+                break
+            leaf = parent
+        account.add_cached(-len(gone), -len(gone))
+        account.add_held(-len(gone))
+        if away:
+            account.add_away(away)
+        return account, gone
+
+    def _evict_one(self, giver: PayerAccount) -> tuple[NamespaceAccount, list[TreeBlock]]:
+        """Evict one block of a payer, of group 0 or a window group. O(log n)."""
+        victim = giver.next_victim()
         account = self._owner_of(victim.block)
         if isinstance(victim, Node) and victim.beside is not None:
             victim = next(filter(None, victim.beside), victim)
         if isinstance(victim, WindowBlock):
             account.tree.changes += 1
             self._drop_window_block(account, victim)
-            return account, victim
+            return account, [victim]
         if self.on_evict is not None:
             self.on_evict(account, victim)
         parent = victim.parent
@@ -443,7 +503,7 @@ class BlockManager:
         self._drop_tree_ref(account, victim)
         assert parent is not None, "the root is never removed"
         self._add_if_evictable_leaf(account, parent)
-        return account, victim
+        return account, [victim]
 
     def _drop_tree_refs(self, account: NamespaceAccount, node: Node) -> int:
         """Drop the tree's references to the blocks of a node that has just been removed. Return how

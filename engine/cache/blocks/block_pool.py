@@ -24,15 +24,20 @@ class BlockPool:
         self.ref_count = [0] * blocks
         self.free = list(range(blocks - 1, -1, -1))
 
-    def allocate(self) -> int:
-        """Return a free block with one reference. The caller has checked that the free list is not
-        empty.
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` free blocks with one reference each. The caller has checked that there are
+        as many. O(count).
         """
-        block = self.free.pop()
-        if self.ref_count[block] != 0:
-            raise InvariantViolation(f"block {block} is on the free list with references")
-        self.ref_count[block] = 1
-        return block
+        first = len(self.free) - count
+        blocks = self.free[first:]
+        del self.free[first:]
+        blocks.reverse()  # the last one that was freed comes first
+        refs = self.ref_count
+        for block in blocks:
+            if refs[block] != 0:
+                raise InvariantViolation(f"block {block} is on the free list with references")
+            refs[block] = 1
+        return blocks
 
     def add_ref(self, block: int) -> int:
         """Add one reference to a block in use. Return the new count."""

@@ -70,6 +70,23 @@ class EvictionOrder:
         node: TreeBlock = self._entries[0][2]
         return node
 
+    def take_first(self) -> TreeBlock:
+        """Remove and return what is evicted next; the order must not be empty. O(log n)."""
+        node: TreeBlock = self._entries.pop(0)[2]
+        node.eviction_score = None
+        return node
+
+    def add_unless_first(self, node: TreeBlock) -> bool:
+        """Add a block that has become evictable, unless it would be evicted next; return whether it
+        was added. O(log n), O(1) where it was not.
+        """
+        score = self._score(node)
+        if not self._entries or (score, node.serial) < self._entries[0]:
+            return False
+        node.eviction_score = score
+        self._entries.add((score, node.serial, node))
+        return True
+
     def entries(self, start: int, end: int) -> Iterator[tuple[float, int, TreeBlock]]:
         """Iterate over (score, serial, block) at positions [start, end), for the checker."""
         entries: Iterator[tuple[float, int, TreeBlock]] = self._entries.islice(start, end)

@@ -13,6 +13,7 @@ clock. Only `block_manager` and `lease_manager` call it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import count
 
@@ -180,6 +181,30 @@ class FairShare:
             best = taker
         assert best is not None, "no payer can give a block"
         return best
+
+    def given_in_a_row(
+        self, giver: PayerAccount, taker: PayerAccount, wanted: int, most: int, *, own: bool
+    ) -> int:
+        """Return how many of `most` blocks the payer that `choose_victim` has chosen gives before
+        another one could be chosen: at least 1. O(1) after `choose_victim`.
+        """
+        next_overage = -math.inf
+        for _, _, account in self._order:
+            if account is not giver and account is not taker:
+                next_overage = account.overage()
+                break
+        if giver is taker:
+            spare, more = giver.evictable, wanted
+        else:
+            spare, more = giver.spare_blocks(), 0
+            if own and taker.evictable:
+                next_overage = max(next_overage, taker.overage(wanted))
+        most = min(most, spare)
+        if next_overage == -math.inf:
+            return most
+        # The last of them is given at an overage that is at least a block above the next payer's.
+        borrowed = giver.held + more - giver.floor_blocks
+        return max(1, min(most, int(borrowed - next_overage * giver.quota.weight)))
 
     def givers(self) -> Iterator[PayerAccount]:
         """Iterate over the payers with blocks to give, the one that gives first at the beginning.

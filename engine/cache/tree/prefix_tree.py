@@ -289,8 +289,8 @@ class PrefixTree:
         """
         shorter = None
         if parent.children:
-            found = (n for n in self._neighbours(parent, run) if n.run == run[: len(n.run)])
-            shorter = next(found, None)
+            near = self._neighbours(parent, run)
+            shorter = next((node for node in near if node.run == run[: len(node.run)]), None)
         if shorter is not None:
             self.remove(shorter)
         node = Node(run, block, parent, next(self._serials))

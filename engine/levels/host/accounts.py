@@ -203,7 +203,9 @@ class HostAccounts:
         if self._refs[slot] < 1:
             raise InvariantViolation(f"slot {slot} is free; expected a slot in use")
         self._refs[slot] += 1
-        self._update_slot(slot)
+        copy = self._copy_in[slot]
+        if copy is not None:  # what is read may not be dropped
+            self._leave_order(copy)
 
     def release(self, slot: int) -> None:
         """Drop a reference; without any the slot is free. O(log copies)."""
@@ -211,7 +213,9 @@ class HostAccounts:
             raise InvariantViolation(f"slot {slot} was freed twice")
         self._refs[slot] -= 1
         if self._refs[slot]:
-            self._update_slot(slot)
+            copy = self._copy_in[slot]
+            if copy is not None and self._refs[slot] == 1 and (copy.record_id or not copy.children):
+                self.update(copy)  # it may be dropped now
             return
         share = self._owner[slot]
         assert share is not None, "a slot in use has an owner"
@@ -445,11 +449,6 @@ class HostAccounts:
         size = self.pool.bytes_of(copy.slot)
         self.take_back(copy)
         self._on_dropped(copy, size)
-
-    def _update_slot(self, slot: int) -> None:
-        copy = self._copy_in[slot]
-        if copy is not None:
-            self.update(copy)
 
     def _leave_order(self, copy: Copy) -> None:
         if copy.order_key is None:

@@ -28,7 +28,8 @@ class CopiesAnswer(Struct, frozen=True):
 
 class LevelAnswer(Struct, frozen=True, omit_defaults=True):
     """A level. Totals count blocks unless they say otherwise, since the engine's start. The device
-    has none of the fields from `since_ms` on."""
+    has none of the fields from `since_ms` on. `not_loaded`: prompts of which the level had more
+    than was loaded, by why; `uncopied_total`: blocks that the device has evicted without a copy."""
 
     name: Literal["device", "host", "disk", "remote"]
     state: Literal["open", "full", "off"]
@@ -55,6 +56,8 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
     written_bytes_total: int = 0
     chosen_total: int = 0
     declined_total: int = 0
+    not_loaded: dict[str, int] = {}
+    uncopied_total: int = 0
     pending_erasures: int = 0
     copies: list[CopiesAnswer] = []
     recovered_total: int = 0

@@ -32,6 +32,11 @@ def on_disk(**settings: Any) -> LeveledWorld:
     return world
 
 
+def not_loaded(world: LeveledWorld) -> dict[str, dict[str, int]]:
+    """Return the prompts that were not loaded as far as a level had them, by level and reason."""
+    return {one.name: one.not_loaded for one in world.core.stats().levels}
+
+
 def test_a_request_without_copies_is_told_nothing() -> None:
     """As without levels."""
     world = on_host()
@@ -70,6 +75,7 @@ def test_a_failed_load_says_so() -> None:
     wait = world.wait("again")
 
     assert (wait.level, wait.missed_tokens, wait.cause) == ("host", 12, "level_failed")
+    assert not_loaded(world) == {"host": {"failed": 1}}
 
 
 def test_damaged_bytes_in_host_memory_say_so() -> None:
@@ -82,6 +88,7 @@ def test_damaged_bytes_in_host_memory_say_so() -> None:
     wait = world.wait("again")
     assert (wait.missed_tokens, wait.cause, world.cached("again")) == (8, "damaged", 4)
     assert [one.damaged_total for one in world.core.stats().levels] == [1]
+    assert not_loaded(world) == {"host": {"damaged": 1}}
 
 
 def test_a_damaged_record_says_so() -> None:
@@ -108,6 +115,7 @@ def test_a_load_beyond_its_deadline_came_too_late() -> None:
     wait = world.wait("again")
     assert (wait.cause, wait.missed_tokens) == ("level_failed", 12)
     assert wait.load_s >= 0.3
+    assert not_loaded(world) == {"host": {"late": 1}}
 
 
 def test_a_disk_that_does_not_answer_in_time_came_too_late() -> None:
@@ -122,6 +130,7 @@ def test_a_disk_that_does_not_answer_in_time_came_too_late() -> None:
         world.step()
 
     assert world.wait("again") == LevelWait(0.0, None, 12, "level_failed")
+    assert not_loaded(world)["disk"] == {"late": 1}
 
 
 def test_a_disk_that_is_off_could_not_be_asked() -> None:
@@ -146,6 +155,7 @@ def test_a_prefix_that_is_too_short_to_load_says_so() -> None:
     world.run(ask("again", prompt(1)))
 
     assert world.wait("again") == LevelWait(0.0, None, 12, "not_worth_loading")
+    assert not_loaded(world) == {"host": {"short": 1}}
 
 
 def test_an_erasure_during_a_load_is_no_failure_of_the_level() -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from engine.api import AtRest, CacheGrant, Erase, Erased, Finished, Quota, Retention
 from engine.config import RemoteConfig
 from engine.errors import InvariantViolation
-from engine.levels.loads import Loads
+from engine.levels.loads import Load, Loads
 from engine.levels.stored_prefixes import StoredPrefixes
 from engine.moves import KeepHere, Look, Move, RemoteStats, Renew, StorageStats, StoreRuns
 from tests.checkers import RuleBroken
@@ -398,7 +398,7 @@ def read_under_failures(world: LeveledWorld) -> None:
 
 FAULTS: dict[str, tuple[Any, str, Any, Any]] = {
     "blocks of a load are not held": (Loads, "begin", None, cancel_and_crowd),
-    "a failed load counts as loaded": (Loads, "_done", lambda self, load: 3, read_under_failures),
+    "a failed load counts as loaded": (Load, "count_done", lambda self: 3, read_under_failures),
     "copies are matched by position alone": (
         StoredPrefixes,
         "match",

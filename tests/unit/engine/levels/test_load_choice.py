@@ -6,12 +6,12 @@ import pytest
 
 from engine.levels.load_choice import (
     JUDGED_LOADS,
-    NOTHING,
     PAUSE_S,
     TRIAL_S,
     TRIALS_WON,
     LevelPace,
     LoadChoice,
+    NotLoaded,
     choose_load,
     first_rates,
 )
@@ -25,6 +25,11 @@ def paces(host_s: float, disk_s: float) -> tuple[LevelPace, LevelPace]:
     host, disk = LevelPace("host", [BLOCK_BYTES]), LevelPace("disk", [BLOCK_BYTES])
     host.block_s, disk.block_s = [host_s], [disk_s]
     return host, disk
+
+
+def is_nothing(choice: LoadChoice, why: NotLoaded) -> bool:
+    """Return whether nothing is chosen, for this reason."""
+    return choice.blocks == 0 and choice.why == why
 
 
 def choose(
@@ -42,28 +47,28 @@ def test_a_faster_level_is_loaded_whole() -> None:
     """Its time and that of computing are told, for the deadline and the regret."""
     choice = choose([True] * 32, *paces(0.001, 1.0), block_s=0.01)
 
-    assert choice.blocks == 32
+    assert (choice.blocks, choice.why) == (32, None)
     assert choice.load_s == pytest.approx(0.033)
     assert choice.compute_s == pytest.approx(0.32)
 
 
 def test_a_slower_level_is_not_loaded() -> None:
     """The disk of one machine loses against its device."""
-    assert choose([False] * 32, *paces(0.001, 0.02), block_s=0.01) == NOTHING
+    assert is_nothing(choose([False] * 32, *paces(0.001, 0.02), block_s=0.01), "slower")
 
 
 def test_only_the_part_that_pays_is_loaded() -> None:
     """A run of blocks on host goes on with blocks on a slow disk."""
     choice = choose([True] * 16 + [False] * 16, *paces(0.001, 1.0), block_s=0.01)
 
-    assert choice.blocks == 16
+    assert (choice.blocks, choice.why) == (16, "slower")
 
 
 def test_a_short_prefix_on_disk_is_not_worth_a_fetch() -> None:
     """The least lengths differ by level."""
     fast = paces(0.0001, 0.0001)
 
-    assert choose([False] * 3, *fast, block_s=0.1) == NOTHING
+    assert is_nothing(choose([False] * 3, *fast, block_s=0.1), "short")
     assert choose([False] * 4, *fast, block_s=0.1).blocks == 4
     assert choose([True] * 3, *fast, block_s=0.1).blocks == 3
 
@@ -73,7 +78,7 @@ def test_a_queue_counts_as_time() -> None:
     host, disk = paces(0.001, 1.0)
     host.queued = [1000]
 
-    assert choose([True] * 32, host, disk, block_s=0.01) == NOTHING
+    assert is_nothing(choose([True] * 32, host, disk, block_s=0.01), "slower")
 
 
 def test_a_level_whose_loads_keep_losing_is_left_alone() -> None:
@@ -83,7 +88,7 @@ def test_a_level_whose_loads_keep_losing_is_left_alone() -> None:
         host.record_load(took_s=0.3, compute_s=0.1, now_s=10.0)
 
     assert host.regret_s == pytest.approx(0.2 * JUDGED_LOADS)
-    assert choose([True] * 32, host, disk, 0.01, now_s=10.0 + PAUSE_S - 1) == NOTHING
+    assert is_nothing(choose([True] * 32, host, disk, 0.01, now_s=10.0 + PAUSE_S - 1), "paused")
     now_s = 10.0 + PAUSE_S
     for _ in range(TRIALS_WON):
         assert choose([True] * 32, host, disk, 0.01, now_s).blocks == 32
@@ -98,7 +103,9 @@ def test_a_paused_disk_leaves_what_host_has() -> None:
     for _ in range(JUDGED_LOADS):
         disk.record_load(took_s=0.3, compute_s=0.1, now_s=10.0)
 
-    assert choose([True] * 8 + [False] * 8, host, disk, 0.01, now_s=11.0).blocks == 8
+    choice = choose([True] * 8 + [False] * 8, host, disk, 0.01, now_s=11.0)
+
+    assert (choice.blocks, choice.why) == (8, "paused")
 
 
 def test_a_pace_follows_what_is_measured() -> None:
@@ -125,7 +132,7 @@ def test_each_format_has_a_pace_of_its_own() -> None:
             [False] * 8, host, disk, lambda blocks: blocks * 0.003, lambda level: 1, 0.0, form
         )
 
-    assert choose_of(1) == NOTHING, "unpacking it takes longer than computing"
+    assert is_nothing(choose_of(1), "slower"), "unpacking it takes longer than computing"
     assert choose_of(0).blocks == 8
     assert host.bytes_per_s == pytest.approx(216 / 0.004, rel=0.01)
     host.queued[1] = 3
@@ -161,8 +168,8 @@ def remote_pace(block_s: float) -> LevelPace:
 def test_the_remote_store_has_a_pace_and_a_least_of_its_own() -> None:
     """A fast disk says nothing of it; what it is too slow for is computed."""
     assert far(32, remote_pace(0.005)).blocks == 32
-    assert far(32, remote_pace(0.02)) == NOTHING
-    assert far(7, remote_pace(0.005)) == NOTHING
+    assert is_nothing(far(32, remote_pace(0.02)), "slower")
+    assert is_nothing(far(7, remote_pace(0.005)), "short")
     assert far(32, remote_pace(0.02), on_host=16).blocks >= 16
     assert far(32, None, on_host=16).blocks == 16
 

@@ -107,6 +107,34 @@ def test_computing_waits_behind_the_payers_own_prompts(
     world.settle()
 
 
+def test_the_moves_of_a_load_begin_in_the_step_that_admits_it() -> None:
+    """A step that waits for nothing would delay its first copy by a turn."""
+    world = on_host()
+    world.weather.polls_max = 3
+    world.submit(ask("again", prompt(1, LONG)))
+    world.step()
+
+    assert world.levels.loads.moves == 10
+    world.settle()
+
+
+def test_the_moves_of_a_load_wait_for_the_steps_in_flight() -> None:
+    """One of them may still write to the former owner of a block that the load fills."""
+    world = LeveledWorld(disk=False, blocks=40, slots=200, depth=2)
+    world.run(ask("first", prompt(1, LONG)))
+    world.push_out(30)
+    world.weather.polls_max = 3
+    world.submit(ask("other", prompt(2), max_tokens=20))
+    world.step()
+    world.submit(ask("again", prompt(1, LONG)))
+    world.step_until_loading()
+
+    assert world.core.engine_stats.step > 0
+    assert world.levels.loads.moves == 0
+    world.settle()
+    assert world.loaded("again") == {"host": 40}
+
+
 def test_a_load_has_some_turns_beside_steps_that_take_longer_than_its_deadline() -> None:
     """A turn comes once a step: the outcomes of its moves are polled in the next ones."""
     world = on_host()

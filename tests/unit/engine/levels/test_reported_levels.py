@@ -56,6 +56,19 @@ def test_statistics_tell_owners_and_choices() -> None:
     assert world.core.stats().levels[1].pending_erasures == 1
 
 
+def test_blocks_that_are_evicted_without_a_copy_are_counted() -> None:
+    """Where copies are not made in time, prefixes are computed again, and nothing else tells."""
+    copied, uncopied = LeveledWorld(disk=False), LeveledWorld(disk=False)
+    uncopied.weather.fails = 1.0
+    for world in (copied, uncopied):
+        world.run(ask("first", prompt(1)))
+        world.push_out()
+    kept, lost = (world.core.stats().levels[0] for world in (copied, uncopied))
+
+    assert uncopied.core.cache.stats().evicted_blocks_total >= lost.uncopied_total > 10
+    assert kept.uncopied_total < lost.uncopied_total / 2
+
+
 def test_memory_that_a_device_does_not_reach_is_no_room() -> None:
     """It is told, with how much it is; the level stays open."""
     world = LeveledWorld(disk=False)

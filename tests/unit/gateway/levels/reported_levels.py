@@ -22,6 +22,8 @@ HOST = LevelStats(
     bytes_per_s=1_000.0,
     chosen_total=3,
     declined_total=1,
+    not_loaded={"slower": 1, "late": 2},
+    uncopied_total=3,
     copies=(FidelityBytes("exact", 2, 320), FidelityBytes("near", 2, 80)),
 )
 DISK = LevelStats(

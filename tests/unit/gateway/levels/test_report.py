@@ -40,6 +40,8 @@ def test_levels_of_several_models_are_one_of_each() -> None:
     assert disk["blocks"] == 90
     assert host["worth"] is None
     assert [one.payers for one in sum_levels([(DISK,), (DISK,)])] == [DISK.payers * 2]
+    assert host["not_loaded"] == {"slower": 2, "late": 4}
+    assert host["uncopied_total"] == 6
     assert host["copies"] == [
         {"fidelity": "exact", "blocks": 4, "bytes": 640},
         {"fidelity": "near", "blocks": 4, "bytes": 160},

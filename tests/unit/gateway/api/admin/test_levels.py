@@ -83,6 +83,8 @@ async def test_metrics_have_every_level(gateway: GatewayFixture) -> None:
         'trunkline_moves_total{from="device",outcome="done",to="host"} 9.0',
         'trunkline_moves_total{from="disk",outcome="done",to="host"} 2.0',
         'trunkline_loads_total{choice="compute",level="host"} 1.0',
+        'trunkline_not_loaded_total{level="host",reason="late"} 2.0',
+        "trunkline_uncopied_evictions_total 3.0",
         'trunkline_recovered_blocks_total{level="host"} 5.0',
         'trunkline_unrecovered_blocks_total{level="host",reason="torn"} 1.0',
         'trunkline_unnoted_blocks_total{level="host"} 2.0',
