@@ -1,5 +1,4 @@
-"""Promises that a level below the device keeps: what the cache asks of that level, and the room
-for promises.
+"""Promises that a level below the device keeps: what the cache asks of that level.
 
 A promise of a block is *on the device* (the block is not evicted) or *below* (a copy keeps it, and
 the device may evict the block like any other). It is never both. A block's promise stays on the
@@ -13,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.api import Bound, LeaseRequest, Namespace, Payer
+from engine.api import Namespace, Payer
 from engine.cache.tree.accounts import NamespaceAccount
-from engine.cache.tree.leases import BlockTerms, promised_seconds
+from engine.cache.tree.leases import BlockTerms
 from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
 
 
@@ -76,81 +75,3 @@ class FoundPromise(NamedTuple):
     fresh: BlockTerms
     known: BlockTerms | None = None
     node: TreeBlock | None = None
-
-
-class PromiseRoom:
-    """The blocks that may still be promised to one payer.
-
-    `total`: on the lowest level that keeps promises; `device`: promises that no level below keeps
-    yet. `waiting`: blocks that are covered and promised below, whose promises return to the device
-    with the next block under them that is promised there. `total_bound`, `device_bound`: what
-    limits each. Without levels both are the same number.
-    """
-
-    __slots__ = ("device", "device_bound", "total", "total_bound", "waiting")
-
-    def __init__(self, total: int, total_bound: Bound, device: int, device_bound: Bound) -> None:
-        self.total = total
-        self.total_bound = total_bound
-        self.device = device
-        self.device_bound = device_bound
-        self.waiting = 0
-
-    @property
-    def blocks(self) -> int:
-        """Return how many blocks may be promised on the device now."""
-        return min(self.total, self.device - self.waiting)
-
-    @property
-    def bound(self) -> Bound:
-        """Return the bound that is met first."""
-        return self.total_bound if self.total <= self.device - self.waiting else self.device_bound
-
-    def keep(self, blocks: int, held_up: int) -> None:
-        """Leave room for `blocks` that were promised to the taker before, and for `held_up` above
-        them that return to the device with them, whatever the bounds are now.
-        """
-        self.total = max(self.total, blocks)
-        self.device = max(self.device, blocks + held_up)
-
-    def take(self) -> bool:
-        """Take room for one more block on the device, and for those that wait; return whether there
-        was any.
-        """
-        if self.blocks < 1:
-            return False
-        self.total -= 1
-        self.device -= 1 + self.waiting
-        self.waiting = 0
-        return True
-
-
-NO_ROOM_ASKED = PromiseRoom(0, "", 0, "")
-"""For requests without leases."""
-
-
-def cover(
-    path: Sequence[Node], kept: int, covered: int, wanted: int, room: PromiseRoom
-) -> tuple[int, int]:
-    """Cover blocks with a promise, from number `covered` to `wanted`, as far as there is room.
-
-    `path`: the cached ones; behind them a level below keeps `kept`. Returns how many blocks are
-    covered then, and how many of these are not computed yet. Takes the room. O(blocks).
-    """
-    reserved = 0
-    while covered < wanted:
-        node = path[covered] if covered < len(path) else None
-        is_below = covered - len(path) < kept if node is None else node.promised_below
-        if is_below:
-            room.waiting += 1
-        elif node is None or not node.promised:
-            if not room.take():
-                break
-            reserved += node is None
-        covered += 1
-    return covered, reserved
-
-
-def asks_promise(leases: Sequence[LeaseRequest]) -> bool:
-    """Return whether any of these leases promises anything."""
-    return any(promised_seconds(lease.retention) > 0 for lease in leases)

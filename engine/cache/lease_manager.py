@@ -10,23 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 from typing import Literal
 
 from msgspec.structs import replace
 
 from engine.api import Bound, LeaseGrant, LeaseRequest, Namespace, Quota
-from engine.cache.blocks.block_manager import PROMISABLE, BlockManager
+from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
-from engine.cache.kept_below import (
-    NO_ROOM_ASKED,
-    FoundPromise,
-    KeptBelow,
-    KeptWindows,
-    PromiseRoom,
-    asks_promise,
-    cover,
-)
+from engine.cache.kept_below import FoundPromise, KeptBelow, KeptWindows
+from engine.cache.promise_room import NO_ROOM_ASKED, PromiseRoom, asks_promise, cover, room_of
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
 from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
@@ -744,6 +736,10 @@ class LeaseManager:
         """Return the room for promises to this namespace's payer."""
         return self._room_of(account.payer_account, account.payer_account.quota)
 
+    def _room_of(self, payer_account: PayerAccount | None, quota: Quota) -> PromiseRoom:
+        is_kept_below = self.below is not None
+        return room_of(self._manager.fair_share, payer_account, quota, is_kept_below=is_kept_below)
+
     def _room_under(self, account: NamespaceAccount, node: Node | None) -> PromiseRoom:
         """Return the room for a promise on the device under a node: those above it that a level
         below keeps return with it. O(depth).
@@ -752,36 +748,6 @@ class LeaseManager:
         while node is not None and node.promised_below:
             room.waiting, node = room.waiting + 1, node.parent
         return room
-
-    def _room_of(self, payer_account: PayerAccount | None, quota: Quota) -> PromiseRoom:
-        """Return the room for promises to a payer, None for one without an account, and the bounds
-        that limit it; of several equal bounds the payer's own first. Cost: see `FairShare`.
-        """
-        fair_share = self._manager.fair_share
-        scale, ceiling = fair_share.scale, quota.ceiling_blocks
-        mine = (0, 0)
-        if payer_account is not None:
-            mine = payer_account.promised, payer_account.promised_total
-        on_device = fair_share.promisable - fair_share.claimed_by_others(payer_account)
-        others_below = fair_share.claimed_below_by_others(payer_account)
-        device = _least(
-            mine[0],
-            (
-                quota.promised_blocks_max if self.below is None else quota.promised_on_device_max,
-                "quota",
-            ),
-            (ceiling and int(ceiling * PROMISABLE), "ceiling"),
-            (on_device, "pool"),
-        )
-        if self.below is None:
-            return PromiseRoom(*device, *device)
-        total = _least(
-            mine[1],
-            (quota.promised_blocks_max, "quota"),
-            (ceiling and int(int(ceiling * scale) * PROMISABLE), "ceiling"),
-            (fair_share.promisable_below - others_below, "pool"),
-        )
-        return PromiseRoom(*total, *device)
 
 
 def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]:
@@ -807,12 +773,6 @@ def promised_blocks(table: BlockTable, now_s: float | None = None) -> int:
     at_s = table.started_s if now_s is None else now_s
     spans = _spans(table, at_s)
     return max((covered for _, covered, one in spans if one.promise_at_s > at_s), default=0)
-
-
-def _least(promised: int, *bounds: tuple[int | None, Bound]) -> tuple[int, Bound]:
-    """Return the blocks that the narrowest of these bounds leaves, and its name."""
-    rooms = [(most - promised, name) for most, name in bounds if most is not None]
-    return min(rooms, key=itemgetter(0))
 
 
 def _bound_of(bound: Bound, has_gap: bool) -> Bound:

@@ -174,9 +174,7 @@ class PrefixCache:
         return int(min(self.available_blocks(namespace, quota)))
 
     def next_lapse_s(self) -> float | None:
-        """Return the earliest time at which a promise ends; None if none does. O(promised
-        blocks).
-        """
+        """Return the earliest time at which a promise ends, or None. O(promised blocks)."""
         return self._leases.next_lapse_s()
 
     def stats(self) -> CacheStats:
@@ -207,20 +205,14 @@ class PrefixCache:
         self._manager.fair_share.set_quota(quota)
 
     def over_share(self, payer: Payer) -> float:
-        """Return the blocks that a payer has borrowed above its floor, per unit of weight
-        (rule 9).
-        """
-        share = self._manager.fair_share.get(payer)
-        return share.overage() if share else 0.0
+        """Return the blocks that a payer has borrowed above its floor, per unit of weight."""
+        return self._manager.fair_share.over_share(payer)
 
     def is_inside_floor(self, namespace: Namespace, quota: Quota, wanted: int) -> bool:
         """Return whether a payer that takes `wanted` more blocks, its own evictable ones first,
         stays inside its floor. O(1).
         """
-        share = self._manager.fair_share.get(quota.payer or namespace)
-        if share is None:
-            return wanted <= quota.floor_blocks
-        return share.held - share.evictable + wanted <= share.floor_blocks
+        return self._manager.fair_share.is_inside_floor(namespace, quota, wanted)
 
     # -- life of a sequence -------------------------------------------------------------------
 
@@ -388,15 +380,7 @@ class PrefixCache:
 
         The leases stay with the first table; blocks that the fork adds have no limit of their own.
         """
-        fork = BlockTable(table.account, table.started_s, table.write, len(self.windows.windows))
-        fork.blocks = list(table.blocks)
-        fork.attention, fork.holes = table.attention, table.holes
-        fork.beside = tuple(map(list, table.beside))
-        fork.first, fork.marks = list(table.first), list(table.marks)
-        fork.kv_tokens = table.kv_tokens
-        fork.node, fork.committed = table.node, table.committed
-        fork.write_epoch = table.write_epoch
-        fork.requested_leases = tuple((lease, 0) for lease, _ in table.requested_leases)
+        fork = table.forked()
         table.writable_tokens = 0
         self._manager.add_table(fork)
         for block in fork.pinned:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.cache.blocks.block_table import BlockTable
-from engine.cache.kept_below import KeptWindows, PromiseRoom
+from engine.cache.kept_below import KeptWindows
+from engine.cache.promise_room import PromiseRoom
 from engine.cache.tree.leases import BlockTerms
 from engine.cache.tree.prefix_tree import Node
 from engine.cache.tree.window_groups import WindowGroups

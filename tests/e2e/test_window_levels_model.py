@@ -164,7 +164,8 @@ def test_promises_of_a_tiny_model_outlive_the_device_and_the_engine(
     tmp_path: Path, folder: Path
 ) -> None:
     """More is promised than the pool holds; all of it is read back, with the answer computed."""
-    card, chance = tiny(tmp_path / "model"), random.Random(2)
+    card = prepared_with_windows(tmp_path / "model", 24, context=512)
+    chance = random.Random(2)
     prompts = [tuple(chance.randrange(3, 60) for _ in range(245)) for _ in range(6)]
     first = LeveledEngine(card, 256, folder=folder, runs=24)
     computed = []

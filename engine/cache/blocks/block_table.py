@@ -108,6 +108,20 @@ class BlockTable:
         self.write = write
         self.write_epoch = account.write_epoch
 
+    def forked(self) -> BlockTable:
+        """Return a table over the same blocks, whose references the caller adds. It promises
+        nothing. O(blocks)."""
+        fork = BlockTable(self.account, self.started_s, self.write, attention=self.attention)
+        fork.blocks, fork.holes = list(self.blocks), self.holes
+        fork.beside = tuple(map(list, self.beside))
+        fork.window_promises = tuple(set() for _ in self.beside)
+        fork.first, fork.marks = list(self.first), list(self.marks)
+        fork.kv_tokens = self.kv_tokens
+        fork.node, fork.committed = self.node, self.committed
+        fork.write_epoch = self.write_epoch
+        fork.requested_leases = tuple((lease, 0) for lease, _ in self.requested_leases)
+        return fork
+
     @property
     def held_blocks(self) -> int:
         """Return how many blocks the table holds, in all groups. O(groups)."""

@@ -56,6 +56,20 @@ class FairShare:
         """Return the payer's account, or None."""
         return self._by_payer.get(payer)
 
+    def over_share(self, payer: Payer) -> float:
+        """Return the blocks that a payer has borrowed above its floor, per unit of weight (rule 9).
+        O(1)."""
+        account = self._by_payer.get(payer)
+        return account.overage() if account else 0.0
+
+    def is_inside_floor(self, namespace: Namespace, quota: Quota, wanted: int) -> bool:
+        """Return whether a namespace's payer that takes `wanted` more blocks, its own evictable
+        ones first, stays inside its floor. O(1)."""
+        account = self._by_payer.get(quota.payer or namespace)
+        if account is None:
+            return wanted <= quota.floor_blocks
+        return account.held - account.evictable + wanted <= account.floor_blocks
+
     def account_for(self, namespace: Namespace, quota: Quota) -> PayerAccount:
         """Return the account of the namespace's payer under the present quota; create it if needed.
 

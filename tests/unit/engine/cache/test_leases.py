@@ -10,10 +10,10 @@ import pytest
 from engine.api import LeaseGrant, LeaseRequest, Quota, Retention
 from engine.cache import BlockTable, Fact, PrefixCache
 from engine.cache.events import PromiseLost
-from engine.cache.kept_below import FoundPromise
+from engine.cache.kept_below import FoundPromise, KeptWindows
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms
-from engine.cache.tree.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.errors import InvariantViolation
 
 SIZE = 4
@@ -458,7 +458,19 @@ class FewBelow:
         """See `KeptBelow`."""
         return [*self.kept]
 
+    def windows_of(
+        self, namespace: bytes, tokens: Sequence[int], now_s: float
+    ) -> list[KeptWindows]:
+        """See `KeptBelow`."""
+        return []
+
     def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> BlockTerms | None:
+        """See `KeptBelow`."""
+        return None
+
+    def adopt_window(
+        self, account: NamespaceAccount, block: WindowBlock, now_s: float
+    ) -> BlockTerms | None:
         """See `KeptBelow`."""
         return None
 

@@ -1,0 +1,132 @@
+"""How much may still be promised to a payer, and the bound that is met first.
+
+Promises are bounded by the payer's quota and ceiling, and by what floors and other payers' promises
+leave of the pool; where a level below keeps promises, there and on the device. This module counts;
+it promises nothing. `engine.cache.lease_manager` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+from engine.api import Bound, LeaseRequest, Quota
+from engine.cache.blocks.block_manager import PROMISABLE
+from engine.cache.tree.accounts import PayerAccount
+from engine.cache.tree.fair_share import FairShare
+from engine.cache.tree.leases import promised_seconds
+from engine.cache.tree.prefix_tree import Node
+
+
+class PromiseRoom:
+    """The blocks that may still be promised to one payer.
+
+    `total`: on the lowest level that keeps promises; `device`: promises that no level below keeps
+    yet. `waiting`: blocks that are covered and promised below, whose promises return to the device
+    with the next block under them that is promised there. `total_bound`, `device_bound`: what
+    limits each. Without levels both are the same number.
+    """
+
+    __slots__ = ("device", "device_bound", "total", "total_bound", "waiting")
+
+    def __init__(self, total: int, total_bound: Bound, device: int, device_bound: Bound) -> None:
+        self.total = total
+        self.total_bound = total_bound
+        self.device = device
+        self.device_bound = device_bound
+        self.waiting = 0
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks may be promised on the device now."""
+        return min(self.total, self.device - self.waiting)
+
+    @property
+    def bound(self) -> Bound:
+        """Return the bound that is met first."""
+        return self.total_bound if self.total <= self.device - self.waiting else self.device_bound
+
+    def keep(self, blocks: int, held_up: int) -> None:
+        """Leave room for `blocks` that were promised to the taker before, and for `held_up` above
+        them that return to the device with them, whatever the bounds are now.
+        """
+        self.total = max(self.total, blocks)
+        self.device = max(self.device, blocks + held_up)
+
+    def take(self) -> bool:
+        """Take room for one more block on the device, and for those that wait; return whether there
+        was any.
+        """
+        if self.blocks < 1:
+            return False
+        self.total -= 1
+        self.device -= 1 + self.waiting
+        self.waiting = 0
+        return True
+
+
+NO_ROOM_ASKED = PromiseRoom(0, "", 0, "")
+"""For requests without leases."""
+
+
+def cover(
+    path: Sequence[Node], kept: int, covered: int, wanted: int, room: PromiseRoom
+) -> tuple[int, int]:
+    """Cover blocks with a promise, from number `covered` to `wanted`, as far as there is room.
+
+    `path`: the cached ones; behind them a level below keeps `kept`. Returns how many blocks are
+    covered then, and how many of these are not computed yet. Takes the room. O(blocks).
+    """
+    reserved = 0
+    while covered < wanted:
+        node = path[covered] if covered < len(path) else None
+        is_below = covered - len(path) < kept if node is None else node.promised_below
+        if is_below:
+            room.waiting += 1
+        elif node is None or not node.promised:
+            if not room.take():
+                break
+            reserved += node is None
+        covered += 1
+    return covered, reserved
+
+
+def asks_promise(leases: Sequence[LeaseRequest]) -> bool:
+    """Return whether any of these leases promises anything."""
+    return any(promised_seconds(lease.retention) > 0 for lease in leases)
+
+
+def room_of(
+    fair_share: FairShare, payer_account: PayerAccount | None, quota: Quota, *, is_kept_below: bool
+) -> PromiseRoom:
+    """Return the room for promises to a payer, None for one without an account, and the bounds that
+    limit it; of several equal bounds the payer's own first. Cost: see `FairShare`.
+    """
+    scale, ceiling = fair_share.scale, quota.ceiling_blocks
+    mine = (0, 0)
+    if payer_account is not None:
+        mine = payer_account.promised, payer_account.promised_total
+    on_device = fair_share.promisable - fair_share.claimed_by_others(payer_account)
+    others_below = fair_share.claimed_below_by_others(payer_account)
+    own = quota.promised_on_device_max if is_kept_below else quota.promised_blocks_max
+    device = _least(
+        mine[0],
+        (own, "quota"),
+        (ceiling and int(ceiling * PROMISABLE), "ceiling"),
+        (on_device, "pool"),
+    )
+    if not is_kept_below:
+        return PromiseRoom(*device, *device)
+    total = _least(
+        mine[1],
+        (quota.promised_blocks_max, "quota"),
+        (ceiling and int(int(ceiling * scale) * PROMISABLE), "ceiling"),
+        (fair_share.promisable_below - others_below, "pool"),
+    )
+    return PromiseRoom(*total, *device)
+
+
+def _least(promised: int, *bounds: tuple[int | None, Bound]) -> tuple[int, Bound]:
+    """Return the blocks that the narrowest of these bounds leaves, and its name."""
+    rooms = [(most - promised, name) for most, name in bounds if most is not None]
+    return min(rooms, key=itemgetter(0))
