@@ -186,10 +186,10 @@ def failed_step_committed() -> Plant:
     """Blocks of a failed request are left to the tree, tail and all."""
 
     def failed(original: Any, self: Any, flight: Any, error: Any) -> None:
-        for piece, table in flight.slices:
-            if piece.sequence.table is table and piece.sequence.in_flight == 0:
+        for piece in flight.slices:
+            if piece.sequence.table is piece.table and piece.sequence.in_flight == 0:
                 end = piece.start + piece.count
-                self.cache.commit(table, piece.sequence.tokens, end, self.clock())
+                self.cache.commit(piece.table, piece.sequence.tokens, end, self.clock())
         original(self, flight, error)
 
     return around(Core, "_fail_step", failed)
