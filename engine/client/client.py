@@ -260,8 +260,8 @@ class EngineConnection(ABC):
                 self.done_in_isolation.append(request)
             stream.push(end)
 
-    def mark_lost(self, code: str, message: str) -> None:
-        """Fail every stream and every call: the engine is gone. Safe to repeat."""
+    def mark_lost(self, message: str) -> None:
+        """Fail every stream and every call with `engine_died`. Safe to repeat."""
         self._is_closed = True
         streams, self._streams = self._streams, {}
         requests, self._requests = self._requests, {}
@@ -269,11 +269,11 @@ class EngineConnection(ABC):
             LostRequest(request, streams[name].output_tokens) for name, request in requests.items()
         ]
         for stream in streams.values():
-            stream.fail(code, message)
+            stream.fail("engine_died", message)
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
-                future.set_exception(EngineUnavailable(code, message))
+                future.set_exception(EngineUnavailable("engine_died", message))
 
     def _call_id(self) -> int:
         self._next_call += 1
@@ -431,6 +431,6 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
 
     def _end(self, message: str) -> None:
         """Mark the engine as lost and wake `wait_lost`. Safe to repeat."""
-        self.mark_lost("engine_died", message)
+        self.mark_lost(message)
         if not self._ended.done():
             self._ended.set_result(None)

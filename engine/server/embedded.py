@@ -48,12 +48,12 @@ class LocalEngine(EngineConnection):
     def _on_service_change(self) -> None:
         if self.service.stopped.is_set():
             self._receive_all()
-            self.mark_lost("engine_died", "The engine stopped.")
+            self.mark_lost("The engine stopped.")
 
     def post(self, command: Command) -> None:
         """See `EngineConnection.post`."""
         if self.service.stopped.is_set():
-            self.mark_lost("engine_died", "The engine stopped.")
+            self.mark_lost("The engine stopped.")
             return
         self.service.post(self, command)
 
@@ -78,4 +78,4 @@ class LocalEngine(EngineConnection):
         """See `Engine.close`."""
         await asyncio.to_thread(self.service.stop)
         self._outbox.close()
-        self.mark_lost("engine_died", "The engine was closed.")
+        self.mark_lost("The engine was closed.")

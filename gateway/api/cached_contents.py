@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -59,6 +59,7 @@ from tenancy.types import Identity
 SHAPE = gemini.DIALECT
 ONE = "/{version:v1|v1beta}/cachedContents/{name}"
 ALL = "/{version:v1|v1beta}/cachedContents"
+Method = Callable[[Context, web.BaseRequest, Identity], Awaitable[web.StreamResponse]]
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -72,13 +73,11 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     )
 
 
-def _bind(gateway: Context, method: object) -> Handler:
+def _bind(gateway: Context, method: Method) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         identity = request[STATE].identity
         assert identity is not None, "these routes require a key"
-        assert callable(method)
-        response: web.StreamResponse = await method(gateway, request, identity)
-        return response
+        return await method(gateway, request, identity)
 
     return handle
 

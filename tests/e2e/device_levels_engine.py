@@ -68,7 +68,7 @@ def main() -> None:
 def run() -> None:
     """Do the task; see the module."""
     model, folder, task, device = sys.argv[1:5]
-    levels = LevelsConfig(host_mib=4, disk_gib=1.0, dir=folder, slab_mib=64)
+    levels = LevelsConfig(host_mib=4, disk_gib=1.0, dir=folder, slab_mib=64, look_ms=1_000)
     wanted: dict[str, Any] = {"kv_blocks": BLOCKS, "sequences_max": 8, "step_tokens_max": 512}
     chosen: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
     config = msgspec.structs.replace(
