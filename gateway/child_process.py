@@ -10,9 +10,10 @@ own. This module knows no message. All objects belong to one event loop and do n
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
 from math import inf
@@ -137,10 +138,13 @@ class ChildProcess:
 
     # -- called by `run_process` ---------------------------------------------------------------
 
-    async def spawn(self, pass_fds: Sequence[int] = ()) -> socket.socket:
+    async def spawn(
+        self, pass_fds: Sequence[int] = (), variables: Mapping[str, str] | None = None
+    ) -> socket.socket:
         """Start the command in a new session, with one end of a socket pair as its standard input.
 
-        The process inherits the descriptors `pass_fds`. Returns the other end. Raises OSError.
+        The process inherits the descriptors `pass_fds`, and the environment changed by `variables`.
+        Returns the other end. Raises OSError.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -151,6 +155,7 @@ class ChildProcess:
                     pass_fds=pass_fds,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
+                    env={**os.environ, **variables} if variables else None,
                 )
         except BaseException:
             ours.close()

@@ -1,8 +1,8 @@
 """The encoder process: `python -m engine.encoder.process`, started by a gateway.
 
 Its standard input is a socket (`engine.encoder.protocol`). The first message names the prepared
-folder; then batches come in and vectors leave, in order. One thread, and those of torch. It exits
-when the gateway closes its end, and stores nothing; its log line has no text.
+folder; then batches come in and vectors leave, in order. One thread, and those that compute. It
+exits when the gateway closes its end, and stores nothing; its log line has no text.
 `gateway.embeddings.encoder_client` is the other end.
 """
 
@@ -35,6 +35,7 @@ from engine.encoder.protocol import (
     read_to_encoder,
     unpack_ids,
 )
+from engine.encoder.text_parts import EncoderThreads
 from engine.errors import ModelError
 from engine.protocol import Decoder
 
@@ -42,20 +43,20 @@ READ_BYTES = 2**16
 """Bytes per read."""
 
 
-def load(start: StartEncoder) -> BertEncoder:
-    """Load the model and encode one text, so that the first request finds warm kernels.
+def load(start: StartEncoder) -> EncoderThreads:
+    """Load the model and encode a text for each thread, so that the first request finds warm
+    kernels.
 
     Raises ModelError.
     """
-    if start.threads:
-        torch.set_num_threads(start.threads)
     card = load_encoder_card(Path(start.folder))
-    encoder = BertEncoder(card, load_tensors(card))
-    encoder.encode([[card.first_token_id, card.last_token_id]])
+    threads = start.threads or torch.get_num_threads()
+    encoder = EncoderThreads(BertEncoder(card, load_tensors(card)), threads)
+    encoder.encode([[card.first_token_id, card.last_token_id]] * threads)
     return encoder
 
 
-def encode_batch(encoder: BertEncoder, batch: EncodeBatch) -> EncodedBatch:
+def encode_batch(encoder: EncoderThreads, batch: EncodeBatch) -> EncodedBatch:
     """Return the vectors of a batch. Raises IndexError for an id outside the vocabulary."""
     vectors = encoder.encode([unpack_ids(text).tolist() for text in batch.texts])
     packed = vectors.numpy().astype("<f4", copy=False)
@@ -64,18 +65,22 @@ def encode_batch(encoder: BertEncoder, batch: EncodeBatch) -> EncodedBatch:
 
 def serve(wire: socket.socket) -> int:
     """Serve until the gateway closes its end. Returns the exit status."""
-    encoder: BertEncoder | None = None
-    for message in _receive(wire):
-        if isinstance(message, StartEncoder):
-            try:
-                encoder = load(message)
-            except ModelError as error:
-                _send(wire, EncoderRejected(error.code, error.message))
-                return 1
-            _send(wire, EncoderReady(encoder.card.dimensions))
-            continue
-        assert encoder is not None, "the first message is StartEncoder"
-        _send(wire, encode_batch(encoder, message))
+    encoder: EncoderThreads | None = None
+    try:
+        for message in _receive(wire):
+            if isinstance(message, StartEncoder):
+                try:
+                    encoder = load(message)
+                except ModelError as error:
+                    _send(wire, EncoderRejected(error.code, error.message))
+                    return 1
+                _send(wire, EncoderReady(encoder.encoder.card.dimensions))
+                continue
+            assert encoder is not None, "the first message is StartEncoder"
+            _send(wire, encode_batch(encoder, message))
+    finally:
+        if encoder is not None:
+            encoder.close()
     return 0
 
 

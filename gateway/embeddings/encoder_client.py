@@ -30,6 +30,8 @@ from gateway.embeddings.text_queue import QueuedText, TextQueue
 from gateway.errors import Kind, Refusal
 
 COMMAND = (sys.executable, "-m", "engine.encoder.process")
+VARIABLES = {"OMP_WAIT_POLICY": "passive"}
+"""Torch's threads sleep where they wait for each other: the engine shares their cores."""
 RESTARTS = RestartPolicy((0.1, 0.5, 1.0, 2.0, 5.0, 15.0, 60.0), first_starts_max=5)
 BATCH_TOKENS = 1_024
 """Tokens of a batch: larger ones are no faster, and a short text waits for a whole one."""
@@ -214,7 +216,8 @@ class EncoderProcess:
         """Run one process from its start until it is lost; see `ChildProcess`."""
         self._lost.clear()
         try:
-            wire = FrameWire(await self._child.spawn(), self._on_frame, self._lose)
+            spawned = await self._child.spawn(variables=VARIABLES)
+            wire = FrameWire(spawned, self._on_frame, self._lose)
         except OSError as error:
             return str(error.strerror)
         self._wire, self._answer = wire, self._loop.create_future()
