@@ -41,7 +41,7 @@ function OneEngine({ engine }) {
   const table = (title, caption, isTotal) => html`<${Panel} title=${title}><${Table}
     caption=${caption} isHidden isPlain id=${([name]) => name}
     rows=${numbers.filter(([name]) => isCounter(name) === isTotal)} columns=${[
-      { head: isTotal ? "counter" : "value of", get: ([name]) => nameOf(name),
+      { head: isTotal ? "counter" : "figure", get: ([name]) => nameOf(name),
         kind: "text wrap" },
       { head: "value", get: ([, v]) => (Number.isInteger(v) ? count(v) : number(2)(v)) },
       { head: "unit", get: ([name]) => unitOf(name.replace(/_total$/, "")), kind: "text" }]}

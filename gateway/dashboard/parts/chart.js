@@ -113,7 +113,7 @@ function Legend({ props, at, told }) {
   return html`<ul class="legend">
     <li class="when">${index === null ? "" : time(props.at[index])}</li>
     ${props.lines.filter((line) => !line.isUnnamed).map((line) => html`<li key=${line.label}>
-      <i class=${`${line.colour} ${line.isGhost ? "ghost" : ""}`}></i>${line.label}${" "}
+      <i class=${`${line.colour} ${line.isGhost ? "ghost" : line.dash ? "dashed" : ""}`}></i>${line.label}${" "}
       <b>${index === null ? line.total ?? "" : (props.write
         ?? about)(line.values[index])}</b></li>`)}
   </ul>`;
