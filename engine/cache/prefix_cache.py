@@ -450,7 +450,7 @@ class PrefixCache:
         for _, aside in table.aside:
             self._manager.unpin_all(table.account, aside)
         self._manager.version += 1
-        table.resumed = self._leases.last_windows(table)
+        table.resumed = self._leases.last_windows(table) if table.reserved else []
         table.blocks, table.beside, table.first, table.holes, table.aside = [], (), [], 0, ()
 
     # -- levels below -------------------------------------------------------------------------

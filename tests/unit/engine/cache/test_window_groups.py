@@ -214,13 +214,18 @@ def test_a_promise_takes_group_0_and_the_last_window() -> None:
     cache.check()
 
 
-def test_a_request_that_ends_early_keeps_a_promise_that_can_be_resumed() -> None:
-    """The promise of 20 tokens moves to the window of the ten that were computed."""
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_request_that_ends_early_keeps_a_promise_that_can_be_resumed(is_preempted: bool) -> None:
+    """The promise of 20 tokens moves to the window of the ten that were computed, also where the
+    request ends while it waits after a preemption."""
     cache = make_cache(blocks=100)
     prompt = list(range(20))
     table = cache.begin(NAME, prompt, 0.0, leases=(LeaseRequest(20, HOUR, "l"),))
     assert cache.grow(table, 10, 0.0)
     cache.commit(table, prompt, 10, 0.0)
+    if is_preempted:
+        assert cache.suspend(table, prompt, 0.0)
+        cache.check()
     cache.release(table, prompt, 0.0)
 
     assert cache.use(NAME).promised == {"hour": 7}
