@@ -80,7 +80,7 @@ class KeptPromises:
         self.copy_again: Callable[[Node], None] = lambda node: None
         self.store_again: Callable[[Copy], None] = lambda copy: None
         self._cache, self._book, self._windows = cache, book, windows
-        self._room = WholeCopies(cache, book, windows, level)
+        self._room = WholeCopies(book, windows, level)
         self._next_id, self._send = next_id, send
         self._ends: dict[Node, float] = {}
         self._due: Deadlines[Copy] = Deadlines()

@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 
 from engine.cache import PrefixCache
+from engine.cache.blocks.block_manager import PROMISABLE
 from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.levels.copies import CopyBook
-from engine.levels.copy_formats import OWN
 from engine.levels.stored_prefixes import Copy
 from engine.moves import LevelName
 
@@ -86,7 +86,7 @@ class WindowCopies:
 
 
 class WholeCopies:
-    """The room that kept copies of all groups take in host memory.
+    """The bytes of copies in host memory that keep promises.
 
     Promises are counted in blocks: of a window group those that resuming reads. A copy of all
     groups takes a block's room in each, until the promise of its run ends. So that floors of others
@@ -94,39 +94,35 @@ class WholeCopies:
     floors, than promises may.
     """
 
-    def __init__(
-        self, cache: PrefixCache, book: CopyBook, windows: WindowCopies, level: LevelName
-    ) -> None:
-        self._cache, self._book = cache, book
+    def __init__(self, book: CopyBook, windows: WindowCopies, level: LevelName) -> None:
+        self._book = book
         self._is_on = windows.is_on and level == "host"
-        self._blocks: dict[Copy, int] = {}
+        self._kept: dict[Copy, int] = {}
         self._total = 0
 
     def may_keep(self, copy: Copy) -> bool:
         """Return whether there is room for a copy to keep a promise. O(payers) where more than half
         is taken, else O(1).
         """
-        if not self._is_on or copy in self._blocks:
+        if not self._is_on or copy in self._kept:
             return True
-        most, total = self._cache.promisable_blocks, self._total + self._blocks_of(copy)
+        accounts = self._book.accounts
+        most, total = PROMISABLE * accounts.capacity_bytes, self._total + self._bytes_of(copy)
         if 2 * total <= most:
             return True
-        own_bytes = self._book.formats.formats[OWN].slot_bytes
-        floors = sum(one.floor for one in self._book.accounts.shares() if one.payer != copy.payer)
-        return total + floors // own_bytes <= most
+        floors = sum(one.floor for one in accounts.shares() if one.payer != copy.payer)
+        return total + floors <= most
 
     def keep(self, copy: Copy) -> None:
         """Note that a copy keeps a promise. O(1)."""
         if self._is_on:
             self.forget(copy)
-            self._blocks[copy] = blocks = self._blocks_of(copy)
-            self._total += blocks
+            self._kept[copy] = size = self._bytes_of(copy)
+            self._total += size
 
     def forget(self, copy: Copy) -> None:
         """Note that a copy keeps no promise any more. O(1)."""
-        self._total -= self._blocks.pop(copy, 0)
+        self._total -= self._kept.pop(copy, 0)
 
-    def _blocks_of(self, copy: Copy) -> int:
-        formats = self._book.formats.formats
-        form = self._book.accounts.pool.format_of(copy.slot) if copy.slot >= 0 else OWN
-        return -(-formats[form].slot_bytes // formats[OWN].slot_bytes)
+    def _bytes_of(self, copy: Copy) -> int:
+        return 0 if copy.slot < 0 else self._book.format_of(copy.slot).slot_bytes

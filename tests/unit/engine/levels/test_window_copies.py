@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine.api import CacheGrant
+from engine.api import CacheGrant, LeaseRequest, Retention
 from tests.fake_levels import whole_of
-from tests.unit.engine.levels.leveled_worlds import PAYER, LeveledWorld, ask, leased, prompt
+from tests.unit.engine.levels.leveled_worlds import (
+    HOUR,
+    PAYER,
+    LeveledWorld,
+    ask,
+    leased,
+    prompt,
+)
 
 WINDOW = 6
 LONG = 25
@@ -261,6 +268,27 @@ def test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone(
     found = own.cache.peek(b"n", (*shared[:granted], 2), own.clock())
     assert found.cached_tokens == granted
     own.check()
+
+
+def test_copies_of_all_groups_keep_no_more_room_than_promises_may() -> None:
+    """Where the windows of a shorter lease are over, a copy still has their blocks, for as long as
+    its run is promised: what has no room beside those stays on the device.
+    """
+    own = world(blocks=400, slots=200, disk=False, host_keeps_promises=True)
+    short = Retention("short", promise_s=100)
+    for number in range(12):
+        ends = LeaseRequest(24, short, f"short{number}"), LeaseRequest(36, HOUR, f"hour{number}")
+        wanted = CacheGrant(b"n", PAYER, leases=ends)
+        own.run(ask(f"leased{number}", prompt(number, 37), grant=wanted))
+        own.clock.advance(101.0)
+        own.step()
+    kept = [copy for copy in own.levels.book.prefixes if copy.keeps_promise]
+
+    room = sum(own.levels.book.format_of(copy.slot).slot_bytes for copy in kept) // 1000
+    assert 150 < room <= 200 * 7 / 8
+    all_in_all, below, _ = promised_of(own)
+    assert all_in_all > below > 100
+    assert not own.lost
 
 
 def grant_of(own: LeveledWorld, name: str) -> str:
