@@ -332,9 +332,11 @@ class CopyBook:
         self._disk_only.pop(copy, None)
 
     def _unhold(self, slot: int) -> None:
-        self._held[slot] -= 1
-        if not self._held[slot]:
-            del self._held[slot]
+        left = self._held[slot] - 1
+        if left:
+            self._held[slot] = left
+        else:
+            self._held.pop(slot)
 
     def _take_back(self, copy: Copy) -> None:
         if copy.slot >= 0:

@@ -275,9 +275,7 @@ class Levels:
         outcomes = self._transfer.poll()
         if outcomes or not (self.offloading.moves or self.loads.moves or self._is_storing()):
             self._silent_s = 0.0
-        for moved in outcomes:
-            if not self.loads.moved(moved):
-                self.offloading.moved(moved)
+        self.offloading.take(self.loads.take(outcomes))
         if self._storage is not None:
             for outcome in self._storage.poll():
                 if not isinstance(outcome, StorageStats):

@@ -356,22 +356,25 @@ class Loads:
             moves.append(Move(move_id, "load", piece.block, *what))
         return moves
 
-    def moved(self, outcome: Moved) -> bool:
-        """Take the outcome of a move; return whether it was one of a load."""
-        found = self._moves.pop(outcome.move_id, None)
-        if found is None:
-            return False
-        load, piece = found
-        self._moving[load.payer] -= 1
-        if not self._moving[load.payer]:
-            del self._moving[load.payer]
-        if outcome.is_done:
-            self._paces["host"].record_block(outcome.seconds, piece.form)
-            if piece.check and piece.check == piece.copy.check:
-                piece.copy.is_unverified = False
-        piece.is_damaged = outcome.is_damaged
-        self._piece_ended(load, piece, is_done=outcome.is_done)
-        return True
+    def take(self, outcomes: Sequence[Moved]) -> list[Moved]:
+        """Take the outcomes of moves that were loads; return the others. O(these)."""
+        others, ended = list[Moved](), Counter[Payer]()
+        pace = self._paces["host"]
+        for outcome in outcomes:
+            found = self._moves.pop(outcome.move_id, None)
+            if found is None:
+                others.append(outcome)
+                continue
+            load, piece = found
+            ended[load.payer] += 1
+            if outcome.is_done:
+                pace.record_block(outcome.seconds, piece.form)
+                if piece.check and piece.check == piece.copy.check:
+                    piece.copy.is_unverified = False
+            piece.is_damaged = outcome.is_damaged
+            self._piece_ended(load, piece, is_done=outcome.is_done)
+        self._moving -= ended
+        return others
 
     def fetched_one(self, outcome: Fetched) -> None:
         """Take the outcome of one record's fetch: its slot is full, or it has failed."""

@@ -171,25 +171,25 @@ class Offloading:
             self._clean(table.node, moves, now_s, pins=False)
         return moves
 
-    def moved(self, outcome: Moved) -> bool:
-        """Take the outcome of a move; return whether it was an offload."""
-        found = self._moves.pop(outcome.move_id, None)
-        if found is None:
-            return False
-        offload, index = found
-        offload.left -= 1
-        if outcome.is_done:
-            offload.checks[index] = outcome.check
-            self._failures = 0
-        elif outcome.is_unpackable:
-            self._note_unpackable(offload.wanted[index])
-            offload.is_cut = True
-        else:
-            self.failed += 1
-            self._failures += 1
-        if not offload.left:
-            self._finish(offload)
-        return True
+    def take(self, outcomes: Iterable[Moved]) -> None:
+        """Take the outcomes of moves that were offloads. O(these, the paths that have ended)."""
+        for outcome in outcomes:
+            found = self._moves.pop(outcome.move_id, None)
+            if found is None:
+                continue
+            offload, index = found
+            offload.left -= 1
+            if outcome.is_done:
+                offload.checks[index] = outcome.check
+                self._failures = 0
+            elif outcome.is_unpackable:
+                self._note_unpackable(offload.wanted[index])
+                offload.is_cut = True
+            else:
+                self.failed += 1
+                self._failures += 1
+            if not offload.left:
+                self._finish(offload)
 
     # -- internals ----------------------------------------------------------------------------
 

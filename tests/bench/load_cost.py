@@ -105,8 +105,8 @@ class LeveledEngine:
                                   "take_ended": "ended", "committed_load": "link",
                                   "used": "match"})  # fmt: skip
         self.phases.wrap(self.transfer, {"submit": "submit", "poll": "poll"})
-        self.phases.wrap(levels.loads, {"next_moves": "moves", "moved": "outcomes"})
-        self.phases.wrap(levels.offloading, {"next_moves": "offloads", "moved": "offloaded"})
+        self.phases.wrap(levels.loads, {"next_moves": "moves", "take": "outcomes"})
+        self.phases.wrap(levels.offloading, {"next_moves": "offloads", "take": "offloaded"})
 
     def submit(self, tokens: tuple[int, ...], grant: CacheGrant) -> None:
         """Take a request for one token."""

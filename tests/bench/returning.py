@@ -31,12 +31,14 @@ POLL_S = 0.0005
 class Returning:
     """An engine with or without host memory, and what became of its requests."""
 
-    def __init__(self, speeds: Speeds, *, has_levels: bool, blocks: int = POOL) -> None:
+    def __init__(
+        self, speeds: Speeds, *, has_levels: bool, blocks: int = POOL, offloads_max: int = 512
+    ) -> None:
         self.clock, self.speeds = FakeClock(), speeds
         cache = PrefixCache(blocks=blocks, block_size=BLOCK)
         config = LevelsConfig(host_mib=1 if has_levels else 0)
         self.runner = PacedRunner(self.clock, speeds)
-        self.transfer = PacedTransfer(self.clock, speeds, SLOTS)
+        self.transfer = PacedTransfer(self.clock, speeds, SLOTS, offloads_max=offloads_max)
         self.levels = Levels(cache, config, self.transfer) if has_levels else None
         self.core = Core(
             cache,
@@ -89,10 +91,10 @@ class Returning:
             self.clock.advance(POLL_S)
 
 
-def conversations() -> list[tuple[int, ...]]:
+def conversations(number: int = CONVERSATIONS, tokens: int = TOKENS) -> list[tuple[int, ...]]:
     """Return random prompts."""
     chance = random.Random(64)
-    return [tuple(chance.choices(range(50_000), k=TOKENS)) for _ in range(CONVERSATIONS)]
+    return [tuple(chance.choices(range(50_000), k=tokens)) for _ in range(number)]
 
 
 def run(name: str, engine: Returning, rounds: int) -> None:

@@ -135,6 +135,26 @@ def test_the_moves_of_a_load_wait_for_the_steps_in_flight() -> None:
     assert world.loaded("again") == {"host": 40}
 
 
+@pytest.mark.parametrize(("polls", "has_lost"), [(0, False), (6, True)], ids=["one", "several"])
+def test_the_turn_that_finds_a_load_complete_is_no_time_of_it(
+    polls: int, *, has_lost: bool
+) -> None:
+    """A turn comes once a step, and what is computed waits for it, too. Counted as the load's, a
+    level whose loads were faster was left alone."""
+    world = on_host()
+    world.levels.loads.part = 100
+    world.weather.polls_max = polls
+    world.submit(ask("again", prompt(1, LONG)))
+    world.step_until_loading()
+    for _ in range(8):
+        world.clock.advance(1.0)
+        world.step()
+
+    assert world.loaded("again") == {"host": 40}
+    assert (world.levels.paces["host"].regret_s > 0) is has_lost
+    world.settle()
+
+
 def test_a_load_has_some_turns_beside_steps_that_take_longer_than_its_deadline() -> None:
     """A turn comes once a step: the outcomes of its moves are polled in the next ones."""
     world = on_host()
