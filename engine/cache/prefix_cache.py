@@ -199,9 +199,7 @@ class PrefixCache:
         return account.tree.root if account else None
 
     def set_quota(self, quota: Quota) -> None:
-        """Apply a payer's changed quota. Running sequences keep their blocks. Cost: as
-        `max_sequence_tokens`.
-        """
+        """Apply a payer's changed quota; sequences keep their blocks. O(1), or O(floors)."""
         self._manager.fair_share.set_quota(quota)
 
     def over_share(self, payer: Payer) -> float:
