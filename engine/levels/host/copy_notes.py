@@ -67,10 +67,6 @@ class CopyNotes:
         """Note what the boot clock says at `now_s`: instants of copies are noted by it."""
         self._later_s = self._boot_s() - now_s
 
-    def on_boot_clock(self, at_s: float) -> float:
-        """Return the instant of the boot clock."""
-        return at_s + self._later_s
-
     def off_boot_clock(self, at_s: float) -> float:
         """Return the instant of this engine's clock."""
         return at_s - self._later_s
@@ -92,10 +88,6 @@ class CopyNotes:
         self._serials[copy.slot] = serial
         if parent != self._parent_of(copy):
             self._changed[copy] = None
-
-    def serial_of(self, copy: Copy) -> int:
-        """Return a copy's serial; 0 if it has none."""
-        return self._serials[copy.slot] if copy.slot >= 0 else 0
 
     def changed(self, copy: Copy) -> None:
         """Have a copy noted anew, if it is in host memory. O(1)."""

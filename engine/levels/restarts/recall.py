@@ -21,7 +21,7 @@ A_PAGE = 128
 
 
 class PromiseRecall:
-    """The recall of one engine. `recalled_total`: promises of blocks that it has taken over."""
+    """The recall of one engine."""
 
     def __init__(
         self,
@@ -30,7 +30,6 @@ class PromiseRecall:
         storage: Storage,
         next_id: Callable[[], int],
     ) -> None:
-        self.recalled_total = 0
         self._book, self._promises, self._storage = book, promises, storage
         self._next_id = next_id
         self._call_id = 0
@@ -71,7 +70,6 @@ class PromiseRecall:
                 self._promises.take_over(copy, now_s + run.promise_s, run.terms, now_s)
                 promised.append(copy)
                 until_s.append(now_s + run.promise_s)
-        self.recalled_total += len(promised)
         self._promises.confirm(promised, until_s, now_s)
         if outcome.last == ROOT:
             self._copies.clear()
