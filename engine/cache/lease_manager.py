@@ -92,25 +92,39 @@ class LeaseManager:
         table.leases = tuple(grants[position] for position in range(len(leases)))
         table.requested_leases = tuple(requested)
         table.account.add_reserved(table.reserved)
-        if table.write and requested:
-            spans = _spans(table, now_s)
-            for index, node in enumerate(path):
-                self._extend(table, node, index, spans, now_s, is_new=False)
-                if table.beside:
-                    self._extend_windows(table, node, index, spans, now_s)
-            self._extend_below(table, path, kept, spans, now_s)
-            if windows is not None:
-                self._extend_kept_windows(table, windows, spans)
-            for lease, _ in table.requested_leases:
-                if last := min(len(path), -(-lease.tokens // size)):
-                    table.account.lease_endpoints.extend(lease.lease_id, path[last - 1])
-        elif table.write:
-            for node in path:
-                if node.terms:
-                    node.terms.limit_at_s = math.inf
+        if table.write:
+            self._apply_granted(table, path, kept, windows, now_s)
         if suspended is None or not table.write:
             return 0
         return max(0, promised_blocks(suspended, now_s) - promised_blocks(table, now_s))
+
+    def _apply_granted(
+        self,
+        table: BlockTable,
+        path: Sequence[Node],
+        kept: Sequence[BlockTerms],
+        windows: WindowCover | None,
+        now_s: float,
+    ) -> None:
+        """Apply the leases of a table that begins to the blocks it found, here and below; without
+        leases they have no limit from then on. O(blocks).
+        """
+        if not table.requested_leases:
+            for node in path:
+                if node.terms:
+                    node.terms.limit_at_s = math.inf
+            return
+        size, spans = self._manager.block_size, _spans(table, now_s)
+        for index, node in enumerate(path):
+            self._extend(table, node, index, spans, now_s, is_new=False)
+            if table.beside:
+                self._extend_windows(table, node, index, spans, now_s)
+        self._extend_below(table, path, kept, spans, now_s)
+        if windows is not None:
+            self._extend_kept_windows(table, windows, spans)
+        for lease, _ in table.requested_leases:
+            if last := min(len(path), -(-lease.tokens // size)):
+                table.account.lease_endpoints.extend(lease.lease_id, path[last - 1])
 
     def _take_over_room(self, table: BlockTable, suspended: BlockTable) -> PromiseRoom:
         """Release what a suspended table has reserved; return the room of the one that goes on."""
