@@ -603,15 +603,14 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     `state`: `open`, `full` (it takes nothing new) or `off`; `reason`: why it is not open, or what
     of it is not used. `offloaded_total`: device -> host; `loaded_total`: to the device, from here;
     `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves that failed;
-    `damaged_total`: copies whose bytes were not those that were written. `dropped_total`: given up
-    for room; `expired_total`: at their limit. `regret_s_total`: time lost by loads that took longer
-    than computing. `bytes_per_s`: the measured rate of reading. `written_bytes_today`: wear of a
-    disk. `chosen_total`, `declined_total`: prompts with a prefix here that were loaded, or computed
-    since that was faster; `not_loaded`: those of which not all was loaded, by why.
-    `uncopied_total`: evicted from the device without a copy. `pending_erasures`: not confirmed yet.
-    `recovered_total`: copies in host memory taken over from the engine before; of the others,
-    `torn_total` were being written when it died, `orphaned_total` hung on one that is gone,
-    `lapsed_total` had reached their limit. `unnoted_total`: not found by the next. `payers`: bytes.
+    `damaged_total`: copies with other bytes than were written. `dropped_total`: given up for room;
+    `expired_total`: at their limit. `regret_s_total`: time lost by loads slower than computing.
+    `bytes_per_s`: the measured rate of reading. `chosen_total`, `declined_total`: prompts with a
+    prefix here that were loaded, or computed since that was faster; `not_loaded`: those of which
+    not all was loaded, by why. `uncopied_total`: evicted from the device without a copy.
+    `pending_erasures`: not confirmed yet. `recovered_total`: copies in host memory taken over from
+    the engine before; of the others, `torn_total` were being written when it died, `orphaned_total`
+    hung on one that is gone, `lapsed_total` were over. `unnoted_total`: not found by the next.
     """
 
     name: LevelName
