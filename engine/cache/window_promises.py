@@ -77,7 +77,8 @@ class WindowCover:
                 covered = gap
             elif cost and lacking > 0:  # a block less takes at most one block of each group less
                 fewer = covered - max(1, lacking // self._groups.groups)
-                covered = max(fewer, min(covered - 1, self._kept_to)) if returning else fewer
+                fewer = max(fewer, min(covered - 1, self._kept_to)) if returning else fewer
+                covered = self._last_promised(fewer, covered)
             else:
                 self._take(wanted, covered_blocks, covered)
                 room.total -= cost
@@ -139,6 +140,21 @@ class WindowCover:
                     is_new = is_new and block is not None and not block.promised
                 wanted.append((group, index, is_new))
         return (wanted, None) if fixed < 0 or not has_kept else ([], fixed)
+
+    def _last_promised(self, fewer: int, covered: int) -> int:
+        """Return the most blocks between `fewer` and `covered` whose last has all its window blocks
+        promised already, so that a promise which ends there may take no room; else `fewer`.
+        O(covered - fewer).
+        """
+        for end in range(covered - 1, max(0, fewer), -1):
+            beside = self._path[end - 1].beside if end <= len(self._path) else None
+            if all(
+                self._terms_below(group, end - 1) is not None
+                or (beside is not None and (one := beside[group]) is not None and one.promised)
+                for group in range(len(self._groups.windows))
+            ):
+                return end
+        return fewer
 
     def _is_here(self, group: int, index: int) -> bool:
         """Return whether the device has a window block of the path."""

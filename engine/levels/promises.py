@@ -136,7 +136,7 @@ class KeptPromises:
         children = self._book.prefixes.root(namespace).children
         for run in zip(*[iter(tokens)] * self._cache.block_size, strict=False):
             copy = children.get(run)
-            if copy is None or copy.is_over(now_s):
+            if copy is None or _is_past(copy, now_s):
                 break
             terms = [_live(one, now_s) for one in copy.window_terms]
             found.append(KeptWindows(terms, self._is_fixed(copy)))
@@ -149,7 +149,7 @@ class KeptPromises:
         """See `KeptBelow`."""
         assert block.parent is not None, "it has just entered the tree"
         copy = self._copy_of(account, block.parent)
-        if copy is None or not copy.window_terms or copy.is_over(now_s):
+        if copy is None or not copy.window_terms or _is_past(copy, now_s):
             return None
         return copy.window_terms[block.group]
 
@@ -590,6 +590,11 @@ def _kept_by(copy: Copy) -> list[tuple[int, BlockTerms]]:
 def _has_promised_windows(node: Node) -> bool:
     """Return whether the device keeps the promise of a window block of a node."""
     return any(one is not None and one.promised for one in node.beside or ())
+
+
+def _is_past(copy: Copy, now_s: float) -> bool:
+    """Return whether the limit of a copy has passed, also where reads have moved it since."""
+    return copy.limit_at_s <= now_s and copy.is_over(now_s)
 
 
 def _live(terms: BlockTerms | None, now_s: float) -> BlockTerms | None:
