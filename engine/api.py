@@ -691,8 +691,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
 
 LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased", "lost_below"]
 """Why blocks left the tree: evicted for their own namespace or another, expired, or erased.
-`lost_below` is told of blocks that are no longer promised: they had left it, and the level that
-kept them has lost them; or a preemption outlasted their promise, and the room is others' now."""
+`lost_below`: no longer promised; a level that kept them has lost them, or a preemption has."""
 
 
 class Loss(Struct, frozen=True, forbid_unknown_fields=True):

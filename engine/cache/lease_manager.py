@@ -78,14 +78,13 @@ class LeaseManager:
                 else:
                     covered_blocks, has_gap = windows.cover(covered_blocks, covered_tokens, room)
                 granted = min(covered_tokens, covered_blocks * size)
+            bound: Bound = "window" if has_gap else room.bound
             grants[position] = LeaseGrant(
                 lease_id=lease.lease_id,
                 retention=lease.retention.name,
                 outcome=_outcome(granted, covered_tokens),
                 tokens=granted,
-                bound=_bound_of(room.bound, has_gap)
-                if table.write and granted < covered_tokens
-                else "",
+                bound=bound if table.write and granted < covered_tokens else "",
             )
             requested.append((lease, -(-granted // size)))
         table.prompt_tokens = prompt_tokens
@@ -751,8 +750,8 @@ class LeaseManager:
         return self._room_of(account.payer_account, account.payer_account.quota)
 
     def _room_of(self, payer_account: PayerAccount | None, quota: Quota) -> PromiseRoom:
-        is_kept_below = self.below is not None
-        return room_of(self._manager.fair_share, payer_account, quota, is_kept_below=is_kept_below)
+        kept = self.below is not None
+        return room_of(self._manager.fair_share, payer_account, quota, is_kept_below=kept)
 
     def _room_under(self, account: NamespaceAccount, node: Node | None) -> PromiseRoom:
         """Return the room for a promise on the device under a node: those above it that a level
@@ -787,11 +786,6 @@ def promised_blocks(table: BlockTable, now_s: float | None = None) -> int:
     at_s = table.started_s if now_s is None else now_s
     spans = _spans(table, at_s)
     return max((covered for _, covered, one in spans if one.promise_at_s > at_s), default=0)
-
-
-def _bound_of(bound: Bound, has_gap: bool) -> Bound:
-    """Return what clipped a promise: a freed window block, or the payer's or the pool's bound."""
-    return "window" if has_gap else bound
 
 
 def _outcome(granted: int, covered_tokens: int) -> Literal["granted", "clipped", "refused"]:
