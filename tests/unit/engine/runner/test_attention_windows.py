@@ -8,7 +8,7 @@ the same, however the engine cut, shared, preempted and resumed the request.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,27 +17,22 @@ from msgspec.structs import replace
 from engine.api import (
     AttentionWindow,
     CacheGrant,
-    Event,
-    Finished,
     Request,
     SampledToken,
     Sampling,
-    Tokens,
 )
 from engine.attention.interface import lacks_attention_windows
 from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
-from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.model_store import Architecture, ModelCard
-from engine.models.cpu_llama import Kernels, load_kernels
-from engine.runner.cpu_runner import CpuRunner
+from engine.models.cpu_llama import Kernels
 from engine.weights import load_weights
-from tests.fakes import FakeClock
-from tests.models import prepared, tiny_config
+from tests.models import prepared, prepared_with_windows, tiny_config
+from tests.unit.engine.runner.cpu_engine import BLOCK, CpuEngine
 from tests.unit.engine.runner.masked_model import masked_logprobs
 
-BLOCK, CONTEXT, OWN_WINDOW = 16, 512, 24
+CONTEXT, OWN_WINDOW = 512, 24
 TOLERANCE = 2e-4
 SLICES = EngineConfig(
     dtype="fp32", kv_dtype="fp32", sequences_max=8, step_tokens_max=96, prefill_chunk_tokens_max=37,
@@ -56,76 +51,18 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
 @pytest.fixture(scope="module")
 def sliding(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
     """Return a model of which each fourth layer has no sliding window of its own."""
-    shape = tiny_config(layers=4, context=CONTEXT, head_dim=32)
-    made = prepared(tmp_path_factory.mktemp("sliding"), shape)
-    layers = tuple(replace(layer, window=OWN_WINDOW) for layer in shape.layers[:3])
-    return replace(made, config=replace(shape, layers=(*layers, shape.layers[3])))
+    folder = tmp_path_factory.mktemp("sliding")
+    return prepared_with_windows(folder, OWN_WINDOW, context=CONTEXT)
 
 
-@pytest.fixture(scope="module")
-def kernels(card: ModelCard) -> Iterator[Kernels]:
-    found = load_kernels(card.config, threads=1)
-    if found is None:
-        pytest.skip("no C compiler")
-    yield found
-    found.close()
-
-
-class Engine:
-    """A core over a CPU runner, and the output of each request."""
-
-    def __init__(
-        self,
-        card: ModelCard,
-        blocks: int,
-        kernels: Kernels | None,
-        config: EngineConfig = SLICES,
-        *,
-        is_recounted: bool = True,
-    ) -> None:
-        """`is_recounted`: the cache is recounted after each step."""
-        self.is_recounted = is_recounted
-        self.runner = CpuRunner(card, config, blocks=blocks, context=CONTEXT, kernels=kernels)
-        windows = self.runner.kv.format.windows
-        self.cache = PrefixCache(blocks=blocks, block_size=BLOCK, windows=windows)
-        self.core = Core(
-            self.cache,
-            self.runner,
-            config,
-            FakeClock(),
-            vocab_size=card.config.vocab,
-            context_tokens=CONTEXT,
-        )
-        self.output: dict[tuple[str, int], list[SampledToken]] = {}
-        self.endings: list[str] = []
-        self.cached: dict[str, int] = {}
-
-    def step(self) -> None:
-        self.take(self.core.step())
-        if self.is_recounted:
-            self.cache.check()
-
-    def take(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, Tokens):
-                key = (event.request_id, event.index)
-                self.output.setdefault(key, []).extend(event.tokens)
-            if isinstance(event, Finished):
-                self.endings.append(event.ending + event.code)
-                self.cached[event.request_id] = event.usage.cached_tokens
-
-    def settle(self) -> None:
-        while self.core.has_work():
-            self.step()
-
-    def run(self, asked: Sequence[Request], seed: int, steps_max: int = 9) -> None:
-        """Run requests that come by chance, up to `steps_max` steps apart."""
-        chance = random.Random(seed)
-        for request in asked:
-            self.core.submit(request)
-            for _ in range(chance.randint(0, steps_max)):
-                self.step()
-        self.settle()
+def run(engine: CpuEngine, asked: Sequence[Request], seed: int, steps_max: int = 9) -> None:
+    """Run requests that come by chance, up to `steps_max` steps apart."""
+    chance = random.Random(seed)
+    for request in asked:
+        engine.core.submit(request)
+        for _ in range(chance.randint(0, steps_max)):
+            engine.step()
+    engine.settle()
 
 
 def requests(seed: int, count: int = 8, outputs_max: int = 40) -> list[Request]:
@@ -161,7 +98,7 @@ def logprobs_of(card: ModelCard, request: Request, output: Sequence[SampledToken
     return [float(found[first + i, token.token_id]) for i, token in enumerate(output)]
 
 
-def far_from_reference(card: ModelCard, engine: Engine, asked: Sequence[Request]) -> float:
+def far_from_reference(card: ModelCard, engine: CpuEngine, asked: Sequence[Request]) -> float:
     """Return the largest difference of a logprob from the reference's."""
     named = {request.request_id: request for request in asked}
     worst = 0.0
@@ -182,8 +119,8 @@ def test_each_token_reads_its_sinks_and_its_window(
     requests preempt each other."""
     in_c = request.getfixturevalue("kernels") if path == "c" else None
     asked = requests(seed)
-    engine = Engine(card, blocks, in_c)
-    engine.run(asked, seed)
+    engine = CpuEngine(card, SLICES, blocks, in_c)
+    run(engine, asked, seed)
 
     assert engine.endings == ["done"] * len(asked)
     assert far_from_reference(card, engine, asked) < TOLERANCE
@@ -196,8 +133,8 @@ def test_each_token_reads_its_sinks_and_its_window(
 def test_the_reference_tells_one_key_more_or_less(card: ModelCard) -> None:
     """A block more in the window is far outside the tolerance, so the test above can fail."""
     asked = [replace(request, samples=1) for request in requests(3, 3)]
-    engine = Engine(card, 200, None)
-    engine.run(asked, 3)
+    engine = CpuEngine(card, SLICES, 200)
+    run(engine, asked, 3)
     wider = [
         replace(request, attention=replace(request.attention, tokens=request.attention.tokens + 16))
         for request in asked
@@ -211,7 +148,7 @@ def test_the_reference_tells_one_key_more_or_less(card: ModelCard) -> None:
 
 
 def exact_tokens(
-    engine: Engine, asked: Sequence[Request]
+    engine: CpuEngine, asked: Sequence[Request]
 ) -> dict[tuple[str, int], list[tuple[int, float | None]]]:
     """Return the tokens and logprobs of some requests, to the bit."""
     names = {request.request_id for request in asked}
@@ -237,22 +174,22 @@ def contaminated(
     """
     asked = requests(seed, 7, outputs_max=8)
     plain = [request for request in asked if request.attention is None]
-    alone = Engine(card, 200, kernels)
-    alone.run(plain, seed)
+    alone = CpuEngine(card, SLICES, 200, kernels)
+    run(alone, plain, seed)
     expected = exact_tokens(alone, plain)
-    own = Engine(card, 200, kernels)
+    own = CpuEngine(card, SLICES, 200, kernels)
     for request in asked:
         if request.attention is not None:
-            own.run([replace(request, grant=CacheGrant(b"n", read=False, write=False))], seed)
+            run(own, [replace(request, grant=CacheGrant(b"n", read=False, write=False))], seed)
     expected |= exact_tokens(own, asked)
     expected |= {(f"{name} again", i): out for (name, i), out in exact_tokens(alone, plain).items()}
     again = [replace(request, request_id=f"{request.request_id} again") for request in plain]
     found = []
     for schedule in range(schedules):
         chance = random.Random(f"{seed}/{schedule}")
-        engine = Engine(card, chance.choice([24, 24, 200]), kernels, is_recounted=False)
-        engine.run(chance.sample(asked, len(asked)), chance.getrandbits(32), steps_max=3)
-        engine.run(again, chance.getrandbits(32), steps_max=0)
+        engine = CpuEngine(card, SLICES, chance.choice([24, 24, 200]), kernels, is_recounted=False)
+        run(engine, chance.sample(asked, len(asked)), chance.getrandbits(32), steps_max=3)
+        run(engine, again, chance.getrandbits(32), steps_max=0)
         outputs = exact_tokens(engine, [*asked, *again])
         assert outputs.keys() == expected.keys()
         engine.cache.check()
@@ -300,13 +237,13 @@ def test_a_long_sequence_holds_its_window_alone(
 ) -> None:
     """A pool of 24 blocks, 384 tokens, computes 500 tokens under a window of 64."""
     in_c = request.getfixturevalue("kernels") if path == "c" else None
-    engine = Engine(card, 24, in_c)
+    engine = CpuEngine(card, SLICES, 24, in_c)
     prompt = tuple(random.Random(5).randrange(3, 60) for _ in range(440))
     asked = Request(
         "long", prompt, 60, CacheGrant(b"n"), Sampling(temperature=1.0, seed=1, logprobs=0),
         attention=AttentionWindow(64, 16),
     )  # fmt: skip
-    engine.run([asked, replace(asked, request_id="whole", attention=None)], 0)
+    run(engine, [asked, replace(asked, request_id="whole", attention=None)], 0)
 
     assert sorted(engine.endings) == ["done", "refusedkv_exceeded"]
     assert far_from_reference(card, engine, [asked]) < TOLERANCE
@@ -321,8 +258,8 @@ def test_layers_with_windows_of_their_own_keep_them(
     are let go by their own."""
     in_c = request.getfixturevalue("kernels") if path == "c" else None
     asked = requests(seed)
-    engine = Engine(sliding, blocks, in_c)
-    engine.run(asked, seed)
+    engine = CpuEngine(sliding, SLICES, blocks, in_c)
+    run(engine, asked, seed)
 
     assert engine.runner.kv.format.windows == (OWN_WINDOW,) * 3
     assert engine.endings == ["done"] * len(asked)
@@ -346,8 +283,8 @@ def test_windows_that_share_blocks_with_other_layers_are_told(
 
 def test_a_window_narrower_than_the_models_own_is_refused(sliding: ModelCard) -> None:
     """Its blocks would be let go before those of the window groups beside them."""
-    engine = Engine(sliding, 100, None)
+    engine = CpuEngine(sliding, SLICES, 100)
     grant, narrow = CacheGrant(b"n"), AttentionWindow(16, 0)
-    engine.run([Request("narrow", (3, 4, 5), 1, grant, attention=narrow)], 0)
+    run(engine, [Request("narrow", (3, 4, 5), 1, grant, attention=narrow)], 0)
 
     assert engine.endings == ["refusedattention_invalid"]
