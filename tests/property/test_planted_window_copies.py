@@ -18,7 +18,6 @@ from engine.levels.window_copies import WindowCopies
 from tests.property.planted import check_caught
 from tests.property.test_window_levels_machine import WindowLevelsMachine
 from tests.property.test_window_promises import (
-    RestartedWindowMachine,
     WindowHostPromisesMachine,
 )
 from tests.unit.engine.levels import test_window_copies as unit
@@ -106,7 +105,6 @@ PLANTS: tuple[tuple[Any, Any, str, Fault], ...] = (
     (WindowHostPromisesMachine, LeaseManager, "keep_below", windows_not_charged),
     (WindowHostPromisesMachine, LeaseManager, "adopt_window", windows_not_adopted),
     (WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
-    (RestartedWindowMachine, Copy, "_promised_windows", windows_not_told),
 )
 
 
@@ -132,3 +130,14 @@ def test_promises_moved_to_copies_of_group_0_fail_their_own_test(
 
     with pytest.raises((AssertionError, InvariantViolation)):
         check(12, "granted")
+
+
+def test_window_blocks_of_which_the_next_engine_is_not_told_fail_their_own_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine allows that they are counted late."""
+    check = unit.test_a_promise_of_all_groups_outlives_its_engine
+    monkeypatch.setattr(Copy, "_promised_windows", windows_not_told(None))
+
+    with pytest.raises(AssertionError):
+        check("disk")
