@@ -62,6 +62,7 @@ class KeptPromises:
 
     `kept`: blocks whose promise the level keeps; `kept_by_payer`: by payer. `lost_total`: promises
     that it lost. `is_erasing`: what leaves the book of copies now leaves by an erasure.
+    `is_keeping` False: promises stay on the device, and the level is told of them alone.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class KeptPromises:
         self.kept = self.lost_total = 0
         self.kept_by_payer: Counter[Payer] = Counter()
         self.is_erasing = False
+        self.is_keeping = True
         self.copy_again: Callable[[Node], None] = lambda node: None
         self.store_again: Callable[[Copy], None] = lambda copy: None
         self._cache, self._book, self._windows = cache, book, windows
@@ -175,7 +177,7 @@ class KeptPromises:
 
     def settle(self, node: Node, now_s: float) -> None:
         """Let the promises from a node upward move down, as far as they may. O(these)."""
-        above: Node | None = node
+        above: Node | None = node if self.is_keeping else None
         seen = set[Node]()
         while above is not None and above.promised and not above.promised_children:
             copy = self._book.of_node(above)

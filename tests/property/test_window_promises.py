@@ -21,8 +21,9 @@ WINDOWS = (3, 3)
 
 
 class WindowPromisesMachine(PromisesMachine):
-    """Promises of runs and of window blocks that move down to host memory and disk."""
+    """Promises of runs and of window blocks that move down to host memory."""
 
+    has_disk = False
     windows = WINDOWS
     formats = whole_of(1 + len(WINDOWS))
 
@@ -79,30 +80,8 @@ class WindowPromisesMachine(PromisesMachine):
         return node, copies[-1] if len(copies) == runs else None
 
     def has_whole(self, copy: Copy) -> bool:
-        """Return whether a level has the blocks of all groups of a copy."""
-        whole = self.formats[1]
-        if copy.slot >= 0 and self.memory.written[copy.slot] == whole.name:
-            return True
-        record = None if self.disk is None else self.disk.records.get(copy.record_id)
-        return record is not None and record.form == whole
-
-    def stored(self) -> set[Block]:
-        """Return the blocks of which the disk has records."""
-        found = super().stored()
-        whole = self.formats[1]
-        for number, one in {} if self.disk is None else self.disk.records.items():
-            assert self.disk is not None
-            if one.form == whole:
-                groups = range(len(self.windows))
-                path = self.disk.path(number)
-                found |= {(one.namespace, (*path, -1 - group)) for group in groups}
-        return found
-
-
-class WindowHostPromisesMachine(WindowPromisesMachine):
-    """The same without a disk: host memory keeps promises."""
-
-    has_disk = False
+        """Return whether host memory has the blocks of all groups of a copy."""
+        return copy.slot >= 0 and self.memory.written[copy.slot] == self.formats[1].name
 
 
 class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
@@ -118,39 +97,22 @@ class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
         group = -1 - path[-1]
         if group < 0:
             return super().kept_until_s(block)
-        until_s, tokens = 0.0, path[:-1]
-        for number, record in {} if self.disk is None else self.disk.records.items():
-            assert self.disk is not None, "it has the records"
-            if record.namespace == namespace and self.disk.path(number) == tokens:
-                told = () if record.terms is None else record.terms.window_groups
-                is_kept = group in told and record.form == self.formats[1]
-                until_s = record.promise_at_s if is_kept else 0.0
+        tokens = path[:-1]
         copies = self.levels.book.prefixes.match(namespace, (*tokens, 2), self.world.clock())
         if self.forgets_host or len(copies) * self.world.block_size < len(tokens):
-            return until_s
+            return 0.0
         assert self.kept is not None, "it is made with the first engine"
         entries = [self.kept.table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]
         last = entries[-1]
         if last is None or not all(entries) or last.terms is None or last.format != "whole":
-            return until_s
+            return 0.0
         is_kept = group in last.terms.window_groups and copies[-1].terms is not None
-        return max(until_s, last.promise_at_s - BOOT_S) if is_kept else until_s
+        return last.promise_at_s - BOOT_S if is_kept else 0.0
 
 
-class RestartedWindowHostMachine(RestartedWindowMachine):
-    """The same without a disk: host memory keeps promises, and outlives its engine."""
-
-    has_disk = False
-
-
-SAME_RUNS = settings(stateful_step_count=40, derandomize=True, max_examples=25)
-"""The machines of restarts meet faults that are not mended yet, about once in a hundred runs: see
-"Not solved" in ADR 0039. Until then runs are the same each time, and `RestartedWindowMachine`,
-which meets one in its first 25, is no test."""
+RUNS = settings(stateful_step_count=40)
 
 TestWindowPromisesMachine = WindowPromisesMachine.TestCase
-TestWindowPromisesMachine.settings = SAME_RUNS
-TestWindowHostPromisesMachine = WindowHostPromisesMachine.TestCase
-TestWindowHostPromisesMachine.settings = SAME_RUNS
-TestRestartedWindowHostMachine = RestartedWindowHostMachine.TestCase
-TestRestartedWindowHostMachine.settings = SAME_RUNS
+TestWindowPromisesMachine.settings = RUNS
+TestRestartedWindowMachine = RestartedWindowMachine.TestCase
+TestRestartedWindowMachine.settings = RUNS
