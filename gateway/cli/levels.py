@@ -150,10 +150,7 @@ def _change_one(call: CommandCall, folder: Path) -> CommandResult:
             remote = remote_settings(call.config.engine.levels.remote)
             found = verify_store(folder, progress, seal, os.environ, remote)
             data = {"folder": str(folder), "records": found.records, "damaged": found.damaged}
-            text = (
-                f"{found.records} records read; {found.damaged} dropped: damaged, or below one that"
-                " is"
-            )
+            text = f"{found.records} records read, {found.damaged} damaged or under one, and gone"
             return CommandResult(text, data, 1 if found.damaged else 0)
         case "rewrap":
             return _rewrap(call, folder)

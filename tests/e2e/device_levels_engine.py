@@ -53,6 +53,16 @@ def settle(core: Core) -> None:
         time.sleep(0.001)
 
 
+def wait_for_promises(core: Core, blocks: int) -> None:
+    """Run until the disk keeps the promises of so many blocks of each fidelity."""
+    until_s = time.monotonic() + WAIT_S
+    while time.monotonic() < until_s:
+        core.step()
+        if all(core.cache.use(one.encode()).below >= blocks for one in FIDELITIES):
+            return
+        time.sleep(0.001)
+
+
 def ask(core: Core, name: str, fidelity: Fidelity, *, is_kept: bool = False) -> None:
     """Answer the prompt, and say what came."""
     found = answer(core, name, prompt(1), grant_of(fidelity, is_kept=is_kept))
@@ -88,6 +98,7 @@ def run() -> None:
         if fidelity == "exact":
             ask(core, "device", fidelity)
     wait_for_disk(core, len(FIDELITIES) * (PROMPT_TOKENS // 16))
+    wait_for_promises(core, PROMPT_TOKENS // 16)
     for number in range(PUSHES):
         answer(
             core, f"push{number}", prompt(number + 100), CacheGrant(b"push", PAYER, at_rest="never")

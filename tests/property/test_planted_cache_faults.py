@@ -113,4 +113,4 @@ def test_a_planted_cache_fault_is_caught(
 ) -> None:
     """A machine that misses this fault proves nothing when it passes."""
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check_caught(machine, 400)
+    check_caught(machine, 1_600)

@@ -140,7 +140,6 @@ def moved_down_before_its_end(original: Any) -> Any:
 
 
 PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
-    (PromisesMachine, PrefixCache, "end_below", loss_not_told),
     (PromisesMachine, KeptPromises, "_end_overdue", never_ended),
     (PromisesMachine, NamespaceAccount, "add_below", not_charged),
     (HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
@@ -173,6 +172,7 @@ def test_a_planted_promise_fault_is_caught(
 
 
 RARE: tuple[tuple[Any, str, Fault, Callable[[], None]], ...] = (
+    (PrefixCache, "end_below", loss_not_told, unit.test_a_lost_record_is_told_once),
     (
         KeptPromises,
         "_is_durable",

@@ -64,7 +64,7 @@ def test_verify_drops_what_is_damaged_and_says_so_by_its_status(run: Run, data: 
     slab.write_bytes(damaged)
     status, out, _ = run("levels", "verify")
 
-    assert (status, out) == (1, "3 records read; 1 dropped: damaged, or below one that is\n")
+    assert (status, out) == (1, "3 records read, 1 damaged or under one, and gone\n")
     assert data_of(run, "levels", "verify")["records"] == 2
 
 
