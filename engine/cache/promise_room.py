@@ -48,7 +48,7 @@ class PromiseRoom:
 
     def keep(self, blocks: int, held_up: int) -> None:
         """Leave room for `blocks` that were promised to the taker before, and for `held_up` above
-        them that return to the device with them, whatever the bounds are now.
+        them that return to the device with them, also where the bounds leave less now.
         """
         self.total = max(self.total, blocks)
         self.device = max(self.device, blocks + held_up)

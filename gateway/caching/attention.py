@@ -24,7 +24,7 @@ BLOCK_TOKENS: Final = 16
 """Windows and sinks are rounded up to whole blocks."""
 SINK_TOKENS_DEFAULT: Final = 16
 FULL: Final = "full"
-"""The value that asks for no window, whatever the tenant's default is."""
+"""The value that asks for no window, also where the tenant has one by default."""
 SHOWN_CHARS_MAX: Final = 64
 """Characters of a wrong value that its error repeats."""
 EXPECTED = (

@@ -287,7 +287,7 @@ class Call(Struct, frozen=True):
     effect (`gateway.dialects.tolerance`). `continuous_usage`: every chunk of a stream has usage.
     `fidelity`: that the request asks of copies of its KV; None leaves it to the tenant.
     `attention`: the attention window that it asks for; `asks_full_attention`: it asks for none,
-    whatever its tenant's default is.
+    also where its tenant has one by default.
     """
 
     model: str

@@ -68,7 +68,7 @@ def window_not_promised(original: Any) -> Any:
 
 
 def room_given_to_others(original: Any) -> Any:
-    """What a preempted sequence has yet to compute is promised to whoever asks first."""
+    """What a preempted sequence has yet to compute is promised to the next that asks."""
 
     def suspend(self: Any, table: Any, *rest: Any, keep: bool = True) -> bool:
         is_suspended = bool(original(self, table, *rest, keep=keep))

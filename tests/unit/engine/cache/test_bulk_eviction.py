@@ -85,13 +85,13 @@ def test_many_blocks_are_evicted_in_the_order_of_single_ones() -> None:
 
 
 def test_the_comparison_sees_a_path_that_is_followed_too_far() -> None:
-    """A planted fault: what becomes a leaf goes next, whatever else is older."""
+    """A planted fault: what becomes a leaf goes next, before older leaves."""
     with patch.object(EvictionOrder, "add_unless_first", lambda self, node: False):
         assert differing_lives(range(40)) > 0
 
 
 def test_the_comparison_sees_a_payer_that_gives_too_much() -> None:
-    """A planted fault: a payer gives all that is wanted, whoever is above it meanwhile."""
+    """A planted fault: a payer gives all that is wanted, also below another one's share."""
 
     def all_of_it(self: Any, giver: Any, taker: Any, wanted: int, most: int, *, own: bool) -> int:
         return int(min(most, giver.evictable if giver is taker else giver.spare_blocks()))

@@ -181,6 +181,16 @@ async def test_a_window_is_no_bound_of_memory(gateway: GatewayFixture) -> None:
     assert status == 200, answer
 
 
+def short_requests(gateway: GatewayFixture) -> list[tuple[str, dict[str, Any]]]:
+    """Return a request of each dialect, and a quote, with their paths."""
+    return [
+        (CHAT, gateway.chat()),
+        ("/v1/messages", anthropic(gateway, "short")),
+        (f"/v1beta/models/{gateway.model}:generateContent", gemini("short")),
+        ("/v1/cache/quote", {"endpoint": CHAT, "request": gateway.chat()}),
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -194,12 +204,7 @@ async def test_what_the_engine_may_not_or_cannot_is_refused_in_each_dialect(
     """By name, with what would be right, and not silently computed without the window."""
     assert gateway.engine.info is not None
     gateway.engine.info = msgspec.structs.replace(gateway.engine.info, **change)
-    for path, body in (
-        (CHAT, gateway.chat()),
-        ("/v1/messages", anthropic(gateway, "short")),
-        (f"/v1beta/models/{gateway.model}:generateContent", gemini("short")),
-        ("/v1/cache/quote", {"endpoint": CHAT, "request": gateway.chat()}),
-    ):
+    for path, body in short_requests(gateway):
         status, answer, _ = await gateway.ask(path, body, headers=WINDOW)
         text = json.dumps(answer)
         assert status == 400, answer
@@ -247,12 +252,7 @@ def allow(gateway: GatewayFixture, attention: str) -> None:
 async def test_a_tenant_may_be_denied_windows(gateway: GatewayFixture) -> None:
     """In each dialect and in quotes; what asks for all tokens, or for nothing, runs as before."""
     allow(gateway, "never")
-    for path, body in (
-        (CHAT, gateway.chat()),
-        ("/v1/messages", anthropic(gateway, "short")),
-        (f"/v1beta/models/{gateway.model}:generateContent", gemini("short")),
-        ("/v1/cache/quote", {"endpoint": CHAT, "request": gateway.chat()}),
-    ):
+    for path, body in short_requests(gateway):
         status, answer, _ = await gateway.ask(path, body, headers=WINDOW)
         assert status == 400, answer
         assert "not allowed to this tenant; leave the header out" in json.dumps(answer)
