@@ -352,7 +352,8 @@ class FakeStorage:
         self._told: set[Namespace] = set()
 
     def send(self, command: StorageCommand) -> None:
-        """Take a command; it is done at a later poll, those before an erasure before it."""
+        """Take a command; it is done at a later poll, those before an erasure before it, and those
+        after one after it, as the storage process does."""
         self.commands.append(command)
         if isinstance(command, SetStoredQuotas | KeepHere):
             return
@@ -368,9 +369,11 @@ class FakeStorage:
     def poll(self) -> list[StorageOutcome]:
         """Return what has been done since the last call."""
         waiting, self._outcomes = self._outcomes, []
+        is_erasing = False
         for left, command in waiting:
-            if left:
-                self._outcomes.append((left - 1, command))
+            if left or is_erasing:
+                self._outcomes.append((max(0, left - 1), command))
+                is_erasing = is_erasing or isinstance(command, EraseStored)
             else:
                 self._do(command)
         ready, self._ready = self._ready, []

@@ -79,7 +79,7 @@ class PrefixCache:
         self.moves = MovedBlocks(self._manager, self._allocate)
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.facts = facts
-        self._on_commit: Callable[[BlockTable, int], None] | None = None
+        self._on_commit: Callable[[BlockTable, Node, int], None] | None = None
         self._evicted = self._expired = self._copied = self._window_gone = 0
 
     # -- queries ------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class PrefixCache:
             self._leases.release_reservation(table, index)
         table.committed = full
         if self._on_commit is not None:
-            self._on_commit(table, first)
+            self._on_commit(table, table.node, first)
         self._emit(Committed(table.namespace, full - first, (full - first) * size, new))
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -503,11 +503,11 @@ class PrefixCache:
     def watch(
         self,
         on_evict: Callable[[NamespaceAccount, Node], None],
-        on_commit: Callable[[BlockTable, int], None],
+        on_commit: Callable[[BlockTable, Node, int], None],
     ) -> None:
         """Have `on_evict` called with each leaf that is about to be evicted, and `on_commit` with
-        each table that has committed blocks, and how many it had committed before.
-        """
+        each table that has committed blocks or its tail, the last node of these, and how many
+        blocks it had committed before."""
         self._manager.on_evict = on_evict
         self._on_commit = on_commit
 
@@ -776,9 +776,7 @@ class PrefixCache:
         return node, added
 
     def _commit_tail(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:
-        """Leave the partly filled last block to the tree, unless the tree already holds its
-        tokens.
-        """
+        """Leave the partly filled last block to the tree, unless it already holds its tokens."""
         index = table.committed
         if table.attention is not None and index >= table.attention.shared_blocks:
             return
@@ -797,3 +795,5 @@ class PrefixCache:
             self._emit(Committed(table.namespace, 0, 0, filled))
         self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
         self._leases.release_reservation(table, index)
+        if self._on_commit is not None:
+            self._on_commit(table, node, index)

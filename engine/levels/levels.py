@@ -704,10 +704,10 @@ class Levels:
                 copy = self.book.prefixes.add(parent, own, grant.payer, self._now_s)
                 if run.limit_s is not None:
                     self.book.prefixes.set_limit(copy, self._now_s + run.limit_s)
-            copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
             copy.is_remote = run.level == "remote"
             self.book.set_record(copy, run.record_id, form)
             if run.promise_s > 0:
+                copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
                 until_s.append(self._now_s + run.promise_s)
                 promised.append(copy)
             parent = copy
@@ -732,15 +732,16 @@ class Levels:
         else:
             self._confirmed(copies, [math.inf] * len(copies))
 
-    def _committed(self, table: BlockTable, before: int) -> None:
+    def _committed(self, table: BlockTable, last: Node, before: int) -> None:
         """Have a sequence's blocks copied that were committed since there were `before`, if they
-        are promised, and promises renewed on disk that this use has moved. O(these, leases).
+        are promised, and promises renewed on disk that this use has moved: up to `last`, whose run
+        may go beyond a tail's. O(these, leases).
         """
         if self.promises is not None:
-            self.promises.read(table.node, self._now_s)
+            self.promises.read(last, self._now_s)
         if not table.requested_leases or table.committed == before:
             return
-        node: Node | None = table.node
+        node: Node | None = last
         for _ in range(table.committed - before):
             if node is None or node.promised:
                 break

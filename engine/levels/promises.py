@@ -174,6 +174,9 @@ class KeptPromises:
         for copy in reversed(copies):
             if copy.node is not None and copy.parent is not None:
                 self.settle(copy.node, now_s)
+        if self.level == "disk":  # what has moved since it was told is told now
+            moved = [copy for copy in copies if copy.parent is not None]
+            self._renew_each([copy for copy in moved if self._has_moved(copy, now_s)], now_s)
 
     def settle(self, node: Node, now_s: float) -> None:
         """Let the promises from a node upward move down, as far as they may. O(these)."""
@@ -444,7 +447,8 @@ class KeptPromises:
         if copy.terms is None or copy in self._renewing:
             return False
         told_s = copy.kept_until_s if copy.record_id else copy.promise_at_s
-        return copy.terms.promise_at_s - told_s > RENEWED_PART * max(0.0, told_s - now_s)
+        promise_at_s = min(copy.terms.promise_at_s, now_s + FOREVER_S / 2)
+        return promise_at_s - told_s > RENEWED_PART * max(0.0, told_s - now_s)
 
     def _is_short(self, copy: Copy, terms: BlockTerms) -> bool:
         """Return whether the disk keeps a record for less long than is promised."""

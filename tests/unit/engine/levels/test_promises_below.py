@@ -212,6 +212,19 @@ def test_a_read_renews_a_promise_that_was_let_down() -> None:
     assert min(left) > world.clock()
 
 
+def test_the_disk_is_told_of_a_lease_that_ends_inside_a_kept_block() -> None:
+    """Its last block is promised for longer, though the request committed none."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    long = leased(3, Retention("long", promise_s=1000))
+    world.run(ask("part", prompt(1)[:3], grant=long, max_tokens=1))
+    world.step()
+
+    assert world.disk is not None
+    first = next(one for i, one in world.disk.records.items() if len(world.disk.path(i)) == 4)
+    assert first.promise_at_s == pytest.approx(1000, abs=1)
+
+
 def test_a_lost_record_is_told_once() -> None:
     """Its promise ends; what hangs on it cannot be read either."""
     world = LeveledWorld()
