@@ -738,7 +738,13 @@ class Levels:
         may go beyond a tail's. O(these, leases).
         """
         if self.promises is not None:
-            self.promises.read(last, self._now_s)
+            known: Node | None = last
+            for _ in range(table.committed - before):
+                if known is None or self.book.of_node(known) is not None:
+                    break
+                known = known.parent
+            if known is not None:
+                self.promises.read(known, self._now_s)
         if not table.requested_leases or table.committed == before:
             return
         node: Node | None = last

@@ -174,29 +174,31 @@ class KeptPromises:
         for copy in reversed(copies):
             if copy.node is not None and copy.parent is not None:
                 self.settle(copy.node, now_s)
-        if self.level == "disk":  # what has moved since it was told is told now
-            moved = [copy for copy in copies if copy.parent is not None]
-            self._renew_each([copy for copy in moved if self._has_moved(copy, now_s)], now_s)
+        self._renew_moved(copies, now_s)
 
     def settle(self, node: Node, now_s: float) -> None:
-        """Let the promises from a node upward move down, as far as they may. O(these)."""
+        """Let the promises from a node upward move down, as far as they may, and tell the disk how
+        far they have moved. O(these).
+        """
         above: Node | None = node if self.is_keeping else None
-        seen = set[Node]()
+        seen, kept = set[Node](), list[Copy]()
         while above is not None and above.promised and not above.promised_children:
             copy = self._book.of_node(above)
             if copy is None or not self._may_keep(copy, above, seen, now_s):
                 self._ends.setdefault(above, now_s + RETRY_S)
-                return
+                break
             for block in filter(None, above.beside or ()):
                 if block.promised and self._cache.keep_below(block):
                     self._keep(copy, block.group, block.terms)
             if not self._cache.keep_below(above):
-                return
+                break
             self._keep(copy, RUN, above.terms)
             self._book.accounts.update(copy)
             self._watch(copy, now_s)
             self._ends.pop(above, None)
+            kept.append(copy)
             above = above.parent
+        self._renew_moved(reversed(kept), now_s)
 
     def renew(
         self,
@@ -442,6 +444,12 @@ class KeptPromises:
                 groups.setdefault(key, []).append(copy)
         for (_, promise_at_s, limit_at_s, told), some in groups.items():
             self.renew(some, promise_at_s, limit_at_s, now_s, terms=told)
+
+    def _renew_moved(self, copies: Iterable[Copy], now_s: float) -> None:
+        """Renew those copies on disk whose promise has moved since the disk was told of it."""
+        if self.level == "disk":
+            there = [copy for copy in copies if copy.parent is not None]
+            self._renew_each([copy for copy in there if self._has_moved(copy, now_s)], now_s)
 
     def _has_moved(self, copy: Copy, now_s: float) -> bool:
         if copy.terms is None or copy in self._renewing:

@@ -67,7 +67,7 @@ def check_contents(
 
 
 def read_said(lines: list[str], stored: Stores, erased: set[bytes]) -> None:
-    """Add what a child has said. What it was storing or erasing when it died may be there or not."""
+    """Add what a child has said. What it was storing or erasing when it died may be there."""
     for line in lines:
         word, name, number = line.split()
         namespace = name.encode()

@@ -225,6 +225,23 @@ def test_the_disk_is_told_of_a_lease_that_ends_inside_a_kept_block() -> None:
     assert first.promise_at_s == pytest.approx(1000, abs=1)
 
 
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_the_disk_is_told_of_a_lease_over_kept_blocks_that_more_follow(tokens: int) -> None:
+    """Those that both requests begin with are promised for longer: here computed again."""
+    world = LeveledWorld(host_tokens_min=40, disk_tokens_min=40)  # nothing is worth loading
+    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world.push_out()
+    further = (*prompt(1)[:8], *prompt(2, 9))
+    long = Retention("long", promise_s=1000)
+    world.run(ask("more", further, grant=leased(tokens, long)))
+    world.step()
+
+    assert world.loaded("more") == {}
+    assert world.disk is not None
+    ends = {world.disk.path(i): one.promise_at_s for i, one in world.disk.records.items()}
+    assert [ends[further[:4]], ends[further[:8]]] == pytest.approx([1000, 1000], abs=5)
+
+
 def test_a_lost_record_is_told_once() -> None:
     """Its promise ends; what hangs on it cannot be read either."""
     world = LeveledWorld()
