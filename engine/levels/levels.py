@@ -493,8 +493,7 @@ class Levels:
         )
         notes.set_time(self._now_s)
         self.book.accounts.is_closed = not kept.is_alone()
-        is_keeping = self.promises is not None and self.promises.is_keeping
-        keep = self.promises.take_over if self.promises is not None and is_keeping else None
+        keep = None if self.promises is None else self.promises.take_over
         self._recovery = found = Recovery(kept.table, self.book, notes, keep)
         if not kept.is_new:
             self.book.remains.soil_free()
@@ -561,7 +560,7 @@ class Levels:
             self.book, storage, self._next_id, formats.at_rest, tokens_min, self._confirmed
         )
         self.offloading.is_storing = self._is_storing
-        if self.promises is not None and self.promises.is_keeping:
+        if self.promises is not None:
             self._recall = PromiseRecall(self.book, self.promises, storage, self._next_id)
             self._recall.begin()
 
@@ -571,7 +570,6 @@ class Levels:
         parts = self.cache, self.book, self.windows
         if storage is not None:
             kept = KeptPromises(*parts, "disk", self._next_id, storage.send)
-            kept.is_keeping = not self.cache.windows.windows
         elif self.config.host_keeps_promises:
             accounts = self.book.accounts
             blocks = accounts.capacity_bytes // accounts.pool.formats[OWN].slot_bytes
@@ -580,8 +578,7 @@ class Levels:
             return None
         kept.copy_again = self._copy_again
         kept.store_again = self._store_again
-        if kept.is_keeping:
-            self.cache.keep_promises_below(kept, blocks)
+        self.cache.keep_promises_below(kept, blocks)
         return kept
 
     def _copy_again(self, node: Node) -> None:

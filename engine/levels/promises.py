@@ -62,7 +62,6 @@ class KeptPromises:
 
     `kept`: blocks whose promise the level keeps; `kept_by_payer`: by payer. `lost_total`: promises
     that it lost. `is_erasing`: what leaves the book of copies now leaves by an erasure.
-    `is_keeping` False: promises stay on the device, and the level is told of them alone.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class KeptPromises:
         self.kept = self.lost_total = 0
         self.kept_by_payer: Counter[Payer] = Counter()
         self.is_erasing = False
-        self.is_keeping = True
         self.copy_again: Callable[[Node], None] = lambda node: None
         self.store_again: Callable[[Copy], None] = lambda copy: None
         self._cache, self._book, self._windows = cache, book, windows
@@ -180,7 +178,7 @@ class KeptPromises:
         """Let the promises from a node upward move down, as far as they may, and tell the disk how
         far they have moved. O(these).
         """
-        above: Node | None = node if self.is_keeping else None
+        above: Node | None = node
         seen, kept = set[Node](), list[Copy]()
         while above is not None and above.promised and not above.promised_children:
             copy = self._book.of_node(above)

@@ -21,9 +21,8 @@ WINDOWS = (3, 3)
 
 
 class WindowPromisesMachine(PromisesMachine):
-    """Promises of runs and of window blocks that move down to host memory."""
+    """Promises of runs and of window blocks that move down to host memory and disk."""
 
-    has_disk = False
     windows = WINDOWS
     formats = whole_of(1 + len(WINDOWS))
 
@@ -80,8 +79,30 @@ class WindowPromisesMachine(PromisesMachine):
         return node, copies[-1] if len(copies) == runs else None
 
     def has_whole(self, copy: Copy) -> bool:
-        """Return whether host memory has the blocks of all groups of a copy."""
-        return copy.slot >= 0 and self.memory.written[copy.slot] == self.formats[1].name
+        """Return whether a level has the blocks of all groups of a copy."""
+        whole = self.formats[1]
+        if copy.slot >= 0 and self.memory.written[copy.slot] == whole.name:
+            return True
+        record = None if self.disk is None else self.disk.records.get(copy.record_id)
+        return record is not None and record.form == whole
+
+    def stored(self) -> set[Block]:
+        """Return the blocks of which the disk has records."""
+        found = super().stored()
+        whole = self.formats[1]
+        for number, one in {} if self.disk is None else self.disk.records.items():
+            assert self.disk is not None
+            if one.form == whole:
+                groups = range(len(self.windows))
+                path = self.disk.path(number)
+                found |= {(one.namespace, (*path, -1 - group)) for group in groups}
+        return found
+
+
+class WindowHostPromisesMachine(WindowPromisesMachine):
+    """The same without a disk: host memory keeps promises."""
+
+    has_disk = False
 
 
 class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
@@ -97,22 +118,38 @@ class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
         group = -1 - path[-1]
         if group < 0:
             return super().kept_until_s(block)
-        tokens = path[:-1]
+        until_s, tokens = 0.0, path[:-1]
+        for number, record in {} if self.disk is None else self.disk.records.items():
+            assert self.disk is not None, "it has the records"
+            if record.namespace == namespace and self.disk.path(number) == tokens:
+                told = () if record.terms is None else record.terms.window_groups
+                is_kept = group in told and record.form == self.formats[1]
+                until_s = record.promise_at_s if is_kept else 0.0
         copies = self.levels.book.prefixes.match(namespace, (*tokens, 2), self.world.clock())
         if self.forgets_host or len(copies) * self.world.block_size < len(tokens):
-            return 0.0
+            return until_s
         assert self.kept is not None, "it is made with the first engine"
         entries = [self.kept.table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]
         last = entries[-1]
         if last is None or not all(entries) or last.terms is None or last.format != "whole":
-            return 0.0
+            return until_s
         is_kept = group in last.terms.window_groups and copies[-1].terms is not None
-        return last.promise_at_s - BOOT_S if is_kept else 0.0
+        return max(until_s, last.promise_at_s - BOOT_S) if is_kept else until_s
+
+
+class RestartedWindowHostMachine(RestartedWindowMachine):
+    """The same without a disk: host memory keeps promises, and outlives its engine."""
+
+    has_disk = False
 
 
 RUNS = settings(stateful_step_count=40)
 
 TestWindowPromisesMachine = WindowPromisesMachine.TestCase
 TestWindowPromisesMachine.settings = RUNS
+TestWindowHostPromisesMachine = WindowHostPromisesMachine.TestCase
+TestWindowHostPromisesMachine.settings = RUNS
 TestRestartedWindowMachine = RestartedWindowMachine.TestCase
 TestRestartedWindowMachine.settings = RUNS
+TestRestartedWindowHostMachine = RestartedWindowHostMachine.TestCase
+TestRestartedWindowHostMachine.settings = RUNS
