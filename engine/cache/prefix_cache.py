@@ -563,18 +563,16 @@ class PrefixCache:
         account = self.account_of(node)
         return account is not None and self._leases.take_back(account, node, now_s)
 
-    def promise_again(self, node: TreeBlock, until_s: float, name: str, now_s: float) -> bool:
+    def promise_again(self, node: TreeBlock, until_s: float, name: str, now_s: float) -> None:
         """Promise a node on the device again whose keeping below an erasure has ended, but that the
-        erasure did not take: another lease covers it. Without room that is told as a loss; return
-        whether there was any. O(depth).
+        erasure did not take: another lease covers it. Without room that is told as a loss.
+        O(depth).
         """
         account = self.account_of(node)
         if account is None or node.promised or node.promised_below or until_s <= now_s:
-            return True
-        if self._leases.promise_again(account, node, until_s, name, now_s):
-            return True
-        self._emit(PromiseLost(account.namespace, 1))
-        return False
+            return
+        if not self._leases.promise_again(account, node, until_s, name, now_s):
+            self._emit(PromiseLost(account.namespace, 1))
 
     def take_over(self, found: FoundPromise, now_s: float) -> bool:
         """Charge a promise kept below that an engine before has made: `LeaseManager.take_over`."""

@@ -60,8 +60,8 @@ FOREVER_S: Final = 10 * 365 * 86_400.0
 class KeptPromises:
     """The promises of one level; implements `engine.cache.kept_below.KeptBelow`.
 
-    `kept`: blocks whose promise the level keeps; `kept_by_payer`: by payer. `lost_total`: promises
-    that it lost. `is_erasing`: what leaves the book of copies now leaves by an erasure.
+    `kept`: blocks whose promise the level keeps; `kept_by_payer`: by payer. `is_erasing`: what
+    leaves the book of copies now leaves by an erasure.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class KeptPromises:
         send: Callable[[Renew], None],
     ) -> None:
         self.level = level
-        self.kept = self.lost_total = 0
+        self.kept = 0
         self.kept_by_payer: Counter[Payer] = Counter()
         self.is_erasing = False
         self.copy_again: Callable[[Node], None] = lambda node: None
@@ -304,7 +304,7 @@ class KeptPromises:
         spared.sort(key=lambda one: isinstance(one[0], Node))
         for node, until_s, name in reversed(spared):  # those above first, then window blocks
             if node.parent is not None:
-                self.lost_total += not self._cache.promise_again(node, until_s, name, now_s)
+                self._cache.promise_again(node, until_s, name, now_s)
         for node in self._cache.take_promised():
             if node.parent is not None and node.promised and not node.promised_children:
                 self._ends[node] = now_s + RETRY_S
@@ -564,7 +564,6 @@ class KeptPromises:
         block = _block_of(copy, group, terms)
         if block is not None and not is_over and self._cache.take_back(block, self._now_s):
             return
-        self.lost_total += not is_over
         until_s, name = terms.promise_at_s, terms.promised_class
         is_away = block is None
         self._cache.end_below(copy.namespace, terms, is_away=is_away, is_lost=not is_over)
