@@ -188,14 +188,13 @@ class KeptPromises:
             for block in filter(None, above.beside or ()):
                 if block.promised and self._cache.keep_below(block):
                     self._keep(copy, block.group, block.terms)
-            if not self._cache.keep_below(above):
-                break
-            self._keep(copy, RUN, above.terms)
+            if is_kept := self._cache.keep_below(above):
+                self._keep(copy, RUN, above.terms)
+                self._ends.pop(above, None)
+                kept.append(copy)
             self._book.accounts.update(copy)
             self._watch(copy, now_s)
-            self._ends.pop(above, None)
-            kept.append(copy)
-            above = above.parent
+            above = above.parent if is_kept else None
         self._renew_moved(reversed(kept), now_s)
 
     def renew(

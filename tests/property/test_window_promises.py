@@ -7,6 +7,8 @@ token of minus one for the first window group, minus two for the second.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 
 from engine.api import Request
@@ -14,7 +16,7 @@ from engine.cache.tree.prefix_tree import Node
 from engine.cache.tree.window_groups import WindowGroups
 from engine.levels.stored_prefixes import Copy
 from tests.fake_levels import whole_of
-from tests.property.test_promises_machine import Block, PromisesMachine
+from tests.property.test_promises_machine import CLASSES, NAMESPACES, Block, PromisesMachine
 from tests.property.test_restarted_promises import BOOT_S, RestartedMachine
 
 WINDOWS = (3, 3)
@@ -153,3 +155,62 @@ TestRestartedWindowMachine = RestartedWindowMachine.TestCase
 TestRestartedWindowMachine.settings = RUNS
 TestRestartedWindowHostMachine = RestartedWindowHostMachine.TestCase
 TestRestartedWindowHostMachine.settings = RUNS
+
+
+class Drawn:
+    """Draws that were made before, in their order."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = list(values)
+
+    def draw(self, _: object) -> Any:
+        """Return the next one."""
+        return self._values.pop(0)
+
+
+Asked = tuple[bytes, tuple[int, ...], tuple[int, ...], int, int]
+"""A namespace, a prompt, the ends of its short leases, a priority, and the most tokens."""
+
+
+def born(blocks: int) -> RestartedWindowMachine:
+    """Return a machine with room for six blocks in host memory and six records."""
+    machine = RestartedWindowMachine()
+    machine.start(
+        blocks=blocks, slots=6, records_max=6, floor=0, ceiling=None, promised_max=None,
+        depth=2, step_tokens=16,
+    )  # fmt: skip
+    return machine
+
+
+def live(machine: RestartedWindowMachine, *asked: Asked) -> None:
+    """Submit requests, as the machine has once drawn them."""
+    for namespace, prompt, ends, *drawn in asked:
+        data: Any = Drawn(*drawn)
+        leases = [(end, CLASSES[0]) for end in ends]
+        machine.ask(namespace=namespace, prompt=prompt, again=False, data=data, ends=leases)
+
+
+def test_window_blocks_promised_below_without_their_run_end_in_time() -> None:
+    """The run's promise stays on the device for a sequence that has yet to compute what follows."""
+    machine, (north, _) = born(8), NAMESPACES
+    short: Asked = (north, (0,), (), 0, 1)
+    live(machine, (north, (0, 1, 0, 0, 0, 0, 0), (7,), 0, 3), short)
+    live(machine, (north, (0, 0), (1,), 0, 1), short, short)
+    lost: Any = Drawn(1)
+    machine.lose_a_record(data=lost)
+    live(machine, (north, (0, 0, 0), (3,), 0, 1))
+
+    machine.teardown()
+
+
+def test_a_promise_brings_no_block_behind_its_end_back_to_the_device() -> None:
+    """What levels keep behind it stays there, so that the pool's bound of promises holds."""
+    machine, (north, south) = born(13), NAMESPACES
+    short: Asked = (north, (0,), (), 0, 1)
+    live(machine, (south, (0,) * 9, (9,), 0, 3), (north, (0, 0), (2,), 0, 1), short, short)
+    live(machine, (north, (0, 1, 0), (12,), 0, 1), (north, (0, 1, *(0,) * 9), (), 0, 1))
+    live(machine, (south, (0, 0, 0, 0, 0, 1), (1, 5), 0, 1), (north, (0,) * 9, (3, 10), 0, 3))
+    live(machine, short, short, (north, (0, 0, 0, 1, *(0,) * 10), (13,), 1, 1))
+    live(machine, (south, (0,) * 9, (5,), 1, 1), short)
+
+    machine.teardown()
