@@ -114,7 +114,7 @@ async def test_shows_one_request_by_its_id(gateway: GatewayFixture, browser: Any
 
     def look() -> str:
         page.open("requests", "Ended requests, newest first")
-        page.find("input[name=id_]").send_keys(one["request_id"] + "\n")
+        page.find("[aria-label='Request by id']").send_keys(one["request_id"] + "\n")
         return page.see("Ledger entry")
 
     text = await asyncio.to_thread(look)

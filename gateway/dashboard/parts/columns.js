@@ -1,0 +1,41 @@
+// The columns of tables: {head, get(row), show?(row), kind?, csv?(row), hint?}. `get` here is a
+// function of the row, or the name of its field.
+
+import { html } from "./html.js";
+import { count, instant } from "./format.js";
+import { Status, TenantLink } from "./pieces.js";
+
+const getter = (get) => (typeof get === "function" ? get : (row) => row[get]);
+
+export function text(head, get = head, more = {}) {
+  return { head, get: getter(get), kind: "text", ...more };
+}
+
+// `write`: the number as text.
+export function figure(head, get = head, write = count) {
+  const of = getter(get);
+  return { head, get: of, show: (row) => write(of(row)) };
+}
+
+export function tenant(head = "tenant", get = head) {
+  const of = getter(get);
+  return text(head, of, { show: (row) => html`<${TenantLink} name=${of(row)} />` });
+}
+
+export function status(head = "status", get = head) {
+  const of = getter(get);
+  return text(head, of, { show: (row) => html`<${Status} status=${of(row)} />` });
+}
+
+// `write`: a time as text, with milliseconds or RFC 3339 given.
+export function at(head, get = head, write = instant) {
+  const of = getter(get);
+  return text(head, of, { show: (row) => write(of(row)) });
+}
+
+// A long id: its beginning; the pointer shows all of it.
+export function digest(head, get = head) {
+  const of = getter(get);
+  return { head, get: of, kind: "text mono",
+    show: (row) => html`<span title=${of(row)}>${of(row).slice(0, 12)}…</span>` };
+}
