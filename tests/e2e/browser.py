@@ -35,6 +35,10 @@ axe.run(document, {resultTypes: ["violations"]}).then((found) => done(found.viol
   .filter((one) => ["serious", "critical"].includes(one.impact))
   .map((one) => [one.id, one.nodes.length, one.nodes[0].html.slice(0, 200)])));
 """
+SIDEWAYS = """
+return [...document.querySelectorAll(".scroll")]
+  .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.ariaLabel);
+"""
 
 
 def open_browser(profile: Path) -> Any:
@@ -101,6 +105,10 @@ class Page:
         box = self.find(f"dialog #field-{name}")
         box.clear()
         box.send_keys(text)
+
+    def sideways(self) -> list[str]:
+        """Return the names of tables that are wider than their panels."""
+        return list(self.browser.execute_script(SIDEWAYS))
 
     def faults(self) -> list[Any]:
         """Return serious faults of accessibility, and whether the page is wider than the screen."""

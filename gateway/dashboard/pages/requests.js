@@ -45,8 +45,8 @@ function List({ rows }) {
     id=${(row) => row.request_id} file="requests" none="No request in this range." columns=${[
       column.text("received", "received_ms",
         { show: received, csv: (row) => iso(row.received_ms), kind: "text whole" }),
-      column.tenant(),
-      column.text("ending", (row) => row.code || row.ending, { show: ending }),
+      { ...column.tenant(), kind: "text fold" },
+      column.text("ending", (row) => row.code || row.ending, { show: ending, kind: "text fold" }),
       column.text("dialect", worded("dialect"), { kind: "text least" }),
       column.figure("prompt", "prompt_tokens"), column.figure("read", "read_tokens"),
       column.figure("written", "written_tokens"), column.figure("output", "output_tokens"),

@@ -1,5 +1,7 @@
-// The columns of tables: {head, get(row), show?(row), kind?, csv?(row), hint?}. `get` here is a
-// function of the row, or the name of its field.
+// The columns of tables: {head, get(row), show?(row), kind?, csv?(row), hint?}. `kind`: classes, of
+// "text", "mono", "wrap" (may be of many lines), "fold" (where there is no room), "whole" (never),
+// and "least" (hidden where there is no room; CSV has it). `get` here is a function of the row, or
+// the name of its field.
 
 import { html } from "./html.js";
 import { count, instant } from "./format.js";
@@ -27,10 +29,10 @@ export function status(head = "status", get = head) {
   return text(head, of, { show: (row) => html`<${Status} status=${of(row)} />` });
 }
 
-// `write`: a time as text, with milliseconds or RFC 3339 given.
+// `write`: a time, in milliseconds or RFC 3339, as text.
 export function at(head, get = head, write = instant) {
   const of = getter(get);
-  return text(head, of, { show: (row) => write(of(row)) });
+  return text(head, of, { show: (row) => write(of(row)), kind: "text whole" });
 }
 
 // A long id: its beginning; the pointer shows all of it.

@@ -37,7 +37,7 @@ function Scroller({ label, children }) {
 function Head({ column, sort, press }) {
   const direction = sort?.head !== column.head ? undefined
     : sort.isDown ? "descending" : "ascending";
-  const kind = (column.kind ?? "").replaceAll(/ ?(mono|wrap)/g, "");
+  const kind = (column.kind ?? "").replaceAll(/ ?(mono|wrap|fold)/g, "");
   const arrow = { descending: "↓", ascending: "↑" }[direction] ?? "";
   return html`<th scope="col" class=${kind} aria-sort=${direction} title=${column.hint}>
     ${press ? html`<button type="button" class="sort" onClick=${press}>${column.head}<span
