@@ -4,8 +4,7 @@ import { html, render } from "./parts/html.js";
 import { storedKey } from "./parts/api.js";
 import { href, rangeOf, useRoute, usualRange } from "./parts/route.js";
 import { Frame } from "./parts/frame.js";
-import { Session, SignIn, useSignIn } from "./parts/session.js";
-import { Loading } from "./parts/pieces.js";
+import { Session, useSignIn } from "./parts/session.js";
 import { Access } from "./pages/access.js";
 import { Audit } from "./pages/audit.js";
 import { Cache } from "./pages/cache.js";
@@ -36,13 +35,10 @@ const PAGES = {
 
 function App() {
   const { steps, query } = useRoute();
-  const { me, refused, enter, leave } = useSignIn("/admin/v1/me");
-  if (me === undefined) return html`<main class="door"><${Loading} what="Connecting" /></main>`;
-  if (me === null) {
-    return html`<${SignIn} refused=${refused} enter=${enter} title="Administrator's key"
-      where=${html`The key is in <code>admin.key</code> in the data folder;
-        ${" "}<code>trunkline key create --admin</code> makes one.`} />`;
-  }
+  const { me, leave, door } = useSignIn("/admin/v1/me", "Administrator's key",
+    html`The key is in <code>admin.key</code> in the data folder;
+      ${" "}<code>trunkline key create --admin</code> makes one.`);
+  if (door) return door;
   const name = Object.hasOwn(PAGES, steps[0]) ? steps[0] : "overview", section = PAGES[name];
   const thing = section.one ? steps.slice(1).join("/") : "";
   const Page = thing ? section.one : section.page;

@@ -9,22 +9,19 @@ import { NONE, about, count, dollars, dollarsOf, exactDollars, seconds, share,
   words } from "./parts/format.js";
 import { Frame } from "./parts/frame.js";
 import { Charts, HIT_RATIO, ratios } from "./parts/history.js";
-import { Loading, Notice, Panel, Status, Tile, Tiles, instead } from "./parts/pieces.js";
+import { Panel, Status, Tile, Tiles, instead } from "./parts/pieces.js";
 import { href, rangeOf, useRoute, windowOf } from "./parts/route.js";
-import { SignIn, useSignIn } from "./parts/session.js";
+import { useSignIn } from "./parts/session.js";
 import { Table } from "./parts/table.js";
 import { savedNote } from "./parts/usage.js";
 
 const HOUR_MS = 3_600_000, DAY_MS = 24 * HOUR_MS;
 
 function App() {
-  const { query } = useRoute(), { me, refused, enter, leave } = useSignIn("/v1/state");
-  if (me === undefined) return html`<main class="door"><${Loading} what="Connecting" /></main>`;
-  if (me === null) {
-    return html`<${SignIn} refused=${refused} enter=${enter} title="Your usage"
-      where="Any key of yours with the scope usage." />`;
-  }
-  const range = rangeOf(query);
+  const range = rangeOf(useRoute().query);
+  const { leave, door } = useSignIn("/v1/state", "Your usage",
+    "Any key of yours with the scope usage.");
+  if (door) return door;
   return html`<${Frame} links=${[{ href: href([]), title: "Usage", isHere: true }]}
     title="Your usage" range=${range} who="your key" leave=${leave}>
     <${Usage} range=${range} /><//>`;
@@ -39,8 +36,6 @@ function Usage({ range }) {
   const { totals, budgets, rows, tenant } = used.data;
   const refusals = Object.entries(state.data?.refusals_last_hour ?? {});
   return html`${state.data && html`<${State} tenant=${tenant} state=${state.data} />`}
-    ${cache.error?.isForbidden && html`<${Notice} tone="plain">This key may not read the cache: a
-      key with the scope cache may.<//>`}
     <${Tiles}>
       <${Tile} label="Hit ratio" value=${share(totals.hit_ratio)}
         note=${`of ${count(totals.prompt_tokens)} prompt tokens read from the cache`} />
@@ -57,7 +52,8 @@ function Usage({ range }) {
       <${Panel} title="Limits" note="Use of the last minute.">
         ${instead(state, "the use of limits")
           ?? html`<${Limits} limits=${state.data.limits} />`}<//></div>
-    ${cache.data && html`<${Cached} cache=${cache.data} />`}`;
+    <${Panel} title="Your cache" wide>${instead(cache, "your cache")
+      ?? html`<${Cached} cache=${cache.data} />`}<//>`;
 }
 
 const State = ({ tenant, state }) => html`<section class="panel wide state" aria-label="State">
@@ -89,9 +85,8 @@ function Cached({ cache }) {
     one.expires_in_s === null ? "without end" : seconds(one.expires_in_s)}`;
   const levels = (row) => Object.entries(row.levels ?? {})
     .map(([name, one]) => `${name}: ${count(one.blocks)} ${one.state}`).join(", ");
-  return html`<${Panel} title="Your cache" wide note=${`Workspace ${cache.workspace}: ${
-    count(cache.blocks)} blocks, ${count(cache.tokens)} tokens, ${
-    count(cache.promised_blocks)} blocks promised.`}>
+  return html`<p class="note">Workspace ${cache.workspace}: ${count(cache.blocks)} blocks,
+      ${" "}${count(cache.tokens)} tokens, ${count(cache.promised_blocks)} blocks promised.</p>
     <${Table} caption="Retained prefixes" rows=${cache.leases} id=${(row) => row.lease_id}
       file="leases" none="No prefix is retained." columns=${[
         column.digest("lease", "lease_id"), column.figure("tokens"),
@@ -99,7 +94,7 @@ function Cached({ cache }) {
     ${cache.erasures.length > 0 && html`<${Table} caption="Erasures" rows=${cache.erasures}
       id=${(row) => row.receipt_id} isPlain columns=${[column.at("time", "at"),
         column.text("erased", "what"), column.figure("blocks"),
-        column.text("by level", levels)]} />`}<//>`;
+        column.text("by level", levels)]} />`}`;
 }
 
 render(html`<${App} />`, document.getElementById("root"));

@@ -1,12 +1,12 @@
 // Access: administrators' keys with their scopes, shared scopes between tenants, and webhooks.
 
-import { html, useState } from "../parts/html.js";
+import { html } from "../parts/html.js";
+import { useActs } from "../parts/acts.js";
 import { SLOW_POLL_MS, address, ask, useData } from "../parts/api.js";
 import * as column from "../parts/columns.js";
 import { FormDialog } from "../parts/dialog.js";
 import { KeyTable, LIFE, lifeOf } from "../parts/keys.js";
 import { Chip, Notice, Panel, instead } from "../parts/pieces.js";
-import { NewSecret } from "../parts/secret.js";
 import { useSession } from "../parts/session.js";
 import { Table } from "../parts/table.js";
 
@@ -15,18 +15,16 @@ const ADMIN_SCOPES = ["erase", "money", "read", "tenants"];
 const TONES = { delivered: "good", pending: "warn", dead: "bad" };
 
 export function Access() {
-  const { can, me } = useSession(), [act, setAct] = useState(null);
+  const { can, me } = useSession();
   const keys = useData(address("/admin/v1/keys", { limit: KEYS_MAX }), SLOW_POLL_MS);
   const scopes = useData("/admin/v1/shared-scopes", SLOW_POLL_MS);
   const hooks = useData(address("/admin/v1/webhooks", { limit: DELIVERIES_MAX }), SLOW_POLL_MS);
-  const close = () => setAct(null);
-  const done = () => { close(); keys.again(); hooks.again(); };
-  const made = (key) => { keys.again(); setAct({ of: NewSecret, made: key, server: me.server }); };
-  const open = can("tenants") ? (of, more = {}) => () => setAct({ of, done, made, ...more }) : null;
+  const acts = useActs(() => { keys.again(); hooks.again(); });
+  const open = can("tenants") ? acts.open : null;
   return html`<${Panel} title="Administrators' keys" wide
       note="They open the admin API and this dashboard, as far as their scopes go; none generates."
       tools=${open && html`<button type="button" class="main small"
-        onClick=${open(NewAdminKey, { offered: me.scopes })}>New key</button>`}>
+        onClick=${() => open(NewAdminKey)}>New key</button>`}>
       ${instead(keys, "keys") ?? html`<${AdminKeys} data=${keys.data} open=${open} me=${me} />`}<//>
     <${Panel} title="Shared scopes" wide note="Caches that workspaces of several tenants share.">
       ${instead(scopes, "shared scopes")
@@ -34,7 +32,7 @@ export function Access() {
     <${Panel} title="Webhooks" wide note="Events for other programs, from the configuration file.">
       ${instead(hooks, "webhooks") ?? html`<${Webhooks} rows=${hooks.data.webhooks} open=${open} />
         <${Deliveries} rows=${hooks.data.deliveries} />`}<//>
-    ${act && html`<${act.of} ...${act} close=${close} />`}`;
+    ${acts.dialog}`;
 }
 
 function AdminKeys({ data, open, me }) {
@@ -58,7 +56,7 @@ function Scopes({ rows }) {
 
 function Webhooks({ rows, open }) {
   const button = (row) => html`<button type="button" class="small"
-    onClick=${open(TestWebhook, { name: row.name })}>Send a test</button>`;
+    onClick=${() => open(TestWebhook, { name: row.name })}>Send a test</button>`;
   return html`<${Table} caption="Webhooks" isHidden rows=${rows} file="webhooks"
     id=${(row) => row.name} none="No webhook is configured." columns=${[
       column.text("name"), column.text("format"),
@@ -87,12 +85,13 @@ function TestWebhook({ name, close, done }) {
     <p>One event of the type test is sent; its delivery is in the list.</p><//>`;
 }
 
-// `offered`: the scopes of the administrator that asks; it can hand out no other.
-function NewAdminKey({ offered, close, made }) {
+// An administrator can hand out its own scopes and no other.
+function NewAdminKey({ close, made }) {
+  const { scopes: options } = useSession().me;
   const act = async ({ label, scopes, ...values }) => made(await ask("/admin/v1/keys",
     { method: "POST", body: { label, scopes, ...lifeOf(values) } }));
   return html`<${FormDialog} title="New administrator's key" submit="Create key" close=${close}
     act=${act} fields=${[
       { name: "label", label: "Label", placeholder: "such as: on call" }, LIFE,
-      { name: "scopes", label: "Scopes", kind: "checks", value: ["read"], options: offered }]} />`;
+      { name: "scopes", label: "Scopes", kind: "checks", value: ["read"], options }]} />`;
 }

@@ -1,6 +1,7 @@
 // Money: charges and savings, usage, budgets, and rate cards in dollars per million tokens.
 
-import { html, useState } from "../parts/html.js";
+import { html } from "../parts/html.js";
+import { useActs } from "../parts/acts.js";
 import { SLOW_POLL_MS, address, ask, useData } from "../parts/api.js";
 import { Budgets } from "../parts/budgets.js";
 import * as column from "../parts/columns.js";
@@ -15,15 +16,15 @@ import { savedNote, windowText } from "../parts/usage.js";
 import { SetBudget } from "./tenant_acts.js";
 
 export function Money() {
-  const { range, query, can, me } = useSession(), [act, setAct] = useState(null);
+  const { range, query, can } = useSession();
   const group = Object.hasOwn(GROUPS, query.get("by")) ? query.get("by") : "tenant";
   const used = useData(address("/admin/v1/usage", { group_by: group, ...windowOf(range) }),
     SLOW_POLL_MS);
   const budgets = useData("/admin/v1/budgets", SLOW_POLL_MS);
   const cards = useData("/admin/v1/rate-cards", SLOW_POLL_MS);
-  const close = () => setAct(null), done = () => { close(); budgets.again(); cards.again(); };
+  const { open, dialog } = useActs(() => { budgets.again(); cards.again(); });
   const change = (budget) => html`<button type="button" class="link"
-    onClick=${() => setAct({ of: SetBudget, tenant: budget.tenant, budget })}>Change</button>`;
+    onClick=${() => open(SetBudget, { tenant: { name: budget.tenant }, budget })}>Change</button>`;
   return html`${used.data && html`<${Totals} totals=${used.data.totals} />`}
     <${Panel} title="Usage" wide
       note=${used.data && `${windowText(used.data.window)}, whole hours of the ledger.`}
@@ -36,10 +37,9 @@ export function Money() {
     <${Panel} title="Rate cards" wide
       note="Dollars per million tokens; storage per million token hours."
       tools=${can("money") && html`<button type="button" class="main small"
-        onClick=${() => setAct({ of: NewCard, classes: ["*", ...me.server.classes] })}>New
-        rate card</button>`}>
+        onClick=${() => open(NewCard)}>New rate card</button>`}>
       ${instead(cards, "rate cards") ?? html`<${Cards} cards=${cards.data.rate_cards} />`}<//>
-    ${act && html`<${act.of} ...${act} close=${close} done=${done} />`}`;
+    ${dialog}`;
 }
 
 function Totals({ totals }) {
@@ -94,7 +94,8 @@ function Cards({ cards }) {
         (from) => (from ? instant(from) : "always"))]} />`;
 }
 
-function NewCard({ close, done, classes }) {
+function NewCard({ close, done }) {
+  const classes = ["*", ...useSession().me.server.classes];
   const act = async (values) => {
     const byClass = (kind) => Object.fromEntries(classes.map((name) => [name, `${kind}_${name}`])
       .filter(([, field]) => values[field] !== "")

@@ -1,6 +1,7 @@
 // One tenant: its state, budgets, limits, keys and refusals; its history, findings and prefixes.
 
-import { html, useState } from "../parts/html.js";
+import { html } from "../parts/html.js";
+import { useActs } from "../parts/acts.js";
 import { SLOW_POLL_MS, address, useData } from "../parts/api.js";
 import { Budgets, Limits } from "../parts/budgets.js";
 import * as column from "../parts/columns.js";
@@ -11,7 +12,6 @@ import { HistoryCharts, HistoryTiles, useHistory } from "../parts/history.js";
 import { KeyTable } from "../parts/keys.js";
 import { Chip, Notice, Panel, Status, instead } from "../parts/pieces.js";
 import { href, windowOf } from "../parts/route.js";
-import { NewSecret } from "../parts/secret.js";
 import { useSession } from "../parts/session.js";
 import { FirstToken, IgnoredFields, Misses, Promises } from "../parts/since_start.js";
 import { Table } from "../parts/table.js";
@@ -23,17 +23,16 @@ const KEYS_MAX = 1000;
 const sum = (numbers) => Object.values(numbers).reduce((all, n) => all + n, 0);
 
 export function Tenant({ thing: name }) {
-  const { range, can, me } = useSession(), [act, setAct] = useState(null);
+  const { range, can } = useSession();
   const one = useData(pathOf(name), SLOW_POLL_MS), state = useData(`${pathOf(name)}/state`);
   const keys = useData(address(`${pathOf(name)}/keys`, { limit: KEYS_MAX }), SLOW_POLL_MS);
   const budgets = useData(address("/admin/v1/budgets", { tenant: name }));
   const found = useHistory(range, name), findings = useFindings(name);
+  const acts = useActs(() => [one, state, keys, budgets].forEach((shown) => shown.again()));
   const missing = instead(one, "this tenant");
   if (missing) return html`<${Panel} title=${name} wide>${missing}<//>`;
-  const tenant = one.data, close = () => setAct(null);
-  const done = () => { close(); one.again(); state.again(); keys.again(); budgets.again(); };
-  const made = (key) => { keys.again(); setAct({ of: NewSecret, made: key, server: me.server }); };
-  const open = (of, more = {}) => () => setAct({ of, tenant, done, made, ...more });
+  const tenant = one.data;
+  const open = (of, props) => acts.open(of, { tenant, ...props });
   return html`<${StateHead} tenant=${tenant} state=${state.data}
       tools=${html`<${Acts} tenant=${tenant} open=${open} />`} />
     ${tenant.declared && html`<${Notice} tone="plain">The configuration file declares this tenant:
@@ -41,7 +40,7 @@ export function Tenant({ thing: name }) {
     <${HistoryTiles} found=${found}
       refusedHour=${state.data && sum(state.data.refusals_last_hour)} />
     <div class="grid three">
-      <${OwnBudgets} budgets=${budgets} tenant=${name} keys=${keys.data?.keys}
+      <${OwnBudgets} budgets=${budgets} keys=${keys.data?.keys}
         open=${can("money") ? open : null} />
       <${Panel} title="Limits" note="Use of the last minute.">${instead(state, "the use of limits")
         ?? html`<${Limits} limits=${state.data.limits} />`}<//>
@@ -51,19 +50,17 @@ export function Tenant({ thing: name }) {
     <${Panel} title="Findings" wide><${FindingList} found=${findings} hasTenant=${false} /><//>
     <${HistoryCharts} found=${found} />
     <${Details} name=${name} range=${range} />
-    ${act && html`<${act.of} ...${act} close=${close} />`}`;
+    ${acts.dialog}`;
 }
 
 function Acts({ tenant, open }) {
-  const { can, me } = useSession(), canChange = can("tenants") && !tenant.declared;
-  return html`${canChange && html`
-      <button type="button"
-        onClick=${open(EditTenant, { classes: me.server.classes })}>Settings</button>
-      <button type="button" onClick=${open(SetStatus)}>${
-        tenant.status === "active" ? "Suspend" : "Resume"}</button>`}
-    ${can("erase") && html`<button type="button" onClick=${open(EraseCache)}>Erase cache</button>`}
-    ${canChange && html`<button type="button" class="danger"
-      onClick=${open(DeleteTenant)}>Delete</button>`}`;
+  const { can } = useSession(), canChange = can("tenants") && !tenant.declared;
+  const button = (text, of, kind = "") => html`<button type="button" class=${kind}
+    onClick=${() => open(of)}>${text}</button>`;
+  return html`${canChange && button("Settings", EditTenant)}
+    ${canChange && button(tenant.status === "active" ? "Suspend" : "Resume", SetStatus)}
+    ${can("erase") && button("Erase cache", EraseCache)}
+    ${canChange && button("Delete", DeleteTenant, "danger")}`;
 }
 
 // state: undefined until it is known.
@@ -77,11 +74,11 @@ function StateHead({ tenant, state, tools }) {
     ${state?.reasons.map((reason) => html`<p class="reason">${reason}</p>`)}</section>`;
 }
 
-function OwnBudgets({ budgets, tenant, keys, open }) {
+function OwnBudgets({ budgets, keys, open }) {
   const change = (budget) => html`<button type="button" class="link"
-    onClick=${open(SetBudget, { tenant, budget })}>Change</button>`;
+    onClick=${() => open(SetBudget, { budget })}>Change</button>`;
   return html`<${Panel} title="Budgets" tools=${open && html`<button type="button" class="small"
-    onClick=${open(SetBudget, { tenant, keys })}>Set a budget</button>`}>
+    onClick=${() => open(SetBudget, { keys })}>Set a budget</button>`}>
     ${instead(budgets, "budgets") ?? html`<${Budgets} budgets=${budgets.data.budgets}
       tools=${open ? change : null} />`}<//>`;
 }
@@ -101,7 +98,7 @@ function Refusals({ state, name }) {
 
 function Keys({ keys, open }) {
   return html`<${Panel} title="Keys" wide tools=${open && html`<button type="button"
-    class="main small" onClick=${open(NewKey)}>New key</button>`}>
+    class="main small" onClick=${() => open(NewKey)}>New key</button>`}>
     ${instead(keys, "keys") ?? html`<${KeyTable} caption="Keys" rows=${keys.data.keys} file="keys"
       none="No key: the tenant cannot ask." open=${open} canChange=${() => true}
       extra=${[column.text("workspace")]} />`}<//>`;
@@ -113,7 +110,8 @@ function Details({ name, range }) {
     { tenant: name, group_by: "model", ...windowOf(range) }), SLOW_POLL_MS);
   const one = seen.data, missing = instead(seen, "what was counted since the start");
   return html`<h2 class="divider">Since the gateway's start</h2><div class="grid">
-    ${used.data && html`<${Bill} used=${used.data} />`}
+    <${Panel} title="Bill" note=${used.data && windowText(used.data.window)}>${
+      instead(used, "the bill") ?? html`<${Bill} used=${used.data} />`}<//>
     ${missing ? html`<${Panel} title="Prefixes and misses">${missing}<//>` : html`
       <${FirstToken} times=${one.first_token_ms} /><${Misses} counts=${one.misses} />
       <${Recomputed} rows=${one.recomputed} /><${Divergence} rows=${one.breaks} />
@@ -127,10 +125,10 @@ function Bill({ used }) {
     ...used.storage.map((row) => [`storage, ${words(row.class)}`, Number(row.charge_usd)]),
     ["adjustments", Number(used.totals.adjusted_usd)]];
   const total = rows.reduce((all, [, amount]) => all + amount, 0);
-  return html`<${Panel} title="Bill" note=${windowText(used.window)}>
-    <${Table} caption="Charges in the range" isHidden isPlain rows=${[...rows, ["total", total]]}
-      id=${([text]) => text} columns=${[column.text("for", ([text]) => text),
-        column.figure("amount", ([, amount]) => amount, dollarsOf([total]))]} /><//>`;
+  return html`<${Table} caption="Charges in the range" isHidden isPlain
+    rows=${[...rows, ["total", total]]} id=${([text]) => text} columns=${[
+      column.text("for", ([text]) => text),
+      column.figure("amount", ([, amount]) => amount, dollarsOf([total]))]} />`;
 }
 
 const cost = column.figure("cost", (row) => fromPico(row.cost_pico), dollars);

@@ -6,6 +6,7 @@ import { Dialog, FormDialog, toMicros, toNumber } from "../parts/dialog.js";
 import { words } from "../parts/format.js";
 import { LIFE, lifeOf } from "../parts/keys.js";
 import { href } from "../parts/route.js";
+import { useSession } from "../parts/session.js";
 import { Facts } from "../parts/table.js";
 
 export const pathOf = (name) => `/admin/v1/tenants/${encodeURIComponent(name)}`;
@@ -65,13 +66,13 @@ export function settingsOf({ tier, floor_blocks, weight, classes, default_class,
     default_class: default_class || null, fidelity, at_rest, attention };
 }
 
-export function EditTenant({ tenant, classes, close, done }) {
+export function EditTenant({ tenant, close, done }) {
   const act = async (values) => {
     await ask(pathOf(tenant.name), { method: "PATCH", body: settingsOf(values) });
     done();
   };
   return html`<${FormDialog} title=${`Settings of ${tenant.name}`} submit="Save settings"
-    close=${close} act=${act} fields=${settingsFields(tenant, classes)} />`;
+    close=${close} act=${act} fields=${settingsFields(tenant, useSession().me.server.classes)} />`;
 }
 
 // --- suspension, deletion, erasure ---------------------------------------------------------------
@@ -131,8 +132,8 @@ export function NewKey({ tenant, close, made }) {
   const act = async ({ label, workspace, scopes, ...values }) =>
     made(await ask(`${pathOf(tenant.name)}/keys`,
       { method: "POST", body: { label, workspace, scopes, ...lifeOf(values) } }));
-  return html`<${FormDialog} title=${`New key of ${tenant.name}`} submit="Create key" close=${close}
-    act=${act} fields=${[
+  return html`<${FormDialog} title=${`New key of ${tenant.name}`} submit="Create key"
+    close=${close} act=${act} fields=${[
       { name: "label", label: "Label", placeholder: "such as: production" },
       { name: "workspace", label: "Workspace", value: "default", isRequired: true,
         hint: "keys of one workspace share a cache" }, LIFE,
@@ -140,17 +141,18 @@ export function NewKey({ tenant, close, made }) {
         options: KEY_SCOPES }]} />`;
 }
 
-// tenant: its name. `budget`: the one to change; without it a new one, of all or of one of `keys`.
+// `budget`: the one to change; without it a new one, of the whole tenant or of one of `keys`.
 export function SetBudget({ tenant, budget, keys = [], close, done }) {
   const act = async ({ key, window, hard, soft }) => {
-    await ask(`${pathOf(tenant)}/budgets`, { method: "PUT", body: { key_id: Number(key), window,
-      hard_micros: toMicros(hard), soft_micros: toMicros(soft) } });
+    const limits = { hard_micros: toMicros(hard), soft_micros: toMicros(soft) };
+    await ask(`${pathOf(tenant.name)}/budgets`,
+      { method: "PUT", body: { key_id: Number(key), window, ...limits } });
     done();
   };
   const whole = ["0", "the whole tenant"], owners = budget
     ? [budget.key_id ? [String(budget.key_id), `key ${budget.key_id}`] : whole]
     : [whole, ...keys.map((one) => [String(one.key_id), `key ${one.shown} ${one.label}`])];
-  return html`<${FormDialog} title=${`Budget of ${tenant}`} submit="Set budget" close=${close}
+  return html`<${FormDialog} title=${`Budget of ${tenant.name}`} submit="Set budget" close=${close}
     act=${act} fields=${[
       { name: "key", label: "Of", kind: "select", value: owners[0][0], options: owners },
       { name: "window", label: "Window", kind: "select", value: budget?.window ?? "month",

@@ -17,7 +17,7 @@ const SHOWN = { all: () => true, attention: (one) => one.status !== "ok",
 const TEXTS = [["all", "all"], ["attention", "to look after"], ["suspended", "suspended"]];
 
 export function Tenants() {
-  const { range, query, can, me } = useSession(), [isMaking, setMaking] = useState(false);
+  const { range, query, can } = useSession(), [isMaking, setMaking] = useState(false);
   const tenants = useData(address("/admin/v1/tenants", { limit: TENANTS_MAX }), SLOW_POLL_MS);
   const now = useData("/admin/v1/analytics"), budgets = useData("/admin/v1/budgets", SLOW_POLL_MS);
   const used = useData(address("/admin/v1/usage", { group_by: "tenant", ...windowOf(range) }),
@@ -40,8 +40,7 @@ export function Tenants() {
     ${tenants.data?.has_more && html`<${Notice}>These are the first ${count(TENANTS_MAX)} tenants by
       name; the address #/tenants/NAME opens any other.<//>`}
     ${instead(tenants, "tenants") ?? html`<${TenantTable} q=${q} rows=${rows} />`}<//>
-    ${isMaking && html`<${NewTenant} close=${() => setMaking(false)}
-      classes=${me.server.classes} />`}`;
+    ${isMaking && html`<${NewTenant} close=${() => setMaking(false)} />`}`;
 }
 
 // rows: of `withStatus`, each with `used` (its row of a usage report, if any) and `blocks`.
@@ -65,7 +64,8 @@ function TenantTable({ rows, q }) {
       column.figure("blocks now", "blocks"), column.text("tier")]} />`;
 }
 
-function NewTenant({ close, classes }) {
+function NewTenant({ close }) {
+  const { classes } = useSession().me.server;
   const act = async (values) => {
     await ask("/admin/v1/tenants",
       { method: "POST", body: { name: values.name, ...settingsOf(values) } });

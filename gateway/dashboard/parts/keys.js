@@ -16,14 +16,15 @@ function noteOf(row) {
 const endOf = (row) => (row.revoked ? `revoked ${instant(row.revoked)}`
   : row.expires ? instant(row.expires) : "without end");
 
-// open(dialog, {row}): shows a dialog. canChange(row): whether the administrator may. ownId: the
-// key that is signed in. extra: further columns after the label.
+// open(dialog, {row}): shows a dialog; null where keys may not be changed. canChange(row): whether
+// this one may. ownId: the key that is signed in. extra: further columns after the label.
 export function KeyTable({ rows, open, canChange, ownId, extra = [], ...table }) {
   const note = (row) => noteOf(row) || (String(row.key_id) === ownId ? "this one" : "");
   const acts = (row) => (noteOf(row) || !canChange(row) ? "" : html`
-    <button type="button" class="small" onClick=${open(RotateKey, { row })}>Rotate</button>${" "}
-    <button type="button" class="small danger" onClick=${open(RevokeKey, { row })}
-      >Revoke</button>`);
+    <button type="button" class="small"
+      onClick=${() => open(RotateKey, { row })}>Rotate</button>${" "}
+    <button type="button" class="small danger"
+      onClick=${() => open(RevokeKey, { row })}>Revoke</button>`);
   return html`<${Table} isHidden rows=${rows} id=${(row) => row.key_id} ...${table} columns=${[
     column.text("key", "shown", { kind: "text mono" }),
     column.text("label", (row) => row.label || null), ...extra,

@@ -51,7 +51,7 @@ export function Select({ id, value, options, set, ...more }) {
   return html`<select id=${id} value=${value} onChange=${(event) => set(event.target.value)}
     ...${more}>${options.map((one) => {
       const [name, text] = Array.isArray(one) ? one : [one, one];
-      return html`<option value=${name} selected=${name === value}>${text}</option>`;
+      return html`<option value=${name}>${text}</option>`;
     })}</select>`;
 }
 export const Filter = ({ label, ...choice }) =>

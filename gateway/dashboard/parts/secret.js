@@ -3,6 +3,7 @@
 import { html, useRef, useState } from "./html.js";
 import { Dialog } from "./dialog.js";
 import { Notice } from "./pieces.js";
+import { useSession } from "./session.js";
 
 const PROGRAMS = {
   OpenAI: ({ base, key, model }) => `from openai import OpenAI
@@ -66,8 +67,9 @@ function Program({ values }) {
     <${Copyable} key=${sdk} text=${PROGRAMS[sdk](values)} label=${`Program for ${sdk}`} />`;
 }
 
-// made: the answer that has the key. server: of `/admin/v1/me`.
-export function NewSecret({ made, server, close }) {
+// made: the answer that has the key.
+export function NewSecret({ made, close }) {
+  const { server } = useSession().me;
   const values = { base: publicAddress(server.public), key: made.key, model: server.model };
   return html`<${Dialog} title="The new key">
     <${Notice}>This key is shown once and cannot be shown again. Keep it now.<//>

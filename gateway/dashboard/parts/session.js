@@ -2,16 +2,17 @@
 
 import { createContext, html, useContext, useEffect, useRef, useState } from "./html.js";
 import { POLL_MS, Refused, ask, connection, keepKey, storedKey } from "./api.js";
-import { Brand } from "./pieces.js";
+import { Brand, Loading } from "./pieces.js";
 
 export const Session = createContext(null);
 // The administrator's pages have {me, can(scope), query, range}.
 export const useSession = () => useContext(Session);
 
-// Return {me, refused, enter, leave}. `me`: the answer of `path` to the key of this tab, undefined
-// until it has come and null while signed out. `refused`: why, in the server's words.
-export function useSignIn(path) {
-  const [state, set] = useState({ me: undefined, refused: null }), retry = useRef(0);
+// Return {me, leave, door}. `me`: the answer of `path` to the key of this tab; `door`: what is
+// shown until it has come and while signed out, the form with `title` and `where` a key is found.
+export function useSignIn(path, title, where) {
+  // `me` is null while signed out, and `refused` why, in the server's words.
+  const [{ me, refused }, set] = useState({ me: undefined, refused: null }), retry = useRef(0);
   const leave = (refused = null) => { keepKey(""); set({ me: null, refused }); };
   const enter = async () => {
     clearTimeout(retry.current);
@@ -28,14 +29,18 @@ export function useSignIn(path) {
     connection.signedOut = (error) => leave(storedKey() ? error.message : null);
     enter();
   }, []);
-  return { ...state, leave: () => leave(), enter: (key) => { keepKey(key); enter(); } };
+  if (me) return { me, leave: () => leave() };
+  return { door: me === undefined
+    ? html`<main class="door"><${Loading} what="Connecting" /></main>`
+    : html`<${SignIn} title=${title} where=${where} refused=${refused} enter=${enter} />` };
 }
 
-export function SignIn({ title, where, refused, enter }) {
+function SignIn({ title, where, refused, enter }) {
   const submit = (event) => {
     event.preventDefault();
-    enter(event.target.key.value.trim());
+    keepKey(event.target.key.value.trim());
     event.target.reset();
+    enter();
   };
   return html`<main class="door"><form onSubmit=${submit}>
     <${Brand} />
