@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+IN_BROWSER = [
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+"""Marks of tests that use a browser."""
 PATIENCE_S = 40
 FLAGS = (
     "--headless=new",
@@ -116,3 +123,11 @@ class Page:
         found = list(self.browser.execute_async_script(FAULTS))
         wide = "return document.documentElement.scrollWidth > innerWidth"
         return [*found, *(["wider than the screen"] if self.browser.execute_script(wide) else [])]
+
+
+async def signed_in(browser: Any, url: str, key: str, words: str = "Hit ratio") -> Page:
+    """Sign in at a listener; return the page when it has these words."""
+    page = Page(browser, url)
+    await asyncio.to_thread(page.sign_in, key)
+    await asyncio.to_thread(page.see, words)
+    return page

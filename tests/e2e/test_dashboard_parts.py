@@ -7,16 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.browser import CHROMIUM, DRIVER, Page
+from tests.e2e.browser import IN_BROWSER, Page, signed_in
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-pytestmark = [
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver"
-    ),
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-]
+pytestmark = IN_BROWSER
 LATE_ANSWER = """
   const answers = [], timers = new Set(), box = document.createElement("div"), every = 7777;
   const turns = async () => { for (let n = 0; n < 20; n += 1) await new Promise((go) =>
@@ -123,9 +118,9 @@ async def test_older_requests_are_shown_without_a_gap(page: Page, gateway: Gatew
     for number in range(101):
         await gateway.ask(body=gateway.chat(f"question {number}", max_tokens=1))
 
+    await signed_in(page.browser, page.url, AdminClient(gateway).key)
+
     def look() -> list[int]:
-        page.sign_in(AdminClient(gateway).key)
-        page.see("Hit ratio")
         page.open("requests", "Show older")
         rows = "return document.querySelectorAll('tbody tr').length"
         before = page.browser.execute_script(rows)
@@ -144,10 +139,9 @@ async def test_a_keys_budget_is_changed_as_one(page: Page, gateway: GatewayFixtu
     key_id = listed["keys"][0]["key_id"]
     body = {"window": "day", "hard_micros": 5_000_000, "key_id": key_id}
     await admin.ask("PUT", "/admin/v1/tenants/ada/budgets", body)
+    await signed_in(page.browser, page.url, admin.key)
 
     def act() -> str:
-        page.sign_in(admin.key)
-        page.see("Hit ratio")
         page.open("money", f"day, key {key_id}")
         page.press("Change")
         owner = str(page.find("#field-key").text)
