@@ -35,10 +35,10 @@ const PAGES = {
 
 function App() {
   const { steps, query } = useRoute();
-  const { me, leave, door } = useSignIn("/admin/v1/me", "Administrator's key",
+  const { me, leave, signIn } = useSignIn("/admin/v1/me", "Administrator's key",
     html`The key is in <code>admin.key</code> in the data folder;
       ${" "}<code>trunkline key create --admin</code> makes one.`);
-  if (door) return door;
+  if (signIn) return signIn;
   const name = Object.hasOwn(PAGES, steps[0]) ? steps[0] : "overview", section = PAGES[name];
   const thing = section.one ? steps.slice(1).join("/") : "";
   const Page = thing ? section.one : section.page;

@@ -19,9 +19,9 @@ const HOUR_MS = 3_600_000, DAY_MS = 24 * HOUR_MS;
 
 function App() {
   const range = rangeOf(useRoute().query);
-  const { leave, door } = useSignIn("/v1/state", "Your usage",
+  const { leave, signIn } = useSignIn("/v1/state", "Your usage",
     "Any key of yours with the scope usage.");
-  if (door) return door;
+  if (signIn) return signIn;
   return html`<${Frame} links=${[{ href: href([]), title: "Usage", isHere: true }]}
     title="Your usage" range=${range} who="your key" leave=${leave}>
     <${Usage} range=${range} /><//>`;

@@ -8,7 +8,7 @@ export const Session = createContext(null);
 // The administrator's pages have {me, can(scope), query, range}.
 export const useSession = () => useContext(Session);
 
-// Return {me, leave, door}. `me`: the answer of `path` to the key of this tab; `door`: what is
+// Return {me, leave, signIn}. `me`: the answer of `path` to the key of this tab; `signIn`: what is
 // shown until it has come and while signed out, the form with `title` and `where` a key is found.
 export function useSignIn(path, title, where) {
   // `me` is null while signed out, and `refused` why, in the server's words.
@@ -30,8 +30,8 @@ export function useSignIn(path, title, where) {
     enter();
   }, []);
   if (me) return { me, leave: () => leave() };
-  return { door: me === undefined
-    ? html`<main class="door"><${Loading} what="Connecting" /></main>`
+  return { signIn: me === undefined
+    ? html`<main class="sign-in"><${Loading} what="Connecting" /></main>`
     : html`<${SignIn} title=${title} where=${where} refused=${refused} enter=${enter} />` };
 }
 
@@ -42,7 +42,7 @@ function SignIn({ title, where, refused, enter }) {
     event.target.reset();
     enter();
   };
-  return html`<main class="door"><form onSubmit=${submit}>
+  return html`<main class="sign-in"><form onSubmit=${submit}>
     <${Brand} />
     <h1>${title}</h1>
     <p>${where} The browser keeps it until this tab is closed.</p>
