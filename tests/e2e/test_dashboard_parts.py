@@ -14,8 +14,9 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 pytestmark = IN_BROWSER
 LATE_ANSWER = """
   const answers = [], timers = new Set(), box = document.createElement("div"), every = 7777;
-  const turns = async () => { for (let n = 0; n < 20; n += 1) await new Promise((go) =>
-    ask(go, 0)); };
+  const turns = async () => {
+    for (let n = 0; n < 20; n += 1) await new Promise((go) => ask(go, 0));
+  };
   const ask = window.setTimeout, forget = window.clearTimeout, load = window.fetch;
   window.setTimeout = (run, delay) => {
     const id = ask(run, delay);
@@ -35,12 +36,12 @@ LATE_ANSWER = """
   while (!answers.length) await turns();
   again();
   answers[1]('"new"');
-  await turns();
+  while (box.textContent !== "new") await turns();
   answers[0]('"old"');
   await turns();
   const shown = box.textContent, waiting = timers.size;
   parts.render(null, box);
-  await turns();
+  for (let n = 0; n < 50 && timers.size; n += 1) await turns();
   Object.assign(window, { setTimeout: ask, clearTimeout: forget, fetch: load });
   return [shown, waiting, timers.size];
 """
