@@ -94,13 +94,13 @@ class GpuRunner:
     """`engine.plan.Runner` on one GPU.
 
     `context`: tokens of the longest sequence. `seats`: sequences live at once. `tokens_max`: tokens
-    of a step. `chunk_keys`: see `WorkPlanner`. `graphs` False: every step is launched operation by
-    operation, without padding, as a comparison needs.
+    of a step. `graphs` False: every step is launched operation by operation, without padding, as a
+    comparison needs.
     """
 
     def __init__(
         self, model: Model[LayerAttention], kv: KvStorage, *, context: int, seats: int,
-        tokens_max: int, chunk_keys: int = 0, graphs: bool = True,
+        tokens_max: int, graphs: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self.graphs_on = graphs
@@ -110,7 +110,7 @@ class GpuRunner:
         self.block_size = kv.format.block_size
         width = max(tokens_max, seats)
         self.attention = GpuAttention(
-            model.config, kv, context=context, seats=seats, tokens_max=width, chunk_keys=chunk_keys
+            model.config, kv, context=context, seats=seats, tokens_max=width
         )
         sequences = seats - SPARE_SEATS if seats > SPARE_SEATS else seats
         self._draws_max = _bucket(sequences, BUCKETS) or sequences
