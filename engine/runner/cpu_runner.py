@@ -28,10 +28,10 @@ from engine.config import EngineConfig
 from engine.kv.format import KvFormat, Layout, kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, ModelCard
-from engine.models.cpu_llama import Kernels, load_kernels
+from engine.models.cpu_decoder import CpuDecoder, Kernels, load_kernels
+from engine.models.decoder import DecoderModel
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
-from engine.models.registry import build_cpu_model, build_model
 from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
 from engine.runner.loaded_model import LoadedModel
 from engine.sampling.logprobs import logprob_entries
@@ -71,10 +71,10 @@ class CpuRunner:
         self.model: Model[Any]  # takes the attention backend that is made beside it
         self.attention: AttentionBackend
         if kernels is not None:
-            self.model = build_cpu_model(card.config, weights, kernels, self.kv, context)
+            self.model = CpuDecoder(card.config, weights, kernels, self.kv, context)
             self.attention = CpuAttention(attention_spec(card.config))
         else:
-            self.model = build_model(card.config, weights, TorchOps())
+            self.model = DecoderModel(card.config, weights, TorchOps())
             self.attention = TorchAttention(card.config, self.kv, context)
         self.sampler = Sampler(card.config.vocab)
         self._last: dict[int, int] = {}

@@ -19,8 +19,8 @@ from engine.errors import ModelError
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, ModelCard
+from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
-from engine.models.registry import build_model
 from engine.runner.cpu_runner import build_runner
 from engine.runner.gpu_runner import SPARE_SEATS, GpuRunner
 from engine.runner.loaded_model import LoadedModel
@@ -62,7 +62,7 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     )  # fmt: skip
     with out_of_memory_as_model_error(blocks * kv_form.block_bytes, config.step_tokens_max):
         weights = load_weights(card, torch.bfloat16, device)
-        model = build_model(card.config, weights, GpuOps())
+        model = DecoderModel(card.config, weights, GpuOps())
         kv = KvStorage(kv_form, blocks, device)
         runner = GpuRunner(
             model, kv, context=context, seats=config.sequences_max + SPARE_SEATS,

@@ -30,7 +30,7 @@ from engine.attention.interface import attention_spec
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
-from engine.models.cpu_llama import CpuLlama, load_kernels
+from engine.models.cpu_decoder import CpuDecoder, load_kernels
 from engine.plan import Row, StepPlan
 from engine.weights import random_weights
 from kernels import reference_int8
@@ -115,7 +115,9 @@ def step_of(shape: Architecture, kv: KvStorage, threads: int) -> Callable[[], fl
     """Return a function that computes the decoding step of a whole model, and its seconds."""
     kernels = load_kernels(shape, threads)
     assert kernels is not None
-    model = CpuLlama(shape, random_weights(shape, torch.bfloat16, 0, CPU), kernels, kv, LENGTH + 64)
+    model = CpuDecoder(
+        shape, random_weights(shape, torch.bfloat16, 0, CPU), kernels, kv, LENGTH + 64
+    )
     attention = CpuAttention(attention_spec(shape))
 
     def run() -> float:

@@ -16,11 +16,11 @@ from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Moe, Rope
-from engine.models.cpu_llama import Kernels, load_kernels
+from engine.models.cpu_decoder import CpuDecoder, Kernels, load_kernels
+from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import SPLIT_ROWS, columns_in_full_waves, split_linear
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
-from engine.models.registry import build_cpu_model, build_model
 from engine.plan import Row, StepPlan
 from engine.weights import Weights
 from kernels.cpu import build as cpu
@@ -83,9 +83,9 @@ def build(
 ) -> tuple[Model[Any], AttentionBackend]:
     """Return a model and its attention backend, in C with `kernels`, else in torch."""
     if kernels is None:
-        return build_model(config, weights, TorchOps()), TorchAttention(config, kv, CONTEXT)
+        return DecoderModel(config, weights, TorchOps()), TorchAttention(config, kv, CONTEXT)
     attention = CpuAttention(attention_spec(config))
-    return build_cpu_model(config, weights, kernels, kv, CONTEXT), attention
+    return CpuDecoder(config, weights, kernels, kv, CONTEXT), attention
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:

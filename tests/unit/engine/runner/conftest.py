@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.model_store import ModelCard
-from engine.models.cpu_llama import Kernels, load_kernels
+from engine.models.cpu_decoder import Kernels, load_kernels
 
 
 @pytest.fixture(scope="module")

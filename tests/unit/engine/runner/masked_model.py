@@ -10,8 +10,8 @@ from engine.api import AttentionWindow
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.model_store import Architecture
+from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
-from engine.models.registry import build_model
 from engine.weights import Weights
 from kernels.reference import rotate
 
@@ -61,7 +61,7 @@ def masked_logprobs(
 ) -> torch.Tensor:
     """Return the logprobs [tokens, vocab] of the token behind each position, fp32 on the CPU."""
     named = {name: tensor.cpu().float() for name, tensor in weights.items()}
-    model = build_model(config, named, TorchOps())
+    model = DecoderModel(config, named, TorchOps())
     with torch.inference_mode():
         attention = MaskedAttention(config, len(tokens), asked, block_size)
         logits = model.logits(model.forward(torch.tensor(list(tokens)), attention))

@@ -15,7 +15,7 @@ import torch
 from engine.api import SampledToken, Sampling
 from engine.config import EngineConfig
 from engine.model_store import ModelCard
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import load_kernels
 from engine.plan import BegunSequence, BlockCopy, Group, Row, StepPlan, StepResult
 from engine.runner.cpu_runner import CpuRunner, build_runner
 from engine.weights import load_weights

@@ -15,7 +15,7 @@ from engine.api import CacheGrant, Request, Started
 from engine.config import EngineConfig, LevelsConfig
 from engine.kv.transfer import CpuTransferEngine
 from engine.model_store import ModelCard
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import load_kernels
 from engine.moves import Move, Moved, SlotLayout
 from engine.plan import BlockCopy, Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner, build_runner

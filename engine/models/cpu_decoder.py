@@ -1,8 +1,8 @@
 """A decoder on the CPU in C: weights packed once, then one call per step.
 
 The same computation as `engine.models.decoder`, with everything from the token ids to the last norm
-in `kernels/cpu/cpu_llama.c`. The registry builds it where a C compiler works and the model's
-architecture and shape fit the kernels.
+in `kernels/cpu/cpu_decoder.c`. The CPU runner builds it where `load_kernels` finds a C compiler and
+a model that the kernels fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.weights import Weights
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
 
-__all__ = ["CpuLlama", "Kernels", "load_kernels"]
+__all__ = ["CpuDecoder", "Kernels", "load_kernels"]
 
 log = logging.getLogger("trunkline.engine")
 
@@ -69,7 +69,7 @@ def _widths(config: Architecture) -> list[int]:
     return widths
 
 
-class CpuLlama:
+class CpuDecoder:
     """`engine.models.interface.Model` in C: packed weights and scratch memory."""
 
     def __init__(
