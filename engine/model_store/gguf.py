@@ -118,7 +118,7 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
         rope_scaling=_scaling(path, header, name),
     )
     _add_features(config, header, name)
-    architecture = architecture_of({n: v for n, v in config.items() if v is not None})
+    architecture = architecture_of(config)
     interleaved = FAMILIES[family].gguf_interleaved
     return msgspec.structs.replace(architecture, interleaved=interleaved, norms_less_one=False)
 
