@@ -201,19 +201,19 @@ class CpuDecoder:
         source = TensorSource(weights, f"model.layers.{index}.")
         config = self.config
 
-        def norm(part: str, *, exists: bool = True) -> int | None:
-            return self._packer.keep(source.weight(part).float()) if exists else None
-
-        before, after = config.place != "post", config.place in ("post", "sandwich")
         linear = self._packer.linear
+        names = list(config.layer_norms)
+        if config.qk_norm:
+            names += ["self_attn.q_norm", "self_attn.k_norm"]
+        norms = {name: self._packer.keep(source.weight(name).float()) for name in names}
         layer = cpu.CLayer(
-            attention_norm=norm("input_layernorm", exists=before),
-            mlp_norm=norm("post_attention_layernorm", exists=before and config.place != "parallel"),
-            attention_output_norm=norm("attention_output_layernorm", exists=after),
-            mlp_output_norm=norm("mlp_output_layernorm", exists=after),
+            attention_norm=norms.get("input_layernorm"),
+            mlp_norm=norms.get("post_attention_layernorm"),
+            attention_output_norm=norms.get("attention_output_layernorm"),
+            mlp_output_norm=norms.get("mlp_output_layernorm"),
             window=config.layers[index].window,
-            q_norm=norm("self_attn.q_norm", exists=bool(config.qk_norm)),
-            k_norm=norm("self_attn.k_norm", exists=bool(config.qk_norm)),
+            q_norm=norms.get("self_attn.q_norm"),
+            k_norm=norms.get("self_attn.k_norm"),
             cos=table[0],
             sin=table[1],
             group=place[0],
