@@ -71,14 +71,15 @@ _sequence_ids, _samples = attrgetter("sequence_id"), attrgetter("samples")
 
 @dataclass(slots=True)
 class _LaunchedStep:
-    """A launched step: its draws, the host buffer for their results, and events on the device
-    before its computation and after the copy of its results."""
+    """A launched step: its draws, the host buffer for their results, events on the device before
+    its computation and after the copy of its results, and prompt logprobs by sequence."""
 
     step: int
     draws: Draws | None = None
     results: torch.Tensor | None = None
     began: torch.cuda.Event | None = None
     copied: torch.cuda.Event | None = None
+    prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
     def wait(self) -> float:
         """Wait for the results; return the seconds that the device took, 0 without a GPU."""
@@ -86,8 +87,6 @@ class _LaunchedStep:
             return 0.0
         self.copied.synchronize()
         return float(self.began.elapsed_time(self.copied)) / 1000
-
-    prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
 
 class GpuRunner:
