@@ -33,6 +33,7 @@ import torch
 
 from engine.api import LOGIT_BIAS_MAX, SampledToken
 from engine.plan import BegunSequence, Mask
+from engine.sampling.filters import has_filters
 from engine.sampling.logprobs import sampled_token
 from engine.sampling.sampler import inverse_temperature
 from kernels.gpu import sampling as kernels
@@ -289,7 +290,7 @@ def _parameters(begun: BegunSequence, seed: int, slot: int, vocab_size: int) -> 
     flags = kernels.ACTIVE.value
     if sampling.temperature > 0:
         flags |= kernels.DRAWS.value
-    if 0 < sampling.top_k < vocab_size or sampling.top_p < 1 or sampling.min_p > 0:
+    if has_filters(sampling, vocab_size):
         flags |= kernels.FILTERS.value
     penalties = (
         sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
