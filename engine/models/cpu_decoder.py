@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.attention.cpu_backend import CpuAttention
+from engine.attention.cpu_backend import CpuAttention, CpuPlace
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
@@ -25,7 +25,7 @@ from engine.weights import Weights
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
 
-__all__ = ["CpuDecoder", "Kernels", "load_kernels"]
+__all__ = ["CpuDecoder", "Kernels", "c_place", "load_kernels"]
 
 log = logging.getLogger("trunkline.engine")
 
@@ -159,18 +159,7 @@ class CpuDecoder:
                 bundles=len(work.places[0].bundles),
                 token_ids=work.token_ids.data_ptr(),
                 positions=work.positions.data_ptr(),
-                place=(cpu.CPlace * len(work.places))(
-                    *(
-                        cpu.CPlace(
-                            place.tables.ctypes.data,
-                            place.slots.data_ptr(),
-                            place.bundles.ctypes.data,
-                            place.segments.ctypes.data,
-                            place.own_keys.data_ptr(),
-                        )
-                        for place in work.places
-                    )
-                ),
+                place=(cpu.CPlace * len(work.places))(*map(c_place, work.places)),
                 hidden=self._scratch_rows("hidden", tokens, config.hidden).data_ptr(),
                 normed=normed.data_ptr(),
                 qkv=self._scratch_rows("qkv", tokens, self._spec.qkv_width).data_ptr(),
@@ -245,6 +234,14 @@ class CpuDecoder:
         if scratch is None or len(scratch) < rows:
             scratch = self._scratch[name] = torch.empty(rows, columns)
         return scratch[:rows]
+
+
+def c_place(place: CpuPlace) -> cpu.CPlace:
+    """Return a place as C reads it, valid as long as `place` lives."""
+    return cpu.CPlace(
+        place.tables.ctypes.data, place.slots.data_ptr(), place.bundles.ctypes.data,
+        place.segments.ctypes.data, place.own_keys.data_ptr(),
+    )  # fmt: skip
 
 
 def _kind(dtype: torch.dtype, kernels: Kernels, depths: Iterable[int]) -> int:

@@ -16,6 +16,7 @@ from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
 from kernels.gpu.work_list import Slices, WorkPlanner, classes_for
 from kernels.reference import paged_attention
 from tests.unit.kernels.gpu.plan_checker import check_plan
+from tests.unit.kernels.kv_blocks import int8_units
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = 16
@@ -249,8 +250,7 @@ def test_attention_over_int8_equals_the_reference(name: str) -> None:
     levels, slices = TREES[tree]
     case = Case(5, levels, slices, heads=heads, kv_heads=kv_heads, head_dim=d, dtype=torch.float32)
     spread = torch.logspace(-1, 1, SIZE, device=DEVICE)[:, None]
-    values, scales = reference_int8.quantise(case.kv * spread)
-    units = torch.cat([values.flatten(-2), scales.view(torch.int8)], -1)
+    units = int8_units(case.kv * spread)
     case.kv = reference_int8.widen(units)
     expected = case.expected(**given)
     case.kv = units.view(*units.shape[:-1], SIZE, d + 2)
