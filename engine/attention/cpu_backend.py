@@ -3,7 +3,7 @@
 A *bundle* is a run of query tokens computed together; a *segment* says which tiles of keys some of
 its tokens read from one block table. Runs of blocks that decoding rows share, at every level of the
 prefix tree, become segments of many tokens: the keys are read once for all of them. Each token
-takes its tiles in ascending order whatever it shares, so sharing changes no bit of its result. The
+takes its tiles in ascending order with any sharing, so sharing changes no bit of its result. The
 backend knows no weights. The CPU runner calls `begin`; `engine.models.cpu_decoder` reads `work`.
 """
 

@@ -28,8 +28,8 @@ Kind = Literal["offload", "load"]
 class MoveQueue:
     """Moves in the order they were submitted, and each one's outcome.
 
-    A move is taken when all earlier ones that share its slot or its block have ended, whoever runs
-    them, so it sees what they wrote. Each move has one outcome.
+    A move is taken when all earlier ones that share its slot or its block have ended, on any
+    worker, so it sees what they wrote. Each move has one outcome.
     """
 
     def __init__(self, move_bytes: int, bytes_max: int, *, is_by_kind: bool = False) -> None:

@@ -189,11 +189,15 @@ def check_architecture(architecture: Architecture) -> Architecture:
         raise ModelError("unsupported", f"odd head_dim: {a.head_dim}; expected an even number")
     for name in {layer.rope for layer in a.layers} - {""}:
         if name not in a.ropes:
-            raise ModelError("corrupt", f"a layer rotates by {name!r}, which has no parameters")
+            raise ModelError(
+                "corrupt",
+                f"unknown rotary table of a layer: {name!r}; expected one of {[*a.ropes]}",
+            )
     for rope in a.ropes.values():
         _check_rope(rope, a.head_dim)
-    if any(layer.window < 0 for layer in a.layers):
-        raise ModelError("corrupt", "a layer has a window below 0; expected 0 or more")
+    shortest = min(layer.window for layer in a.layers)
+    if shortest < 0:
+        raise ModelError("corrupt", f"invalid window of a layer: {shortest}; expected 0 or more")
     if a.moe is not None:
         _check_moe(a.moe)
     return a

@@ -46,7 +46,7 @@ class MaskedAttention:
         k, v = (x.repeat_interleave(spec.group_size, 1).transpose(0, 1) for x in (k, v))
         scores = q.transpose(0, 1) @ k.mT * spec.scale
         hidden, window = self._hidden, self.config.layers[layer].window
-        if window:  # the layer's own, whatever the request asks for
+        if window:  # the layer's own, not the request's
             hidden = (self._behind < 0) | (self._behind >= window)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return (weights @ v).transpose(0, 1).reshape(tokens, spec.output_width)
