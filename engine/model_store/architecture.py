@@ -189,9 +189,9 @@ def check_architecture(architecture: Architecture) -> Architecture:
         raise ModelError("unsupported", f"odd head_dim: {a.head_dim}; expected an even number")
     for name in {layer.rope for layer in a.layers} - {""}:
         if name not in a.ropes:
+            known = ", ".join(a.ropes)
             raise ModelError(
-                "corrupt",
-                f"unknown rotary table of a layer: {name!r}; expected one of {[*a.ropes]}",
+                "corrupt", f"unknown rotary table of a layer: {name!r}; expected one of {known}"
             )
     for rope in a.ropes.values():
         _check_rope(rope, a.head_dim)
