@@ -39,8 +39,7 @@ class TileConfig:
     tiles of `keys` keys.
 
     `programs_per_sm`, `programs_beside`: programs per multiprocessor when the class runs alone, and
-    when two classes run side by side. `registers_max`: 0 for no limit. `overhead_blocks`: fixed
-    cost of a unit, in tiles of keys.
+    when two classes run side by side. `overhead_blocks`: fixed cost of a unit, in tiles of keys.
     """
 
     name: str
@@ -51,19 +50,18 @@ class TileConfig:
     peel: bool
     programs_per_sm: int
     programs_beside: int
-    registers_max: int
     overhead_blocks: float
 
 
 # Measured on an H200 (Triton 3.6, head_dim 128, bf16); docs/gpu-experiments.md has the
 # alternatives.
-BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 0, 2.2)
-WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 0, 5.0)
-SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0, 0.5)
+BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 2.2)
+WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 5.0)
+SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0.5)
 
-BIG_256 = TileConfig("big 256", 64, 32, 4, 3, True, 1, 1, 0, 4.4)
-WIDE_256 = TileConfig("wide 256", 128, 32, 8, 3, True, 1, 1, 0, 10.0)
-SMALL_256 = TileConfig("small 256", 16, 32, 2, 2, False, 4, 2, 0, 0.5)
+BIG_256 = TileConfig("big 256", 64, 32, 4, 3, True, 1, 1, 4.4)
+WIDE_256 = TileConfig("wide 256", 128, 32, 8, 3, True, 1, 1, 10.0)
+SMALL_256 = TileConfig("small 256", 16, 32, 2, 2, False, 4, 2, 0.5)
 
 NO_TILES = np.zeros((0, 8), np.int32)
 
@@ -151,9 +149,9 @@ class WorkPlanner:
     `part_rows`: rows times parts that the scratch memory holds; no cut exceeds it, however deep the
     tree: the deepest levels that have no room are read by each row itself.
     `wide_rows_min`, `wide_rows_min_prompts`: no step of fewer rows takes wide tiles, in decoding
-    and in steps with prompts. Steps with prompts of at most `few_rows` rows cut
-    shared keys into spans of `span_keys_few`, at most `parts_few` parts. `prefill_span_keys_min`:
-    smallest span of the keys before a prompt's rows.
+    and in steps with prompts. Steps with prompts of at most `few_rows` rows cut shared keys into
+    spans of `span_keys_few`, at most `parts_few` parts. `prefill_span_keys_min`: smallest span of
+    the keys before a prompt's rows.
     """
 
     kv_heads: int
