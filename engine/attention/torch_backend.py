@@ -106,7 +106,7 @@ class TorchAttention:
             beta, original = self._growth
             self._grown = 1 + beta * torch.log1p((positions // original).float())
         starts = [0, *batch.row_ends]
-        slots = [slots.to(self.device) for slots in (batch.slots, *batch.beside)]
+        slots = [slots.to(self.device) for slots in batch.slots]
         self._layouts = {
             (group, window): self._lay_out(plan, starts, slots[group], group, window)
             for group, window in set(self._places)
