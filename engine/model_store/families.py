@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.errors import ModelError
 from engine.model_store.architecture import FULL, Architecture, Latent, Layer, Moe, Rope
@@ -77,8 +78,8 @@ def unsupported_family(kind: str) -> ModelError:
     """Return the error for a family that does not run, with the reason where it is known."""
     if kind in REFUSED:
         return ModelError("unsupported", f"unsupported model type: {kind!r}: {REFUSED[kind]}")
-    known = ", ".join(sorted(FAMILIES))
-    return ModelError("unsupported", f"unsupported model type: {kind!r}; expected one of {known}")
+    names = ", ".join(sorted(FAMILIES))
+    return ModelError("unsupported", f"unsupported model type: {kind!r}; expected one of {names}")
 
 
 # -- parts that families share -----------------------------------------------------------------
@@ -100,7 +101,7 @@ def _decoder(
     if all(layer.window for layer in layers):
         # Within its window, sliding attention equals full attention, so the window is the context.
         context = min(context, *(layer.window for layer in layers))
-        layers = tuple(Layer(layer.mixer, 0, layer.rope, layer.ffn) for layer in layers)
+        layers = tuple(replace(layer, window=0) for layer in layers)
     sizes = {
         "kv_heads": int(c.get("num_key_value_heads") or heads),
         "head_dim": _head_dim(c),
@@ -258,7 +259,7 @@ def _granite(c: Config) -> Architecture:
 def _gemma_features(c: Config) -> dict[str, Any]:
     return {
         "embed_scale": math.sqrt(int(c["hidden_size"])),
-        "norms_less_one": not c.get("norms_hold_one", False),
+        "norms_less_one": True,
         **_biases(c),
     }
 

@@ -111,7 +111,6 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
         qkv_bias="blk.0.attn_q.bias" in names,
         mlp_bias="blk.0.ffn_up.bias" in names,
         use_qk_norm="blk.0.attn_q_norm.weight" in names,
-        norms_hold_one=True,
         n_routed_experts=header.integer(f"{name}.expert_count"),
         num_experts=header.integer(f"{name}.expert_count"),
         num_local_experts=header.integer(f"{name}.expert_count"),
@@ -120,6 +119,7 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
     _add_features(config, header, name)
     architecture = architecture_of(config)
     interleaved = FAMILIES[family].gguf_interleaved
+    # In these files norm weights hold the factor itself.
     return msgspec.structs.replace(architecture, interleaved=interleaved, norms_less_one=False)
 
 
