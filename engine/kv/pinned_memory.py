@@ -99,7 +99,7 @@ class PinnedMemory:
             self._is_closed = True
             self._turn.notify_all()
         self._thread.join()
-        self._bytes = np.empty(0, np.uint8)  # lets go of the memory
+        self._bytes = np.empty(0, np.uint8)  # releases the memory
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class PinnedMemory:
                     self._on_failed(self._size(piece), error)
         for piece, failure in self._known.items():
             if failure is None:
-                with suppress(RuntimeError):  # a device that has failed has let go of it
+                with suppress(RuntimeError):  # a device that has failed has released it
                     self._device.unpin(self._address + piece * self._piece_bytes)
 
     def _next(self) -> int | None:

@@ -46,7 +46,7 @@ class Memory:
 
 
 def test_formats_say_their_bytes_and_fidelity() -> None:
-    """The brain counts levels in these bytes, and keeps lossy copies from exact requests."""
+    """The core counts levels in these bytes, and keeps lossy copies from exact requests."""
     assert packed_format("int8c", FORMAT) == PackedFormat("int8c", 4480, "near")
     assert packed_format("int4c", FORMAT) == PackedFormat("int4c", 2816, "rough")
     assert packed_format("int8t", FORMAT) == PackedFormat("int8t", 4352, "near")

@@ -285,7 +285,7 @@ def test_copies_that_do_not_fit_a_slot_are_refused_at_the_start() -> None:
 
 
 def test_formats_are_told_with_their_bytes(rig: Rig) -> None:
-    """The brain chooses among them, the pool's own first, and counts host memory in them."""
+    """The core chooses among them, the pool's own first, and counts host memory in them."""
     engine: TransferEngine = rig.engine
     size = rig.kv.format.block_bytes
 
@@ -296,7 +296,7 @@ def test_formats_are_told_with_their_bytes(rig: Rig) -> None:
 
 
 def test_moves_are_timed_by_the_clock_given() -> None:
-    """The brain's estimate of a level's speed comes from these seconds."""
+    """The core's estimate of a level's speed comes from these seconds."""
     kv = storage()
     ticks = iter(np.arange(0.0, 10.0, 0.5).tolist())
     ended = threading.Semaphore(0)
