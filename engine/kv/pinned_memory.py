@@ -43,12 +43,14 @@ class PinnedMemory:
         memory: memoryview,
         helpers: ThreadPoolExecutor,
         *,
-        piece_bytes: int = PIECE_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
+        piece_bytes: int,
+        ahead_bytes: int,
         on_failed: Callable[[int, Exception], None] = lambda _size, _error: None,
     ) -> None:
-        """`memory`: begins on a page. `helpers`: threads that touch pages. `on_failed` runs on the
-        thread of this object with the bytes that could not be pinned; what it raises is ignored.
+        """`memory`: begins on a page. `helpers`: threads that touch pages. `piece_bytes`, in one
+        call, and `ahead_bytes`, behind the furthest piece in use: what is pinned. `on_failed` runs
+        on the thread of this object with the bytes that could not be pinned; what it raises is
+        ignored.
         """
         self._device = device
         self._bytes = np.frombuffer(memory, np.uint8)
