@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from engine.model_store import ModelCard
 from engine.models.cpu_decoder import Kernels, load_kernels
+from kernels.gpu import tree_attention
 from tests.models import prepared, tiny_config
 
 
@@ -16,6 +18,13 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
     """Return a prepared tiny model; modules that need another shape define their own."""
     config = tiny_config(head_dim=32, heads=3, kv_heads=1, context=2048)
     return prepared(tmp_path_factory.mktemp("model"), config)
+
+
+@pytest.fixture
+def many_heads_per_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merge several heads per program: one head at a time takes minutes in the interpreter."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(tree_attention, "FEW_ROW_HEADS", 0)
 
 
 @pytest.fixture(scope="module")
