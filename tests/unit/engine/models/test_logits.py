@@ -1,4 +1,4 @@
-"""The Llama models, in torch and in C, against a dense computation of the same weights."""
+"""The decoders, in torch and in C, against a dense computation and against each other."""
 
 from __future__ import annotations
 
