@@ -45,9 +45,6 @@ class RunningSet:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._by_id
-
     @property
     def ranked(self) -> list[Sequence]:
         """Return the sequences by rank, best first. O(running), without a comparison."""

@@ -11,7 +11,7 @@ always get room; the others run as room allows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from functools import partial
 from typing import Final, Literal
 
@@ -72,21 +72,14 @@ class Slice(Struct, frozen=True, gc=False):
     is_plain: bool = False
 
 
-def _cost_of(pieces: Iterable[Slice]) -> Iterator[tuple[int, int]]:
-    """Yield what the work of slices depends on: the tokens that the first one of each reads before
-    itself, and how many there are.
-    """
-    for piece in pieces:
-        before, attention = piece.start, piece.sequence.parent.request.attention
-        if attention is not None:
-            before = min(before, attention.sink_tokens + attention.tokens)
-        yield before, piece.count
-
-
 def work_of(pieces: Collection[Slice]) -> StepWork:
     """Return the work of a step's slices. O(slices)."""
     contexts = [piece.start for piece in pieces if piece.is_plain]
-    others = StepWork.of(_cost_of(piece for piece in pieces if piece.count and not piece.is_plain))
+    others = StepWork.of(
+        (piece.sequence.tokens_read(piece.start), piece.count)
+        for piece in pieces
+        if piece.count and not piece.is_plain
+    )
     return others.with_rows(len(contexts), sum(contexts))
 
 
@@ -94,20 +87,19 @@ class Scheduler:
     """Running and waiting sequences.
 
     `compiling`: sequences that wait for a grammar. `loading`: those that wait for a level below the
-    device, None without levels. `ended_ids`: ids to report to the runner as
-    ended.
+    device, None without levels. `ended_ids`: ids to report to the runner as ended.
     """
 
     def __init__(
         self,
         cache: PrefixCache,
         config: EngineConfig,
-        step_cost: StepCost | None = None,
-        levels: Levels | None = None,
+        step_cost: StepCost,
+        levels: Levels | None,
     ) -> None:
         self.cache = cache
         self.config = config
-        self.step_cost = step_cost or StepCost()
+        self.step_cost = step_cost
         self.queue = RequestQueue()
         self.running = RunningSet(config.preemptions_max)
         self.shares = BatchShares(
@@ -123,12 +115,6 @@ class Scheduler:
         self.preemptions = 0
         self._shared_at_s = float("-inf")
         """When requests of more than one payer were last seen side by side."""
-
-    @property
-    def waiting(self) -> int:
-        """Return the number of sequences that are not running."""
-        looking = 0 if self.loading is None else len(self.loading.looking)
-        return len(self.queue) + len(self.prefix_sharing.waiting) + len(self.compiling) + looking
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -153,7 +139,7 @@ class Scheduler:
         if self.loading is None or not self.loading.look(sequence, now_s):
             self.queue.add(sequence)
 
-    def remove_request(self, active: ActiveRequest, now_s: float, *, keep: bool = True) -> None:
+    def remove_request(self, active: ActiveRequest, now_s: float, *, keep: bool) -> None:
         """Release everything that a finished request holds. `keep`: leave its last block to the
         cache.
         """
@@ -171,8 +157,6 @@ class Scheduler:
         sequence.is_ended = sequence.is_halted = True
         self.queue.remove(sequence)
         self.compiling.pop(sequence.sequence_id, None)
-        if self.loading is not None:
-            self.loading.remove(sequence)
         self.prefix_sharing.remove(sequence)
         self._release(sequence, now_s, keep=keep, is_complete=is_complete)
 
@@ -337,7 +321,7 @@ class Scheduler:
         return PromptBudget(self.step_cost, tokens, target_s - decodes_s)
 
     def is_shared(self, now_s: float) -> bool:
-        """Return whether several payers have prompts, or had within `ALONE_AFTER_S`. O(1)."""
+        """Return whether several payers have requests, or had within `ALONE_AFTER_S`. O(1)."""
         return now_s - self._shared_at_s <= ALONE_AFTER_S
 
     def _prefill(
@@ -348,9 +332,7 @@ class Scheduler:
         if table is None or not sequence.is_schedulable:
             return
         longest = self.config.prefill_chunk_tokens_max or sequence.tokens_to_compute
-        before, attention = start, sequence.parent.request.attention
-        if attention is not None:
-            before = min(before, attention.sink_tokens + attention.tokens)
+        before = sequence.tokens_read(start)
         count = budget.fit(before, min(sequence.tokens_to_compute, longest))
         if count == 0:
             return
@@ -427,9 +409,7 @@ class Scheduler:
         active, grant = sequence.parent, sequence.parent.request.grant
         if not grant.read or (active.request.prompt_logprobs is not None and not active.is_forked):
             return None
-        tokens = sequence.tokens
-        if active.attention is not None:
-            tokens = sequence.findable_tokens(self.cache.block_size)
+        tokens = sequence.findable_tokens(self.cache.block_size)
         return self.cache.find(grant.namespace, tokens, now_s)
 
     def _admit(
@@ -708,7 +688,7 @@ class Scheduler:
         is_complete: bool = False,
     ) -> None:
         self.running.remove(sequence)
-        if sequence.load is not None and self.loading is not None:
+        if self.loading is not None:
             self.loading.remove(sequence)
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False

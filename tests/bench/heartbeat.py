@@ -20,6 +20,7 @@ from engine.core.stats import EngineStats
 from engine.protocol import Downward, Welcome, downward_decoder, encode
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_cost import StepCost
 from gateway.analytics.block_churn import BlockChurn
 from gateway.background.storage_metering import StorageMeter
 from gateway.caching.namespaces import owner_of
@@ -41,7 +42,9 @@ class Heartbeats:
 
     def __init__(self, namespaces: int) -> None:
         self.cache = PrefixCache(blocks=namespaces * BLOCKS, block_size=SIZE)
-        self.engine_stats, self.scheduler = EngineStats(), Scheduler(self.cache, EngineConfig())
+        cost = StepCost()
+        self.engine_stats = EngineStats(cost)
+        self.scheduler = Scheduler(self.cache, EngineConfig(), cost, None)
         self.book, self.meter = NamespaceTable(), StorageMeter()
         self.losses, self.churn = CacheEventTotals(), BlockChurn()
         self.decoder = downward_decoder()
