@@ -5,8 +5,8 @@ A *level* is where copies of blocks lie: the device's pool, host memory, disk. T
 host memory; a `Storage` keeps records on disk and knows all of its index. Values are frozen. Only
 the storage process knows the wall clock: all times are durations in seconds from the message.
 
-Nothing here waits: commands are handed over, and outcomes are polled. Each command has one outcome,
-and whatever is not *done* has failed; there is no third kind.
+Nothing here waits: commands are handed over, and outcomes are polled. Each command has one outcome:
+it is *done*, or it has failed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from engine import api
-from engine.api import Count, Namespace, Payer, Quota
+from engine.api import Count, Fidelity, Namespace, Payer, Quota
+from engine.statistics import FidelityBytes, PayerBytes
 
-LevelName = api.LevelName
-Fidelity = api.Fidelity
-PayerBytes = api.PayerBytes
-FidelityBytes = api.FidelityBytes
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
@@ -408,8 +404,8 @@ class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
 
 
 class KeepHere(Struct, frozen=True, tag="keep_here"):
-    """Put no record of these namespaces into the remote store from now on, whatever stores say.
-    What is there stays until it is erased or dropped. No outcome."""
+    """Put no record of these namespaces into the remote store from now on, also where a `StoreRuns`
+    allows it. What is there stays until it is erased or dropped. No outcome."""
 
     namespaces: tuple[Namespace, ...]
 

@@ -11,8 +11,8 @@ It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it.
    ignores them is still correct.
 4. A step never reads the value of a token sampled by a step not yet collected: such a row has
    `token_ids=None`, and its one token is the last one its sequence sampled, which the runner keeps.
-5. A sequence with a mask samples no token that the mask excludes, whatever the logits are; masks
-   are not written after the launch.
+5. A sequence with a mask samples no token that the mask excludes, for any logits; masks are not
+   written after the launch.
 6. No token is sampled from a row of logits that has a NaN or nothing above minus infinity: the
    sequences that would sample from it are in `failed`.
 """
@@ -38,8 +38,8 @@ class BlockWindow(Struct, frozen=True, gc=False):
     """The blocks that a sequence with an attention window reads.
 
     A token of block b reads, up to itself, the first `sinks` blocks, the `window` blocks before b,
-    and b: a rule of positions alone, whatever a step computes together. So the tokens of the first
-    `shared_blocks` blocks read all tokens before them.
+    and b. That follows from positions alone, not from what a step computes together. So the tokens
+    of the first `shared_blocks` blocks read all tokens before them.
     """
 
     sinks: int

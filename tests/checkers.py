@@ -22,7 +22,6 @@ from engine.api import (
     Request,
     SampleEnded,
     Started,
-    Stats,
     Tokens,
 )
 from engine.cache import PrefixCache
@@ -31,6 +30,7 @@ from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.levels.levels import Levels
+from engine.statistics import Stats
 from tests.fakes import FakeClock, FakeRunner, solo_output
 from tests.grammars import PolledGrammars, constrained_output
 

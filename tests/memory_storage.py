@@ -13,17 +13,15 @@ from typing import Protocol
 
 import xxhash
 
-from engine.api import Clock, Namespace, Payer
+from engine.api import Clock, Fidelity, Namespace, Payer
 from engine.moves import (
     ROOT,
     EraseStored,
     Fetch,
     Fetched,
-    Fidelity,
     KeepHere,
     Look,
     Looked,
-    PayerBytes,
     PromiseTerms,
     Recall,
     Recalled,
@@ -40,6 +38,7 @@ from engine.moves import (
     StoredRun,
     StoreRuns,
 )
+from engine.statistics import PayerBytes
 
 NEVER = float("inf")
 

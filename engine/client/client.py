@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 from msgspec import Struct
 
 from engine.api import (
-    CacheNews,
     Cancel,
     Command,
     Drain,
@@ -26,16 +25,13 @@ from engine.api import (
     Erased,
     Event,
     Finished,
-    Frame,
     GetStats,
     Namespace,
     Peek,
     Peeked,
     Quota,
-    Reply,
     Request,
     SetQuotas,
-    Stats,
     Submit,
     Survey,
     Surveyed,
@@ -45,7 +41,17 @@ from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.namespace_stats import NamespaceTable
 from engine.client.request_stream import RequestStream, Wakeup
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
-from engine.protocol import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
+from engine.protocol import (
+    Frame,
+    FrameError,
+    Hello,
+    Rejected,
+    Reply,
+    Welcome,
+    downward_decoder,
+    encode,
+)
+from engine.statistics import CacheNews, Stats
 
 __all__ = ["Engine", "EngineConnection", "RequestStream", "SocketEngine", "Wakeup"]
 

@@ -36,7 +36,6 @@ from engine.api import (
     SampledToken,
     SampleEnded,
     Started,
-    Stats,
     Tokens,
     Usage,
 )
@@ -60,6 +59,7 @@ from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler, Slice, work_of
 from engine.scheduler.sequence import ActiveRequest, Sequence
 from engine.scheduler.step_cost import StepCost
+from engine.statistics import Stats
 
 FAILURES = {
     "nan_logits": "The model produced logits that are not numbers.",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from engine.api import LevelStats, Namespace, NamespaceStats, Payer, Stats
+from engine.api import Namespace, Payer
 from engine.cache import NamespaceUse, PrefixCache
 from engine.levels.levels import Levels
 from engine.scheduler.request_table import RequestTable, RequestTotals
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import StepCost, StepWork
+from engine.statistics import LevelStats, NamespaceStats, Stats
 
 SMOOTHING = 0.1
 """The weight of the latest step in the smoothed rates."""

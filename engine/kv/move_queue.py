@@ -10,16 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from engine.moves import (
-    WHOLE,
-    Fidelity,
-    Move,
-    Moved,
-    SlotFormat,
-    SlotLayout,
-    stride_of,
-    whole_format,
-)
+from engine.api import Fidelity
+from engine.moves import WHOLE, Move, Moved, SlotFormat, SlotLayout, stride_of, whole_format
 from kernels.reference_kv import UnpackableError
 
 Kind = Literal["offload", "load"]

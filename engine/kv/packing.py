@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from msgspec import Struct
 
+from engine.api import Fidelity
 from engine.kv.format import KvFormat
 from engine.kv.storage import KvStorage
-from engine.moves import Fidelity
 from kernels import reference_kv
 from kernels.cpu.build import compile_library
 from kernels.cpu.kv_formats import DIM_MAX, DIM_STEP, CBlockPacker

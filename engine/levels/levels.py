@@ -21,7 +21,6 @@ from engine.api import (
     Fidelity,
     LevelErased,
     LevelName,
-    LevelStats,
     Namespace,
     Quota,
 )
@@ -59,6 +58,7 @@ from engine.moves import (
     StoredRun,
     TransferEngine,
 )
+from engine.statistics import LevelStats
 from engine.storage.slabs.record import place_bytes_of
 
 CROWDED: Final = 0.6

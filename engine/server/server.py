@@ -24,14 +24,16 @@ from typing import NoReturn
 import msgspec
 from msgspec import Struct
 
-from engine.api import PROTOCOL_VERSION, Drain, EngineInfo, Event, Reply
+from engine.api import Drain, EngineInfo
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
 from engine.protocol import (
+    PROTOCOL_VERSION,
     FrameError,
     Hello,
+    Messages,
     Rejected,
     Upward,
     Welcome,
@@ -74,7 +76,7 @@ class SocketResponseSink:
         self._outbox = Outbox(self._schedule_write)
         self._catching_up: asyncio.Task[None] | None = None
 
-    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+    def send(self, step: int, messages: Messages) -> None:
         """Send one step's messages. Blocks while the gateway is far behind, as long as it is
         connected."""
         self._outbox.put((step, messages))
@@ -193,7 +195,7 @@ class GatewayConnection:
 class _DiscardSink:
     """A `ResponseSink` for commands whose replies are not read."""
 
-    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+    def send(self, step: int, messages: Messages) -> None:
         """Discard the messages."""
 
 

@@ -30,10 +30,8 @@ from engine.api import (
     Event,
     Finished,
     GetStats,
-    LevelStats,
     Namespace,
     Peek,
-    Reply,
     Request,
     Sampling,
     SetQuotas,
@@ -52,9 +50,11 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.grammar import MaskFiller
 from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import ModelCard, load_card
+from engine.protocol import Messages, Reply
 from engine.server.cache_event_collector import CacheEventCollector
 from engine.server.recorded_runner import RecordedRunner
 from engine.server.tree_snapshot import survey
+from engine.statistics import LevelStats
 
 SMOKE_TEST_ID: Final = "canary"
 SMOKE_TEST_STEPS_MAX: Final = 8
@@ -79,7 +79,7 @@ SinkCommand = Command | Literal["join", "leave"]
 class ResponseSink(Protocol):
     """Receives the messages for one connection. Called in the service's thread."""
 
-    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+    def send(self, step: int, messages: Messages) -> None:
         """Send all messages of one step to this connection. May block, which is back-pressure."""
 
 

@@ -21,10 +21,10 @@ from engine.api import (
     Namespace,
     Quota,
     Request,
-    Stats,
     all_in_vocabulary,
     tokens_within,
 )
+from engine.statistics import Stats
 from gateway.caching.namespaces import fidelity_of, payer_of, quota_of, rest_of, scaled
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from time import process_time
 from typing import TypeVar
 
-from engine.api import CacheNews, Frame, Gain, Stats
 from engine.cache import PrefixCache
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.namespace_stats import NamespaceTable
 from engine.config import EngineConfig
 from engine.core.stats import EngineStats
-from engine.protocol import Downward, Welcome, downward_decoder, encode
+from engine.protocol import Downward, Frame, Welcome, downward_decoder, encode
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import StepCost
+from engine.statistics import CacheNews, Gain, Stats
 from gateway.analytics.block_churn import BlockChurn
 from gateway.background.storage_metering import StorageMeter
 from gateway.caching.namespaces import owner_of

@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
-from engine.api import LevelStats, PayerBytes
+from engine.statistics import LevelStats, PayerBytes
 from gateway.config import AdminConfig
 from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_admin_key

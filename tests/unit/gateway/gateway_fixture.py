@@ -23,7 +23,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession, ClientTimeout
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from engine.api import AttentionWindow, EngineInfo, Grammar, Namespace, Payer, Stats
+from engine.api import AttentionWindow, EngineInfo, Grammar, Namespace, Payer
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
@@ -34,6 +34,7 @@ from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import ModelCard
 from engine.plan import StepPlan
 from engine.server.embedded import LocalEngine
+from engine.statistics import Stats
 from gateway.app import Gateway
 from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig

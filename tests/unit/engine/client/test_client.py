@@ -13,18 +13,15 @@ import msgspec
 import pytest
 
 from engine.api import (
-    PROTOCOL_VERSION,
     CacheGrant,
     Cancel,
     Finished,
-    Frame,
     GetStats,
     PromptLogprobs,
     Request,
     SampleEnded,
     Sampling,
     Started,
-    Stats,
     Submit,
     Tokens,
     Usage,
@@ -33,11 +30,20 @@ from engine.client import client
 from engine.client.client import RequestStream, SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
-from engine.protocol import Hello, Welcome, encode, encode_step, upward_decoder
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    Frame,
+    Hello,
+    Welcome,
+    encode,
+    encode_step,
+    upward_decoder,
+)
 from engine.server import server
 from engine.server.embedded import LocalEngine
 from engine.server.server import GatewayConnection, ServerSettings
 from engine.server.service import EngineService
+from engine.statistics import Stats
 from tests.fakes import solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
 

@@ -20,7 +20,6 @@ from engine.api import (
     Erased,
     Finished,
     LeaseRequest,
-    LevelStats,
     Request,
     Retention,
     Sampling,
@@ -36,6 +35,7 @@ from engine.levels.levels import Levels
 from engine.moves import Move
 from engine.server.levels_below import FailedMoveLog, build_levels, layout_of
 from engine.server.service import EngineService
+from engine.statistics import LevelStats
 from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import xxhash
 
+from engine.api import Fidelity
 from engine.moves import (
     ROOT,
     EraseStored,
     Fetch,
     Fetched,
-    Fidelity,
     Look,
     Looked,
     PromiseTerms,

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from engine.api import Stats
+from engine.statistics import Stats
 from gateway.background.reconciliation import Reconciler
 from gateway.ledger.metering import wall_ms
 from gateway.observability.metrics import ENGINE_EPOCHS_MAX, Metrics

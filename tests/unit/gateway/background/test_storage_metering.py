@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.api import NamespaceStats, Quota
+from engine.api import Quota
 from engine.cache import PrefixCache
 from engine.client.namespace_stats import NamespaceTable
+from engine.statistics import NamespaceStats
 from gateway.background.storage_metering import (
     NS_PER_S,
     StorageMeter,

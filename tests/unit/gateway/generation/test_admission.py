@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api import AT_REST, AtRest, Grammar, Request, Sampling, Stats
+from engine.api import AT_REST, AtRest, Grammar, Request, Sampling
+from engine.statistics import Stats
 from gateway.caching.namespaces import namespace_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rendered
