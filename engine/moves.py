@@ -254,15 +254,11 @@ class Stored(Struct, frozen=True, tag="stored"):
 
 
 class Look(Struct, frozen=True, tag="look"):
-    """Find the longest stored prefix of `tokens`. The outcome is one `Looked`.
-
-    `skip`: full runs at the beginning of which the caller wants no records, since it has them.
-    """
+    """Find the longest stored prefix of `tokens`. The outcome is one `Looked`."""
 
     call_id: Count
     namespace: Namespace
     tokens: tuple[int, ...]
-    skip: Count = 0
 
 
 class StoredRun(Struct, frozen=True):
@@ -277,7 +273,7 @@ class StoredRun(Struct, frozen=True):
 
 
 class Looked(Struct, frozen=True, tag="looked"):
-    """The records of consecutive runs from run `skip` on. Tokens were compared from the root."""
+    """The records of consecutive runs from the first. Tokens were compared from the root."""
 
     call_id: Count
     runs: tuple[StoredRun, ...]

@@ -21,9 +21,10 @@ import msgspec
 
 from engine.api import EngineInfo, Erased, Namespace, Peeked, Quota, Request, Surveyed
 from engine.client.cache_event_totals import CacheEventTotals
-from engine.client.client import RequestStream, SocketEngine
+from engine.client.client import SocketEngine
 from engine.client.host_memory import HostMemoryFiles
 from engine.client.namespace_stats import NamespaceTable
+from engine.client.request_stream import RequestStream
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError

@@ -481,7 +481,7 @@ class FakeStorage:
             promise_s = max(0.0, self.records[own].promise_at_s - self._clock())
             found.append(StoredRun(own, form.fidelity, None, promise_s, form.slot_bytes, level))
             parent, at = own, at + len(self.records[own].tokens)
-        self._ready.append(Looked(command.call_id, tuple(found[command.skip :])))
+        self._ready.append(Looked(command.call_id, tuple(found)))
 
     def _fetch(self, command: Fetch) -> None:
         for record_id, slot in zip(command.record_ids, command.slots, strict=True):

@@ -39,7 +39,7 @@ from engine.api import (
 )
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.namespace_stats import NamespaceTable
-from engine.client.request_stream import RequestStream, Wakeup
+from engine.client.request_stream import RequestStream
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.protocol import (
     Frame,
@@ -52,8 +52,6 @@ from engine.protocol import (
     encode,
 )
 from engine.statistics import CacheNews, Stats
-
-__all__ = ["Engine", "EngineConnection", "RequestStream", "SocketEngine", "Wakeup"]
 
 CALL_TIMEOUT_S = 10.0
 """Longest wait for the result of a call, in seconds."""
@@ -150,7 +148,6 @@ class EngineConnection(ABC):
         self.stats = Stats()
         self.cache_events = CacheEventTotals()
         self.namespaces = NamespaceTable()
-        self.last_frame_s = 0.0
         self._streams: dict[str, RequestStream] = {}
         self._requests: dict[str, Request] = {}  # the request of each stream
         self._calls: dict[int, asyncio.Future[Result]] = {}
@@ -316,8 +313,8 @@ class EngineConnection(ABC):
 class SocketEngine(EngineConnection, asyncio.Protocol):
     """An engine in a separate process; `connect` makes one.
 
-    Messages are handled inside the transport's callback: a task that reads would cost one more loop
-    turn per step.
+    `last_frame_s`: the loop's time of its last bytes. Messages are handled inside the transport's
+    callback: a task that reads would cost one more loop turn per step.
     """
 
     def __init__(self) -> None:

@@ -182,11 +182,11 @@ class Core:
             bound="" if promisable is None else promisable[1],
         )
 
-    def erase(self, call: Erase, answer: Callable[[Erased], None] = lambda erased: None) -> Erased:
+    def erase(self, call: Erase, answer: Callable[[Erased], None] = lambda erased: None) -> None:
         """Erase a namespace, a lease of it, or everything under a token prefix, on every level.
 
         `answer` is called once with what was erased: now, or by a later `step` where the disk has
-        to confirm it. What is returned is without the disk's part.
+        to confirm it.
 
         Live requests of the namespace commit nothing more, not even if they start later: erased
         tokens must not return. For a lease, this holds for the requests that asked for it.
@@ -199,7 +199,7 @@ class Core:
             ):
                 active.may_write = False
         self.constraints.erase(call)
-        return self._erasures.erase(call, answer)
+        self._erasures.erase(call, answer)
 
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose numbers may have changed since the last call. O(changed)."""
@@ -396,7 +396,8 @@ class Core:
                 # The block at fault is unknown, and later requests that match it would fail too.
                 beginning = sequence.tokens[: self.cache.block_size]
                 namespace = sequence.parent.request.grant.namespace
-                self._erasures.erase(Erase(0, namespace, tokens=tuple(beginning)))
+                call = Erase(0, namespace, tokens=tuple(beginning))
+                self._erasures.erase(call, lambda erased: None)
                 self._fail(sequence.parent, code)
         computed = self._commit_slices(pending, result, now_s)
         self._accept_tokens(pending, result, now_s)

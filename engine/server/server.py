@@ -87,8 +87,7 @@ class SocketResponseSink:
         self._writer.close()
 
     def _schedule_write(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop ended before the engine did
-            self._loop.call_soon_threadsafe(self._write_frames)
+        _call_in_loop(self._loop, self._write_frames)
 
     def _write_frames(self) -> None:
         answers = self._outbox.take()
@@ -300,9 +299,9 @@ async def _wait_any(*events: asyncio.Event) -> None:
         wait.cancel()
 
 
-def _call_in_loop(loop: asyncio.AbstractEventLoop, on_change: Callable[[], None]) -> None:
+def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the event loop ended before the engine did
-        loop.call_soon_threadsafe(on_change)
+        loop.call_soon_threadsafe(callback)
 
 
 def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]) -> NoReturn:

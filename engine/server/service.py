@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from engine.api import CacheGrant as Grant
 from engine.api import (
+    CacheGrant,
     Cancel,
     Clock,
     Command,
@@ -108,9 +108,8 @@ class EngineService:
         self._inbox: queue.SimpleQueue[tuple[ResponseSink, SinkCommand] | None] = (
             queue.SimpleQueue()
         )
-        self._owners: dict[str, ResponseSink] = {}
-        # the namespaces that each sink must be sent
-        self._sinks: dict[ResponseSink, set[Namespace]] = {}
+        self._owners: dict[str, ResponseSink] = {}  # of live requests
+        self._sinks: dict[ResponseSink, set[Namespace]] = {}  # and the namespaces to report to each
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._cache_events = CacheEventCollector()
         self.ready = threading.Event()
@@ -325,7 +324,7 @@ def smoke_test(core: Core) -> None:
 
     Raises EngineError if no token comes.
     """
-    grant = Grant(namespace=b"", read=False, write=False)
+    grant = CacheGrant(b"", read=False, write=False)
     core.submit(Request(SMOKE_TEST_ID, (0,), 1, grant, Sampling(temperature=0)))
     for _ in range(SMOKE_TEST_STEPS_MAX):
         for event in core.step():

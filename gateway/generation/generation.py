@@ -18,7 +18,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from engine.api import Request
-from engine.client.client import RequestStream
+from engine.client.request_stream import RequestStream
 from engine.errors import EngineError
 from gateway.caching import Contract
 from gateway.caching.attention import (

@@ -44,6 +44,3 @@ def run(world: World, *requests: Request) -> list[Finished]:
         world.submit(request)
     world.settle()
     return [finished(world, request.request_id) for request in requests]
-
-
-# -- admission --------------------------------------------------------------------------------

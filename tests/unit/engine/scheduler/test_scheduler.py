@@ -347,7 +347,7 @@ def test_blocks_kept_for_other_payers_do_not_count_under_a_ceiling() -> None:
 
 
 def test_a_request_at_its_ceiling_preempts_only_its_own_payer() -> None:
-    """Blocks of other payers do not help it, whatever its priority."""
+    """Blocks of other payers do not help it, at any priority."""
     world, low = RecordedWorld(blocks=40), Quota(ceiling_blocks=6)
     for index in range(2):
         world.ask(f"r{index}", tokens(5, index), max_tokens=30, namespace=bytes([index]))

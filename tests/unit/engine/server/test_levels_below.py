@@ -191,7 +191,7 @@ def test_failed_moves_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("groups", [2, 3, 7, 18, 25])
 def test_slabs_hold_a_number_of_whole_copies(groups: int) -> None:
-    """Whatever the number of KV groups: both kinds of copies fill them."""
+    """For any number of KV groups: both kinds of copies fill them."""
     size = 64 * 40
     layout = layout_of(400 * size, [size, groups * size], groups)
 
