@@ -14,6 +14,10 @@ grammar_dead_end, attention_not_allowed, attention_not_available, attention_inva
 attention_with_prompt_logprobs, kv_promised, answer_lost, invariant.
 """
 
+DIED_MESSAGE = "The engine stopped while it worked on this request."
+DRAINING_MESSAGE = "The engine is shutting down."
+DUPLICATE_MESSAGE = "A request with this id is running already."
+
 
 class EngineError(Exception):
     """The base of all engine errors. `code` is stable, `message` is for people; neither carries

@@ -40,7 +40,13 @@ from engine.api import (
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.namespace_stats import NamespaceTable
 from engine.client.request_stream import RequestStream
-from engine.errors import EngineError, EngineUnavailable, RequestRefused
+from engine.errors import (
+    DIED_MESSAGE,
+    DUPLICATE_MESSAGE,
+    EngineError,
+    EngineUnavailable,
+    RequestRefused,
+)
 from engine.protocol import (
     Frame,
     FrameError,
@@ -58,9 +64,6 @@ CALL_TIMEOUT_S = 10.0
 QUOTAS_PER_COMMAND = 1_000
 UNSENT_BYTES_MAX = 64 * 2**20
 """Bytes. An engine that is so far behind in reading refuses requests as `queue_full`."""
-
-DIED_MESSAGE = "The engine stopped while it worked on this request."
-"""Message of requests that end with the engine."""
 
 Call = Peek | Erase | Survey | GetStats
 Result = Peeked | Erased | Surveyed | Stats
@@ -171,7 +174,7 @@ class EngineConnection(ABC):
             code = "draining" if self._is_draining else "not_ready"
             raise EngineUnavailable(code, "The engine does not accept requests now.")
         if request.request_id in self._streams:
-            raise RequestRefused("duplicate_request", "A request with this id is running already.")
+            raise RequestRefused("duplicate_request", DUPLICATE_MESSAGE)
         stream = RequestStream(request.request_id, self)
         self._streams[request.request_id], self._requests[request.request_id] = stream, request
         try:

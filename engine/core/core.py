@@ -262,7 +262,7 @@ class Core:
     @property
     def is_waiting_for_levels(self) -> bool:
         """Return whether outcomes of levels are awaited and there is nothing to compute: no step is
-        in flight, no request is in line, and every running sequence is being loaded.
+        in flight, no sequence is queued, and every running one is being loaded.
         """
         loading = self.scheduler.loading
         return (

@@ -128,14 +128,15 @@ class Scheduler:
         if active.is_compiling:
             self.compiling[sequence.sequence_id] = sequence
         else:
-            self._line_up(sequence, active.received_at_s)
+            self._enqueue(sequence, active.received_at_s)
 
     def grammar_ready(self, active: ActiveRequest) -> None:
         """Queue a request whose grammar has been compiled."""
         sequence = self.compiling.pop(active.sequences[0].sequence_id)
-        self._line_up(sequence, active.received_at_s)
+        self._enqueue(sequence, active.received_at_s)
 
-    def _line_up(self, sequence: Sequence, now_s: float) -> None:
+    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
+        """Queue a new sequence, or let it wait for a look first."""
         if self.loading is None or not self.loading.look(sequence, now_s):
             self.queue.add(sequence)
 

@@ -41,9 +41,10 @@ from engine.protocol import (
     encode_step,
     upward_decoder,
 )
+from engine.server.composition import core_of_model
 from engine.server.gc_tuning import FrozenHeap
 from engine.server.outbox import Outbox
-from engine.server.service import EngineService, core_of_model
+from engine.server.service import EngineService
 from engine.signals import handle_signals
 
 READ_BYTES = 1 << 18

@@ -34,7 +34,8 @@ from engine.api import (
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.model_store import load_card
-from engine.server.service import core_of_model, smoke_test
+from engine.server.composition import core_of_model
+from engine.server.service import smoke_test
 from engine.statistics import LevelStats
 from tests.bench.kv_texts import texts, windows
 

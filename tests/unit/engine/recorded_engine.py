@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from engine.api import CacheGrant, Quota, Request, Sampling
+from engine.api import CacheGrant, Finished, Quota, Request, Sampling
 from engine.config import EngineConfig
 from engine.plan import StepPlan
 from tests.checkers import World
@@ -66,17 +66,19 @@ class RecordedWorld(World):
         """Return the index of the first step with a row of the request."""
         return next(index for index, row in enumerate(self.rows) if name in row)
 
-    def cached(self, name: str) -> int:
-        """Return the request's cached prompt tokens."""
+    def final(self, name: str) -> Finished:
+        """Return the request's final event."""
         final = self.streams[name].finished
         assert final is not None
-        return final.usage.cached_tokens
+        return final
+
+    def cached(self, name: str) -> int:
+        """Return the request's cached prompt tokens."""
+        return self.final(name).usage.cached_tokens
 
     def preemptions(self, name: str) -> int:
         """Return how often the request was preempted."""
-        final = self.streams[name].finished
-        assert final is not None
-        return final.usage.preemptions
+        return self.final(name).usage.preemptions
 
 
 def tokens(count: int, seed: int = 0) -> tuple[int, ...]:

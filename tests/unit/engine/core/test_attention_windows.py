@@ -18,7 +18,6 @@ from engine.api import (
 )
 from engine.cache import BlockTable, PrefixCache
 from engine.plan import block_window
-from tests.checkers import World
 from tests.fakes import OracleError
 from tests.unit.engine.recorded_engine import GREEDY, RecordedWorld, tokens
 
@@ -30,12 +29,6 @@ HOUR = Retention("1h", promise_s=3600, limit_s=3600)
 
 def world(**settings: Any) -> RecordedWorld:
     return RecordedWorld(attention_policies=("window",), **settings)
-
-
-def final(of: World, name: str) -> Finished:
-    found = of.streams[name].finished
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -228,7 +221,7 @@ def test_a_ceiling_counts_what_a_sequence_holds() -> None:
     found.settle()
 
     assert found.endings == {"done": 1, "refused kv_exceeded": 1}
-    assert final(found, "plain").ending == "refused"
+    assert found.final("plain").ending == "refused"
 
 
 def test_bounds_of_request_and_plan_agree() -> None:

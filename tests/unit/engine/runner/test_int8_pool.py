@@ -19,7 +19,7 @@ from engine.models.cpu_llama import load_kernels
 from engine.moves import Move, Moved, SlotLayout
 from engine.plan import BlockCopy, Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner, build_runner
-from engine.server.service import core_of_model
+from engine.server.composition import core_of_model
 from engine.storage.memory.arena import HostArena
 from kernels import reference_int8
 from tests.models import prepared, tiny_config

@@ -405,12 +405,10 @@ def test_preemption_costs_the_client_nothing() -> None:
         world.ask(f"r{index}", tokens(6, index), max_tokens=24, namespace=bytes([index]))
     world.settle()
 
-    finals = [world.streams[f"r{index}"].finished for index in range(3)]
-    for final in finals:
-        assert final is not None
-        assert (final.usage.cached_tokens, final.usage.computed_tokens) == (0, 6)
-        assert final.usage.output_tokens == 24
-    assert sum(f.usage.recomputed_tokens for f in finals if f is not None) > 0
+    used = [world.final(f"r{index}").usage for index in range(3)]
+    assert [(one.cached_tokens, one.computed_tokens) for one in used] == [(0, 6)] * 3
+    assert [one.output_tokens for one in used] == [24] * 3
+    assert sum(one.recomputed_tokens for one in used) > 0
 
 
 def test_a_sample_alone_does_not_copy_its_own_tail() -> None:
