@@ -51,6 +51,11 @@ class RunningSet:
         return self._ranked.copy()
 
     @property
+    def first(self) -> Sequence | None:
+        """Return the sequence of best rank; None in an empty set. O(1)."""
+        return self._ranked[0] if self._ranked else None
+
+    @property
     def pinned(self) -> list[Sequence]:
         """Return the sequences that only a higher priority may preempt. O(these)."""
         return list(self._pinned.values())

@@ -342,7 +342,7 @@ class Scheduler:
             blocks = self.cache.available(grant.namespace, grant.quota)
             room = self.cache.tokens_to_grow(table, blocks) - start
             count = min(count, max(1, room))
-            if not self._is_best_rank(sequence):
+            if sequence is not self.running.first:
                 if not self.cache.grow(table, start + count, now_s, start=start):
                     return  # it keeps its blocks and waits for room
             elif not self._grow(sequence, start + count, slices, now_s):
@@ -423,11 +423,12 @@ class Scheduler:
         while blocked_by := self._blocked_by(
             sequence, found, needed := self._blocks_needed(sequence, found)
         ):
-            if not (
-                self._preempt_for(sequence, found, blocked_by, needed, slices, now_s)
-                or self._claim_for(sequence, found, blocked_by, needed, slices, now_s)
-            ):
+            victims = self._find_lower(sequence, found, blocked_by, needed)
+            givers = [] if victims else self._find_givers(sequence, found, blocked_by, needed)
+            if not (victims or givers):
                 return blocked_by
+            for one in victims or givers:
+                self._preempt_in_step(one, slices, now_s, is_claimed=bool(givers))
             found = self._find_prefix(sequence, now_s)
         if not self.running and self._waits_for_moves(sequence, found, needed, now_s):
             return "blocks"
@@ -553,17 +554,11 @@ class Scheduler:
         more = (sequence.batch_slots - 1) * own
         return max(0, needed - held) + (copied + more) * windows.groups
 
-    def _preempt_for(
-        self,
-        sequence: Sequence,
-        found: TreeMatch | None,
-        blocked_by: BlockedBy,
-        needed: int,
-        slices: dict[int, Slice],
-        now_s: float,
-    ) -> bool:
-        """Preempt one running sequence of lower priority, if all of them together could unblock
-        `sequence`.
+    def _find_lower(
+        self, sequence: Sequence, found: TreeMatch | None, blocked_by: BlockedBy, needed: int
+    ) -> list[Sequence]:
+        """Return one running sequence of lower priority to preempt; none if all of them together
+        could not unblock `sequence`.
         """
         priority = sequence.parent.request.priority
         lower = [
@@ -572,51 +567,27 @@ class Scheduler:
             if s.parent.request.priority < priority
         ]
         if not lower or not self._would_free_enough(lower, sequence, found, blocked_by, needed):
-            return False
-        victim = max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))
-        self._preempt_in_step(victim, slices, now_s)
-        return True
+            return []
+        return [max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))]
 
-    def _claim_for(
-        self,
-        sequence: Sequence,
-        found: TreeMatch | None,
-        blocked_by: BlockedBy,
-        needed: int,
-        slices: dict[int, Slice],
-        now_s: float,
-    ) -> bool:
-        """Preempt sequences of payers above their share for a payer that is below its own, if that
-        could unblock `sequence` (rules 4 and 5).
-        """
-        first = min(self.running, key=lambda s: s.rank, default=None)
-        if blocked_by == "batch_slots":
-            givers = self.shares.find_givers(sequence, first)
-        elif blocked_by == "blocks":
-            givers = self._find_block_givers(sequence, found, needed, first)
-        else:
-            return False
-        for giver in givers:
-            self._preempt_in_step(giver, slices, now_s, is_claimed=True)
-        return bool(givers)
-
-    def _find_block_givers(
-        self,
-        sequence: Sequence,
-        found: TreeMatch | None,
-        needed: int,
-        first: Sequence | None,
+    def _find_givers(
+        self, sequence: Sequence, found: TreeMatch | None, blocked_by: BlockedBy, needed: int
     ) -> list[Sequence]:
-        """Return one running sequence whose blocks a payer inside its floor may claim; none if all
-        such sequences together would not be enough.
+        """Return sequences of payers above their share to preempt for a payer below its own (rules
+        4 to 6): those whose slots it may claim, or one whose blocks a payer inside its floor may
+        claim. None if all such sequences together would not be enough.
         """
+        if blocked_by == "batch_slots":
+            return self.shares.find_givers(sequence)
         grant, priority = sequence.parent.request.grant, sequence.parent.request.priority
-        if not self.cache.is_inside_floor(grant.namespace, grant.quota, needed):
+        if blocked_by != "blocks" or not self.cache.is_inside_floor(
+            grant.namespace, grant.quota, needed
+        ):
             return []
         able = [
             s
             for s in self.running
-            if s is not first
+            if s is not self.running.first
             and s.parent.payer != grant.payer
             and s.parent.request.priority <= priority
             and self.cache.over_share(s.parent.payer) > 0
@@ -648,9 +619,6 @@ class Scheduler:
         return (own if blocked_by == "ceiling" else pool) >= needed
 
     # -- internals ----------------------------------------------------------------------------
-
-    def _is_best_rank(self, sequence: Sequence) -> bool:
-        return all(sequence.rank <= s.rank for s in self.running)
 
     def _candidates(self, sequence: Sequence, blocked_by: BlockedBy) -> list[Sequence]:
         """Return the running sequences whose preemption could help `sequence`.

@@ -224,8 +224,8 @@ def test_claims_make_progress_and_never_go_back_and_forth(
     scheduler, claims = world.core.scheduler, Counter[int]()
     find = scheduler.shares.find_givers
 
-    def watched(sequence: Sequence, first: Sequence | None) -> list[Sequence]:
-        givers = find(sequence, first)
+    def watched(sequence: Sequence) -> list[Sequence]:
+        givers, first = find(sequence), min(scheduler.running, key=lambda s: s.rank)
         left = scheduler.running.slots_of.copy()
         for giver in givers:
             claims[giver.sequence_id] += 1
