@@ -123,7 +123,7 @@ class Core:
         """Accept or refuse a request; in both cases its events come from `step`."""
         try:
             check_request(self, request)
-            self._make_room(request)
+            refused = self._choose_refused(request)
             self.constraints.submit(request)
         except EngineError as refusal:
             wait_s = refusal.retry_after_s if isinstance(refusal, EngineUnavailable) else None
@@ -133,6 +133,9 @@ class Core:
                 )
             )
             return
+        for other in refused:
+            message, wait_s = self._queue_full(other.turn)
+            self._finish(other, "refused", "queue_full", message, retry_after_s=wait_s)
         active = self.requests.add(request, self.clock())
         self._add_sequence(active)
         self.scheduler.add_request(active)
@@ -571,16 +574,14 @@ class Core:
 
     # -- the queue's bounds -------------------------------------------------------------------
 
-    def _make_room(self, request: Request) -> None:
-        """Refuse waiting requests of the payer with most waiting, where the queue is full. Raises
-        EngineUnavailable if that is the payer of `request`.
+    def _choose_refused(self, request: Request) -> list[ActiveRequest]:
+        """Return the waiting requests that make room for `request` in a full queue, those of the
+        payer with most waiting. Raises EngineUnavailable if that is its own.
         """
         refused = self._bounds.choose_refused(self.requests, request)
         if refused is None:
             raise EngineUnavailable("queue_full", *self._queue_full(request.turn_payer))
-        for active in refused:
-            message, wait_s = self._queue_full(active.turn)
-            self._finish(active, "refused", "queue_full", message, retry_after_s=wait_s)
+        return refused
 
     def _queue_full(self, turn: Payer) -> tuple[str, float]:
         """Return the message and the retry time for a payer whose request finds no room.
