@@ -308,6 +308,12 @@ class World:
             stream.cut.setdefault(index, output_tokens)  # the first one ends the sample
         self.core.end_sample(request_id, index, output_tokens)
 
+    def final(self, name: str) -> Finished:
+        """Return the final event of a request that has ended."""
+        final = self.streams[name].finished
+        assert final is not None
+        return final
+
     def peek(self, namespace: bytes, tokens: tuple[int, ...]) -> int:
         """Return the cached tokens of a prompt, and check that peeking changes nothing."""
         first = self.core.peek(Peek(1, namespace, tokens))

@@ -19,7 +19,8 @@ from engine.api import (
 from engine.cache import BlockTable, PrefixCache
 from engine.plan import block_window
 from tests.fakes import OracleError
-from tests.unit.engine.recorded_engine import GREEDY, RecordedWorld, tokens
+from tests.unit.engine.recorded_engine import RecordedWorld, tokens
+from tests.unit.engine.tiny_engines import GREEDY
 
 WINDOW = AttentionWindow(8, 4)
 SHARED = 16

@@ -311,9 +311,7 @@ def test_a_request_waits_for_a_promise_that_is_being_stored() -> None:
         world.run(ask(f"leased{number}", prompt(number), grant=leased(12)))
         long = ask(f"long{number}", prompt(50 + number, 40), grant=CacheGrant(b"other", PAYER))
         world.run(long)
-        finished = world.streams[f"long{number}"].finished
-        assert finished is not None
-        assert finished.ending == "done"
+        assert world.final(f"long{number}").ending == "done"
 
 
 def test_a_lease_erased_here_leaves_what_another_covers_promised() -> None:

@@ -98,7 +98,6 @@ def test_a_payer_within_its_part_is_never_refused_and_the_bounds_hold(
 def test_a_quiet_payer_is_served_beside_a_full_queue(flooded: int) -> None:
     """And the words of a refusal count the flood's own requests alone."""
     world = RecordedWorld(blocks=400, sequences_max=2, queue_requests_max=6)
-    told: list[Finished] = []
     for index in range(flooded):
         world.ask(f"flood{index}", tokens(8, index), max_tokens=30, namespace=b"flood")
     world.step()
@@ -107,10 +106,8 @@ def test_a_quiet_payer_is_served_beside_a_full_queue(flooded: int) -> None:
         while f"quiet{turn}" in world.live:
             world.step()
     world.settle()
-    for stream in world.streams.values():
-        assert stream.finished is not None
-        if stream.finished.ending == "refused":
-            told.append(stream.finished)
+    ends = [world.final(name) for name in world.streams]
+    told = [end for end in ends if end.ending == "refused"]
 
     assert all(end.request_id.startswith("flood") for end in told)
     assert {end.code for end in told} == {"queue_full"}

@@ -419,9 +419,7 @@ def test_a_sample_alone_does_not_copy_its_own_tail() -> None:
     world.ask("r", tokens(13), samples=2, max_tokens=2)
     world.settle()
 
-    final = world.streams["r"].finished
-    assert final is not None
-    assert final.ending == "done"
+    assert world.final("r").ending == "done"
 
 
 ONE_TOKEN = [(1, 0, 0, 1, 0)] * 4
@@ -484,10 +482,9 @@ def test_every_admissible_request_finishes(
     world.settle()
 
     for name, stream in world.streams.items():
-        assert stream.finished is not None
-        if stream.finished.ending == "refused":
-            assert stream.finished.code == "kv_exceeded"
+        if world.final(name).ending == "refused":
+            assert world.final(name).code == "kv_exceeded"
             continue
-        assert stream.finished.ending == "done"
+        assert world.final(name).ending == "done"
         # so often for lack of room, and so often for another payer's share
         assert world.preemptions(name) <= 2 * preemptions_max * stream.request.samples
