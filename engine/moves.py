@@ -1,9 +1,9 @@
-"""What the brain asks of the bodies that move KV below the device, and what they answer.
+"""Commands to move KV below the device, and their outcomes.
 
-A *level* is where copies of blocks lie: the device's pool, host memory, disk. The brain
-(`engine.levels`) decides; a `TransferEngine` copies blocks between the device's pool and slots of
-host memory; a `Storage` keeps records on disk and knows all of its index. Values are frozen. Only
-the storage process knows the wall clock: all times are durations in seconds from the message.
+A *level* is where copies of blocks lie: the device's pool, host memory, disk. `engine.levels`
+decides; a `TransferEngine` copies blocks between the device's pool and slots of host memory; a
+`Storage` keeps records on disk and knows all of its index. Values are frozen. Only the storage
+process knows the wall clock: all times are durations in seconds from the message.
 
 Nothing here waits: commands are handed over, and outcomes are polled. Each command has one outcome:
 it is *done*, or it has failed.
@@ -456,7 +456,7 @@ StorageOutcome = Stored | Looked | Fetched | Renewed | Recalled | StoredErased |
 
 
 class Storage(Protocol):
-    """The brain's end of the storage process."""
+    """The storage process, as `engine.levels` sees it."""
 
     def send(self, command: StorageCommand) -> None:
         """Hand over a command. Never blocks; while the process is away, commands fail."""

@@ -1,7 +1,6 @@
-"""The step plan: one frozen value per step, between the brain (core, scheduler, cache) and the
-runner.
+"""The step plan: one frozen value per step, which core makes and a runner executes.
 
-It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it. Rules:
+It knows no tensor and no clock. Rules:
 
 1. `launch(plan)` has read everything it needs when it returns: block tables and token lists are the
    sequences' own lists and change afterwards.

@@ -19,7 +19,7 @@ SMOOTHING = 0.1
 """The weight of the latest step in the smoothed rates."""
 
 WAIT_S_MIN = 1.0
-"""The shortest wait that is told, in seconds."""
+"""The shortest wait that is reported, in seconds."""
 
 DECODES_PER_RECORD = 8
 """Steps without a prompt of which one is recorded for the cost of steps."""
@@ -28,7 +28,7 @@ DECODES_PER_RECORD = 8
 class EngineStats:
     """Totals since the start of the epoch, and smoothed rates.
 
-    `levels_off`: what is told of levels that are configured and could not be had.
+    `levels_off`: reported for levels that are configured and could not be opened.
     """
 
     def __init__(self, step_cost: StepCost) -> None:

@@ -132,7 +132,7 @@ def _transfer_engine(kv: KvStorage, arena: HostArena) -> TransferEngine:
 class FailedMoveLog:
     """Logs moves that failed: the first one, and then one in a while, with how many there were.
 
-    Damaged and unpackable copies are counted and told elsewhere. Any thread calls it.
+    Damaged and unpackable copies are counted and reported elsewhere. Any thread calls it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
