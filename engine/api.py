@@ -201,6 +201,41 @@ class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
 
 
+class BlockWindow(Struct, frozen=True, gc=False):
+    """The blocks that a sequence with an attention window reads.
+
+    A token of block b reads, up to itself, the first `sinks` blocks, the `window` blocks before b,
+    and b. That follows from positions alone, not from what a step computes together. So the tokens
+    of the first `shared_blocks` blocks read all tokens before them.
+    """
+
+    sinks: int
+    window: int
+
+    @property
+    def shared_blocks(self) -> int:
+        """Return how many leading blocks are computed as without a window."""
+        return self.sinks + self.window + 1
+
+    @property
+    def blocks_max(self) -> int:
+        """Return the most blocks that a sequence holds while a few of its tokens are computed at a
+        time, however long it is: the shared ones are let go together, when the window has passed
+        them.
+        """
+        return self.shared_blocks + self.window + 2
+
+    def first_read(self, block: int) -> int:
+        """Return the first block behind the sinks that the tokens of `block` read."""
+        return max(self.sinks, block - self.window)
+
+    def blocks_of(self, runs: int, step_blocks: int = 1) -> int:
+        """Return the most blocks that a sequence of `runs` blocks holds while `step_blocks` are
+        computed at a time.
+        """
+        return min(runs, self.blocks_max + step_blocks - 1)
+
+
 class AttentionWindow(Struct, frozen=True, forbid_unknown_fields=True):
     """A request's attention window: its tokens read the first `sink_tokens` tokens and the last
     `tokens` before their own block alone. Both are multiples of the block.
@@ -212,17 +247,13 @@ class AttentionWindow(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, Meta(ge=1, lt=2**31)]
     sink_tokens: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
+    def in_blocks(self, block_size: int) -> BlockWindow:
+        """Return the window in blocks."""
+        return BlockWindow(self.sink_tokens // block_size, self.tokens // block_size)
+
     def shared_tokens(self, block_size: int) -> int:
         """Return how many leading tokens are computed as without the window."""
-        return self.sink_tokens + self.tokens + block_size
-
-    def blocks_max(self, block_size: int) -> int:
-        """Return the most blocks that a sequence holds while a few of its tokens are computed at a
-        time, however long it is.
-
-        The blocks of the shared prefix are let go together, when the window has passed them.
-        """
-        return self.sink_tokens // block_size + 2 * (self.tokens // block_size) + 3
+        return self.in_blocks(block_size).shared_blocks * block_size
 
 
 class Request(Struct, frozen=True, forbid_unknown_fields=True):

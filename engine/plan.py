@@ -25,44 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from engine.api import AttentionWindow, SampledToken, Sampling
+from engine.api import BlockWindow, SampledToken, Sampling
 
 Mask = npt.NDArray[np.int32]
 """The tokens that may be sampled: bit i % 32 of word i // 32 is 1 where token i may. int32
 [words].
 """
-
-
-class BlockWindow(Struct, frozen=True, gc=False):
-    """The blocks that a sequence with an attention window reads.
-
-    A token of block b reads, up to itself, the first `sinks` blocks, the `window` blocks before b,
-    and b. That follows from positions alone, not from what a step computes together. So the tokens
-    of the first `shared_blocks` blocks read all tokens before them.
-    """
-
-    sinks: int
-    window: int
-
-    @property
-    def shared_blocks(self) -> int:
-        """Return how many leading blocks are computed as without a window."""
-        return self.sinks + self.window + 1
-
-    def first_read(self, block: int) -> int:
-        """Return the first block behind the sinks that the tokens of `block` read."""
-        return max(self.sinks, block - self.window)
-
-    def blocks_of(self, runs: int, step_blocks: int = 1) -> int:
-        """Return the most blocks that a sequence of `runs` blocks holds while `step_blocks` are
-        computed at a time: the shared ones are let go together, when the window has passed them.
-        """
-        return min(runs, self.shared_blocks + self.window + 1 + step_blocks)
-
-
-def block_window(asked: AttentionWindow, block_size: int) -> BlockWindow:
-    """Return a request's attention window in blocks; it is a multiple of them."""
-    return BlockWindow(asked.sink_tokens // block_size, asked.tokens // block_size)
 
 
 class BlockCopy(Struct, frozen=True, gc=False):

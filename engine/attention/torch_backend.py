@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.api import BlockWindow
 from engine.attention.batch import Batch
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
@@ -23,7 +24,7 @@ from engine.attention.row_pieces import pieces_of
 from engine.kv.storage import KvStorage
 from engine.kv.token_rows import token_rows
 from engine.model_store import Architecture
-from engine.plan import BlockWindow, Row, StepPlan
+from engine.plan import Row, StepPlan
 from kernels.reference import rotate
 
 GROUP_KEYS_MIN = 64

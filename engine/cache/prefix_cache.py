@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from engine.api import Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
+from engine.api import BlockWindow, Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
@@ -39,7 +39,7 @@ from engine.cache.tree.prefix_tree import Node, TreeBlock, TreeMatch, tree_block
 from engine.cache.tree.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
 from engine.errors import InvariantViolation
-from engine.plan import BlockCopy, BlockWindow
+from engine.plan import BlockCopy
 
 DEFAULT_QUOTA = Quota()
 DEFAULT_EVICTION_POLICY = LeastRecentlyUsed()

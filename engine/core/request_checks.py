@@ -110,8 +110,8 @@ def _check_size(core: CheckContext, request: Request) -> None:
         )
     grant = request.grant
     room = core.cache.max_sequence_tokens(grant.namespace, grant.quota)
-    size = core.cache.block_size
-    if request.attention is not None and request.attention.blocks_max(size) * size <= room:
+    size, attention = core.cache.block_size, request.attention
+    if attention is not None and attention.in_blocks(size).blocks_max * size <= room:
         return  # it never holds more, however long it is
     if total > room:
         raise RequestRefused(

@@ -21,7 +21,6 @@ from engine.api import Payer
 from engine.cache import BlockTable, PrefixCache, TreeMatch
 from engine.config import EngineConfig
 from engine.levels.levels import Levels
-from engine.plan import block_window
 from engine.scheduler.batch_shares import BatchShares
 from engine.scheduler.isolation import Isolation, Turn
 from engine.scheduler.loading import Loading
@@ -123,7 +122,7 @@ class Scheduler:
         self.queue.count_arrival(active.turn, active.request.weight)
         self.isolation.add(active)
         if active.request.attention is not None:
-            active.attention = block_window(active.request.attention, self.cache.block_size)
+            active.attention = active.request.attention.in_blocks(self.cache.block_size)
         sequence = active.sequences[0]
         if active.is_compiling:
             self.compiling[sequence.sequence_id] = sequence

@@ -7,12 +7,12 @@ core change them.
 
 from __future__ import annotations
 
-from engine.api import LevelName, Request, Usage
+from engine.api import BlockWindow, LevelName, Request, Usage
 from engine.cache import BlockTable
 from engine.grammar.grammar import CompiledGrammar, Matcher
 from engine.levels.level_use import LevelUse
 from engine.levels.loads import Load
-from engine.plan import BlockWindow, Mask
+from engine.plan import Mask
 
 
 class Sequence:

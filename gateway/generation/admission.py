@@ -222,7 +222,7 @@ def _room(
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
     memory = tokens_within(blocks, now.info.kv_windows, now.info.block_size)
     size = now.info.block_size
-    is_bounded = attention is not None and attention.blocks_max(size) * size <= memory
+    is_bounded = attention is not None and attention.in_blocks(size).blocks_max * size <= memory
     if memory < context and not is_bounded:
         return memory, f"The available cache memory holds {memory} tokens"
     return context, f"This model's maximum context length is {context} tokens"

@@ -17,7 +17,6 @@ from engine.api import (
     Retention,
 )
 from engine.cache import BlockTable, PrefixCache
-from engine.plan import block_window
 from tests.fakes import OracleError
 from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 from tests.unit.engine.tiny_engines import GREEDY
@@ -44,7 +43,7 @@ def test_a_sequence_holds_its_sinks_and_its_window_alone(depth: int) -> None:
 
     assert found.endings == {"done": 1}
     step_blocks = depth * 4
-    assert max(held) <= block_window(WINDOW, 4).blocks_of(1000, step_blocks)
+    assert max(held) <= WINDOW.in_blocks(4).blocks_of(1000, step_blocks)
     assert held[-1] <= 1 + 2 + 3, "sinks, window, its own block, and the steps in flight"
 
 
@@ -223,13 +222,6 @@ def test_a_ceiling_counts_what_a_sequence_holds() -> None:
 
     assert found.endings == {"done": 1, "refused kv_exceeded": 1}
     assert found.final("plain").ending == "refused"
-
-
-def test_bounds_of_request_and_plan_agree() -> None:
-    """The engine refuses and the scheduler plans by one number."""
-    for asked in (WINDOW, AttentionWindow(64, 0), AttentionWindow(16, 32)):
-        assert asked.blocks_max(4) == block_window(asked, 4).blocks_of(10_000)
-        assert asked.shared_tokens(4) == block_window(asked, 4).shared_blocks * 4
 
 
 def test_promises_of_window_blocks_end_with_their_nodes() -> None:

@@ -11,11 +11,11 @@ import torch
 from msgspec.structs import replace
 
 import kernels.gpu.tree_attention
-from engine.api import AttentionWindow, Request, Sampling
+from engine.api import AttentionWindow, BlockWindow, Request, Sampling
 from engine.attention.row_pieces import pieces_of
 from engine.config import EngineConfig
 from engine.model_store import Architecture
-from engine.plan import BlockWindow, Row
+from engine.plan import Row
 from kernels.gpu.work_list import Slices, WorkPlanner
 from tests.unit.engine.runner.masked_model import masked_logprobs
 from tests.unit.engine.runner.test_gpu_runner import (
