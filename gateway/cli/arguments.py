@@ -57,7 +57,7 @@ def build_parser(wanted: Collection[str] = ()) -> Parser:
 
 def find_entry(name: str) -> Entry:
     """Return the arguments and the function of a command; imports its module."""
-    entries: Mapping[str, Entry] = import_module(COMMANDS[name].module).COMMANDS
+    entries: Mapping[str, Entry] = import_module(f"gateway.cli.{COMMANDS[name].module}").COMMANDS
     return entries[name]
 
 

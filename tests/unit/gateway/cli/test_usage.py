@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gateway.cli.usage import short_count
+from gateway.cli.ledger.usage import short_count
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, find_tenant
 from tenancy.ledger.ledger import Ledger
@@ -27,7 +27,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data directory with a ledger of three tenants, at `NOW_MS`."""
     monkeypatch.delenv("TRUNKLINE_CONFIG", raising=False)
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr("gateway.cli.usage.wall_ms", lambda: NOW_MS)
+    monkeypatch.setattr("gateway.cli.ledger.usage.wall_ms", lambda: NOW_MS)
     store = new_sqlite(tmp_path / "trunkline.db")
     for name in ("ada", "bob", LONG):
         tenant = create_tenant(store, lambda: NOW_MS, name)

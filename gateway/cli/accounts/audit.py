@@ -10,12 +10,12 @@ from typing import get_args
 
 import msgspec
 
-from gateway.cli.billing import write_file
 from gateway.cli.database import open_database
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_result
 from gateway.cli.times import TIME_HELP, parse_period
 from tenancy.accounting.exports import as_csv
 from tenancy.accounts.tenants import find_tenant, list_tenants
+from tenancy.storage.atomic_files import write_chunks
 from tenancy.storage.audit_log import (
     PAGE_MAX,
     ActorKind,
@@ -67,7 +67,7 @@ def _run(call: CommandCall) -> CommandResult:
         if options.out is None:
             rows = list(islice(_rows(store, wanted), options.limit))
             return table_result(rows, shown=_COLUMNS)
-        size = write_file(options.out, _encoded(_rows(store, wanted), options.format))
+        size = write_chunks(options.out, _encoded(_rows(store, wanted), options.format))
     return CommandResult(f"{size} bytes in {options.out}", {"bytes": size})
 
 
