@@ -19,7 +19,7 @@ from gateway.dialects.canonical import GenerationParameters, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.http.request_context import RequestState
 from tenancy.errors import LimitExceeded
-from tenancy.limits import CONCURRENCY_RETRY_S, NO_DEMAND, Demand, LimitState, Meter, Reservation
+from tenancy.limits import CONCURRENCY_RETRY_S, Demand, LimitState, Meter, Reservation
 
 
 def take_place(gateway: Context, state: RequestState) -> None:
@@ -39,7 +39,7 @@ def take_place(gateway: Context, state: RequestState) -> None:
         after_s = CONCURRENCY_RETRY_S
         raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=after_s)
     try:
-        state.place = limiter.reserve(identity, NO_DEMAND)
+        state.place = limiter.reserve(identity)
     except LimitExceeded as error:
         gateway.limited[identity.tenant.tenant_id] += 1
         left = limiter.status(identity)
