@@ -106,8 +106,8 @@ def find(
     `is_own`: for the tenant itself; no other tenant is named. O(counts of the window). Raises
     StoreError, and BadName for an unknown tenant.
     """
-    tenants = [find_tenant(store, tenant)[0]] if tenant else [one for one, _ in list_tenants(store)]
-    names = {} if is_own else {one.tenant_id: one.name for one, _ in list_tenants(store)}
+    tenants = [find_tenant(store, tenant)] if tenant else list_tenants(store)
+    names = {} if is_own else {one.tenant_id: one.name for one in list_tenants(store)}
     only = tenants[0].tenant_id if tenant else None
     totals = {
         one.tenant: one

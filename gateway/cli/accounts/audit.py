@@ -55,7 +55,7 @@ def _run(call: CommandCall) -> CommandResult:
     with open_database(call.config, create=False) as store:
         tenant_id = None
         if options.tenant is not None:
-            tenant_id = find_tenant(store, options.tenant)[0].tenant_id
+            tenant_id = find_tenant(store, options.tenant).tenant_id
         wanted = AuditFilter(
             since_ms=since_ms,
             until_ms=until_ms,
@@ -72,7 +72,7 @@ def _run(call: CommandCall) -> CommandResult:
 
 
 def _rows(store: Store, wanted: AuditFilter) -> Iterator[dict[str, object]]:
-    names = {one.tenant_id: one.name for one, _ in list_tenants(store)}
+    names = {one.tenant_id: one.name for one in list_tenants(store)}
     return (change_row(one, names) for one in all_changes(store, wanted))
 
 

@@ -94,7 +94,7 @@ def _create(call: CommandCall) -> CommandResult:
                 store, wall_ms, label=options.label, lives_ms=lives_ms, scopes=scopes, by=by
             )
         else:
-            found, _ = find_tenant(store, options.tenant)
+            found = find_tenant(store, options.tenant)
             key = create_key(
                 store,
                 wall_ms,

@@ -49,10 +49,10 @@ def _budget(call: CommandCall) -> CommandResult:
     if options.remove and (hard is not None or soft is not None):
         raise CommandError("--remove is not allowed with --hard or --soft")
     with open_database(config, create=False) as store:
-        names = {tenant.tenant_id: tenant.name for tenant, _ in list_tenants(store)}
+        names = {tenant.tenant_id: tenant.name for tenant in list_tenants(store)}
         tenant_id = None
         if options.tenant is not None:
-            tenant_id = find_tenant(store, options.tenant)[0].tenant_id
+            tenant_id = find_tenant(store, options.tenant).tenant_id
         if is_change and tenant_id is not None:
             budget = Budget(tenant_id, options.window, hard, soft, options.key)
             set_budget(store, budget, command_actor())

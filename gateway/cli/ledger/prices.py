@@ -59,7 +59,7 @@ def _prices(call: CommandCall) -> CommandResult:
             card = add_card(store, wall_ms, card, command_actor())
             text = f"{card.rate_card_id} applies from {show_second(card.valid_from_ms)}"
             text += _small_prices(card)
-            if card.tier not in (ANY, *(one.tier for one, _ in list_tenants(store))):
+            if card.tier not in (ANY, *(one.tier for one in list_tenants(store))):
                 text += f"; no tenant has the tier {card.tier!r} yet"
             return CommandResult(text, structs.asdict(card))
         rows = [_card_row(card) for card in load_cards(store)]

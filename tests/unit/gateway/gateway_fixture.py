@@ -115,7 +115,7 @@ class GatewayFixture:
         self.store = store or new_sqlite(folder / "test.db")
         self.keys: dict[str, str] = {}
         for name in ("ada", "bob"):
-            there = [tenant for tenant, _ in list_tenants(self.store) if tenant.name == name]
+            there = [tenant for tenant in list_tenants(self.store) if tenant.name == name]
             tenant = there[0] if there else create_tenant(self.store, wall_ms, name)
             self.keys[name] = create_key(self.store, wall_ms, tenant.tenant_id)
         self.renderer = new_renderer(card)

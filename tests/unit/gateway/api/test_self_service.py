@@ -30,7 +30,7 @@ async def get(
 
 async def create_key_for(gateway: GatewayFixture, *scopes: str, workspace: str = "default") -> str:
     """Create a further key of ada's, and store it under a name."""
-    tenant, _ = find_tenant(gateway.store, "ada")
+    tenant = find_tenant(gateway.store, "ada")
     key = create_key(gateway.store, wall_ms, tenant.tenant_id, scopes=scopes, workspace=workspace)
     gateway.keys["further"] = key
     gateway.gateway.context.registry.refresh_now()

@@ -41,7 +41,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (LONG, "small", 0, 987_654_321_000),
     ):
         now_ms = NOW_MS - days_ago * DAY_MS
-        owner = find_tenant(store, name)[0].tenant_id
+        owner = find_tenant(store, name).tenant_id
         counts = (tokens, tokens // 2, 0, tokens - tokens // 2, 7, 0)
         request_id = f"{name}-{model}"
         one = UsageEntry(request_id, owner, owner, model, "done", now_ms, now_ms, *counts)
