@@ -15,11 +15,8 @@ from tenancy.errors import BadPrice, BudgetExceeded, IdempotencyConflict
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord
 from tenancy.ledger.transactions import Hold, NamedEntry
-from tenancy.limits import Demand
+from tenancy.limits import NO_DEMAND, Demand
 from tenancy.types import Identity, UsageEntry, WallClock
-from tenancy.types import wall_ms as wall_ms
-
-NOTHING = Demand(0, 0)
 
 
 def note_progress(ledger: LedgerClient, notes: Mapping[str, UsageRecord]) -> None:
@@ -52,7 +49,7 @@ class LedgerReservation:
         identity: Identity,
         model: str,
         *,
-        most: Demand = NOTHING,
+        most: Demand = NO_DEMAND,
         dialect: str = "",
         epoch: str = "",
         claim: Claim | None = None,
