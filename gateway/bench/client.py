@@ -28,7 +28,7 @@ class BenchTarget(Struct, frozen=True):
 
     url: str
     model: str
-    keys: tuple[str, ...] = ("",)
+    keys: tuple[str, ...]
     ignores_end: bool = True
     """Whether the endpoint accepts `ignore_eos` (Trunkline and vLLM do), so that outputs have
     full length."""

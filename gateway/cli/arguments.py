@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{prefix}{message} (see {self.prog} --help)")
 
 
-def build_parser(wanted: Collection[str] = ()) -> Parser:
+def build_parser(wanted: Collection[str]) -> Parser:
     """Return the parser of all commands. `wanted`: the commands that get their arguments.
 
     Parsed options have `command`, for commands with actions also `action`. Imports the modules of

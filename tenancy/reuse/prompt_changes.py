@@ -103,7 +103,7 @@ class Divergence(Struct, frozen=True):
     repeated: int
     changed: int
     is_repetition: bool
-    is_shortened: bool = False
+    is_shortened: bool
 
 
 class PromptReuse(Struct, frozen=True):
