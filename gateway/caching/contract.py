@@ -25,6 +25,7 @@ from engine.api import (
     LevelWait,
     Namespace,
     Retention,
+    Started,
     Usage,
 )
 from gateway.caching.breakpoints import BreakpointPlan, plan_breakpoints
@@ -296,32 +297,19 @@ class Contract:
         """
         read = self.expect(cached_tokens).read_tokens()
         reach = cached_tokens + window_gone_tokens
-        return self._why_missed(read, cached_tokens, reach, None, self._manager.clock())
+        return self._why_missed(read, cached_tokens, reach, self._manager.clock())
 
-    def begin(
-        self,
-        cached_tokens: int,
-        grants: Sequence[LeaseGrant],
-        window_gone_tokens: int = 0,
-        loaded_tokens: Sequence[tuple[LevelName, int]] = (),
-        read_fidelity: Fidelity = "exact",
-        wait: LevelWait | None = None,
-    ) -> UsageRecord:
-        """Settle the read when the engine starts: record usage and grants, renew what was read.
-
-        `window_gone_tokens`: see `explain`. `loaded_tokens`: of the cached ones, by level.
-        `read_fidelity`: how far from exact the cached ones may be. `wait`: see
-        `engine.api.Started`.
-        """
+    def begin(self, started: Started) -> UsageRecord:
+        """Settle the read when the engine starts: record usage and grants, renew what was read."""
         now_s = self._manager.clock()
-        self.loaded_tokens, self.wait = dict(loaded_tokens), wait
-        self.read_fidelity = read_fidelity
+        cached_tokens, grants = started.cached_tokens, started.leases
+        self.loaded_tokens, self.wait = dict(started.loaded_tokens), started.wait
+        self.read_fidelity, self.grants = started.fidelity, grants
         terms = self._terms
         if terms.writes:
             self._granted = {w.tokens: w.tokens for w in terms.writes}
             for write, grant in zip(terms.writes, grants, strict=False):
                 self._granted[write.tokens] = grant.tokens
-        self.grants = tuple(grants)
         self._record, self._read_entry = terms.split(cached_tokens, self._granted, now_s)
         short = _short_lease(terms.writes, grants) if terms.writes else None
         if short is not None and self._manager.tells_leases:
@@ -331,8 +319,8 @@ class Contract:
         if terms.candidates:
             self._adopt(cached_tokens)
         read = self._record.read_tokens()
-        reach = cached_tokens + window_gone_tokens
-        self._missed = self._why_missed(read, cached_tokens, reach, wait, now_s)
+        reach = cached_tokens + started.window_gone_tokens
+        self._missed = self._why_missed(read, cached_tokens, reach, now_s)
         if self._missed:
             self.missed_segment = self._digests.segment_behind(cached_tokens)
             if terms.candidates:
@@ -445,10 +433,8 @@ class Contract:
                 entry.epoch, entry.losses = epoch, manager.losses(namespace)
                 manager.entries.note_change(entry)
 
-    def _why_missed(
-        self, read: int, cached_tokens: int, reach: int, wait: LevelWait | None, now_s: float
-    ) -> str:
-        terms = self._terms
+    def _why_missed(self, read: int, cached_tokens: int, reach: int, now_s: float) -> str:
+        terms, wait = self._terms, self.wait
         if terms.lookup == "none":
             return ""
         if terms.is_below:

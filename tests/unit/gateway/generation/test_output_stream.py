@@ -31,7 +31,7 @@ from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
 from tests.examples import examples
 from tests.tiny_tokenizer import byte_tokens
-from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.fake_engine import FakeEngine, contracts_of
 
 END_OF_TURN = 2
 ANYTHING = Prompt()
@@ -50,7 +50,8 @@ class Answer:
         )
         self.rendered = [Rendered(tuple(byte_tokens(text))) for text in prompts]
         streams = [self.engine.open(str(n)) for n in range(len(prompts))]
-        self.stream = OutputStream(self.call, self.rendered, renderer)
+        contracts = contracts_of(self.call, self.rendered)
+        self.stream = OutputStream(self.call, self.rendered, renderer, contracts)
         self.stream.follow(streams)
         self.deltas: list[Delta] = []
 
@@ -85,7 +86,7 @@ async def test_begins_with_cached_tokens_and_ends_with_usage(
     renderer: Renderer,
 ) -> None:
     """Some dialects report the cache before the first token, all report it at the end."""
-    answer = Answer(renderer)
+    answer = Answer(renderer, "nine char")
     answer.engine.play("0", [byte_tokens("ok")], prompt_tokens=9, cached_tokens=6)
     await answer.read()
 
