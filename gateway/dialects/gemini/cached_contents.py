@@ -73,7 +73,7 @@ class CachedContentView(Struct, frozen=True):
 
 def parse_create(body: bytes, now_ms: int) -> CachedContentCreate:
     """Decode a create request. Raises Refusal."""
-    fields = wire.decode(body, wire.CACHED, wire.CachedBody, Tolerance())
+    fields = wire.decode(body, wire.CachedBody, Tolerance())
     if not fields.model:
         problem = "this field is required; expected the model that reads the cached content."
         raise invalid_field("model", problem, "missing_required_parameter")
@@ -94,7 +94,7 @@ def parse_create(body: bytes, now_ms: int) -> CachedContentCreate:
 
 def parse_update(body: bytes, mask: str, now_ms: int) -> CachedContentUpdate:
     """Decode an update. Raises Refusal for a field that cannot change."""
-    fields = wire.decode(body, wire.CACHED, wire.CachedBody, Tolerance())
+    fields = wire.decode(body, wire.CachedBody, Tolerance())
     for name in filter(None, mask.split(",")):
         if name.strip() not in ("ttl", "expireTime", "expire_time"):
             problem = f"{name[:64]!r} cannot change; expected ttl or expireTime."

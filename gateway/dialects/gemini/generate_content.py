@@ -66,7 +66,7 @@ class GeminiDialect:
             )
             raise Refusal(Kind.NOT_FOUND, "not_found", message)
         tolerance = Tolerance(metadata.tolerance)
-        fields = wire.decode(body, wire.GENERATE, wire.GenerateBody, tolerance)
+        fields = wire.decode(body, wire.GenerateBody, tolerance)
         is_stream = metadata.action == "streamGenerateContent"
         return _call(fields, metadata.model, tolerance, is_stream=is_stream)
 
@@ -97,7 +97,7 @@ class GeminiDialect:
 
 def _count(body: bytes, metadata: RequestMetadata) -> Call:
     tolerance = Tolerance(metadata.tolerance)
-    fields = wire.decode(body, wire.COUNT, wire.CountBody, tolerance)
+    fields = wire.decode(body, wire.CountBody, tolerance)
     inner = fields.generate_content_request
     if inner is not None and (fields.contents or fields.system_instruction or fields.tools):
         problem = "contents, systemInstruction or tools are set too; expected only one of the two."
