@@ -204,13 +204,15 @@ class Middleware:
                     raise KeyRefused("scope_missing", message)
                 return
             key = bearer_key(request)
-            state.identity = registry.authenticate(key)
-            if role not in state.identity.scopes:
+            identity = state.identity = registry.authenticate(key)
+            tenant = identity.tenant
+            state.owner = KeyOwner(identity.key_id, tenant.tenant_id, tenant.name)
+            if role not in identity.scopes:
                 raise KeyRefused("scope_missing", f"This key does not have the {role!r} scope.")
         except KeyRefused as error:
             if error.code == "scope_missing":
                 raise Refusal(Kind.PERMISSION, error.code, error.message) from error
-            state.former_owner = self._former_owner(error)
+            state.owner = self._former_owner(error)
             # A revoked or suspended key is no guess: it always gets its own error, never a 429.
             is_guess = error.code == "key_unknown"
             if is_guess and self._wrong_keys.record(request.remote or "local"):
@@ -263,12 +265,9 @@ class Middleware:
         """Record the request's metrics, its log line and its span, if there is a tracer."""
         total_s = self._gateway.clock() - state.started_s
         telemetry = self._gateway.telemetry
-        tenant = "none"
+        tenant = "none" if state.owner is None else telemetry.tenant_label(state.owner.tenant)
         if state.identity is not None:
-            tenant = telemetry.tenant_label(state.identity.tenant.name)
             telemetry.duration_s.add(total_s)
-        elif state.former_owner is not None:
-            tenant = telemetry.tenant_label(state.former_owner.tenant)
         telemetry.requests.add(1, tenant, state.route, state.ending)
         if state.code:
             telemetry.refusals.add(1, state.code)
@@ -276,7 +275,7 @@ class Middleware:
                 telemetry.tenant_refusals.add(1, tenant, state.code)
         is_refused = state.ending == "refused"
         has_owner = state.identity is not None or (self._is_public and state.route != "unknown")
-        if state.operation or (is_refused and has_owner):
+        if state.is_generation or (is_refused and has_owner):
             self._gateway.ended.add((record_of(state, status, total_s), state.segments))
         if state.first_token_s is not None:
             cached = cache_outcome(state.cached_tokens, state.prompt_tokens)
@@ -295,7 +294,7 @@ class Middleware:
             facts = log_facts(state, request.method, status, total_s, address)
             self._gateway.log("request", facts)
         tracer = self._gateway.tracer
-        if tracer is not None and state.operation:
+        if tracer is not None and state.is_generation:
             traceparent = request.headers.get("traceparent", "")
             span = span_facts(state, status, total_s, self._gateway.wall(), traceparent)
             tracer.record(span)

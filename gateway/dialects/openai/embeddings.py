@@ -68,15 +68,8 @@ class EmbeddingCall(Struct, frozen=True):
         return f"input[{index}]" if self.is_list else "input"
 
 
-class EmbeddingShape:
-    """The error shape of `/v1/embeddings`, and the name of its dialect."""
-
-    name = "openai_embeddings"
-    error_body = staticmethod(wire.error_body)
-    headers = staticmethod(wire.headers)
-
-
-SHAPE = EmbeddingShape()
+SHAPE = wire.OpenAIErrors("openai_embeddings")
+"""The error shape of `/v1/embeddings`, and the name of its dialect."""
 
 
 def parse(body: bytes, metadata: RequestMetadata = NO_METADATA) -> EmbeddingCall:

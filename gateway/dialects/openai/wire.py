@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -471,7 +471,7 @@ class RunningUsage:
         return usage(msgspec.structs.replace(self._begun, out=out))
 
 
-_TYPES: dict[Kind, Literal["invalid_request_error", "server_error"] | str] = {
+_TYPES = {
     Kind.AUTH: "authentication_error",
     Kind.PERMISSION: "permission_error",
     Kind.RATE: "rate_limit_error",
@@ -480,7 +480,6 @@ _TYPES: dict[Kind, Literal["invalid_request_error", "server_error"] | str] = {
     Kind.BUSY: "server_error",
     Kind.DEADLINE: "server_error",
 }
-_STATUS = {Kind.QUOTA: 429}
 
 
 def error_message(refusal: Refusal) -> str:
@@ -515,8 +514,7 @@ def count_body(tokens: int, cached: int) -> bytes:
 
 def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
     """Return the HTTP status and the JSON body of an error."""
-    status = _STATUS.get(refusal.kind, refusal.kind.value)
-    return status, msgspec.json.encode(error_object(refusal))
+    return refusal.kind.status, msgspec.json.encode(error_object(refusal))
 
 
 def token_entries(tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
@@ -529,6 +527,16 @@ def token_entries(tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
 def _token(token: TokenText) -> dict[str, Any]:
     text = token.data.decode("utf-8", "replace")
     return {"token": text, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+class OpenAIErrors:
+    """The errors of OpenAI's API under the name of one of its dialects."""
+
+    error_body = staticmethod(error_body)
+    headers = staticmethod(headers)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class SharedParts:
