@@ -93,7 +93,7 @@ from gateway.http.server import Listener, log_accept_errors
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import DeferredHolds
 from gateway.ledger.interface import InProcessLedger, LedgerClient
-from gateway.ledger.metering import note_progress, wall_ms
+from gateway.ledger.metering import note_progress
 from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
@@ -113,7 +113,7 @@ from tenancy.limits import Limiter
 from tenancy.pricing.budget_watch import BudgetWatch
 from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
-from tenancy.types import WallClock
+from tenancy.types import WallClock, wall_ms
 
 ADMIN_CONNECTIONS_MAX = 100
 """Open connections of the admin listener."""

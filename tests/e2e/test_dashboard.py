@@ -13,9 +13,9 @@ from selenium.webdriver.support.ui import Select
 
 from engine.api import LevelStats, PayerBytes
 from gateway.config import AdminConfig
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_admin_key
 from tenancy.accounts.tenants import create_tenant
+from tenancy.types import wall_ms
 from tests.e2e.browser import CHROMIUM, DRIVER, Page
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture

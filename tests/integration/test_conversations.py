@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from gateway.config import ResponsesConfig
-from gateway.ledger.metering import LedgerReservation, wall_ms
+from gateway.ledger.metering import LedgerReservation
 from tenancy.accounts.keys import create_key
 from tenancy.errors import LedgerUnavailable
+from tenancy.types import wall_ms
 from tests.published_schema import violations
 from tests.unit.gateway.gateway_fixture import GatewayFixture, parse_events
 

@@ -28,7 +28,6 @@ from gateway.context import Context
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.gc_tuning import freeze_heap
 from gateway.ledger.client import LedgerProcessClient
-from gateway.ledger.metering import wall_ms
 from gateway.observability.logging import LogLines
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
@@ -36,7 +35,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Item
 from tenancy.storage.interface import Store
-from tenancy.types import Limits
+from tenancy.types import Limits, wall_ms
 
 ENOUGH = 10**9
 """A limit that counts every request and refuses none."""

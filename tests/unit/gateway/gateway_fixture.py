@@ -39,12 +39,11 @@ from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.embeddings.embedder import Embedder
 from gateway.engines.served_models import ServedModel
-from gateway.ledger.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.storage.interface import Store
-from tenancy.types import WallClock
+from tenancy.types import WallClock, wall_ms
 from tests.fakes import FakeRunner
 from tests.models import prepared
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gateway.background import erasure
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, find_tenant
+from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("noon")

@@ -19,13 +19,13 @@ from gateway.background.storage_metering import (
     StorageMetering,
     token_changes,
 )
-from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounting.focus_export import cost_rows
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.transactions import StorageReading
 from tenancy.pricing.charges import RateCard, format_dollars
 from tenancy.pricing.rate_cards import add_card
+from tenancy.types import wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

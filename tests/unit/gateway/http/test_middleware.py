@@ -12,9 +12,9 @@ from gateway.dialects.canonical import Call
 from gateway.errors import Refusal
 from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys
 from gateway.http.route_table import canonical
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key, list_keys, revoke_key
 from tenancy.accounts.tenants import find_tenant, set_status
+from tenancy.types import wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

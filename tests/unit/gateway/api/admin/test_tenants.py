@@ -10,12 +10,12 @@ import pytest
 
 from gateway.background.erasure import erase_removed
 from gateway.http.route_table import canonical
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import list_keys
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
+from tenancy.types import wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
