@@ -120,11 +120,8 @@ def _reason(error: OSError) -> str:
     A write that names no file is one to standard output: files are written under their names.
     """
     reason = f"{error.filename or 'standard output'}: {error.strerror or error}"
-    return (
-        f"{reason}; free space there, or write to another disk"
-        if error.errno in _NO_ROOM
-        else (reason)
-    )
+    remedy = "; free space there, or write to another disk" if error.errno in _NO_ROOM else ""
+    return reason + remedy
 
 
 def _print_error(line: str) -> None:

@@ -141,18 +141,16 @@ class ContractManager:
         needs_fingerprint = ask.remember or ask.compare_with
         if not (plan.candidates or plan.writes or needs_fingerprint):
             return self._contract(call, rendered, scope, plan, [], (), now_s)
-        ends = {position.tokens for position in plan.candidates} | {
-            write.tokens for write in plan.writes
-        }
+        ends = {*plan.candidates, *(write.tokens for write in plan.writes)}
         if needs_fingerprint:
             ends |= {mark.tokens for mark in rendered.boundaries}
         found = digest_prefixes(rendered.token_ids, ends)
         candidates = []
         longest = math.inf if scope.shared_tokens is None else scope.shared_tokens
-        for position in plan.candidates:
-            entry = self.entries.find((scope.namespace, found[position.tokens]))
-            if entry is not None and position.tokens <= longest:
-                candidates.append((position.tokens, entry))
+        for tokens in plan.candidates:
+            entry = self.entries.find((scope.namespace, found[tokens]))
+            if entry is not None and tokens <= longest:
+                candidates.append((tokens, entry))
         writes = tuple(
             [PlannedWrite(mark.tokens, mark.retention, found[mark.tokens]) for mark in plan.writes]
         )
@@ -200,8 +198,7 @@ class ContractManager:
             honours_promises=self.config.honour_broken_promises,
             unkept_tokens=partial(self.unkept_tokens, scope.namespace),
         )
-        positions = [position.tokens for position in plan.candidates]
-        digests = PromptDigests(call.prompts[0], rendered.boundaries, positions)
+        digests = PromptDigests(call.prompts[0], rendered.boundaries, plan.candidates)
         return Contract(self, scope, terms, digests, now_s)
 
     def covers_retention(self, terms: ContractTerms, now_s: float) -> bool:

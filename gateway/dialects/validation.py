@@ -116,7 +116,7 @@ def _expected_values(kind: Any, steps: str) -> str:
             for inner in _inner_types(alternative, name)
         ]
     values = [
-        msgspec.json.encode(value).decode()
+        json_text(value)
         for found in types
         for alternative in alternatives(found)
         if isinstance(alternative, inspect.LiteralType)
@@ -164,6 +164,11 @@ def unknown_field(name: str, known: set[str]) -> Refusal:
     return Refusal(
         Kind.BAD, "unknown_parameter", f"Unknown parameter: {shown!r}.{hint}", param=shown
     )
+
+
+def json_text(value: object) -> str:
+    """Return compact JSON text that keeps the key order."""
+    return msgspec.json.encode(value).decode()
 
 
 def json_type(value: object) -> str:

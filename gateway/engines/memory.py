@@ -38,11 +38,11 @@ ENGINE_MIB = 300
 HOST_LEVEL_PART = 2
 """A host level of "auto" takes at most one part in so many of the memory that is left."""
 HOST_LEVEL_POOLS = 4
-"""It takes at most so many times the pool of an engine on a device: what is let down beyond that is
-rarely read again before it goes."""
+"""It takes at most so many times the pool of an engine on a device: blocks beyond that are rarely
+read again before they are evicted."""
 HOST_LEVEL_MIB_MIN = 64
-"""With less than this, and less than its bound, it is left out; with less than the disk's stage it
-is that."""
+"""A share below this, and below the level's bound, is not taken: the level is left out, or has the
+memory that copies on their way to the disk need."""
 
 
 class ModelMemory(Struct, frozen=True):

@@ -32,7 +32,7 @@ from gateway.dialects.openai import responses_prompt as items
 from gateway.dialects.openai.reasoning import thinking_of
 from gateway.dialects.openai.responses_events import ResponsesEncoder
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import convert, invalid_field
+from gateway.dialects.validation import convert, invalid_field, json_text
 from gateway.errors import Kind, Refusal
 
 ID_PREFIX = "resp_"
@@ -198,7 +198,7 @@ class ResponsesDialect(wire.SharedParts):
                 directives,
                 compare_with=options.comparison_response_id or "",
                 remember=operation != "count",
-                echo=(("response", tools.json_text(_echo(fields, prompt))),),
+                echo=(("response", json_text(_echo(fields, prompt))),),
             ),
         )
 

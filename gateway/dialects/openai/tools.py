@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import OutputFormat, Tool, ToolCall, ToolChoice
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, json_text
 
 TOOLS_MAX = 128
 """Most tools of a list, as in OpenAI's API, and most calls of one message."""
@@ -117,11 +117,6 @@ def output_format(
     if schema is None:
         return OutputFormat(kind)
     return OutputFormat("json_schema", json_text(schema.schema), path, bool(schema.strict))
-
-
-def json_text(value: object) -> str:
-    """Return compact JSON text that keeps the key order."""
-    return msgspec.json.encode(value).decode()
 
 
 class PendingCalls:
