@@ -165,8 +165,7 @@ class GatewayFixture:
         # In a thread: what it reads at its start may be a round trip away.
         self.gateway = await asyncio.to_thread(
             partial(Gateway, endpoints=self.endpoints, wall=self.wall),
-            *(self.config, self.engine, self.renderer, self.store, self._log),
-            models=models if self.more else (),
+            *(self.config, models, self.store, self._log),
         )
         self.gateway.context.embeddings = self.embeddings
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
