@@ -75,7 +75,7 @@ def admit(
     request_id: str,
     now: AdmissionContext,
     namespace: Namespace,
-    leases: Sequence[tuple[LeaseRequest, ...]] = (),
+    leases: Sequence[tuple[LeaseRequest, ...]],
 ) -> tuple[Request, ...]:
     """Build one engine request per prompt, with its leases, in `namespace`.
 
@@ -86,7 +86,6 @@ def admit(
     budgets = output_tokens(call, rendered, identity, now)
     _check_tenant(rendered, identity, now)
     _check_queue(rendered, identity, now)
-    kept = leases or [()] * len(rendered)
     quota = quota_now(identity, now)
     fidelity = fidelity_of(identity, call.fidelity, now.info.kv_fidelity)
     requests = [
@@ -95,7 +94,7 @@ def admit(
             tokens=prompt.token_ids,
             max_tokens=budget,
             grant=CacheGrant(
-                namespace, quota, kept[number], fidelity=fidelity, at_rest=rest_of(identity)
+                namespace, quota, leases[number], fidelity=fidelity, at_rest=rest_of(identity)
             ),
             sampling=generation.sampling,
             samples=generation.samples,
