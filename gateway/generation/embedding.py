@@ -19,7 +19,8 @@ from aiohttp import web
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.openai import embeddings as dialect
-from gateway.dialects.openai.embeddings import EmbeddingCall, EmbeddingInput
+from gateway.dialects.openai.embeddings import EmbeddingCall
+from gateway.dialects.openai.wire import TextOrIds
 from gateway.dialects.validation import invalid_field
 from gateway.embeddings.embedder import Embedder, TextLookup, cut_vector
 from gateway.embeddings.text_tokenizer import SparseTextError, TokenizedText
@@ -266,7 +267,7 @@ def _tokenize(
     return found
 
 
-def _tokens_of(embedder: Embedder, one: EmbeddingInput, path: str) -> TokenizedText:
+def _tokens_of(embedder: Embedder, one: TextOrIds, path: str) -> TokenizedText:
     tokenizer = embedder.tokenizer
     try:
         return tokenizer.tokenize(one) if isinstance(one, str) else tokenizer.wrap(one)

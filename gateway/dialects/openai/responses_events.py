@@ -8,7 +8,7 @@ event of the stream. `openai.responses` makes an encoder for each answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,9 +48,8 @@ class ResponsesEncoder:
         self._output: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         self._tokens: list[TokenText] = []
-        self._open_call: int | None = None
-        self._is_open = False
-        self._is_thought = False
+        self._open: Literal["message", "reasoning"] | int | None = None
+        """The open item: its kind, or the number of a call; None between items."""
         self._is_truncated = False
         self._diagnosis: Diagnosis | None = None
         self.is_stored = False
@@ -183,7 +182,6 @@ class ResponsesEncoder:
         index = len(self._output)
         suffix = self._reply.response_id.removeprefix("resp_")
         self._output.append({"id": f"{kind}_{suffix}_{index}", **item})
-        self._is_open = True
         self._pieces, self._tokens = [], []
         added = dict(self._output[-1])
         return {"type": "response.output_item.added", "output_index": index, "item": added}
@@ -194,16 +192,15 @@ class ResponsesEncoder:
         return {"item_id": self._output[index]["id"], "output_index": index, **more}
 
     def _close_item(self) -> list[Event]:
-        if not self._is_open:
+        if self._open is None:
             return []
-        self._is_open = False
         item = self._output[-1]
         item["status"] = "incomplete" if self._is_truncated else "completed"
-        if self._is_thought:
+        if self._open == "reasoning":
             closing = self._thought_done()
         else:
-            closing = self._call_done() if self._open_call is not None else self._message_done()
-        self._open_call, self._is_thought = None, False
+            closing = self._message_done() if self._open == "message" else self._call_done()
+        self._open = None
         done = {"output_index": len(self._output) - 1, "item": dict(item)}
         return [*closing, {"type": "response.output_item.done", **done}]
 
@@ -218,12 +215,13 @@ class ResponsesEncoder:
         }
         part = {"part": self._part("", ())}
         added = self._add("msg", message)
+        self._open = "message"
         reference = self._item_reference(content_index=0)
         return [added, {"type": "response.content_part.added", **reference, **part}]
 
     def _text(self, delta: Text) -> list[Event]:
         events: list[Event] = []
-        if not self._is_open or self._open_call is not None or self._is_thought:
+        if self._open != "message":
             events = self._close_item() + self._open_message()
         self._pieces.append(delta.text)
         self._tokens.extend(delta.tokens)
@@ -261,11 +259,11 @@ class ResponsesEncoder:
 
     def _thought(self, delta: Thought) -> list[Event]:
         events: list[Event] = []
-        if not self._is_thought:
+        if self._open != "reasoning":
             events = self._close_item()
             item = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
             events.append(self._add("rs", item))
-            self._is_thought = True
+            self._open = "reasoning"
             part = {"part": {"type": "reasoning_text", "text": ""}}
             reference = self._item_reference(content_index=0)
             events.append({"type": "response.content_part.added", **reference, **part})
@@ -288,7 +286,7 @@ class ResponsesEncoder:
 
     def _call_text(self, delta: CallText) -> list[Event]:
         events: list[Event] = []
-        if not self._is_open or self._open_call != delta.call:
+        if self._open != delta.call:
             events = self._close_item()
             namespace, name = tools.split_name(delta.name)
             item = {
@@ -300,7 +298,7 @@ class ResponsesEncoder:
                 "arguments": "",
             }
             events.append(self._add("fc", item))
-            self._open_call = delta.call
+            self._open = delta.call
         if delta.arguments:
             self._pieces.append(delta.arguments)
             kind = "response.function_call_arguments.delta"

@@ -110,12 +110,8 @@ def call(call_id: str, name: str, arguments: str, path: str) -> ToolCall:
     return ToolCall(call_id, name, json_text(value))
 
 
-def output_format(
-    kind: Literal["text", "json_object"], schema: JsonSchema | None, path: str
-) -> OutputFormat:
-    """Return the canonical output format; a schema, whose field is `path`, overrides `kind`."""
-    if schema is None:
-        return OutputFormat(kind)
+def schema_format(schema: JsonSchema, path: str) -> OutputFormat:
+    """Return the format of answers that satisfy a schema, whose field is `path`."""
     return OutputFormat("json_schema", json_text(schema.schema), path, bool(schema.strict))
 
 

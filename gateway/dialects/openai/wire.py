@@ -331,6 +331,35 @@ def generation(
     )
 
 
+TextOrIds = str | tuple[int, ...]
+"""A text, or its token ids."""
+
+
+def texts_or_ids(value: Any, field: str, noun: str, most: int) -> tuple[TextOrIds, ...]:
+    """Return what a field holds: a text, token ids, or a list of either, none of them empty.
+
+    `noun`: what errors call one of them. `most`: the longest list. Raises Refusal.
+    """
+    if isinstance(value, str):
+        return (_text_or_ids(value, field, noun),)
+    if not isinstance(value, list) or not value:
+        problem = "invalid or empty value; expected a text, token ids, or a list of either."
+        raise invalid_field(field, problem)
+    if isinstance(value[0], int):
+        return (_text_or_ids(value, field, noun),)
+    if len(value) > most:
+        raise invalid_field(field, f"{len(value)} {field}s; expected at most {most}.")
+    return tuple(_text_or_ids(one, f"{field}[{at}]", noun) for at, one in enumerate(value))
+
+
+def _text_or_ids(value: Any, path: str, noun: str) -> TextOrIds:
+    found: TextOrIds = value if isinstance(value, str) else convert(value, TokenIds, path)
+    if not found:
+        unit = "character" if isinstance(found, str) else "token id"
+        raise invalid_field(path, f"the {noun} is empty; expected at least one {unit}.")
+    return found
+
+
 def same(value: Any) -> Any:
     """Return the value of an alias whose equal has the same meaning."""
     return value
