@@ -194,8 +194,9 @@ class Context:
             return False
         return True
 
-    async def finish(self, work: Coroutine[None, None, None]) -> None:
-        """Run `work` to completion even if the caller is cancelled; see `finish_background`."""
+    async def shield(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` to completion; a caller that is cancelled leaves at once, and the work goes on
+        (`finish_background` waits for it)."""
         await asyncio.shield(self._start_task(work))
 
     async def run_to_completion(self, work: Coroutine[None, None, T]) -> T:

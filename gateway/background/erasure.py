@@ -149,7 +149,7 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
     async def work() -> None:
         receipts.append(await _erase(gateway, target, by))
 
-    await gateway.finish(work())
+    await gateway.shield(work())
     return receipts[0]
 
 

@@ -123,11 +123,10 @@ class Generation:
         call = await parse_body(
             gateway, identity.tenant.tenant_id, self._dialect.parse, body, metadata
         )
-        self._ignored = call.ignored
         state.is_stream = call.stream
         model = check_model(gateway, call, identity)
         state.model = model.name
-        if self._ignored:
+        if call.ignored:
             call = self._without_honoured(model, call)
         if gateway.is_draining:
             raise shutting_down()
@@ -434,7 +433,7 @@ class Generation:
             await settled
         except LedgerUnavailable:
             if self._stored is not None:
-                await self._gateway.finish(self._stored.withdraw())
+                await self._gateway.shield(self._stored.withdraw())
             raise
         self._state.settled_s = self._gateway.clock()
 
