@@ -23,6 +23,7 @@ from gateway.engines.device_memory import (
     WEIGHT_BYTES,
     DevicePlan,
     DeviceShare,
+    describe_share,
     read_device_memory,
     runs_on_device,
 )
@@ -83,8 +84,7 @@ class MemoryPlan(Struct, frozen=True):
     def describe(self) -> str:
         """Return the numbers in words."""
         parts = [
-            f"{one.model_mib} for {one.name or 'the model'}, {one.kv_mib} for "
-            + (f"{one.name}'s KV" if one.name else "KV")
+            describe_share(one.name, one.model_mib, one.kv_mib)
             for one in self.models
             if one.model_mib or one.kv_mib
         ]
