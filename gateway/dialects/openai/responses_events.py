@@ -207,22 +207,29 @@ class ResponsesEncoder:
     # -- text -------------------------------------------------------------------------------------
 
     def _open_message(self) -> list[Event]:
-        message = {
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
-        part = {"part": self._part("", ())}
-        added = self._add("msg", message)
+        message = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        events = [*self._close_item(), self._add("msg", message)]
         self._open = "message"
+        return [*events, self._part_added(self._part("", ()))]
+
+    def _part_added(self, part: dict[str, Any]) -> Event:
+        """Return the event of the first content part of the open item."""
         reference = self._item_reference(content_index=0)
-        return [added, {"type": "response.content_part.added", **reference, **part}]
+        return {"type": "response.content_part.added", **reference, "part": part}
+
+    def _part_done(self, part: dict[str, Any], **more: Any) -> list[Event]:
+        """Set the content of the open item, and return the events that end its text."""
+        self._output[-1]["content"] = [part]
+        reference, text = self._item_reference(content_index=0), {"text": part["text"], **more}
+        return [
+            {"type": f"response.{part['type']}.done", **reference, **text},
+            {"type": "response.content_part.done", **reference, "part": part},
+        ]
 
     def _text(self, delta: Text) -> list[Event]:
         events: list[Event] = []
         if self._open != "message":
-            events = self._close_item() + self._open_message()
+            events = self._open_message()
         self._pieces.append(delta.text)
         self._tokens.extend(delta.tokens)
         events.append(
@@ -236,15 +243,8 @@ class ResponsesEncoder:
         return events
 
     def _message_done(self) -> list[Event]:
-        text = "".join(self._pieces)
-        part = self._part(text, self._tokens)
-        self._output[-1]["content"] = [part]
-        reference = self._item_reference(content_index=0)
-        logprobs = self._logprobs(self._tokens)
-        return [
-            {"type": "response.output_text.done", **reference, "text": text, "logprobs": logprobs},
-            {"type": "response.content_part.done", **reference, "part": part},
-        ]
+        part = self._part("".join(self._pieces), self._tokens)
+        return self._part_done(part, logprobs=part["logprobs"])
 
     def _part(self, text: str, tokens: Sequence[TokenText]) -> dict[str, Any]:
         logprobs = self._logprobs(tokens)
@@ -260,27 +260,17 @@ class ResponsesEncoder:
     def _thought(self, delta: Thought) -> list[Event]:
         events: list[Event] = []
         if self._open != "reasoning":
-            events = self._close_item()
             item = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
-            events.append(self._add("rs", item))
+            events = [*self._close_item(), self._add("rs", item)]
             self._open = "reasoning"
-            part = {"part": {"type": "reasoning_text", "text": ""}}
-            reference = self._item_reference(content_index=0)
-            events.append({"type": "response.content_part.added", **reference, **part})
+            events.append(self._part_added({"type": "reasoning_text", "text": ""}))
         self._pieces.append(delta.text)
         reference = self._item_reference(content_index=0)
         kind = "response.reasoning_text.delta"
         return [*events, {"type": kind, **reference, "delta": delta.text}]
 
     def _thought_done(self) -> list[Event]:
-        text = "".join(self._pieces)
-        part = {"type": "reasoning_text", "text": text}
-        self._output[-1]["content"] = [part]
-        reference = self._item_reference(content_index=0)
-        return [
-            {"type": "response.reasoning_text.done", **reference, "text": text},
-            {"type": "response.content_part.done", **reference, "part": part},
-        ]
+        return self._part_done({"type": "reasoning_text", "text": "".join(self._pieces)})
 
     # -- calls ------------------------------------------------------------------------------------
 
