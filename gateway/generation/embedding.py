@@ -92,8 +92,7 @@ class EmbeddingRequest:
             return replayed
         del body
         texts = await tokenize(gateway, embedder, tenant_id, call)
-        share = self._request[BODY_SHARE]
-        share.budget.release(share)
+        self._request[BODY_SHARE].release()
         _check_sizes(embedder, call, texts)
         self._set_head(call, texts)
         if gateway.is_draining:

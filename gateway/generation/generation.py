@@ -140,8 +140,7 @@ class Generation:
         call = call if fidelity is None else replace(call, fidelity=fidelity)
         call = call if attention is None else with_attention(call, attention)
         prepared = await prepare(gateway, model, call, identity)
-        share = self._request[BODY_SHARE]
-        share.budget.release(share)
+        self._request[BODY_SHARE].release()
         call = prepared.call
         if call.operation == "count":
             state.is_generation = False

@@ -149,7 +149,7 @@ class Middleware:
                 state.place = None  # an idle connection keeps its last request
             share = request.get(BODY_SHARE)
             if share is not None and share.bytes_taken:
-                self._bodies.release(share)
+                share.release()
             self._report(state, request, status)
 
     def _dispatch(
