@@ -29,7 +29,7 @@ class Kind(Enum):
     MEDIA = 415
     EXPECTATION = 417
     RATE = 429
-    QUOTA = 4290
+    QUOTA = 4290  # 429, as RATE: a spent budget
     INTERNAL = 500
     BUSY = 503
     DEADLINE = 504

@@ -186,7 +186,8 @@ def _host_share(config: Config, model: ServedModelSettings) -> ModelMemory:
 
 
 def _pool_mib(config: Config, model: ServedModelSettings, engine: EngineConfig) -> int:
-    """Return the memory of an engine's pool; of one told in blocks once its model is prepared."""
+    """Return the memory of an engine's pool; of one configured in blocks once its model is
+    prepared, before that of `kv_memory_mib`."""
     if not engine.kv_blocks:
         return engine.kv_memory_mib
     try:
@@ -245,7 +246,7 @@ def available_memory_mib(meminfo: Path, *cgroups: Path) -> int | None:
 
 
 def _droppable(cgroup: Path) -> int:
-    """Return the bytes of files that a group has in memory and does not use; 0 if not told."""
+    """Return the bytes of files that a group has in memory and does not use; 0 if unknown."""
     try:
         lines = (cgroup / "memory.stat").read_text().splitlines()
         return int(dict(line.split(" ", 1) for line in lines).get("inactive_file", 0))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from engine.api import LeaseGrant, LevelWait, Usage
 from gateway.caching import Contract
-from gateway.caching.attention import told
 from gateway.dialects.canonical import UsageRecord
 from tenancy.types import FIDELITIES, Fidelity
 
@@ -100,8 +99,8 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         text += f"; load_ms={1000 * wait.load_s:.1f}"
     if contracts[0].fidelity != "exact":
         text += f"; fidelity={contracts[0].fidelity}; read_fidelity={read_fidelity(contracts)}"
-    if contracts[0].attention is not None:
-        text += f"; {told(contracts[0].attention)}"
+    if (window := contracts[0].attention) is not None:
+        text += f"; attention=window; window={window.tokens}; sinks={window.sink_tokens}"
     if short is not None:
         text += f"; lease={short.outcome}" + (f"; bound={short.bound}" if short.bound else "")
     for contract in contracts:

@@ -343,5 +343,5 @@ def error_object(refusal: Refusal, request_id: str) -> dict[str, Any]:
 
 def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
     """Return the HTTP status and the JSON body of an error."""
-    status, _ = _ERRORS.get(refusal.kind, (refusal.kind.value, ""))
+    status, _ = _ERRORS.get(refusal.kind, (refusal.kind.status, ""))
     return status, msgspec.json.encode(error_object(refusal, request_id))
