@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse
 from operator import attrgetter
@@ -428,14 +428,8 @@ def _render_shape(prompt: Prompt, shape: ChatShape, encode: Encode) -> Rendered:
         text = prompt.segments[step.part].text
         ids += encode(text.strip() if step.is_trimmed else text, specials=False, is_first=not ids)
         ends[step.part] = len(ids)
-    furthest, found = 0, []
-    for boundary, end in zip(shape.boundaries, ends, strict=True):
-        if end < furthest:
-            found.append(replace(boundary, tokens=furthest, own_tokens=end))
-        else:
-            found.append(replace(boundary, tokens=end))
-            furthest = end
-    return Rendered(tuple(ids), tuple(found), thought=shape.thought)
+    boundaries = _located(zip(shape.boundaries, ends, strict=True))
+    return Rendered(tuple(ids), boundaries, thought=shape.thought)
 
 
 def _spell(spelt: list[bytes], *tables: Mapping[int, str]) -> Callable[[int], bytes]:
@@ -489,15 +483,22 @@ def _drop_after(pieces: Sequence[Laid], last: int) -> tuple[Laid, ...]:
 
 
 def _boundaries_at(template_input: TemplateInput, ends: dict[int, int]) -> tuple[Boundary, ...]:
-    """Return the boundaries in API order. A template that reorders parts gives the furthest end so
-    far; a part that the template leaves out ends with the part before it."""
+    """Return the boundaries of a prompt whose parts end here; a part that the template leaves out
+    ends with the part before it."""
+    return _located(
+        (part.boundary, ends.get(number, 0)) for number, part in enumerate(template_input.parts)
+    )
+
+
+def _located(parts: Iterable[tuple[Boundary | None, int]]) -> tuple[Boundary, ...]:
+    """Return the boundaries in API order with their ends. A template that reorders parts gives the
+    furthest end so far."""
     furthest, found = 0, []
-    for number, part in enumerate(template_input.parts):
-        end = ends.get(number, 0)
+    for boundary, end in parts:
         furthest = max(furthest, end)
-        if part.boundary is not None:
+        if boundary is not None:
             own = end if end < furthest else 0
-            found.append(replace(part.boundary, tokens=furthest, own_tokens=own))
+            found.append(replace(boundary, tokens=furthest, own_tokens=own))
     return tuple(found)
 
 
