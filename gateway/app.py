@@ -271,10 +271,9 @@ class Gateway:
             *health.routes(context),
             *openapi.routes("admin"),
         )
-        hosts = context.config.admin.allowed_hosts()
-        admin = context.config.admin
+        admin, hosts = context.config.admin, context.config.admin.allowed_hosts()
         trusted = TrustedHeader(admin.trusted_header, admin.trusted_proxies, admin.trusted_scopes)
-        return Middleware(routes, context, hosts, hosts_setting="admin.hosts", trusted=trusted)
+        return Middleware(routes, context, hosts, trusted=trusted, is_public=False)
 
     def reload_soon(self) -> None:
         """Reload the configuration in the background; the log has the result."""

@@ -89,10 +89,11 @@ class Middleware:
         hosts: tuple[str, ...],
         shape_of: Callable[[web.BaseRequest], ErrorShape] = lambda request: PLAIN,
         take_place: Callable[[Context, RequestState], None] = lambda gateway, state: None,
-        hosts_setting: str = "server.hosts",
         trusted: TrustedHeader = NO_TRUSTED_HEADER,
+        *,
+        is_public: bool = True,
     ) -> None:
-        """Build the route table. `hosts_setting`: the setting that `hosts` come from.
+        """Build the route table. `hosts`: of [server], or of [admin] unless `is_public`.
 
         `take_place` admits a tenant's request before its body is read: it sets the state's `place`
         or raises Refusal. `shape_of` returns the error shape of a request whose route has none.
@@ -100,8 +101,8 @@ class Middleware:
         """
         self.routes = routes
         self._gateway = gateway
-        self._hosts, self._hosts_setting = hosts, hosts_setting
-        self._is_public = hosts_setting == "server.hosts"
+        self._hosts, self._is_public = hosts, is_public
+        self._hosts_setting = "server.hosts" if is_public else "admin.hosts"
         self._shape_of = shape_of
         self._take_place = take_place
         self._trusted = trusted
