@@ -23,15 +23,6 @@ from engine.api import (
     Usage,
 )
 from engine.client.client import RequestStream
-from gateway.caching import CacheScope, Contract, ContractManager
-from gateway.dialects.canonical import Call, Rendered
-from gateway.retention_classes import CachingConfig
-
-
-def contracts_of(call: Call, rendered: Sequence[Rendered]) -> list[Contract]:
-    """Return the contracts of prompts in a gateway that has seen no other."""
-    manager = ContractManager(CachingConfig(), float, lambda _: {}, lambda _: "", lambda _: True)
-    return [manager.resolve(call, prompt, CacheScope(b"", 1, "1/")) for prompt in rendered]
 
 
 class FakeEngine:

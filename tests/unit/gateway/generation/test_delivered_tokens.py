@@ -20,7 +20,8 @@ from gateway.dialects.canonical import (
 from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
 from tests.examples import examples
-from tests.unit.gateway.fake_engine import FakeEngine, contracts_of
+from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.generation.test_output_stream import contracts_of
 
 SILENT, END_OF_TURN = 1, 2
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
